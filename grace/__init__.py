@@ -14,11 +14,11 @@ from grace.backends.horovod import INSTEAD, Compression
 from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from grace.backends.together import allgather_object, barrier, broadcast_object, from_root
 from grace.communicators.compat import from_params
+from grace.core.arguments import do_not_convert, keras_backend, keras_backend_error, optimizer_type_error
 from grace.core.backend import Backend, Handle
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, TensorSpec, Traits
 from grace.core.context import Context
-from grace.core.given import keras_backend, keras_runs_on, not_an_optimizer, unconverted
 from grace.core.memory import Memory
 from grace.core.registry import known, make, register
 from grace.core.state import State
@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``grace.torch``, ``grace.tensorflow`` and ``grace.integrations`` need no import of their own; nor do the names of
+    """Import ``grace.torch``, ``grace.tensorflow`` and ``grace.integrations`` on first use, and resolve the names of
     TensorFlow's Horovod."""
     if name in ("torch", "tensorflow", "integrations"):
         return importlib.import_module(f"grace.{name}")
@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'grace' has no attribute {name!r}{instead}")
 
 
-def _found(value: Any) -> Any:
+def _framework_of(value: Any) -> Any:
     """Return the framework module for the user's object, by its type; None if no imported framework knows it."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module)):
@@ -99,8 +99,8 @@ def _found(value: Any) -> Any:
     keras: Any = sys.modules.get("keras")
     of_keras = () if keras is None else (keras.optimizers.Optimizer, keras.Model, keras.Variable)
     if isinstance(value, of_keras):
-        if keras_backend() != "tensorflow":  # whose optimizers TensorFlow need not be installed for
-            raise keras_runs_on(keras_backend())
+        if keras_backend() != "tensorflow":  # TensorFlow need not be installed then, so do not import it
+            raise keras_backend_error(keras_backend())
         return importlib.import_module("grace.tensorflow")
     tensorflow: Any = sys.modules.get("tensorflow")
     if tensorflow is not None and (tensorflow.is_tensor(value) or isinstance(value, tensorflow.Variable)):
@@ -108,15 +108,15 @@ def _found(value: Any) -> Any:
     return None
 
 
-def _framework(value: Any, what: str) -> Any:
+def _require_framework(value: Any, what: str) -> Any:
     """Return the framework module for the user's object.
 
     Raises:
         ConfigError: there is none.
     """
-    framework = _found(value)
+    framework = _framework_of(value)
     if framework is None and what == "DistributedOptimizer":
-        raise not_an_optimizer(value)
+        raise optimizer_type_error(value)
     if framework is None:
         raise ConfigError(
             f"{what} takes a torch or Keras object; {type(value).__module__}.{type(value).__qualname__} is not one"
@@ -132,27 +132,27 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     Traceback (most recent call last):
     grace.errors.ConfigError: grace.DistributedOptimizer takes an optimizer of torch or Keras, not 'adam'
     """
-    return _framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
+    return _require_framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
 
 
 def broadcast_parameters(parameters: Any, root: int = 0, *, root_rank: int | None = None) -> None:
-    """Give every rank the root's values, in place: of a module, a state dict, (name, tensor) pairs, a Keras model, or
-    variables; see :func:`grace.torch.broadcast_parameters` and :func:`grace.tensorflow.broadcast_variables`.
+    """Broadcast the root's values to every rank, in place: of a module, a state dict, (name, tensor) pairs, a Keras
+    model, or variables; see :func:`grace.torch.broadcast_parameters` and :func:`grace.tensorflow.broadcast_variables`.
 
     >>> import torch
     >>> _ = init("local")
     >>> broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
     >>> shutdown()
     """
-    framework = _found(parameters)
+    framework = _framework_of(parameters)
     if framework is None and isinstance(parameters, Iterable):
         parameters = dict(parameters) if isinstance(parameters, Mapping) else list(parameters)
         pairs = parameters.items() if isinstance(parameters, dict) else parameters
         values = [pair[1] if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
-        framework = next(filter(None, map(_found, values)), None)  # what is no tensor is passed over
+        framework = next(filter(None, map(_framework_of, values)), None)  # other values than tensors are skipped
         if framework is None and not values and "torch" in sys.modules:  # a model without parameters
             framework = importlib.import_module("grace.torch")
-    framework = framework or _framework(parameters, "broadcast_parameters")
+    framework = framework or _require_framework(parameters, "broadcast_parameters")
     if hasattr(framework, "broadcast_parameters"):
         framework.broadcast_parameters(parameters, root, root_rank=root_rank)
     else:
@@ -161,24 +161,24 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, root_rank: int | Non
 
 
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, root_rank: int | None = None) -> None:
-    """Give every rank the root's momenta and counters; see :func:`grace.torch.broadcast_optimizer_state`. Of Keras's
-    optimizers the variables are broadcast.
+    """Broadcast the root's momenta and counters to every rank; see :func:`grace.torch.broadcast_optimizer_state`.
+    Keras's optimizers have their variables broadcast.
 
     >>> import torch
     >>> _ = init("local")
     >>> broadcast_optimizer_state(torch.optim.SGD(torch.nn.Linear(2, 1).parameters()), root_rank=0)
     >>> shutdown()
     """
-    framework = _framework(optimizer, "broadcast_optimizer_state")
+    framework = _require_framework(optimizer, "broadcast_optimizer_state")
     if hasattr(framework, "broadcast_optimizer_state"):
         framework.broadcast_optimizer_state(optimizer, root, root_rank=root_rank)
     else:
         framework.broadcast_variables(optimizer.variables, root, root_rank=root_rank)
 
 
-@unconverted
+@do_not_convert
 def allreduce(tensor: Any, average: bool | None = None, name: str | None = None, **options: Any) -> Any:
-    """Average, or sum, a tensor over all ranks; see :func:`grace.torch.allreduce` and
+    """Return the average, or the sum, of a tensor over all ranks; see :func:`grace.torch.allreduce` and
     :func:`grace.tensorflow.allreduce`.
 
     >>> import torch
@@ -187,10 +187,10 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
     3.0
     >>> shutdown()
     """
-    return _framework(tensor, "allreduce").allreduce(tensor, average, name, **options)
+    return _require_framework(tensor, "allreduce").allreduce(tensor, average, name, **options)
 
 
-@unconverted
+@do_not_convert
 def allgather(tensor: Any, name: str | None = None) -> Any:
     """Concatenate all ranks' tensors along their first dimension; see :func:`grace.torch.allgather` and
     :func:`grace.tensorflow.allgather`.
@@ -201,12 +201,12 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
     torch.Size([2, 3])
     >>> shutdown()
     """
-    return _framework(tensor, "allgather").allgather(tensor, name)
+    return _require_framework(tensor, "allgather").allgather(tensor, name)
 
 
-@unconverted
+@do_not_convert
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
-    """Give every rank the root's tensor; see :func:`grace.torch.broadcast` and :func:`grace.tensorflow.broadcast`.
+    """Return the root's tensor on every rank; see :func:`grace.torch.broadcast` and :func:`grace.tensorflow.broadcast`.
 
     >>> import torch
     >>> _ = init("local")
@@ -214,21 +214,21 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
     [1, 2]
     >>> shutdown()
     """
-    return _framework(tensor, "broadcast").broadcast(tensor, root_rank, name)
+    return _require_framework(tensor, "broadcast").broadcast(tensor, root_rank, name)
 
 
 def join(device: int = -1) -> int:
-    """Tell the other ranks that this one has no more batches: ``join()`` of the distributed optimizer that this program
-    has, as ``hvd.join()`` is one of Horovod's.
+    """Tell the other ranks that this one has no more batches, like ``hvd.join()``. It calls ``join()`` of the program's
+    only distributed optimizer.
 
     Args:
-        device: Horovod's; nothing depends on it.
+        device: accepted for Horovod's programs, and ignored.
 
     Returns:
-        The rank that was last; 0 in one process.
+        The rank that joined last; 0 in one process.
 
     Raises:
-        ConfigError: there is none of torch, or there are several, or it cannot; the message says what to do instead.
+        ConfigError: there is no optimizer of torch, or there are several, or it cannot join; the message has a remedy.
 
     >>> _ = init("local")
     >>> join()
@@ -241,4 +241,4 @@ def join(device: int = -1) -> int:
         raise ConfigError(
             "grace.join() is for torch: under Keras give every rank as many batches (steps_per_epoch=...)"
         )
-    return importlib.import_module("grace.torch.life").only_optimizer("join").join()
+    return importlib.import_module("grace.torch.lifecycle").only_optimizer("join").join()

@@ -1,4 +1,4 @@
-"""Errors that say what was wrong, where, and what would be right."""
+"""Errors that Grace raises on purpose. Messages name the fault, its location, and a remedy."""
 
 import contextlib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class GraceError(Exception):
-    """Base of every error that Grace raises on purpose. What it repeats of an input is cut."""
+    """Base of every error that Grace raises on purpose. Long inputs are cut in its message."""
 
     __init__ = Exception.__init__  # else TensorFlow raises a StagingError instead, where a function is traced
 
@@ -15,11 +15,11 @@ class GraceError(Exception):
 
 
 WORD, MESSAGE = 400, 6000
-"""Characters of a word, and of a whole message, that are shown."""
+"""Largest numbers of characters of a word, and of a message, that are shown."""
 
 
 def shortened(text: str) -> str:
-    """A message for people: the middle of what is too long is left out.
+    """Return a message without the middle of words that are too long, and of the message if that is too long.
 
     >>> shortened("unknown method " + "x" * 10**6).replace("x" * 50, "x")
     'unknown method xxxxx...(999,700 more)...x'
@@ -34,29 +34,29 @@ def _cut(text: str, length: int) -> str:
 
 
 class ConfigError(GraceError, ValueError):
-    """A name, parameter or combination that cannot work; raised before any gradient is exchanged."""
+    """Error of a name, parameter or combination that cannot work; raised before any gradient is exchanged."""
 
 
 class RankError(GraceError, RuntimeError):
-    """The ranks disagree, or another rank failed."""
+    """Error of ranks that disagree, or of another rank that failed."""
 
 
 class ExchangeError(GraceError, RuntimeError):
-    """A collective failed, or gradients were touched while they were being exchanged."""
+    """Error of a collective that failed, or of gradients that were touched during their exchange."""
 
 
 class PayloadError(ExchangeError):
-    """What another rank sent cannot be decoded: a position, a code or a size is out of range."""
+    """Error of a payload that cannot be decoded: a position, a code or a size is out of range."""
 
     place: int | None = None
-    """Which of the payloads that were decoded together it was: the rank that sent it."""
+    """Index of the payload among those that were decoded together: the number of its sender. None if unknown."""
     variable: str = ""
-    """The variable whose payload it was; empty if it is not known."""
+    """Name of the payload's variable; empty if unknown."""
 
 
 @contextlib.contextmanager
 def payload_of(place: int) -> Iterator[None]:
-    """What is decoded here is the payload at this place."""
+    """Add the index of the payload to a :class:`PayloadError` that is raised in this context."""
     try:
         yield
     except PayloadError as error:
@@ -66,15 +66,15 @@ def payload_of(place: int) -> Iterator[None]:
 
 
 class StepError(RankError, ExchangeError):
-    """The ranks are at different steps, or make them with different settings."""
+    """Error of ranks that are at different steps, or run them with different settings."""
 
 
 class MissingExtraError(GraceError, ImportError):
-    """An optional package is needed; the message is the line that installs it."""
+    """Error of an optional package that is needed; the message has the command that installs it."""
 
 
 def missing_extra(package: str, extra: str) -> MissingExtraError:
-    """The error for an optional package that is not installed.
+    """Return the error for an optional package that is not installed.
 
     >>> print(missing_extra("torch", "torch"))
     torch is not installed; install it with: pip install "grace-compress[torch]"

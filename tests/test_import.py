@@ -162,7 +162,7 @@ def test_without_numba_torch_tensors_use_the_plain_kernels():
         import torch, grace
         from grace.communicators import Allgather
         print(grace.kernels_of(torch.zeros(1)).name)
-        print(Allgather("qsgd(norm=max, levels=1)").step(torch.tensor([2.0, 0.0, -2.0]), "w").tolist())
+        print(Allgather("qsgd(levels=1)").step(torch.tensor([2.0, 0.0, -2.0]), "w").tolist())
     """
     assert run(script, ("numba",)).splitlines() == ["torch", "[2.0, 0.0, -2.0]"]
 

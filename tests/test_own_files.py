@@ -62,12 +62,12 @@ def test_every_file_is_short_and_has_an_entry_point(package):
 def installed(folder):
     """What is in a folder can be found now, by this process."""
     sys.path.insert(0, str(folder))
-    registry._found.cache_clear()
+    registry._discover.cache_clear()
 
 
 def removed(folder):
     sys.path.remove(str(folder))
-    registry._found.cache_clear()
+    registry._discover.cache_clear()
 
 
 def trained(choices):

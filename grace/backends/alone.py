@@ -1,4 +1,4 @@
-"""Runs with fewer ranks than were started: refused, because ranks would train alone and nobody would notice."""
+"""Refusal of runs with fewer ranks than were started: ranks would train alone and nobody would notice."""
 
 from typing import Any
 
@@ -20,20 +20,20 @@ def check_engine(backend: Any, framework: str = "") -> None:
         framework: the framework whose tensors it is to move, if that is known.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the engine sees fewer ranks.
     """
     if backend.elastic:  # ranks come and go, and the launcher's variables stay
         return
-    launcher = launchers.found(partly=True)
+    launcher = launchers.detect(partly=True)
     if launcher is not None and launcher.size > backend.size:
         _refuse(_started(launcher), backend, f"{_remedy(backend, launcher, framework)}. {_on_purpose(backend.name)}")
-    check_others(backend)
+    check_other_engines(backend)
 
 
-def not_tensorflows(launcher: Launcher | None) -> ConfigError:
+def tensorflow_not_supported(launcher: Launcher | None) -> ConfigError:
     """Return the error for torch.distributed where TensorFlow's tensors are to be moved.
 
-    >>> print(not_tensorflows(None))
+    >>> print(tensorflow_not_supported(None))
     torch.distributed moves no tensors of TensorFlow: start the program by horovodrun or mpirun
     """
     by = "" if launcher is None else f"{_started(launcher)}, and "
@@ -42,11 +42,11 @@ def not_tensorflows(launcher: Launcher | None) -> ConfigError:
     )
 
 
-def check_others(backend: Any) -> None:
+def check_other_engines(backend: Any) -> None:
     """Refuse an engine that sees fewer ranks than another one that the program has initialized, perhaps since.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the engine sees fewer ranks.
     """
     for name, size in initialized.sizes().items():
         if size > backend.size and not backend.elastic:
@@ -64,13 +64,13 @@ def check_trainer(size: int, way: str) -> None:
     """Refuse a trainer that knows fewer ranks than a launcher has started.
 
     Args:
-        size: how many ranks it knows.
-        way: how the trainer is told of all of them.
+        size: the number of ranks that the trainer knows.
+        way: the advice how to tell the trainer of all of them, for the message.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the trainer knows fewer ranks.
     """
-    launcher = launchers.found(partly=True)
+    launcher = launchers.detect(partly=True)
     if launcher is not None and launcher.size > size and not launchers.chosen():
         raise ConfigError(
             f"{_started(launcher)}, and the trainer knows {size}: ranks would train alone. {way}. Where each rank is "
@@ -84,7 +84,7 @@ def _started(launcher: Launcher) -> str:
 
 
 def _refuse(started: str, backend: Any, remedy: str) -> None:
-    """Raise the error that says who sees how many ranks, and what to do."""
+    """Raise the error with the ranks that were started, those that the engine sees, and the remedy."""
     if backend.name == "local":
         sees = "Grace has joined this process alone"
     else:
@@ -93,7 +93,7 @@ def _refuse(started: str, backend: Any, remedy: str) -> None:
 
 
 def _remedy(backend: Any, launcher: Launcher, framework: str) -> str:
-    """Return what makes the engine see all ranks that a launcher has started."""
+    """Return the advice that makes the engine see all ranks that a launcher has started."""
     name = backend.name
     if name not in CALLS or backend.owns:  # Grace has joined it, and it sees nothing of the launcher
         return (

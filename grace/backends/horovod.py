@@ -1,4 +1,4 @@
-"""What torch's and TensorFlow's Horovod have in common."""
+"""Common parts of the backends over torch's and TensorFlow's Horovod."""
 
 import enum
 import math
@@ -6,19 +6,19 @@ import os
 from typing import Any, ClassVar
 
 from grace.core.backend import Backend
-from grace.core.waiting import timeout_for
+from grace.core.waits import timeout_for
 from grace.errors import ConfigError
 
-MADE = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}
-"""What the bodies of the classes that Horovod makes of torch's and of Keras's optimizers have, each one of them."""
+HOROVOD_ATTRIBUTES = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}
+"""Attributes of the classes that Horovod makes of torch's and of Keras's optimizers: each class has one of them."""
 
 
 class Once:
-    """A distributed optimizer, of whose class Horovod may not derive its own."""
+    """Base class of a distributed optimizer, of whose class Horovod may not derive its own."""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if len(cls.__bases__) == 1 and not MADE.isdisjoint(vars(cls)):
+        if len(cls.__bases__) == 1 and not HOROVOD_ATTRIBUTES.isdisjoint(vars(cls)):
             raise ConfigError(
                 "this optimizer is distributed by Grace already, over Horovod where that is the engine: leave out "
                 "hvd.DistributedOptimizer"
@@ -37,7 +37,7 @@ class Compression(enum.Enum):
 
 
 def compressor_for(optimizer: Any, compression: Any, compressor: Any) -> Any:
-    """Return the compressor that was chosen, and refuse what a script gave to Horovod before.
+    """Return the compressor that was chosen, and refuse choices that only Horovod takes.
 
     Raises:
         ConfigError: an optimizer that Horovod has made distributed, Horovod's compression, or two choices.
@@ -48,7 +48,7 @@ def compressor_for(optimizer: Any, compression: Any, compressor: Any) -> Any:
     Traceback (most recent call last):
     grace.errors.ConfigError: compression= is Horovod's. Grace's is compressor=: a method's spec, as 'fp16' or 'topk'
     """
-    if any(hasattr(optimizer, name) for name in MADE):
+    if any(hasattr(optimizer, name) for name in HOROVOD_ATTRIBUTES):
         raise ConfigError(
             "this optimizer is Horovod's DistributedOptimizer already: leave that out, and give Grace the optimizer "
             "that it was made of"
@@ -77,19 +77,19 @@ INSTEAD = {
     **dict.fromkeys(("alltoall", "reducescatter"), "hvd's own under Horovod, or torch.distributed's under torchrun"),
     **dict.fromkeys(("nccl_built", "mpi_built", "gloo_built", "mpi_enabled"), "grace.init().describe()"),
 }
-"""Replacements for Horovod's names that Grace does not have."""
+"""Replacements for names of Horovod's that Grace does not have."""
 
 
 class OverHorovod(Backend):
-    """What Horovod's backends for torch and for TensorFlow have in common.
+    """Base class of Horovod's backends for torch and for TensorFlow.
 
     Args:
         process_set: the process set; all ranks if left out.
-        owns: shut Horovod down with the backend.
+        owns: True to shut Horovod down with the backend.
     """
 
     hvd: ClassVar[Any]
-    """The framework's Horovod."""
+    """Horovod's module for the framework."""
     name = "horovod"
     pairs_by_name = True
     concatenates = True
@@ -107,10 +107,11 @@ class OverHorovod(Backend):
         self.rejoin()
 
     def rejoin(self) -> None:
-        """Horovod was initialized (again): which rank is this, of how many?"""
+        """Read this rank's number, the number of ranks and the node's from Horovod, which was initialized (again)."""
         self.included = self.process_set.included()
         self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
-        self.local_rank, self.local_size = self.hvd.local_rank(), self.hvd.local_size()
+        self.local_rank = self.hvd.local_rank()
+        self.local_size = self.hvd.local_size()
         self.timeout = timeout_for()
         everyone = self.size == self.hvd.size()
         self.watched = everyone and self.size > 1 and not self.elastic
@@ -118,10 +119,10 @@ class OverHorovod(Backend):
 
     @classmethod
     def join(cls) -> Any:
-        """All ranks; Horovod is initialized if nobody has done it yet."""
+        """Return a backend over all ranks; initialize Horovod if it is not initialized yet."""
         owns = not cls.hvd.is_initialized()
         if owns:
-            heed_timeout(timeout_for())
+            set_horovod_timeout(timeout_for())
             cls.hvd.init()
         return cls(owns=owns)
 
@@ -134,17 +135,19 @@ class OverHorovod(Backend):
             self.hvd.shutdown()
 
     def _global(self, rank: int) -> int:
-        """A rank of the process set among all ranks."""
+        """Return the number, among all ranks, of a rank of the process set."""
         return self.process_set.ranks[rank] if self.process_set.ranks else rank
 
 
-def received(output: Any) -> Any:
-    """What an all-to-all brought; beside it come the sizes of the parts."""
+def alltoall_output(output: Any) -> Any:
+    """Return the output of an all-to-all without the sizes of its parts, which some versions return beside it."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def heed_timeout(seconds: float) -> None:
-    """Before ``hvd.init()``: let Horovod's own thread wait as long for a rank that does not answer. What the user has
-    set stays, and so does all in elastic mode, where others may go on without that rank."""
+def set_horovod_timeout(seconds: float) -> None:
+    """Let Horovod's own thread wait as long as Grace for a rank that does not answer. Called before ``hvd.init()``.
+
+    A value of the user's stays. So do Horovod's values in elastic mode, where others may continue without that rank.
+    """
     if os.environ.get("HOROVOD_ELASTIC") != "1":
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(seconds)))

@@ -1,4 +1,4 @@
-"""The Horovod backend: Horovod's TensorFlow operations, in graphs and eagerly."""
+"""Horovod backend for TensorFlow: Horovod's operations, in graphs and eagerly."""
 
 import contextlib
 import itertools
@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.backends.horovod import OverHorovod, received
+from grace.backends.horovod import OverHorovod, alltoall_output
 from grace.core.backend import Handle
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
@@ -20,14 +20,14 @@ from grace.kernels.tensorflow.interop import as_array, as_tensor
 
 @dataclass
 class Operation:
-    """One collective of an exchange: what is sent, and what came.
+    """Collective of an exchange, with its input and output.
 
     Attributes:
         kind: the engine's operation: "allreduce", "allgather", "alltoall", "gather" or "broadcast".
-        tensor: what this rank sends.
-        root: whose tensor is broadcast, or who gathers.
-        rows: how many equal parts the result is cut into; 0 if it stays whole.
-        received: what came, once it did.
+        tensor: the tensor that this rank sends.
+        root: the rank that broadcasts, or gathers.
+        rows: number of equal parts that the result is cut into; 0 if it is not cut.
+        received: the output, once it is there.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Operation:
     received: Any = None
 
     def result(self) -> Any:
-        """What the backend's caller gets."""
+        """Return the result for the backend's caller."""
         if not self.rows:
             return self.received
         length = self.received.shape[0] // self.rows
@@ -51,13 +51,13 @@ class HorovodBackend(OverHorovod):
 
     Eagerly an operation is run at once, and its handle is complete. In a step that a graph runs, the parts of an
     exchange are Python functions and its collectives are the graph's own operations: there a collective that is
-    started is only written down (:meth:`recording`), and :meth:`run` makes the operation.
+    started is only recorded (:meth:`recording`), and :meth:`run` makes the operation.
     """
 
     hvd = hvd
     framework = "tensorflow"
     _functions: dict[Any, Any] | None = None
-    """Operations that are run by one of several threads, by their name."""
+    """Functions of operations that one of several threads runs, by the operations' names; None in the main thread."""
 
     def __init__(self, process_set: Any = None, owns: bool = False):
         _refuse_elastic()
@@ -69,7 +69,7 @@ class HorovodBackend(OverHorovod):
 
     @classmethod
     def join(cls) -> "HorovodBackend":
-        """All ranks; Horovod is initialized if nobody has done it yet."""
+        """Return a backend over all ranks; initialize Horovod if it is not initialized yet."""
         _refuse_elastic()
         return super().join()
 
@@ -77,23 +77,25 @@ class HorovodBackend(OverHorovod):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Operation]]:
-        """Collectives started in this context are written down, in the list that it gives, and not run."""
-        self._recorded, operations = [], self._recorded
+        """Return a context in which collectives that are started are recorded, in the list that it yields, and not
+        run."""
+        outer = self._recorded
+        self._recorded = []
         try:
             yield self._recorded
         finally:
-            self._recorded = operations
+            self._recorded = outer
 
     def _start(self, operation: Operation) -> Handle:
         if self._recorded is not None:
             self._recorded.append(operation)
         else:
             name = self.label or f"{self._calls_are}{next(self._calls)}"
-            given, run = operation.tensor, self.run if self._functions is None else self._run_named
-            if isinstance(given, np.ndarray):  # the exchange computes with arrays
-                operation.received = as_array(run(operation, as_tensor(given), name))
+            run = self.run if self._functions is None else self._run_named
+            if isinstance(operation.tensor, np.ndarray):  # the exchange computes with arrays
+                operation.received = as_array(run(operation, as_tensor(operation.tensor), name))
             else:
-                operation.received = run(operation, given, name)
+                operation.received = run(operation, operation.tensor, name)
         return Handle(lambda: None, later=operation.result)
 
     def allreduce(self, tensor: tf.Tensor) -> Handle:
@@ -124,12 +126,15 @@ class HorovodBackend(OverHorovod):
 
     def duplicate(self) -> "HorovodBackend":
         other = HorovodBackend(self.process_set)
-        other._calls_are, other._functions = f"{self._calls_are}.duplicate", {}
+        other._calls_are = f"{self._calls_are}.duplicate"
+        other._functions = {}
         return other
 
     def _run_named(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The operation in a function of its own. Eager ones go by no name but their kind's, and Horovod refuses one
-        like another that is under way."""
+        """Run an operation in a function of its own.
+
+        Eager operations have only their kind as a name, and Horovod refuses one of the same name as another under way.
+        """
         assert self._functions is not None
         key = name, operation.kind, operation.root, tensor.dtype
         if key not in self._functions:
@@ -138,15 +143,15 @@ class HorovodBackend(OverHorovod):
         return self._functions[key](tensor)
 
     def run(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """Horovod's operation on ``tensor``, eagerly or in a graph, under a name that all ranks give it."""
+        """Run Horovod's operation on ``tensor``, eagerly or in a graph, under a name that all ranks give it."""
         options = {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
         if operation.kind == "allgather":
             return hvd.allgather(tensor, **options)
         if operation.kind == "alltoall":
-            return received(hvd.alltoall(tensor, **options))
+            return alltoall_output(hvd.alltoall(tensor, **options))
         if operation.kind == "gather":
             splits = tf.size(tensor) * tf.one_hot(operation.root, self.size, dtype=tf.int32)
-            return received(hvd.alltoall(tensor, splits=splits, **options))
+            return alltoall_output(hvd.alltoall(tensor, splits=splits, **options))
         if operation.kind == "broadcast":
             return hvd.broadcast(tensor, self._global(operation.root), **options)
         if tensor.dtype == tf.bfloat16:
@@ -154,35 +159,37 @@ class HorovodBackend(OverHorovod):
         return hvd.allreduce(tensor, op=hvd.Sum, **options)
 
     def sum_of(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The sum over ranks, eagerly or in a graph."""
+        """Return the sum over ranks, eagerly or in a graph."""
         return self.run(Operation("allreduce", tensor), tensor, name)
 
     def all_of(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """All ranks' 1-d tensors, joined, eagerly or in a graph."""
+        """Return all ranks' 1-d tensors, joined, eagerly or in a graph."""
         return self.run(Operation("allgather", tensor), tensor, name)
 
     def _sum_bfloats(self, tensor: tf.Tensor, options: dict[str, Any]) -> tf.Tensor:
-        """Horovod does not know bfloat16: each rank sums a part of the tensor in float32, and gathers the others'."""
+        """Sum bfloat16, which Horovod does not know: each rank sums a part of the tensor in float32, and gathers the
+        others'."""
         n = tf.size(tensor)
         length = -(-n // self.size)
         padded = tf.pad(tf.reshape(tensor, [-1]), [[0, self.size * length - n]])
-        mine = received(hvd.alltoall(tf.bitcast(padded, tf.int16), **options))
+        mine = alltoall_output(hvd.alltoall(tf.bitcast(padded, tf.int16), **options))
         parts = tf.reshape(tf.bitcast(mine, tf.bfloat16), [self.size, length])
         total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
         gathered = hvd.allgather(tf.bitcast(total, tf.int16), **{**options, "name": f"{options['name']}.totals"})
         return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
+            return self.allgather_pickled(value)
 
     def give_up(self) -> None:
-        """Let all operations under way fail, on all ranks: a graph's cannot be ended one by one."""
+        """Let all operations under way fail, on all ranks: operations of a graph cannot be ended one by one."""
         hvd.shutdown()
 
 
 def _refuse_elastic() -> None:
-    """A rank that is lost would end the run in the middle, as if all had been done."""
+    """Raise ConfigError in elastic mode: a rank that is lost would end the run in the middle, as if all had been
+    done."""
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ConfigError(
             "Grace has no elastic mode for TensorFlow (horovodrun was given --min-np or --host-discovery-script): use "

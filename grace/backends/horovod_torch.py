@@ -1,4 +1,4 @@
-"""The Horovod backend: named operations, which find each other in whatever order ranks start them."""
+"""Horovod backend for torch: named operations, which find each other in whatever order ranks start them."""
 
 import functools
 import os
@@ -11,17 +11,17 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from grace.backends.horovod import OverHorovod, received
+from grace.backends.horovod import OverHorovod, alltoall_output
 from grace.core.backend import Handle
 from grace.core.watch import Patience
 from grace.errors import ConfigError, ExchangeError
 
 POLL_SECONDS = 50e-6
-"""Between two looks at an operation; Horovod itself looks every millisecond."""
+"""Seconds between two looks at an operation; Horovod itself looks every millisecond."""
 
 
 class HorovodExchangeError(ExchangeError, HorovodInternalError):
-    """A collective failed; Horovod's elastic mode recovers from it."""
+    """Error of a collective from which Horovod's elastic mode recovers."""
 
 
 class HorovodBackend(OverHorovod):
@@ -38,31 +38,35 @@ class HorovodBackend(OverHorovod):
 
     @classmethod
     def named(cls, calls_are: str) -> "HorovodBackend":
-        """All ranks, for one call from outside of Grace, whose operations have this name."""
+        """Return a backend over all ranks, for one call from outside of Grace, whose operations have this name."""
         backend = cls()
         backend._calls_are = calls_are
         return backend
 
     @property
     def label(self) -> str:  # type: ignore[override]
-        """What the next operations belong to; their numbers start again with every assignment, because ranks may
-        start exchanges in any order."""
+        """Prefix of the names of the next operations. Their numbers start again with every assignment, because ranks
+        may start exchanges in any order."""
         return self._label
 
     @label.setter
     def label(self, label: str) -> None:
-        self._label, self._in_label = label, 0
+        self._label = label
+        self._in_label = 0
 
-    _label, _in_label = "", 0
+    _label = ""
+    _in_label = 0
     _optimizers: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+    """Number of optimizers by process set."""
 
     def count_optimizer(self) -> int:
-        """The number of one more optimizer over this process set, whose operations must not have another's names."""
+        """Return the number of one more optimizer over this process set: operations of two must have different
+        names."""
         self._optimizers[self.process_set] = number = self._optimizers.get(self.process_set, 0) + 1
         return number
 
     def _name(self) -> str:
-        """A name that every rank gives the same operation: the exchange's, or a number in the order of calls."""
+        """Return a name that every rank gives the same operation: the exchange's, or a number in the order of calls."""
         if self.label:
             self._in_label += 1
             return f"{self.label}.{self._in_label}"
@@ -77,14 +81,16 @@ class HorovodBackend(OverHorovod):
         return Handle(Operation(self, work, lambda output: None), tensor)
 
     def _sum_bfloats(self, tensor: torch.Tensor) -> Handle:
-        """Horovod does not know bfloat16: each rank sums a part of the tensor in float32, and gathers the others'."""
-        name, length = self._name(), -(-tensor.numel() // self.size)
+        """Sum bfloat16, which Horovod does not know: each rank sums a part of the tensor in float32, and gathers the
+        others'."""
+        name = self._name()
+        length = -(-tensor.numel() // self.size)
         padded = tensor.new_zeros(self.size * length)
         padded[: tensor.numel()] = tensor.view(-1)
         work = hvd.alltoall_async(padded.view(torch.uint8), name=name, process_set=self.process_set)
 
         def gather(output: Any) -> None:
-            parts = received(output).view(torch.bfloat16).view(self.size, length)
+            parts = alltoall_output(output).view(torch.bfloat16).view(self.size, length)
             total = parts.sum(0, dtype=torch.float32).to(torch.bfloat16).view(torch.uint8)
             whole = hvd.allgather(total, name=f"{name}.totals", process_set=self.process_set)
             tensor.view(-1).copy_(whole.view(torch.bfloat16)[: tensor.numel()])
@@ -93,13 +99,13 @@ class HorovodBackend(OverHorovod):
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
-        work = hvd.allgather_async(_known(tensor), name=self._name(), process_set=self.process_set)
+        work = hvd.allgather_async(_as_bytes(tensor), name=self._name(), process_set=self.process_set)
         gathered: list[torch.Tensor] = []
 
-        def take(output: Any) -> None:
+        def collect(output: Any) -> None:
             gathered.extend(output.view(tensor.dtype).view(self.size, -1).unbind())
 
-        return Handle(Operation(self, work, take), gathered)
+        return Handle(Operation(self, work, collect), gathered)
 
     def concatenate(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
@@ -109,38 +115,41 @@ class HorovodBackend(OverHorovod):
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
-        work = hvd.alltoall_async(_known(tensor), name=self._name(), process_set=self.process_set)
+        work = hvd.alltoall_async(_as_bytes(tensor), name=self._name(), process_set=self.process_set)
         parts: list[torch.Tensor] = []
 
-        def take(output: Any) -> None:
-            parts.extend(received(output).view(tensor.dtype).view(self.size, -1).unbind())
+        def collect(output: Any) -> None:
+            parts.extend(alltoall_output(output).view(tensor.dtype).view(self.size, -1).unbind())
 
-        return Handle(Operation(self, work, take), parts)
+        return Handle(Operation(self, work, collect), parts)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        work = hvd.broadcast_async_(_known(tensor), self._global(root), name=self._name(), process_set=self.process_set)
+        work = hvd.broadcast_async_(
+            _as_bytes(tensor), self._global(root), name=self._name(), process_set=self.process_set
+        )
         return Handle(Operation(self, work, lambda output: None), tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
         if root != self.rank:
             self.count(tensor.nbytes)
         splits = torch.zeros(self.size, dtype=torch.int32)
-        sent = _known(tensor)
+        sent = _as_bytes(tensor)
         splits[root] = sent.numel()
         work = hvd.alltoall_async(sent, splits, name=self._name(), process_set=self.process_set)
         gathered: list[torch.Tensor] = []
 
-        def take(output: Any) -> None:
+        def collect(output: Any) -> None:
             if root == self.rank:
-                gathered.extend(received(output).view(tensor.dtype).view(self.size, -1).unbind())
+                gathered.extend(alltoall_output(output).view(tensor.dtype).view(self.size, -1).unbind())
 
-        return Handle(Operation(self, work, take), gathered)
+        return Handle(Operation(self, work, collect), gathered)
 
     def duplicate(self) -> "HorovodBackend":
         other = HorovodBackend(self.process_set)
-        other.timeout, other._calls_are = self.timeout, f"{self._calls_are}.duplicate"
+        other.timeout = self.timeout
+        other._calls_are = f"{self._calls_are}.duplicate"
         return other
 
     def split(self, ranks: Sequence[int]) -> "HorovodBackend | None":
@@ -153,8 +162,8 @@ class HorovodBackend(OverHorovod):
         return other
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def tensor_of(self, array: Any) -> torch.Tensor:
         return torch.tensor(array)
@@ -162,7 +171,7 @@ class HorovodBackend(OverHorovod):
 
 @functools.cache
 def _process_set(ranks: tuple[int, ...]) -> Any:
-    """Horovod's set of these ranks, of which there must be only one."""
+    """Return Horovod's set of these ranks, of which there must be only one."""
     if ranks == tuple(range(hvd.size())):
         return hvd.global_process_set
     try:
@@ -174,16 +183,18 @@ def _process_set(ranks: tuple[int, ...]) -> Any:
 
 
 class Operation:
-    """Waits for a Horovod operation, once, and hands its output on.
+    """Waiting for a Horovod operation, whose output is passed on once.
 
     Args:
-        backend: whose.
+        backend: the operation's backend.
         work: Horovod's handle.
-        done: takes the output.
+        done: called with the output.
     """
 
     def __init__(self, backend: HorovodBackend, work: int, done: Any):
-        self.backend, self.work, self.done = backend, work, done
+        self.backend = backend
+        self.work = work
+        self.done = done
 
     def __call__(self) -> None:
         if self.done is None:
@@ -193,10 +204,11 @@ class Operation:
             time.sleep(POLL_SECONDS)
             patience()
         output = hvd.synchronize(self.work)
-        done, self.done = self.done, None
+        done = self.done
+        self.done = None  # a second call must not wait for Horovod's handle again
         done(output)
 
 
-def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes if Horovod has no such numbers; the memory is the same."""
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as bytes, in the same memory, if Horovod does not know its dtype."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.bfloat16) else tensor

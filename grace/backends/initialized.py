@@ -18,13 +18,14 @@ def horovod_framework() -> str:
 
 
 def sizes() -> dict[str, int]:
-    """Return how many ranks each initialized engine sees, by the engine's name in ``grace.init()``.
+    """Return the number of ranks that each initialized engine sees, by the engine's name in `grace.init()`.
 
     >>> sizes()
     {}
     """
     found = {}
-    if framework := horovod_framework():
+    framework = horovod_framework()
+    if framework:
         found["horovod"] = sys.modules[f"horovod.{framework}"].size()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""Which launcher has started this process, by the variables that it leaves in the environment."""
+"""Detection of the launcher that has started this process, by the variables that it leaves in the environment."""
 
 import json
 import os
@@ -11,23 +11,23 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 
 TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torch.distributed reads, whoever sets it."""
+"""Variables that torch.distributed reads, whoever sets them."""
 HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE")
 MPI = dict(zip(MPI_SIZES, ("mpirun (Open MPI)", "mpiexec or srun (PMI)", "srun (Slurm)"), strict=True))
-"""Who sets the sizes that an MPI run is known by."""
+"""Names of the launchers that set the variables by which an MPI run is detected."""
 QUIET = "GRACE_QUIET"
-_told = False
+_announced = False
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One that was found.
+    """Launcher that was detected.
 
     Attributes:
-        name: for people.
-        kind: "horovod", "torch" or "mpi": what its variables are for.
-        variables: by which it was found.
-        counts: the variable that says how many ranks it has started.
+        name: its name in messages.
+        kind: the engine that its variables are for: "horovod", "torch" or "mpi".
+        variables: the variables by which it was detected.
+        counts: the variable with the number of ranks that it has started.
     """
 
     name: str
@@ -37,24 +37,24 @@ class Launcher:
 
     @property
     def size(self) -> int:
-        """Number of ranks that it has started; 1 if it does not say so."""
-        said = os.environ.get(self.counts, "")
-        return int(said) if said.isdigit() else 1
+        """Number of ranks that the launcher has started; 1 if it does not say so."""
+        size = os.environ.get(self.counts, "")
+        return int(size) if size.isdigit() else 1
 
     @property
     def settings(self) -> str:
-        """Variables by which it was found, and their values."""
+        """Variables by which the launcher was detected, and their values."""
         return ", ".join(f"{key}={os.environ[key]}" for key in self.variables)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.settings}"
 
 
-def found(partly: bool = False) -> Launcher | None:
-    """The launcher; None if no variable of one is there, or only some.
+def detect(partly: bool = False) -> Launcher | None:
+    """Return the launcher; None if its variables are not set, or only some of them.
 
     Args:
-        partly: the program meets the other ranks by itself: a rank and a size of torch's are enough.
+        partly: True if the program meets the other ranks by itself: then torch's RANK and WORLD_SIZE are enough.
     """
     if "HOROVOD_RANK" in os.environ:  # horovodrun over Gloo; over MPI it leaves mpirun's variables only
         return Launcher("horovodrun", "horovod", [key for key in HOROVOD if key in os.environ], HOROVOD[1])
@@ -63,7 +63,7 @@ def found(partly: bool = False) -> Launcher | None:
         torchrun = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "torch.distributed's variables"
         return Launcher("Ray" if "RAY_JOB_ID" in os.environ else torchrun, "torch", keys, TORCH[1])
     for key, name in MPI.items():
-        if os.environ.get(key, "1") not in ("", "1"):
+        if os.environ.get(key, "1") not in ("", "1"):  # a single rank needs no engine
             return Launcher(name, "mpi", (key,), key)
     return None
 
@@ -73,20 +73,23 @@ def chosen() -> bool:
     return os.environ.get("GRACE_BACKEND", "auto") != "auto"
 
 
-def check_whole() -> None:
-    """Raise ConfigError if some variables of a launcher are there, of several ranks, and others are not, or those of a
-    job of Slurm's whose ranks nobody has started: this process would train alone, and nobody would notice."""
+def check_complete() -> None:
+    """Raise ConfigError if ranks seem to be started, but variables are missing.
+
+    Some variables of a launcher of several ranks may be set without the others; or a job of Slurm may have tasks that
+    srun has not started. This process would train alone, and nobody would notice.
+    """
     for keys, launcher in ((TORCH, "torchrun"), (HOROVOD, "horovodrun")):
         size = keys[1]
-        there = [f"{key}={os.environ[key]}" for key in keys[:2] if os.environ.get(key)]
+        present = [f"{key}={os.environ[key]}" for key in keys[:2] if os.environ.get(key)]
         missing = [key for key in keys if key not in os.environ]
-        if there and missing and os.environ.get(size) != "1":
+        if present and missing and os.environ.get(size) != "1":
             raise ConfigError(
-                f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} set, but not {', '.join(missing)}: "
+                f"{' and '.join(present)} {'is' if len(present) == 1 else 'are'} set, but not {', '.join(missing)}: "
                 f"{launcher}, and whatever starts ranks in its place, sets {', '.join(keys)}. Start the program by "
                 f"{launcher}; or, for one process, unset what is there or set GRACE_BACKEND=local"
             )
-    workers = tensorflows_workers()
+    workers = tf_config_workers()
     if workers > 1:
         raise ConfigError(
             f"TF_CONFIG names {workers} workers: each of them would train alone, because Grace's ranks are not "
@@ -102,8 +105,8 @@ def check_whole() -> None:
         )
 
 
-def tensorflows_workers() -> int:
-    """Return how many workers TF_CONFIG names, which tf.distribute reads; 0 without it."""
+def tf_config_workers() -> int:
+    """Return the number of workers in TF_CONFIG, which tf.distribute reads; 0 without it."""
     try:
         cluster = dict(json.loads(os.environ.get("TF_CONFIG", "{}"))["cluster"])
         return sum(len(cluster.get(job, ())) for job in ("chief", "master", "worker"))
@@ -111,12 +114,13 @@ def tensorflows_workers() -> int:
         return 0
 
 
-def tell(backend: Backend) -> None:
-    """Say once on stderr, on rank 0, by which launcher's variables this run was joined; not if somebody has chosen."""
-    global _told
-    launcher = found()
+def announce(backend: Backend) -> None:
+    """Print on stderr, once and on rank 0, the launcher by whose variables this run was joined; not if the user has
+    chosen the engine."""
+    global _announced
+    launcher = detect()
     quiet = chosen() or os.environ.get(QUIET, "0") not in ("", "0")
-    if launcher is None or backend.rank != 0 or quiet or _told:
+    if launcher is None or backend.rank != 0 or quiet or _announced:
         return
-    _told = True
+    _announced = True
     print(f"grace: {backend.describe()}; started by {launcher} ({QUIET}=1 hides this)", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The MPI backend: mpi4py's non-blocking collectives on the tensors' own memory."""
+"""MPI backend: mpi4py's non-blocking collectives on the tensors' own memory."""
 
 import ctypes
 import functools
@@ -16,14 +16,14 @@ import grace.backends.openmpi  # noqa: F401 - before mpi4py
 from mpi4py import MPI
 
 from grace.core.backend import Backend, Handle, Tensor
-from grace.core.waiting import timeout_for
+from grace.core.waits import timeout_for
 from grace.core.watch import Patience
 from grace.errors import RankError
 from grace.kernels import kernels_of
 
 SPINS, SHORTEST, LONGEST, SHARE = 50, 50e-6, 1e-3, 0.01
-"""How often a request is looked at before the process sleeps between looks; it sleeps for a hundredth of the time that
-it has waited, between these bounds in seconds: MPI moves large messages only while somebody looks."""
+"""Number of tests of a request before the process sleeps between tests; it sleeps for a hundredth of the time that it
+has waited, between these bounds in seconds: MPI moves large messages only while it is called."""
 
 NUMBERS = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE, "int64": MPI.INT64_T, "int32": MPI.INT32_T}
 
@@ -37,29 +37,31 @@ def _add_halves(a: Any, b: Any, datatype: Any) -> None:
 def _add_bfloats(a: Any, b: Any, datatype: Any) -> None:
     left, right = np.frombuffer(a, np.uint16), np.frombuffer(b, np.uint16)
     with np.errstate(over="ignore", invalid="ignore"):
-        total = _widened(left) + _widened(right)
+        total = _bfloats_to_floats(left) + _bfloats_to_floats(right)
     bits = total.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16  # to nearest, ties to even
     right[:] = np.where(np.isnan(total), 0x7FC0, rounded).astype(np.uint16)
 
 
-def _widened(bits: np.ndarray) -> np.ndarray:
+def _bfloats_to_floats(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 SUMS = {"float16": _add_halves, "bfloat16": _add_bfloats}
+"""Sums of dtypes that MPI does not know, which write into the second operand."""
 
 
 @functools.cache
-def _sums() -> dict[str, Any]:
-    """Of numbers that MPI does not know; one process may create only a few operations."""
+def _sum_operations() -> dict[str, Any]:
+    """Return MPI operations that sum dtypes which MPI does not know; cached, as a process may create only a few
+    operations."""
     return {dtype: MPI.Op.Create(add, commute=True) for dtype, add in SUMS.items()}
 
 
 class MPIBackend(Backend):
-    """Collectives of one MPI communicator, for tensors in host memory; others are staged through it.
+    """Backend over one MPI communicator, for tensors in host memory; others are staged through it.
 
-    MPI knows no 16-bit floats: their sums are an operation of ours, rounded to nearest after each addition.
+    MPI knows no 16-bit floats: they are summed by an operation of ours, rounded to nearest after each addition.
 
     Args:
         comm: an mpi4py communicator, which is duplicated; ``MPI.COMM_WORLD`` if left out.
@@ -72,16 +74,18 @@ class MPIBackend(Backend):
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.timeout = timeout_for() if timeout is None else timeout
         same = MPI.Comm.Compare(self.comm, MPI.COMM_WORLD)
-        self.watched = self.comm.Get_size() > 1 and same == MPI.CONGRUENT
+        self.watched = self.comm.Get_size() > 1 and same == MPI.CONGRUENT  # the watch knows ranks of all by number
         if same not in (MPI.CONGRUENT, MPI.IDENT):
             self.members = self.comm.group.Translate_ranks(group=MPI.COMM_WORLD.group)
-        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.rank = self.comm.Get_rank()
+        self.size = self.comm.Get_size()
         if comm is None:
             node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-            self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
+            self.local_rank = node.Get_rank()
+            self.local_size = node.Get_size()
             node.Free()
         self.pending: list[Any] = []
-        self.sums = _sums()
+        self.sums = _sum_operations()
         _abort_on_errors(self.comm)
 
     def describe(self) -> str:
@@ -96,15 +100,18 @@ class MPIBackend(Backend):
         datatype, op = NUMBERS.get(dtype, MPI.UINT16_T), self.sums.get(dtype, MPI.SUM)
         count = staged.memory.nbytes // datatype.Get_size()
         if self.size == 2 and isinstance(staged.memory, np.ndarray):
-            return self._add_the_other(staged, dtype, count, datatype)
+            return self._sum_of_two(staged, dtype, count, datatype)
         return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, [staged.memory, count, datatype], op), staged)
 
-    def _add_the_other(self, staged: "_Staged", dtype: str, count: int, datatype: Any) -> Handle:
-        """Two ranks send each other all that they have, and each adds: both directions of the network are in use at
-        once. Open MPI's non-blocking sum goes to one rank and back, which takes twice as long."""
+    def _sum_of_two(self, staged: "_Staged", dtype: str, count: int, datatype: Any) -> Handle:
+        """Sum over two ranks: they send each other all elements, and each adds.
+
+        Both directions of the network are in use at once. Open MPI's non-blocking sum goes to one rank and back, which
+        takes twice as long.
+        """
         sent, received = staged.memory, np.empty_like(staged.memory)
-        to_the_other = [0, count] if self.rank == 0 else [count, 0]
-        request = self.comm.Ialltoallv([sent, to_the_other, datatype], [received, to_the_other, datatype])
+        counts = [0, count] if self.rank == 0 else [count, 0]
+        request = self.comm.Ialltoallv([sent, counts, datatype], [received, counts, datatype])
 
         def add() -> None:
             if dtype in self.sums:
@@ -146,11 +153,12 @@ class MPIBackend(Backend):
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def duplicate(self) -> "MPIBackend":
-        with self.asking("beside"):  # which brings all ranks here: the rest is a matter of milliseconds
-            return self.like(comm=self.comm.Dup(), pending=[])
+        # Dup blocks without a timeout; checked_operation() waits for all ranks first, after which it takes little time.
+        with self.checked_operation("beside"):
+            return self.copy_with(comm=self.comm.Dup(), pending=[])
 
     def split(self, ranks: Sequence[int]) -> "MPIBackend | None":
-        with self.asking("among"):
+        with self.checked_operation("among"):
             comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if comm == MPI.COMM_NULL:
             return None
@@ -159,40 +167,47 @@ class MPIBackend(Backend):
         return made
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def _handle(
         self, request: Any, received: "_Staged", *alive: Any, finish: Callable[[], None] | None = None
     ) -> Handle:
-        """The result is the tensor in ``received``; ``alive``: what else MPI reads until the request is complete;
-        ``finish`` is called once when it is."""
-        self.pending = [other for other in self.pending if not other.Test()]  # which also moves them on
+        """Return a handle whose result is the tensor in ``received``.
+
+        Args:
+            request: MPI's request.
+            received: the memory that MPI fills.
+            alive: further memory that MPI reads until the request is complete.
+            finish: called once, when the request is complete.
+        """
+        self.pending = [other for other in self.pending if not other.Test()]  # Test also lets MPI make progress
         self.pending.append(request)
 
         def wait() -> None:
             nonlocal alive, finish
-            self._complete(request)
+            self._wait_for(request)
             if finish is not None:
                 finish()
                 finish = None
-            received.give_back()
+            received.unstage()
             alive = ()
 
         return Handle(wait, later=lambda: received.result)
 
-    def _complete(self, request: Any) -> None:
-        """Look at the request until it is complete: a signal, the timeout or a rank that left must be able to end
-        this."""
-        patience, looks = Patience(self), 0
+    def _wait_for(self, request: Any) -> None:
+        """Test a request until it is complete: a signal, the timeout or a rank that left must be able to end the
+        wait."""
+        patience = Patience(self)
+        tests = 0
         while not request.Test():
-            looks += 1
-            if looks > SPINS:
+            tests += 1
+            if tests > SPINS:
                 time.sleep(min(max(SHARE * (time.monotonic() - patience.began), SHORTEST), LONGEST))
                 patience()
 
     def shutdown(self) -> None:
-        """Leave; a rank that leaves in the middle of a collective ends the others, who would wait for ever."""
+        """Leave the run; in the middle of a collective end the other ranks too, which would wait for ever."""
         if MPI.Is_finalized() or self.comm == MPI.COMM_NULL:
             return
         if any(not request.Test() for request in self.pending):
@@ -202,7 +217,7 @@ class MPIBackend(Backend):
 
 @functools.cache
 def _cuda_aware() -> bool:
-    """Whether this MPI reads and writes a GPU's memory, as Open MPI tells of itself."""
+    """Return True if this MPI reads and writes a GPU's memory, as Open MPI reports."""
     for library in (None, "libmpi.so.40"):
         try:
             return bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
@@ -217,23 +232,24 @@ def _rows(whole: Tensor, count: int) -> list[Tensor]:
 
 
 class _Staged:
-    """A tensor's memory as MPI takes it: bytes, without a copy, or a copy in host memory.
+    """Memory of a tensor in the form that MPI takes: bytes, without a copy, or a copy in host memory.
 
-    A GPU's memory goes to MPI itself where MPI is CUDA-aware, but for sums that are operations of ours. Where
-    tensors cannot change, what MPI writes becomes a new one.
+    A GPU's memory goes to MPI itself where MPI is CUDA-aware, except for sums that are operations of ours. Where
+    tensors cannot change, the memory that MPI writes becomes a new one.
 
     Args:
-        tensor: what to send, or what the received ones are like.
-        written: MPI changes it.
-        rows: for as many tensors like it, which MPI writes.
-        ours: MPI calls an operation of ours on it.
+        tensor: the tensor to send, or one with the shape and dtype of received ones.
+        written: True if MPI changes it.
+        rows: number of tensors like it that MPI writes; 0 for the tensor itself.
+        ours: True if MPI calls an operation of ours on it.
     """
 
-    _said = False
+    _warned = False
 
     def __init__(self, tensor: Tensor, written: bool = False, rows: int = 0, ours: bool = False):
         k = kernels_of(tensor)
-        self.like, self.dtype = tensor, k.dtype(tensor)
+        self.like = tensor
+        self.dtype = k.dtype(tensor)
         self.shape = (rows * tensor.shape[0], *tensor.shape[1:]) if rows else tuple(tensor.shape)
         self.copy = None
         self.adopted = not k.mutable and bool(written or rows)
@@ -252,16 +268,16 @@ class _Staged:
             self.memory = self.tensor
             return
         if device != "cpu":
-            if not _Staged._said:
-                _Staged._said = True
+            if not _Staged._warned:
+                _Staged._warned = True
                 warnings.warn("gradients go through host memory on their way to MPI and back", stacklevel=4)
             import torch
 
             self.copy = torch.empty(self.tensor.shape, dtype=torch.uint8, pin_memory=True).copy_(self.tensor)
         self.memory = np.asarray(self.tensor if self.copy is None else self.copy)
 
-    def give_back(self) -> None:
-        """What MPI wrote, as a tensor."""
+    def unstage(self) -> None:
+        """Copy the memory that MPI wrote back into the tensor, or make a new tensor of it."""
         if self.adopted:
             self.result = kernels_of(self.like).adopt(self.memory, self.dtype, self.shape, self.like)
         elif self.copy is not None:
@@ -269,15 +285,17 @@ class _Staged:
 
 
 def _abort_on_errors(comm: Any) -> None:
-    """An error that nobody catches ends all ranks: the others would wait for this one for ever."""
-    before, rank, size = sys.excepthook, comm.Get_rank(), comm.Get_size()
-    if getattr(before, "aborts", False):
+    """Set a hook by which an error that nobody catches ends all ranks: the others would wait for this one for ever."""
+    before = sys.excepthook
+    rank = comm.Get_rank()
+    size = comm.Get_size()
+    if getattr(before, "aborts", False):  # another backend of this process has set the hook
         return
 
     def hook(kind: Any, value: Any, trace: Any) -> None:
         before(kind, value, trace)
         if size > 1:
-            if not issubclass(kind, RankError):  # these follow from another rank's; mpirun may name either
+            if not issubclass(kind, RankError):  # a RankError follows from another rank's error, which is printed there
                 what = " ".join(str(value).split())[:500]
                 print(f"grace: {kind.__name__} on rank {rank} ends all ranks: {what}", file=sys.stderr)
             sys.stderr.flush()

@@ -1,6 +1,7 @@
-"""An Open MPI from a wheel knows where it is only if its own mpirun started the process, and else ends it in MPI_Init.
+"""Location of an Open MPI from a wheel, which finds itself only if its own mpirun started the process.
 
-Import this before mpi4py is imported, by whomever: it tells Open MPI.
+Otherwise it ends the process in MPI_Init. Import this module before mpi4py is imported, by whomever: it sets
+OPAL_PREFIX, which tells Open MPI where it is.
 """
 
 import os

@@ -13,12 +13,12 @@ from grace.backends.initialized import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
-from grace.core.registry import loaded
-from grace.core.waiting import choose, timeout_for
+from grace.core.registry import load_entry_point
+from grace.core.waits import set_timeout, timeout_for
 from grace.errors import ConfigError, MissingExtraError, missing_extra
 
 GROUP = "grace.backends"
-"""The entry points of engines that other packages bring."""
+"""Entry point group of engines that other packages provide."""
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
 _current: Backend | None = None
@@ -31,17 +31,17 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
 
     Args:
         backend: "torch", "horovod", "mpi", "local", or a :class:`~grace.Backend` of your own, or its name in the entry
-            point group ``grace.backends``, whose value is called without arguments to join. "auto" is what
-            the environment variable GRACE_BACKEND says; or else an engine that the program has initialized
+            point group ``grace.backends``, whose value is called without arguments to join. "auto" is the value of
+            the environment variable GRACE_BACKEND; or else an engine that the program has initialized
             already; or else the launcher's: Horovod under horovodrun, torch.distributed under torchrun, and
             under mpirun and srun Horovod where it is installed, else MPI; and "local" without a launcher.
-        framework: "torch" or "tensorflow": whose tensors Horovod moves, for programs that import both. By default
-            the one for which Horovod is initialized, or else the one that is imported.
+        framework: "torch" or "tensorflow": the framework whose tensors Horovod moves, for programs that import both.
+            By default the one for which Horovod is initialized, or else the one that is imported.
         timeout: seconds that a rank waits for others, in an exchange or in anything else that all ranks do together,
             before it raises an ExchangeError that says which ranks did not come, and where they are; after 30 seconds a
-            line on stderr says that already. By default what the environment variable GRACE_TIMEOUT says, or else
+            line on stderr says that already. By default the value of the environment variable GRACE_TIMEOUT, or else
             600, or less where the process group that the program has made waits less. If ranks differ the smallest
-            counts. Engines that the program initialized itself keep their own timeouts for what they do themselves.
+            counts. Engines that the program initialized itself keep their own timeouts for their own operations.
 
     Returns:
         The backend. Where a launcher's variables led to it, rank 0 says so in a line on stderr, once, unless
@@ -61,34 +61,38 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     global _current, _named
     if isinstance(backend, Backend):
         if timeout is not None:
-            choose(timeout)
-        _current, _named = _told_how_long(backend, timeout), True
+            set_timeout(timeout)
+        _current = _with_timeout(backend, timeout)
+        _named = True
         return backend
     _check_known(backend)
     if framework not in (None, *FRAMEWORKS):
         raise ConfigError(f"unknown framework {framework!r}; known: {', '.join(FRAMEWORKS)}")
     if timeout is not None or _current is None:
-        choose(timeout)
-        timeout_for()
+        set_timeout(timeout)
+        timeout_for()  # raises for a wrong timeout before anything is joined
     named = backend != "auto" or launchers.chosen()
     name = _detect() if backend == "auto" else backend
+    # An import of TensorFlow alone does not count where the user has named torch's engine.
     if name == "torch" and _framework(framework, guess=not named) == "tensorflow":
-        raise alone.not_tensorflows(launchers.found())
+        raise alone.tensorflow_not_supported(launchers.detect())
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
-        engine = _told_how_long(_join(name, framework, detected=backend == "auto"), timeout)
+        engine = _with_timeout(_join(name, framework, detected=backend == "auto"), timeout)
         if not named:
             try:
                 alone.check_engine(engine, _framework(framework))
             except ConfigError:
-                engine.close()
+                engine.close()  # the user's next init() must be able to join another engine
                 raise
-        _current, _named = engine, named
-        if name in ("horovod", "mpi"):
+        _current = engine
+        _named = named
+        if name in ("horovod", "mpi"):  # their launchers end ranks by SIGTERM when one has failed
             raise_on_sigterm(_current)
         if backend == "auto":
-            launchers.tell(_current)
+            launchers.announce(_current)
         atexit.unregister(shutdown)
-        atexit.register(shutdown)  # to run before the engine's own, after which nobody hears that this rank has left
+        # Last registered runs first: after the engine's own shutdown no rank would be told that this one has left.
+        atexit.register(shutdown)
     elif timeout is not None:
         _current.timeout = timeout_for()
     _named = _named or named
@@ -96,15 +100,15 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
 
 
 def current() -> Backend:
-    """The backend of this run; ``init("auto")`` if nobody called it yet.
+    """Return the backend of this run; call ``init("auto")`` if it was not called yet.
 
     Raises:
-        ConfigError: nobody named it, and the program has initialized an engine since that sees more ranks.
+        ConfigError: the user has not named the engine, and the program has since initialized one that sees more ranks.
     """
     if _current is None:
         return init()
     if not _named:
-        alone.check_others(_current)
+        alone.check_other_engines(_current)
     return _current
 
 
@@ -112,22 +116,23 @@ def check_group(backend: Backend) -> None:
     """Refuse an engine that the program has made of fewer ranks than were started, unless the user has named it.
 
     Args:
-        backend: over all of the engine's ranks; what is used may be a group of them.
+        backend: a backend over all of the engine's ranks; the exchange may use a group of them.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the engine has fewer ranks.
     """
     if not _named and not launchers.chosen():
         alone.check_engine(backend)
 
 
 def joined() -> Backend:
-    """The backend that :func:`init` joined, or this process alone.
+    """Return the backend that :func:`init` joined, or this process alone.
 
     Raises:
-        ConfigError: a launcher has started several ranks, and nobody called ``grace.init()``.
+        ConfigError: a launcher has started several ranks, and ``grace.init()`` was not called.
     """
-    if _current is None and (name := _detect()) != "local":
+    name = _detect() if _current is None else "local"
+    if name != "local":
         raise ConfigError(
             f"a launcher has started this program as a rank (for {name}), and nobody called grace.init(): a step would "
             "be this rank's alone. Call grace.init() first"
@@ -136,7 +141,7 @@ def joined() -> Backend:
 
 
 def rank() -> int:
-    """This process's number, from 0.
+    """Return this process's number, from 0.
 
     >>> init("local").rank, rank()
     (0, 0)
@@ -146,10 +151,12 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its node, from 0: which of the node's GPUs is its own. Where neither
-    the launcher nor the engine says it (a process group that the program made, or a backend of your own), the first
-    call asks all ranks, and every rank must make it; they are on one node if their hosts' names, or GRACE_NODE, are
-    the same.
+    """Return this process's number among the ranks of its node, from 0: the number of the node's GPU that it should
+    use.
+
+    Where neither the launcher nor the engine says it (a process group that the program made, or a backend of your
+    own), the first call asks all ranks, and every rank must make it; ranks are on one node if their hosts' names, or
+    GRACE_NODE, are the same.
 
     >>> init("local").rank, local_rank()
     (0, 0)
@@ -159,7 +166,7 @@ def local_rank() -> int:
 
 
 def size() -> int:
-    """How many processes take part.
+    """Return the number of ranks.
 
     >>> init("local").size, size()
     (1, 1)
@@ -169,7 +176,7 @@ def size() -> int:
 
 
 def local_size() -> int:
-    """Return how many ranks run on this process's node; found out as :func:`local_rank` is.
+    """Return the number of ranks on this process's node, which is found out as for :func:`local_rank`.
 
     >>> init("local").size, local_size()
     (1, 1)
@@ -179,7 +186,7 @@ def local_size() -> int:
 
 
 def is_initialized() -> bool:
-    """Return True if this process has joined a run, by :func:`init` or by whatever needed one.
+    """Return True if this process has joined a run, by :func:`init` or by a call that needed one.
 
     >>> is_initialized(), init("local").name, is_initialized()
     (False, 'local', True)
@@ -196,7 +203,7 @@ def shutdown() -> None:
         _current.close()
     _current, _named = None, False
     watch.leave()
-    choose(None)
+    set_timeout(None)
 
 
 atexit.register(shutdown)
@@ -207,21 +214,23 @@ def _detect() -> str:
     _check_known(chosen, f"GRACE_BACKEND={chosen}: ")
     if chosen != "auto":
         return chosen
-    there = initialized.sizes()
-    for name in ("horovod", "torch"):
-        if name in there:
+    initialized_sizes = initialized.sizes()
+    for name in ("horovod", "torch"):  # an engine that the program has initialized counts more than a launcher
+        if name in initialized_sizes:
             return name
-    launcher = launchers.found()
+    launcher = launchers.detect()
     if launcher is None:
-        launchers.check_whole()
+        launchers.check_complete()
         return "local"
     return "horovod" if launcher.kind == "mpi" and _installed("horovod") else launcher.kind
 
 
 def _join(name: str, framework: str | None, detected: bool) -> Backend:
-    launcher = launchers.found() if detected else None
+    launcher = launchers.detect() if detected else None
     try:
-        return _horovod(framework) if name == "horovod" else JOIN[name]() if name in JOIN else _others(name)
+        if name == "horovod":
+            return _horovod(framework)
+        return JOIN[name]() if name in JOIN else _from_entry_point(name)
     except MissingExtraError as error:
         if launcher is None:
             raise
@@ -229,8 +238,8 @@ def _join(name: str, framework: str | None, detected: bool) -> Backend:
         raise MissingExtraError(f"this program was started by {launcher}{neither}. {error}") from None
 
 
-def _told_how_long(backend: Backend, timeout: float | None) -> Backend:
-    """A backend that waits as long as the user says, whether or not its engine asks."""
+def _with_timeout(backend: Backend, timeout: float | None) -> Backend:
+    """Return the backend with the user's timeout, if the user gave one and its engine has not read it."""
     if timeout is not None or ("timeout" not in vars(backend) and os.environ.get("GRACE_TIMEOUT")):
         backend.timeout = timeout_for()
     return backend
@@ -243,22 +252,22 @@ def _check_known(name: str, where: str = "") -> None:
             raise ConfigError(f"{where}unknown backend {name!r}; known: {', '.join(names)}")
 
 
-def _others(name: str) -> Backend:
-    """One that another package brings."""
+def _from_entry_point(name: str) -> Backend:
+    """Return a backend that another package provides."""
     (point, *_) = entry_points(group=GROUP, name=name)
-    made = loaded(point)()
-    if not isinstance(made, Backend) or made.name != name:
-        is_what = f"a backend of the name {made.name!r}" if isinstance(made, Backend) else f"{made!r}"
+    engine = load_entry_point(point)()
+    if not isinstance(engine, Backend) or engine.name != name:
+        is_what = f"a backend of the name {engine.name!r}" if isinstance(engine, Backend) else f"{engine!r}"
         raise ConfigError(
             f"the entry point {name} = {point.value} of {GROUP} must give a backend of its name, not {is_what}"
         )
-    return made
+    return engine
 
 
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # something on the way to it hides it
+    except ModuleNotFoundError:  # a module of the parent's name hides the package
         return False
 
 
@@ -272,7 +281,7 @@ def _torch() -> Backend:
 
 def _framework(framework: str | None, guess: bool = True) -> str:
     """Return the framework whose tensors this run moves: the user's choice, or the one that Horovod is initialized for,
-    or one that is imported; without ``guess`` the user's choice alone. Empty if nobody knows."""
+    or one that is imported; without ``guess`` the user's choice alone. Empty if it is not known."""
     if framework or not guess:
         return framework or ""
     imported = [name for name in FRAMEWORKS if name in sys.modules]

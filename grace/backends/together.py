@@ -1,4 +1,4 @@
-"""Calls of the user's that all ranks make together, beside exchanges: objects, barriers, and how calls are compared."""
+"""Calls that all ranks make together outside of exchanges: objects, barriers, and the comparison of calls."""
 
 import contextlib
 import pickle
@@ -17,7 +17,7 @@ def chosen_root(root: Any, root_rank: Any, size: int) -> int:
     """Return the rank that ``root`` or, as Horovod spells it, ``root_rank`` names.
 
     Raises:
-        ConfigError: it is no rank.
+        ConfigError: there is no such rank.
 
     >>> chosen_root(0, None, 2), chosen_root(0, 1, 2)
     (0, 1)
@@ -39,10 +39,10 @@ def engine_for(framework: str) -> Backend:
     """Return the engine of this run.
 
     Args:
-        framework: whose tensors it is to move.
+        framework: the framework whose tensors it is to move.
 
     Raises:
-        ConfigError: it does not move them.
+        ConfigError: the engine does not move them.
     """
     backend = current()
     if backend.framework not in ("", framework):
@@ -55,38 +55,41 @@ def engine_for(framework: str) -> Backend:
 
 @contextlib.contextmanager
 def compared(backend: Backend, kind: str, describe: Callable[[], str], detailed: bool = False) -> Iterator[None]:
-    """Return a context in which all ranks do the same, which they have compared.
+    """Return a context in which all ranks make the same call; the ranks compare their calls before they enter it.
 
     Args:
-        kind: of what they do.
-        describe: says what must be the same on all ranks, for people; or raises ConfigError, on which nobody begins.
-        detailed: messages repeat that, beside the name of the function that the program called.
+        kind: the kind of call.
+        describe: returns a description that must be the same on all ranks; or raises ConfigError, and then no rank
+            enters.
+        detailed: True if messages repeat the description beside the name of the function that the program called.
 
     Raises:
         ConfigError: this rank's arguments cannot work.
-        RankError: other ranks do something else, or their arguments cannot work.
+        RankError: other ranks make another call, or their arguments cannot work.
     """
     try:
         detail = describe()
     except ConfigError as refused:
-        with contextlib.suppress(RankError), backend.asking(f"{kind} that was refused: {refused}", "which it refused"):
+        # the other ranks compare: they must hear of the refusal instead of waiting for this rank
+        kind = f"{kind} that was refused: {refused}"
+        with contextlib.suppress(RankError), backend.checked_operation(kind, "which it refused"):
             pass
         raise
-    with backend.asking(f"{kind} {detail}", detail if detailed else ""):
+    with backend.checked_operation(f"{kind} {detail}", detail if detailed else ""):
         yield
 
 
 def from_root(make: Callable[[], T], root: int = 0) -> T:
-    """Give every rank what ``make()`` returns on the root: to read a file that only one rank should. Every rank must
+    """Give every rank the result of ``make()`` on the root: to read a file that only one rank should. Every rank must
     call it.
 
     Args:
-        make: called on the root alone; what it returns is pickled for the others.
+        make: called on the root alone; its result is pickled for the others.
         root: the rank.
 
     Raises:
         ConfigError: ``root`` is no rank.
-        RankError: it failed on the root, where the error itself is raised; or other ranks call something else.
+        RankError: ``make`` failed on the root, where the error itself is raised; or other ranks call something else.
 
     >>> import grace
     >>> _ = grace.init("local")
@@ -94,23 +97,25 @@ def from_root(make: Callable[[], T], root: int = 0) -> T:
     {'step': 3}
     >>> grace.shutdown()
     """
-    backend, made, error = current(), None, None
+    backend = current()
+    made = None
+    error = None
     if backend.rank == root:
         try:
             made = make()
         except Exception as raised:
             error = raised
-    told = _told(
+    values = _gather_values(
         backend, "from_root", lambda: f"from rank {chosen_root(root, None, backend.size)}", made, [root], error
     )
-    return made if backend.rank == root else told[root]  # type: ignore[return-value]
+    return made if backend.rank == root else values[root]  # type: ignore[return-value]
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """Give every rank the root's object, as ``hvd.broadcast_object`` does. Every rank must call it.
 
     Args:
-        obj: anything that pickle takes; what other ranks than the root give is left alone.
+        obj: anything that pickle takes; objects of other ranks than the root are not used.
         root_rank: the rank whose object counts.
         name: for messages.
 
@@ -129,8 +134,10 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     """
     backend = current()
     describe = lambda: f"from rank {chosen_root(0, root_rank, backend.size)}{named(name)}"  # noqa: E731
-    told = _told(backend, "broadcast_object", describe, obj if backend.rank == root_rank else None, [root_rank])
-    return obj if backend.rank == root_rank else told[root_rank]
+    values = _gather_values(
+        backend, "broadcast_object", describe, obj if backend.rank == root_rank else None, [root_rank]
+    )
+    return obj if backend.rank == root_rank else values[root_rank]
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -141,7 +148,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         name: for messages.
 
     Returns:
-        A list of them, in the order of ranks.
+        A list of all objects, in the order of ranks.
 
     Raises:
         RankError: pickle does not take a rank's object, or other ranks call something else.
@@ -153,12 +160,12 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     >>> grace.shutdown()
     """
     backend = current()
-    told = _told(backend, "allgather_object", lambda: named(name), obj, range(backend.size))
-    return [obj if rank == backend.rank else told[rank] for rank in range(backend.size)]
+    values = _gather_values(backend, "allgather_object", lambda: named(name), obj, range(backend.size))
+    return [obj if rank == backend.rank else values[rank] for rank in range(backend.size)]
 
 
 def barrier() -> None:
-    """Wait until every rank has come here, as ``hvd.barrier`` does.
+    """Wait until every rank has called it, as ``hvd.barrier`` does.
 
     Raises:
         ExchangeError: another rank has ended, or did not come in time.
@@ -183,7 +190,7 @@ def named(name: str | None) -> str:
     return "" if name is None else f" named {name!r}"
 
 
-def _told(
+def _gather_values(
     backend: Backend,
     kind: str,
     describe: Callable[[], str],
@@ -195,12 +202,12 @@ def _told(
 
     Args:
         kind, describe: for :func:`compared`.
-        value: this rank's.
-        wanted: whose values count.
-        error: this rank has none, for this reason.
+        value: this rank's value.
+        wanted: the ranks whose values count.
+        error: the reason why this rank has no value; else None.
 
     Raises:
-        RankError: one of the wanted ranks has none; on that rank the error itself.
+        RankError: one of the wanted ranks has no value; on that rank the error itself.
     """
     packed = b""
     if error is None and backend.rank in wanted and backend.size > 1:
@@ -210,10 +217,10 @@ def _told(
             error = raised
     failure = None if error is None else f"{type(error).__name__}: {error}"
     with compared(backend, kind, describe):
-        told = backend.allgather_object((packed, failure))
+        values = backend.allgather_object((packed, failure))
     if error is not None:
         raise error
     for rank in wanted:
-        if told[rank][1] is not None:
-            raise RankError(f"rank {rank} failed: {told[rank][1]}")
-    return {rank: pickle.loads(told[rank][0]) for rank in wanted if rank != backend.rank}
+        if values[rank][1] is not None:
+            raise RankError(f"rank {rank} failed: {values[rank][1]}")
+    return {rank: pickle.loads(values[rank][0]) for rank in wanted if rank != backend.rank}

@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and backends over them."""
+"""Nodes of the ranks, and backends over the ranks of a node and over nodes' leaders."""
 
 import os
 import socket
@@ -8,37 +8,40 @@ from dataclasses import dataclass
 from grace.core.backend import Backend
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""How many ranks mpirun or srun has started. SLURM_NTASKS does not say so: a job's own script has it too."""
+"""Variables with the number of ranks that mpirun or srun has started. SLURM_NTASKS is none of them: a job's own script
+has it too."""
 
 
 def node_name() -> str:
-    """What this rank's node is called: GRACE_NODE, or the host's name."""
+    """Return the name of this rank's node: GRACE_NODE, or the host's name."""
     return os.environ.get("GRACE_NODE") or socket.gethostname()
 
 
 def local_rank(backend: Backend) -> int:
-    """A rank's number among those of its node, from 0; the ranks ask each other, once, where nobody says it."""
+    """Return a rank's number among those of its node, from 0; the ranks ask each other, once, where the engine does not
+    say it."""
     if backend.local_rank is None:
-        _ask(backend)
+        _exchange_node_names(backend)
     return backend.local_rank or 0
 
 
 def local_size(backend: Backend) -> int:
-    """Return how many ranks a rank's node has; the ranks ask each other, once, where nobody says it."""
+    """Return the number of ranks on a rank's node; the ranks ask each other, once, where the engine does not say it."""
     if backend.local_size is None:
-        _ask(backend)
+        _exchange_node_names(backend)
     return backend.local_size or 1
 
 
-def _ask(backend: Backend) -> None:
+def _exchange_node_names(backend: Backend) -> None:
     names = backend.allgather_object(node_name())
     mine = names[backend.rank]
-    backend.local_rank, backend.local_size = names[: backend.rank].count(mine), names.count(mine)
+    backend.local_rank = names[: backend.rank].count(mine)
+    backend.local_size = names.count(mine)
 
 
 @dataclass(frozen=True)
 class Host:
-    """What is known of a node without a file that describes it."""
+    """Facts that are known of a node without a file that describes it."""
 
     address: str
     gpus: Sequence[int] = ()
@@ -48,10 +51,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Topology:
-    """The cluster that the ranks say they are.
+    """Cluster as its ranks describe it.
 
     Attributes:
-        names: of the node that each rank is on.
+        names: for each rank, the name of its node.
 
     >>> Topology(["a", "b", "a"]).ranks
     [0, 1, 0]
@@ -61,22 +64,23 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.names)
 
     @property
     def ranks(self) -> list[int]:
-        """The number of the node that each runs on."""
+        """For each rank, the number of its node."""
         order = list(dict.fromkeys(self.names))
         return [order.index(name) for name in self.names]
 
     @property
     def nodes(self) -> list[Host]:
-        """The nodes, of which no more than the names is known."""
+        """Nodes, of which only the names are known."""
         return [Host(name) for name in dict.fromkeys(self.names)]
 
     def members(self, leader: int | None = None) -> list[list[int]]:
-        """The ranks of each node, the one first that speaks for the node: ``leader`` on its own, else the lowest.
+        """Return the ranks of each node, with the node's leader first: ``leader`` on its own node, else the lowest
+        rank.
 
         >>> Topology(["a", "b", "a"]).members(leader=2)
         [[2, 0], [1]]
@@ -92,12 +96,12 @@ class NodeGroups:
     """The two levels of a cluster, as one rank sees them.
 
     Attributes:
-        node: a backend over the ranks of its node.
-        first: the rank in ``node`` that speaks for it.
-        leaders: a backend over those of all nodes; None if this rank is not one of them.
-        nodes: how many there are.
-        leader_of: for each of all ranks, the number in ``leaders`` of the one that speaks for it.
-        own: that of the one that speaks for this rank.
+        node: a backend over the ranks of this rank's node.
+        first: the number, in ``node``, of the node's leader.
+        leaders: a backend over the leaders of all nodes; None if this rank is not one of them.
+        nodes: number of nodes.
+        leader_of: for each of all ranks, the number in ``leaders`` of its node's leader.
+        own: the number in ``leaders`` of this rank's leader.
     """
 
     node: Backend
@@ -109,19 +113,27 @@ class NodeGroups:
 
 
 def node_groups(backend: Backend, names: Sequence[str], leader: int | None = None) -> NodeGroups:
-    """Backends over each node's ranks, and over the nodes' leaders. Every rank must call it.
+    """Make backends over each node's ranks, and over the nodes' leaders. Every rank must call it.
 
     Args:
-        backend: over all ranks.
-        names: of the node of each rank.
-        leader: speaks for its node; of other nodes the lowest rank does.
+        backend: a backend over all ranks.
+        names: for each rank, the name of its node.
+        leader: the leader of its node; the lowest rank is the leader of other nodes.
     """
     members = Topology(names).members(leader)
     leaders = sorted(node[0] for node in members)
     over_leaders = backend.split(leaders)
     node_of = {rank: node for node in members for rank in node}
-    backends = [backend.split(sorted(node)) for node in members]  # all ranks make all of them
-    own = next(made for made in backends if made is not None)
+    # split is a collective: all ranks call it for all nodes
+    backends = [backend.split(sorted(node)) for node in members]
+    node_backend = next(made for made in backends if made is not None)
     mine = node_of[backend.rank]
     leader_of = [leaders.index(node_of[rank][0]) for rank in range(backend.size)]
-    return NodeGroups(own, sorted(mine).index(mine[0]), over_leaders, len(members), leader_of, leader_of[backend.rank])
+    return NodeGroups(
+        node=node_backend,
+        first=sorted(mine).index(mine[0]),
+        leaders=over_leaders,
+        nodes=len(members),
+        leader_of=leader_of,
+        own=leader_of[backend.rank],
+    )

@@ -1,4 +1,4 @@
-"""The torch.distributed backend: any process group, gloo or nccl."""
+"""torch.distributed backend: any process group, gloo or nccl."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,24 +16,25 @@ import torch.distributed as dist
 
 from grace.backends.topology import MPI_SIZES
 from grace.backends.torch_streams import Side
-from grace.backends.torchrun import store_of_this_start
+from grace.backends.torchrun import private_store
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
-from grace.core.waiting import timeout_for
-from grace.core.watch import LOOK_SECONDS, Patience
+from grace.core.waits import timeout_for
+from grace.core.watch import POLL_SECONDS, Patience
 from grace.errors import ConfigError, missing_extra
 
 SETTLE_SECONDS = 0.3
+"""Seconds that gloo's threads may take to drop references to Python objects after the group was destroyed."""
 DIRECT_BYTES = 1 << 22
-"""Of what a rank gets in an all-gather, up to which every rank sends its own to all others at once."""
+"""Total received bytes up to which an all-gather is done as one all-to-all instead of gloo's ring."""
 
 
 class TorchBackend(Backend):
-    """Collectives of one torch.distributed process group.
+    """Backend over one torch.distributed process group.
 
     Args:
         group: the process group; the default one if left out.
-        owns: destroy the process group on shutdown.
+        owns: True to destroy the process group on shutdown.
     """
 
     name = "torch"
@@ -42,29 +44,33 @@ class TorchBackend(Backend):
     def __init__(self, group: Any = None, owns: bool = False):
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized; call grace.init() or init_process_group() first")
-        self.group, self.owns = group, owns
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.owns = owns
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigError("this process is not a member of the process group")
         self.timeout = timeout_for(_timeout(group))
         self._sides: dict[torch.device, Side | None] = {}
-        if os.environ.get("LOCAL_RANK", "").isdigit():  # torchrun's
+        if os.environ.get("LOCAL_RANK", "").isdigit():  # set by torchrun
             self.local_rank = int(os.environ["LOCAL_RANK"])
         if os.environ.get("LOCAL_WORLD_SIZE", "").isdigit():
             self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         members = [self._global(rank) for rank in range(self.size)]
         same = members == list(range(dist.get_world_size()))
-        self.watched, self.members = same and self.size > 1, None if same else members
+        self.watched = same and self.size > 1
+        self.members = None if same else members  # the watch knows ranks by their numbers among all
 
     @classmethod
     def join(cls) -> "TorchBackend":
-        """The default process group, made from the launcher's environment if there is none yet."""
+        """Return a backend over the default process group, which is made from the launcher's environment if there is
+        none yet."""
         if dist.is_initialized():
             return cls()
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         seconds = timeout_for()
-        ways = _through_mpi() or store_of_this_start(seconds)
-        dist.init_process_group(kind, timeout=timedelta(seconds=seconds), **ways)
+        rendezvous = _mpi_rendezvous() or private_store(seconds)
+        dist.init_process_group(kind, timeout=timedelta(seconds=seconds), **rendezvous)
         return cls(owns=True)
 
     def describe(self) -> str:
@@ -76,10 +82,10 @@ class TorchBackend(Backend):
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
-        raw = _known(tensor)
+        raw = _as_bytes(tensor)
         rows = raw.new_empty((self.size, raw.numel()))
         gathered = list(rows.unbind())
-        if self.size > 3 and not raw.is_cuda and rows.nbytes <= DIRECT_BYTES:  # gloo's goes round a ring
+        if self.size > 3 and not raw.is_cuda and rows.nbytes <= DIRECT_BYTES:  # gloo's all-gather goes round a ring
             copies = raw.expand(self.size, -1).contiguous()
             begin = lambda: dist.all_to_all_single(rows, copies, group=self.group, async_op=True)  # noqa: E731
         else:
@@ -89,17 +95,17 @@ class TorchBackend(Backend):
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
         received = torch.empty_like(tensor)
-        begin = lambda: dist.all_to_all_single(_known(received), _known(tensor), group=self.group, async_op=True)  # noqa: E731
+        begin = lambda: dist.all_to_all_single(_as_bytes(received), _as_bytes(tensor), group=self.group, async_op=True)  # noqa: E731
         return self._handle(begin, list(received.view(self.size, -1).unbind()), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        begin = lambda: dist.broadcast(_known(tensor), self._global(root), group=self.group, async_op=True)  # noqa: E731
+        begin = lambda: dist.broadcast(_as_bytes(tensor), self._global(root), group=self.group, async_op=True)  # noqa: E731
         return self._handle(begin, tensor, tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
-        raw, gathered = _known(tensor), list[torch.Tensor]()
+        raw, gathered = _as_bytes(tensor), list[torch.Tensor]()
         if root == self.rank:
             gathered = list(raw.new_empty((self.size, raw.numel())).unbind())
         else:
@@ -108,10 +114,10 @@ class TorchBackend(Backend):
         return self._handle(begin, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def duplicate(self) -> "TorchBackend":
-        return self.like(group=self._new(range(self.size)), owns=False)
+        return self.copy_with(group=self._new_group(range(self.size)), owns=False)
 
     def split(self, ranks: Sequence[int]) -> "TorchBackend | None":
-        group = self._new(ranks)
+        group = self._new_group(ranks)
         if self.rank not in ranks:
             return None
         made = TorchBackend(group)
@@ -120,13 +126,13 @@ class TorchBackend(Backend):
 
     @property
     def channels(self) -> Channels:
-        """Those over the same ranks, which all backends of one process group share; they end when it does."""
+        """Channels over the same ranks, which all backends of one process group share; they end when the group does."""
         return self._channels_of.setdefault(self.group or dist.group.WORLD, Channels())
 
     _channels_of: ClassVar[weakref.WeakKeyDictionary[Any, Channels]] = weakref.WeakKeyDictionary()
 
-    def _new(self, ranks: Sequence[int]) -> Any:
-        """A process group of some of the ranks, which all of them make together."""
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        """Make a process group of some of the ranks; all of those ranks must call it."""
         numbers = [self._global(rank) for rank in ranks]
         options: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout)}
         if numbers != sorted(numbers):
@@ -139,7 +145,7 @@ class TorchBackend(Backend):
         name = self.allgather_object(uuid.uuid4().hex)[0]
         c10d: Any = dist.distributed_c10d
         world: Any = dist.group.WORLD
-        usual = c10d._process_group_name
+        original = c10d._process_group_name
         c10d._process_group_name = lambda *_, **__: f"grace.{name}"
         try:
             if world.bound_device_id is not None:  # NCCL splits a communicator: this one, not that of all
@@ -150,14 +156,14 @@ class TorchBackend(Backend):
                 numbers, backend=dist.get_backend(self.group), use_local_synchronization=True, **options
             )
         finally:
-            c10d._process_group_name = usual
+            c10d._process_group_name = original
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def tensor_of(self, array: Any) -> torch.Tensor:
         group: Any = self.group or dist.group.WORLD
@@ -165,38 +171,40 @@ class TorchBackend(Backend):
         return torch.tensor(array, device="cpu" if cpu else torch.cuda.current_device())
 
     def _side(self, device: torch.device) -> Side | None:
-        """The stream that a GPU's collectives start on; None over engines that have none of their own."""
+        """Return the stream that a GPU's collectives start on; None over engines without one."""
         if device not in self._sides:
             group: Any = self.group or dist.group.WORLD
             self._sides[device] = Side(device) if "nccl" in group._get_backend(device).name() else None
         return self._sides[device]
 
     def _handle(self, begin: Callable[[], Any], result: Any, sent: torch.Tensor) -> Handle:
-        """The collective that ``begin`` starts; on a GPU ``wait()`` only lets later work on it wait."""
+        """Start a collective by ``begin``, and return its handle; on a GPU ``wait()`` only makes later work on it
+        wait."""
         side = self._side(sent.device) if sent.is_cuda else None
-        if side is not None:
+        if side is not None:  # NCCL: collectives overlap with computation on a stream of their own
             begun = side.start(begin, [sent, *(result if isinstance(result, list) else [result])])
             return Handle(lambda: side.join(begun), result, (begun,))
         work = begin()
         if sent.is_cuda:
             return Handle(work.wait, result, (work,))
+        return Handle(partial(self._wait_on_host, work), result, (work,))
 
-        def wait() -> None:
-            began, patience = time.monotonic(), None
-            look = timedelta(seconds=min(LOOK_SECONDS, self.timeout / 4))
-            while True:
-                try:
-                    work.wait(look)
+    def _wait_on_host(self, work: Any) -> None:
+        """Wait for a collective of host tensors, in short waits: the watch must be able to end the whole wait."""
+        began = time.monotonic()
+        patience = None
+        look = timedelta(seconds=min(POLL_SECONDS, self.timeout / 4))
+        while True:
+            try:
+                work.wait(look)
+                return
+            except RuntimeError:  # the short wait is over, or the collective has failed
+                if work.is_completed():
+                    work.wait()  # raises the collective's own error
                     return
-                except RuntimeError:
-                    if work.is_completed():
-                        work.wait()  # raises what it failed of
-                        return
-                if patience is None:  # most waits are over before the first look
-                    patience = Patience(self, began)
-                patience()
-
-        return Handle(wait, result, (work,))
+            if patience is None:  # most waits are over before the first look
+                patience = Patience(self, began)
+            patience()
 
     def shutdown(self) -> None:
         if self.owns and dist.is_initialized():
@@ -206,8 +214,11 @@ class TorchBackend(Backend):
             time.sleep(SETTLE_SECONDS)
 
 
-def _through_mpi() -> dict[str, Any]:
-    """Where ranks meet that mpirun or srun has started, as MPI tells them; nothing where torch's own variables say so.
+def _mpi_rendezvous() -> dict[str, Any]:
+    """Return arguments of ``init_process_group`` for ranks that mpirun or srun has started, exchanged over MPI.
+
+    Returns:
+        Address of rank 0, rank and size; empty where torch's own variables are set, or MPI has started no ranks.
 
     Raises:
         MissingExtraError: mpi4py is not installed.
@@ -221,22 +232,22 @@ def _through_mpi() -> dict[str, Any]:
     comm = MPI.COMM_WORLD
     with contextlib.closing(socket.socket()) as free:
         free.bind(("", 0))
-        here = socket.gethostname(), free.getsockname()[1]
-    hosts = comm.allgather(here)
-    host = "127.0.0.1" if len({name for name, _ in hosts}) == 1 else hosts[0][0]
-    where = f"tcp://{host}:{hosts[0][1]}"
-    return {"init_method": where, "rank": comm.Get_rank(), "world_size": comm.Get_size()}
+        address = socket.gethostname(), free.getsockname()[1]
+    addresses = comm.allgather(address)
+    host = "127.0.0.1" if len({name for name, _ in addresses}) == 1 else addresses[0][0]
+    url = f"tcp://{host}:{addresses[0][1]}"
+    return {"init_method": url, "rank": comm.Get_rank(), "world_size": comm.Get_size()}
 
 
 def _timeout(group: Any) -> float | None:
-    """Seconds that the collectives of a process group may take, which torch does not hand on to others; None if it
-    does not tell."""
+    """Return the seconds that the collectives of a process group may take, which torch does not pass to groups made
+    from it; None if torch does not tell them."""
     group = group or dist.group.WORLD
     with contextlib.suppress(AttributeError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
     return None
 
 
-def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes if the engines have no such numbers; the memory is the same."""
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as bytes, in the same memory, if the engines do not know its dtype."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.int16, torch.bool) else tensor

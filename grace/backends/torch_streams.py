@@ -1,4 +1,4 @@
-"""A stream of a GPU's that collectives start on, beside the one in which the program computes."""
+"""Stream of a GPU that collectives start on, besides the one in which the program computes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,22 +7,24 @@ import torch
 
 
 class Side:
-    """Collectives of one device, on a stream of their own.
+    """Stream for the collectives of one device.
 
-    They wait there for what was computed before they were started, and what is computed afterwards waits for them only
-    once it is told to, both by events: the host waits for neither. What is sent and received is recorded for the
-    stream, so that its memory is not given away while a collective still needs it.
+    Collectives wait there for what was computed before they were started. Later computations wait for a collective only
+    after :meth:`join`. Both waits are events: the host waits for neither. Sent and received tensors are recorded for
+    the stream, so that their memory is not reused while a collective still needs it.
 
     Args:
         device: a GPU.
-        streams: what makes streams and events, as ``torch.cuda`` does.
+        streams: the factory of streams and events, as ``torch.cuda``.
     """
 
     def __init__(self, device: Any, streams: Any = torch.cuda):
-        self.device, self.streams, self.stream = device, streams, streams.Stream(device)
+        self.device = device
+        self.streams = streams
+        self.stream = streams.Stream(device)
 
     def start(self, begin: Callable[[], Any], tensors: Iterable[Any]) -> Any:
-        """Start a collective of these tensors, what it sends and what it fills: the work that ``begin`` returns."""
+        """Start a collective by ``begin``, and return its work; ``tensors`` are those that it sends and fills."""
         encoded = self.streams.Event()
         encoded.record(self.streams.current_stream(self.device))
         self.stream.wait_event(encoded)
@@ -33,7 +35,7 @@ class Side:
         return work
 
     def join(self, work: Any) -> None:
-        """Let what is computed from now on wait for a collective that was started."""
+        """Let later computations wait for a collective that was started."""
         with self.streams.stream(self.stream):
             work.wait()
         arrived = self.streams.Event()

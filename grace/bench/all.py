@@ -1,4 +1,4 @@
-"""``grace bench all`` and ``grace demo``: whether compression pays, whether models still learn, and what it costs."""
+"""``grace bench all`` and ``grace demo``: the gain of compression, the quality of models, and the costs."""
 
 import textwrap
 import time
@@ -62,7 +62,7 @@ def demo(
         "out/demo"
     ),
 ) -> None:
-    """See in about a minute what gradient compression costs, and when it pays.
+    """Show in about a minute what gradient compression costs, and when it pays.
 
     It is grace bench all --quick: two processes train a small transformer over
     an emulated slow network, with and without Grace; a small network learns
@@ -88,7 +88,8 @@ def _run(
     out: Path,
     quick: bool,
 ) -> None:
-    began, console = time.monotonic(), Console(highlight=False)
+    began = time.monotonic()
+    console = Console(highlight=False)
     need_report()
     rates, note = _bandwidths(bandwidth, quick)
     chosen = None if methods is None else options.methods(methods)
@@ -106,9 +107,9 @@ def _run(
         trained.epochs = trained.facts["quick_epochs"]
     tensors = ("captured",) if quick else kernels_command.TENSORS
     coded = kernels_command.settings(methods=methods, quick=quick, tensors=",".join(tensors))
-    results.make(out)
+    results.make_folder(out)
     if introduction:
-        _say(console, introduction)
+        _print_wrapped(console, introduction)
         console.print()
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
     parts: list[tuple[str, Callable[[], BenchmarkRun]]] = [
@@ -122,7 +123,7 @@ def _run(
             console.print()
         console.rule(f"[bold]{number}. {question}[/]", align="left")
         if number == 1 and note:
-            _say(console, note)
+            _print_wrapped(console, note)
         running = part()
         running.name = name
         if running.results.rows:
@@ -130,25 +131,26 @@ def _run(
         if running.code:
             break
     report = running.report(finished, out)
-    running.fail()
+    running.exit_if_failed()
     console.print()
     console.rule("[bold]In short[/]", align="left")
     for words in steps_verdict(finished):
-        _say(console, words)
+        _print_wrapped(console, words)
         console.print()
     seconds = time.monotonic() - began
     console.print(f"The report, with pictures, is {report} ({seconds:.0f} s).", soft_wrap=True)
 
 
 def steps_verdict(finished: list[Results]) -> list[str]:
-    """What the steps say, one text per scenario."""
+    """Return the verdicts of the steps, one text per scenario."""
     return [
         f"With {scenario}: {words}" for run in finished for scenario, words in run.settings.get("verdict", {}).items()
     ]
 
 
 def _bandwidths(text: str | None, quick: bool) -> tuple[list[float | None], str]:
-    """The networks; what was not asked for falls back to the loopback where no link can be emulated, and says so."""
+    """Return the networks and a note. Without a choice of the user's it is the loopback where no link can be emulated,
+    and the note says so."""
     if text is not None:
         return options.bandwidths(text), ""
     reason = possible()
@@ -162,5 +164,5 @@ def _shown(rate: float | None) -> str:
     return "loopback" if rate is None else show_rate(rate)
 
 
-def _say(console: Console, text: str) -> None:
+def _print_wrapped(console: Console, text: str) -> None:
     console.print(textwrap.fill(text, console.width), markup=False)

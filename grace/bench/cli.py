@@ -1,4 +1,4 @@
-"""The commands of ``grace bench``."""
+"""Commands of ``grace bench``."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""What the commands of ``grace bench`` do alike: measure, keep what is finished, and say how it ended."""
+"""Common life cycle of the commands of ``grace bench``: measure, save finished rows, and report the end."""
 
 import importlib.util
 import shlex
@@ -16,14 +16,14 @@ from grace.errors import missing_extra
 
 
 class BenchmarkRun(Ending):
-    """A benchmark that is under way.
+    """Benchmark that is under way.
 
     Args:
-        name: the command's, for messages.
-        kind: of the results.
-        settings: to be recorded.
+        name: the command's name, for messages.
+        kind: the kind of results.
+        settings: the settings to be recorded.
         out: the folder to write to; None writes nothing.
-        ending: what else :class:`Ending` takes.
+        ending: further arguments of :class:`Ending`.
     """
 
     def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, **ending: str):
@@ -31,19 +31,20 @@ class BenchmarkRun(Ending):
         if out is not None:
             need_report()
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
-        self.out, self.began = out, time.monotonic()
+        self.out = out
+        self.began = time.monotonic()
         self.save()
 
     def save(self) -> None:
-        """Write what is there."""
+        """Write the results so far."""
         self.results.seconds = time.monotonic() - self.began
         if self.out is not None:
             self.results.save(self.out)
 
     def measure(self, function: Callable[[], None]) -> None:
-        """Call what fills in the results; how it ends is noted, and what is there is written."""
+        """Call the function that fills in the results, note how it ends, and write the results."""
         try:
-            with self.noted():
+            with self.record_failure():
                 function()
                 self.results.complete = True
             if self.code and self.results.rows:
@@ -52,22 +53,23 @@ class BenchmarkRun(Ending):
             self.save()
 
     def report(self, results: Sequence[Results] | None = None, out: Path | None = None) -> Path | None:
-        """Write ``report.html`` on what is there; of several benchmarks, if their results are given."""
+        """Write ``report.html`` on the results so far, or on those of several benchmarks if they are given."""
         from grace.bench.report.page import write_report
 
-        folder, found = out or self.out, [self.results] if results is None else results
+        folder = out or self.out
+        found = [self.results] if results is None else results
         if folder is None or not any(each.rows for each in found):
             return None
         return write_report(folder / "report.html", found)
 
-    def finish(self, console: Console) -> None:
-        """Write the report, and say what was written, or how it failed.
+    def report_and_exit(self, console: Console) -> None:
+        """Write the report, and print the names of written files, or the failure.
 
         Raises:
-            typer.Exit: as :meth:`fail`.
+            typer.Exit: as :meth:`exit_if_failed`.
         """
         report = self.report()
-        self.fail()
+        self.exit_if_failed()
         if self.out is not None:
             files = f"results.json, results.csv{' and report.html' if report else ''}"
             console.print(f"\nWrote {files} to {self.out} after {self.results.seconds:.0f} s.", soft_wrap=True)

@@ -26,7 +26,7 @@ from grace.planner.codecs import maker, measure
 from grace.planner.costs import Codec
 from grace.planner.links import MeasuredLinks, measure_network
 from grace.planner.oversubscription import oversubscription
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)
 """Of gradients, if no model is given."""
@@ -216,7 +216,7 @@ def _links(
             inside = measure_network(node, seconds / 2, **own).curves
         except GraceError as raised:
             error = raised
-        inside = next(filter(None, tell(backend, "times of collectives", inside, error, FAILED)))
+        inside = next(filter(None, gather_or_raise(backend, "times of collectives", inside, error, FAILED)))
     return links, inside
 
 
@@ -247,7 +247,8 @@ def _codecs(
             answer = str(raised)
         except Exception as raised:
             error = raised
-        answers = [one for one in tell(backend, "times of methods", answer, error, FAILED) if one is not None]
+        received = gather_or_raise(backend, "times of methods", answer, error, FAILED)
+        answers = [one for one in received if one is not None]
         refused = [given for given in answers if isinstance(given, str)]
         if refused:
             left_out[method] = refused[0]
@@ -265,7 +266,7 @@ def _together(backend: Backend, what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    tell(backend, f"calibration: {what}", None, error, FAILED)
+    gather_or_raise(backend, f"calibration: {what}", None, error, FAILED)
 
 
 def _check_writable(path: Path) -> None:

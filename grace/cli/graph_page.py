@@ -17,7 +17,7 @@ from grace.bench.report.figures.style import (
     escaped,
     label_axes,
     panel,
-    place,
+    set_margins,
     svg,
     write,
 )
@@ -86,7 +86,7 @@ def write_page(graph: Graph, path: Path) -> None:
 def _figure(rows: list[Row]) -> Figure:
     drawing, axes = panel(ROW * len(rows) + 60, 1000)
     skips = any(i - read > 1 for i, row in enumerate(rows) for read in row.reads)
-    place(drawing, axes, (ARCS if skips else 0) + NAMES, SIZES, 8, 44)
+    set_margins(drawing, axes, (ARCS if skips else 0) + NAMES, SIZES, 8, 44)
     longest = max((row.forward + row.backward for row in rows), default=0.0) or 1e-9
     axes.set_xlim(0, 1e3 * longest)
     axes.set_ylim(len(rows) - 0.4, -0.6)

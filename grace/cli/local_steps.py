@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
-from grace.exchange.sparse_rows import SparseRows, summed
+from grace.exchange.sparse_rows import SparseRows, sum_rows
 from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer
 
@@ -103,7 +103,7 @@ def randoms(framework: str, variables: Sequence[Variable], seed: int) -> dict[st
 def _torch(model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable], told: Told) -> Ran:
     torch: Any = sys.modules["torch"]
     named = dict(model.named_parameters())
-    parameters = {n: p for n, p in zip(unwrapped(list(named)), named.values(), strict=True) if p.requires_grad}
+    parameters = {n: p for n, p in zip(unwrap_names(list(named)), named.values(), strict=True) if p.requires_grad}
     on_gpu = any(p.is_cuda for p in parameters.values())
     wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     optimizer, clock = torch.optim.SGD(parameters.values(), lr=LR), StepTimer()
@@ -183,5 +183,5 @@ def _keras(model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable]
     found = {}
     for variable, g in zip(variables, gradients, strict=True):
         rows = isinstance(g, tf.IndexedSlices)
-        found[variable.name] = summed(SparseRows(g.values, g.indices)) if rows else g
+        found[variable.name] = sum_rows(SparseRows(g.values, g.indices)) if rows else g
     return Ran(Timeline({v.name: backward for v in variables}, min(alone, whole), backward, apply), found)

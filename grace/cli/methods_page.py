@@ -4,7 +4,7 @@ import inspect
 import re
 from typing import Any
 
-from grace.cli.components import default_first, signature
+from grace.cli.components import TRAINED, default_first, signature, trained_lines
 from grace.communicators.choice import SCATTER, break_even
 from grace.core.composition import Composed
 from grace.core.registry import known
@@ -65,6 +65,8 @@ def _table() -> str:
 
 def _section(kind: str, name: str, cls: Any) -> str:
     lines = [f"### {name}\n", f"    {signature(cls)}\n"]
+    if kind == "compressor":
+        lines += [f"{TRAINED}:\n", *(f"- {line}" for line in trained_lines(cls)), ""]
     if kind == "communicator":
         lines.append(f"Cost per rank and exchange, for a payload of p bytes and W ranks: {cls.cost}\n")
     return "\n".join(lines) + "\n" + markdown(cls) + "\n"

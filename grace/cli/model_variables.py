@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def model_variables(model: Any) -> list[Variable]:
         found = dict(model.named_parameters())
         return [
             Variable(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device), id(p) in sparse)
-            for name, p in zip(unwrapped(list(found)), found.values(), strict=True)
+            for name, p in zip(unwrap_names(list(found)), found.values(), strict=True)
             if p.requires_grad
         ]
     if keras is not None and isinstance(model, keras.Model):

@@ -39,7 +39,7 @@ def graph_of(profile: Path | None, model: str | None, dry: bool = False) -> Grap
 
     doing = "Estimating" if dry else "Measuring"
     with Console(stderr=True).status(f"{doing} what the parts of {model} take"):
-        return without_ranks.graph_of(*made, dry=dry)
+        return without_ranks.build_graph(*made, dry=dry)
 
 
 def versions_of(model: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from grace.bench.report.figures.style import (
     escaped,
     label_axes,
     panel,
-    place,
+    set_margins,
     svg,
     write,
 )
@@ -59,7 +59,7 @@ def _cuts(plan: Plan) -> Figure:
     """Stages from top to bottom, with what crosses between them."""
     count = len(plan.stages)
     drawing, axes = panel(STAGE * count + 8)
-    place(drawing, axes, 4, 4, 4, 4)
+    set_margins(drawing, axes, 4, 4, 4, 4)
     axes.axis("off")
     axes.set_xlim(0, 1)
     axes.set_ylim(STAGE * count, 0)
@@ -116,7 +116,7 @@ def _line(plan: Plan) -> Figure:
     places = list(dict.fromkeys(stage.ranks for stage in plan.stages))
     order = sorted(range(len(places)), key=lambda p: min(i for i, s in enumerate(plan.stages) if s.ranks == places[p]))
     drawing, axes = panel(round(50 + 30 * len(places)), 1000)
-    place(drawing, axes, 96, 14, 8, 42)
+    set_margins(drawing, axes, 96, 14, 8, 42)
     total = max(plan.seconds, played.seconds)
     axes.set_xlim(0, 1e3 * total)
     axes.set_ylim(len(places) - 0.4, -0.6)

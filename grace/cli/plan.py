@@ -21,7 +21,7 @@ from grace.cli.plan_inputs import (
     seconds_of,
 )
 from grace.cli.plan_tables import show
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
@@ -194,7 +194,7 @@ def _write(
         schema.dump(strategy, output)
         written.append(f"{output}: {len(strategy.plans)} variables, for {strategy.world_size} ranks")
     if json_file is not None:
-        with replacing(json_file) as draft:
+        with atomic_write(json_file) as draft:
             draft.write_text(json.dumps(document(found, inputs, strategy), indent=1) + "\n", encoding="utf-8")
         written.append(str(json_file))
     if report is not None:

@@ -105,14 +105,14 @@ def schema(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; the screen if left out.")] = None,
 ) -> None:
     """Print the JSON Schema of strategy files, with which editors complete and check them."""
-    from grace.core.atomic_files import replacing
+    from grace.core.atomic_files import atomic_write
     from grace.strategy.schema import json_schema
 
     text = json.dumps(json_schema(), indent=1)
     if out is None:
         print(text)
         return
-    with replacing(out) as draft:
+    with atomic_write(out) as draft:
         draft.write_text(text + "\n")
 
 

@@ -106,5 +106,5 @@ def _run(spec: str) -> None:
                 for bucket in runner.buckets:
                     mine = [gradients[variable.name] for variable in bucket.variables]
                     runner.start(bucket, mine, [True] * len(mine))
-                runner.finish(lambda bucket: [None] * len(bucket.variables))
+                runner.finish_step(lambda bucket: [None] * len(bucket.variables))
             runner.close()

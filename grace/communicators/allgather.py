@@ -5,7 +5,7 @@ from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route
 
 
 class Allgather(Communicator):
-    """Gathers all payloads on all ranks, which decode and accumulate them in float32.
+    """Communicator that gathers all payloads on all ranks, which decode and accumulate them in float32.
 
     >>> Allgather("qsgd(levels=7)").describe()
     'allgather, qsgd(levels=7), none'

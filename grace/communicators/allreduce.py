@@ -4,13 +4,14 @@ from grace.core.communicator import Communicator
 from grace.core.route import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Carries, EngineTraits, Leg, Route
 
 FEWEST_RANKS, MOST_BYTES = 4, 1 << 18
-"""A sum of a wire in two hops, on engines whose own go round a ring: beyond, bytes matter and not hops."""
+"""Least number of ranks, and largest wire in bytes, for a sum in two hops on engines that sum around a ring. The sum of
+a larger wire is bound by bytes, and not by the number of hops."""
 
 
 class Allreduce(Communicator):
-    """Sums payloads in the engine, in their own dtype; for summable payloads only.
+    """Communicator whose engine sums payloads in their own dtype; for summable payloads only.
 
-    Small wires go in two hops: each rank adds up a part, in float32 and in the order of ranks, and hands it round.
+    Small wires are summed in two hops: each rank adds up a part, in float32 and in rank order, and sends it to all.
 
     >>> Allreduce("fp16").describe()
     'allreduce, cast, none'

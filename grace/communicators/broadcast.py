@@ -5,7 +5,7 @@ from grace.core.route import EACH_BROADCASTS, Carries, EngineTraits, Leg, Route
 
 
 class Broadcast(Communicator):
-    """W broadcasts, one per rank; the result is that of Allgather, for engines where it is faster.
+    """Communicator of W broadcasts, one per rank. The result is that of Allgather; on some engines it is faster.
 
     >>> Broadcast("signsgd").describe()
     'broadcast, signsgd, none'

@@ -1,28 +1,28 @@
-"""Which communicator the user's choices mean, and which one a method gets where none is named."""
+"""Construction of the communicator from the user's choices, and the default communicator of a method."""
 
 from typing import Any
 
 from grace.core import specs
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor
-from grace.core.kept import is_ours
 from grace.core.memory import Memory
 from grace.core.registry import checked, known, make
+from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 
 GATHER, SCATTER = "allgather", "scatter_reduce"
 LONG = 1 << 20
-"""Elements of a tensor whose variance stands for a method's."""
+"""Number of elements of the tensor for which a method's variance is computed."""
 MOST_RANKS = 1 << 20
-"""Beyond which nobody asks."""
+"""Largest number of ranks that :func:`break_even` tries."""
 
 
 def build_communicator(compressor: Any, memory: Any, communicator: Any, ranks: int = 1) -> Communicator:
-    """The communicator that the user's three choices mean; each is a spec, an object or None (default).
+    """Return the communicator for the user's three choices; each is a spec, an object or None (default).
 
     Args:
         compressor, memory, communicator: the choices.
-        ranks: how many exchange with each other, for the default communicator.
+        ranks: number of ranks that exchange with each other, for the default communicator.
 
     Raises:
         ConfigError: unknown names or parameters, or parts that do not go together.
@@ -32,7 +32,7 @@ def build_communicator(compressor: Any, memory: Any, communicator: Any, ranks: i
     >>> [build_communicator("qsgd", None, None, ranks).name for ranks in (3, 4)]
     ['allgather', 'scatter_reduce']
     """
-    if isinstance(compressor, Communicator) and communicator is None:  # GRACE gives it in this place
+    if isinstance(compressor, Communicator) and communicator is None:  # GRACE passes the communicator in first position
         communicator, compressor = compressor, None
     if isinstance(communicator, Communicator):
         if compressor is not None or memory is not None:
@@ -50,8 +50,8 @@ def build_communicator(compressor: Any, memory: Any, communicator: Any, ranks: i
 
 
 def default_communicator(compressor: Compressor, memory: Any = None, ranks: int = 1) -> str:
-    """The communicator of a method for which none is named: its ``traits.communicator``, or scatter_reduce from
-    :func:`break_even` ranks on.
+    """Return the name of a method's default communicator: its ``traits.communicator``, or scatter_reduce for
+    :func:`break_even` or more ranks.
 
     >>> [default_communicator(make("compressor", "natural"), ranks=ranks) for ranks in (2, 8)]
     ['allgather', 'scatter_reduce']
@@ -61,31 +61,32 @@ def default_communicator(compressor: Compressor, memory: Any = None, ranks: int 
 
 
 def break_even(compressor: Compressor, memory: Any = None) -> int | None:
-    """From how many ranks W on scatter_reduce is a method's default instead of allgather; None for never.
+    """Return the least number of ranks W for which scatter_reduce is a method's default instead of allgather; None if
+    it never is.
 
-    Of a payload of p bytes an all-gather sends (W-1) p from each rank. ScatterReduce sends (W-1)/W p twice: the first
-    time while gradients are still computed, as an all-gather does; the second time behind all of them, where nothing
-    hides it, so that it counts twice. And it rounds the mean once more. With E||C(x) - x||^2 <= omega ||x||^2 the
-    mean of an all-gather is off by at most omega/W of ||x||^2, that of ScatterReduce by omega/W + omega, and the steps
-    that training takes are counted as growing by as much. So it is taken if
+    For a payload of p bytes an all-gather sends (W-1) p from each rank. ScatterReduce sends (W-1)/W p twice: first
+    while gradients are still computed, like an all-gather, then after all of them, where no computation hides it, so
+    that it counts twice. It also rounds the mean once more. With E||C(x) - x||^2 <= omega ||x||^2 the error of an
+    all-gather's mean is at most omega/W of ||x||^2, that of ScatterReduce's omega/W + omega, and the number of training
+    steps is assumed to grow by the same factor. So ScatterReduce is the default if
 
         3 (W-1)/W (1 + omega/W + omega)  <  (W-1) (1 + omega/W)
 
-    omega is 0 where the second error is kept and sent later (memories), and where there is none (votes: the sign of a
-    vote is the vote); the method's ``variance`` else; and 1 where nobody worked that out. Users' own compressors and
-    memories stay with what they say.
+    omega is 0 if the second error is kept and sent later (memories), or does not exist (votes: the sign of a vote is
+    the vote); else it is the method's ``variance``, or 1 if that is unknown. Users' own compressors and memories keep
+    their ``traits.communicator``.
 
     Args:
         compressor: the method.
         memory: its memory, or the spec of one; its default if left out.
 
     >>> {spec: break_even(make("compressor", spec)) for spec in ("qsgd", "qsgd(levels=7)", "terngrad", "efsignsgd")}
-    {'qsgd': 4, 'qsgd(levels=7)': 11, 'terngrad': 6, 'efsignsgd': 4}
+    {'qsgd': 4, 'qsgd(levels=7)': 10, 'terngrad': 6, 'efsignsgd': 4}
     >>> break_even(make("compressor", "topk")) is None
     True
     """
     kept: Memory = make("memory", compressor.traits.memory if memory is None else memory)
-    parts = [*compressor.whole().values(), *kept.whole().values()]
+    parts = [*compressor.named_components().values(), *kept.named_components().values()]
     cls: Any = known("communicator")[SCATTER]
     if compressor.traits.communicator != GATHER or not all(is_ours(type(part)) for part in parts):
         return None
@@ -100,11 +101,11 @@ def break_even(compressor: Compressor, memory: Any = None) -> int | None:
 
 
 def took_default(communicator: Communicator, saved: str, now: str) -> bool:
-    """Whether two descriptions differ only by a communicator that nobody named: this run's is the default for its
-    number of ranks, and the saved one that for another number (or of an earlier version, which had no such rule).
+    """Return True if two descriptions differ only by default communicators: the run's is the default for its number of
+    ranks, and the saved one for another number (or for an earlier version, which had no such rule).
 
     Args:
-        communicator: this run's.
+        communicator: the communicator of this run.
         saved, now: two descriptions, without parameters.
 
     >>> here = build_communicator("qsgd", None, None, ranks=8)

@@ -1,4 +1,4 @@
-"""GRACE's parameter dictionaries, for those who come from there."""
+"""Communicators from GRACE's parameter dictionaries."""
 
 import warnings
 from collections.abc import Mapping
@@ -16,12 +16,14 @@ NAMES = {
     "memory": {"powersgd": "residual"},
     "communicator": {"alltoall": "scatter_reduce"},
 }
-"""GRACE's names that differ from ours. Its memory for PowerSGD is error feedback with the aggregate."""
+"""Grace's names for GRACE's names, where they differ. GRACE's memory for PowerSGD is error feedback with the
+aggregate."""
 
 KEYS: dict[str, tuple[Any, tuple[tuple[str, str], ...]]] = {
     "compress_ratio": (0.3, (("compressor", "ratio"),)),
     "quantum_num": (127, (("compressor", "levels"),)),
     "bucket_size": (128, (("compressor", "bucket_size"),)),
+    "norm": ("l2", (("compressor", "norm"),)),
     "threshold": (0.01, (("compressor", "value"),)),
     "momentum": (0.9, (("compressor", "momentum"), ("memory", "momentum"))),
     "gradient_clipping": (False, (("memory", "clip"),)),
@@ -29,28 +31,28 @@ KEYS: dict[str, tuple[Any, tuple[tuple[str, str], ...]]] = {
     "error_bound": (2e-10, (("compressor", "error_bound"),)),
     "quantiles": (64, (("compressor", "quantiles"),)),
 }
-"""GRACE's keys, what each is where a dictionary does not say it, and which parameter of which part it sets."""
+"""Default, and the parts and parameters that it sets, by GRACE's key and QSGD's ``norm``."""
 
 LEARNING_RATE = 0.1
-"""GRACE's, where a dictionary names none."""
+"""GRACE's default learning rate."""
 
 ELSEWHERE = {
     "momentum_factor": "PowerSGD has no momentum of its own here; set the optimizer's",
     "kernel": "which kernel selects is decided by the tensor's device",
 }
-"""GRACE's keys that say what Grace decides by itself."""
+"""Reasons why Grace ignores some of GRACE's keys, by key."""
 
 OF_THE_RUN = ("lr", "world_size")
-"""Those that the communicator is told."""
+"""Keys that set attributes of the communicator."""
 
 
 def from_params(params: Mapping[str, Any]) -> Communicator:
-    """The communicator that a GRACE dictionary describes, for ``DistributedOptimizer(opt, communicator=...)``.
+    """Return the communicator that a GRACE dictionary describes, for ``DistributedOptimizer(opt, communicator=...)``.
 
-    What the dictionary does not say is as in GRACE (``compress_ratio`` 0.3, where the spec "topk" is 0.01), but for the
-    parts: where it names no memory or communicator the compressor's defaults are taken (GRACE took none and
-    all-reduce, which is wrong for most methods). ``lr`` is for steps that are called by hand: an optimizer's own counts
-    there. ``world_size`` is compared with the run's.
+    Missing keys have GRACE's defaults (``compress_ratio`` 0.3, where the spec "topk" means 0.01), except for the parts:
+    a missing memory or communicator is the compressor's default (GRACE took none and all-reduce, which is wrong for
+    most methods). ``lr`` is for steps that are called by hand; with an optimizer its own learning rate counts.
+    ``world_size`` is compared with the run's.
 
     Args:
         params: GRACE's keys and names.
@@ -104,7 +106,7 @@ def _part(kind: str, name: str, params: Mapping[str, Any], used: set[str]) -> An
 
 
 def _value(key: str, value: Any) -> Any:
-    """Return GRACE's value of a key as a parameter takes it; False is no clipping."""
+    """Return the value of a parameter for GRACE's value of a key; False means no clipping."""
     if key == "gradient_clipping" and isinstance(value, bool):
         if value:
             raise ConfigError(

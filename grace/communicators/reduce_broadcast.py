@@ -1,4 +1,4 @@
-"""ReduceBroadcast: a parameter server. One rank reduces, and sends the mean round; compressed both ways."""
+"""ReduceBroadcast: a parameter server. One rank reduces, and broadcasts the mean; both ways are compressed."""
 
 import copy
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
 AHEAD = 8
-"""Steps whose means may be under way at once, where nothing else bounds them."""
+"""Default of the largest number of steps whose means are under way, with ``sync=False``."""
 
 
 class ReduceBroadcast(Communicator):
-    """Every rank sends its payload to one destination, which sends the mean to all.
+    """Communicator in which every rank sends its payload to one destination, which sends the mean to all.
 
         1. all ranks send their payloads to the destination (a gather)
-        2. it decodes and averages them in float32, adds what its own memory kept, and compresses the mean
-        3. the answer goes to everybody (a broadcast)
+        2. it decodes and averages them in float32, adds the residual of its own memory, and compresses the mean
+        3. this answer is sent to all ranks (a broadcast)
 
-    Payloads that may be summed are added up instead, and their sum is sent round: nothing is lost on the way back.
-    Else the second compression is by the same method with a memory of its own, kept at the destination, of the same
-    kind as the first's (a residual if that applies momentum, which must not be applied twice). Source: Li et al.,
+    Summable payloads are added up instead, and their sum is broadcast, without a second compression. Otherwise the
+    second compression uses the same method with a memory of its own at the destination, of the same kind as the
+    first one's (a residual if that applies momentum, which must not be applied twice). Source: Li et al.,
     OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957 (compression both ways with two memories).
 
     With ``staleness`` s > 0 the exchange runs in a thread of its own: the mean of step t is applied in step t + s, so
-    that a rank may run up to s steps ahead of the slowest. The first s steps change nothing. With ``sync=False``
-    a step applies the sum of the means that have come since the last one, and waits for the oldest only if those of
+    that a rank may run up to s steps ahead of the slowest. The first s steps change no weights. With ``sync=False``
+    a step applies the sum of the means that arrived since the last one, and waits for the oldest only if means of
     more than ``ahead`` steps would be under way.
 
     Args:
         compressor, memory: specs or objects.
         destination: the rank that reduces.
-        staleness: how many steps a rank may run ahead.
-        sync: False to apply means as they come, in other steps on each rank.
-        ahead: how many steps' means may be under way with ``sync=False``; each holds its payloads in memory.
-        local_replication: send the answer once to each node, where one rank hands it to the others.
+        staleness: number of steps that a rank may run ahead.
+        sync: False to apply means when they arrive, which may be in other steps on each rank.
+        ahead: largest number of steps whose means are under way with ``sync=False``; each holds its payloads in memory.
+        local_replication: True to send the answer once to each node, where one rank sends it to the others.
 
     Raises:
         ConfigError: the parts do not go together.
@@ -67,11 +67,13 @@ class ReduceBroadcast(Communicator):
         local_replication: bool = False,
         ahead: int = AHEAD,
     ):
-        self.destination, self.staleness, self.sync, self.ahead = destination, staleness, sync, ahead
+        self.destination = destination
+        self.staleness = staleness
+        self.sync = sync
+        self.ahead = ahead
         self.local_replication = local_replication
-        self.delayed = not sync or staleness > 0
         self.root = destination
-        """The destination among those that take part, if one speaks for several."""
+        """Number of the destination, or of its node's leader, among the ranks that take part."""
         self.check_integer("destination", 0)
         self.check_integer("staleness", 0)
         self.check_integer("ahead", 1)
@@ -81,6 +83,7 @@ class ReduceBroadcast(Communicator):
             raise ConfigError("reduce_broadcast: staleness goes with sync=True only; without it the bound is ahead")
         if sync and ahead != AHEAD:
             raise ConfigError("reduce_broadcast: ahead goes with sync=False only; else the bound is staleness")
+        self.delayed = not sync or staleness > 0
         super().__init__(compressor, memory)
         self.sums = self.compressor.traits.summable  # type: ignore[misc]
         if self.delayed and self.compressor.traits.rounds > 1:
@@ -97,7 +100,7 @@ class ReduceBroadcast(Communicator):
             )
         self.answer_memory = self.memory.answering()
         self.answer_context = Context()
-        """Of the last answer: the loss scale whose units the memory of the answers is in."""
+        """Context of the last answer: its loss scale is the unit of the answers' memory."""
         self._dense: ReduceBroadcast | None = None
         self.led = False
         self.bind(self.context)
@@ -111,13 +114,13 @@ class ReduceBroadcast(Communicator):
 
     @property
     def components(self) -> dict[str, Component]:
-        """Both parts, and the memory of the answers."""
+        """The direct parts, and the memory of the answers."""
         if self.answer_memory is None or self.sums:
             return super().components
         return {**super().components, "answer_memory": self.answer_memory}
 
     def bind(self, context: Context, backend: Backend | None = None) -> None:
-        """Join a run, the way back too."""
+        """Join a run; check that the destination exists."""
         super().bind(context, backend)
         if backend is not None and not self.led and self.root >= backend.size:
             raise ConfigError(
@@ -125,16 +128,17 @@ class ReduceBroadcast(Communicator):
             )
 
     def use_leaders(self, leader_of: Sequence[int]) -> None:
-        """The destination is the one that speaks for it."""
-        self.root, self.led = leader_of[self.destination], True
+        """Make the leader of the destination's node the destination."""
+        self.root = leader_of[self.destination]
+        self.led = True
 
     @property
     def second(self) -> Any:  # type: ignore[override]
-        """The method and the memory of answers, and the label of their random numbers."""
+        """The method and the memory of answers, and the label of their random numbers; None if payloads are summed."""
         return None if self.sums else (self.answers, self.answer_memory, "answer")
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
-        """Return the way to the destination, and the way back: at once to all, or through one rank of each node."""
+        """Return the legs to the destination and back: to all ranks at once, or through one rank of each node."""
         back = BROADCAST
         if self.node_groups is not None:
             replication = Replication(self.node_groups)
@@ -143,23 +147,23 @@ class ReduceBroadcast(Communicator):
         return [Leg(GATHER, Carries.GRADIENTS, self.root), Leg(back, carries, self.root)]
 
     def rescale_second(self, loss_scale: float) -> None:
-        """Let the memory of the answers follow the loss scale when it answers a step that has another one."""
+        """Rescale the memory of the answers if the step that is answered has another loss scale."""
         if self.answer_memory is not None and loss_scale != self.answer_context.loss_scale:
             self.answer_memory.rescale(loss_scale / self.answer_context.loss_scale)
             self.answer_context.loss_scale = loss_scale
 
-    def resumed(self, loss_scale: float) -> None:
-        """The memory of the answers is in the units of the checkpoint."""
+    def on_resume(self, loss_scale: float) -> None:
+        """Rescale the memory of the answers from the units of the checkpoint to those of the run."""
         self.answer_context.loss_scale = loss_scale
         self.rescale_second(self.context.loss_scale)
 
-    def dense(self, usual: Communicator) -> Communicator:
-        """The same destination, uncompressed."""
+    def dense_communicator(self, shared: Communicator) -> Communicator:
+        """Return the uncompressed communicator with the same destination."""
         if self.compressor.traits.exact and not self.memory.stateful:
             return self
         if self._dense is None:
             self._dense = ReduceBroadcast("none", "none", **self.options())
-            self._dense.beside = self.describe()
+            self._dense.companion_of = self.describe()
         return self._dense
 
     def __getstate__(self) -> dict[str, Any]:
@@ -167,13 +171,13 @@ class ReduceBroadcast(Communicator):
         return {**super().__getstate__(), "node_groups": None}
 
     def options(self) -> dict[str, Any]:
-        """Return its parameters, as they were given."""
+        """Return the parameters and their values."""
         return {key: getattr(self, key) for key in self.parameters()}
 
 
 class Replication:
-    """The broadcast that crosses the network once for each node: from the root to the nodes' leaders, and from each
-    leader to the ranks of its node.
+    """Broadcast that crosses the network once for each node: from the root to the nodes' leaders, and from each leader
+    to the ranks of its node.
 
     Args:
         node_groups: the backends over this rank's node and over the leaders, of whom the root is one.
@@ -183,7 +187,7 @@ class Replication:
         self.node_groups = node_groups
 
     def start(self, backend: Backend, wire: Tensor, root: int | None) -> Handle:
-        """Start the broadcast; bfloat16, which engines may not know, travels as bytes."""
+        """Start the broadcast; bfloat16, which engines may not know, is sent as bytes."""
 
         def to_leaders(raw: Tensor) -> Handle:
             broadcast = ReplicatedBroadcast(self.node_groups, backend, raw, root)
@@ -203,7 +207,7 @@ class Replication:
 
 
 class ReplicatedBroadcast:
-    """A broadcast of a :class:`Replication` under way. The hop within the node starts in :meth:`wait`."""
+    """Broadcast of a :class:`Replication` under way. The hop within the node starts in :meth:`wait`."""
 
     def __init__(self, node_groups: NodeGroups, backend: Backend, wire: Tensor, root: int | None):
         self.node_groups, self.wire = node_groups, wire
@@ -213,13 +217,13 @@ class ReplicatedBroadcast:
         if leaders is not None and root is not None:
             before = leaders.sent_bytes
             self.from_root = leaders.broadcast(wire, node_groups.leader_of[root])
-            # counted where the bucket's traffic is read: neither hop goes over that backend
+            # The bucket's traffic is read from its own backend, over which neither hop goes: count both hops there.
             backend.count(leaders.sent_bytes - before)
             backend.count((node_groups.node.size - 1) * kernels_of(wire).nbytes(wire))
 
     def wait(self) -> None:
         """Block until this rank has the root's buffer."""
-        if self.received is None:  # else the second hop is done, and would be started twice
+        if self.received is None:  # a second call must not start the second hop again
             wire = self.wire if self.from_root is None else self.from_root.wait()
             self.received = self.node_groups.node.broadcast(wire, self.node_groups.first).wait()
 

@@ -1,4 +1,4 @@
-"""ScatterReduce: every rank averages one shard and hands it round, compressed both ways."""
+"""ScatterReduce: every rank averages one shard and sends it to all; both ways are compressed."""
 
 from typing import Any, cast
 
@@ -11,11 +11,12 @@ from grace.core.route import ALL_GATHER, ALL_TO_ALL, Carries, EngineTraits, Leg,
 
 
 class ScatterReduce(Communicator):
-    """A compressed reduce-scatter and all-gather: traffic per rank does not grow with the number of ranks.
+    """Communicator by a compressed reduce-scatter and all-gather: traffic per rank does not grow with the number of
+    ranks.
 
         1. each variable is cut into W shards, and shard j goes to rank j, compressed (all-to-all)
         2. rank j decodes and averages its shard in float32, and compresses the mean
-        3. the compressed means go to everybody (all-gather)
+        3. the compressed means are sent to all ranks (all-gather)
 
     The second compression has a memory of its own, of the same kind as the first's. For value quantizers
     and casts; with ``cast`` it is a 16-bit wire with float32 sums.
@@ -43,12 +44,12 @@ class ScatterReduce(Communicator):
 
     @property
     def components(self) -> dict[str, Component]:
-        """Both parts, and the memory of the second compression."""
+        """The direct parts, and the memory of the second compression."""
         return {**super().components, "shard_memory": cast(Component, self.shard_memory)}
 
     @property
     def second(self) -> Any:  # type: ignore[override]
-        """The compression of means: by the same method, with a memory of its own and random numbers of this rank."""
+        """The compression of means: the same method, with a memory of its own and random numbers of this rank."""
         return self.compressor, self.shard_memory, f"mean_{self.context.rank}"
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:

@@ -1,4 +1,4 @@
-"""What carries the rows of sparse gradients, with the user's compressor and memory."""
+"""Communicators of sparse gradients, which use the user's compressor and memory on rows."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from grace.exchange.sparse_codec import by_rows
 
 
 class RowReduceBroadcast(ReduceBroadcast):
-    """The user's compressor and memory on rows, both ways.
+    """ReduceBroadcast of sparse gradients, with the user's compressor and memory both ways.
 
     Raises:
-        ConfigError: they cannot serve sparse gradients; the message says why, and what can.
+        ConfigError: the parts cannot serve sparse gradients; the message has the reason and a remedy.
     """
 
     codec, can_defer = RowCodec, False
@@ -30,22 +30,22 @@ class RowReduceBroadcast(ReduceBroadcast):
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
-        """Those of the same for dense gradients."""
+        """Return the parameters of :class:`ReduceBroadcast`."""
         return ReduceBroadcast.parameters()
 
     def _check(self) -> None:
-        """Done by :func:`~grace.exchange.sparse_codec.unfit`."""
+        """Check nothing: :func:`~grace.exchange.sparse_codec.unfit` has checked the user's parts."""
 
 
 class RowAllgather(Allgather):
-    """The all-gather of sparse gradients, with the user's compressor and memory.
+    """All-gather of sparse gradients, with the user's compressor and memory.
 
     Args:
-        compressor, memory: the user's.
-        name: a variable that has such gradients, for messages.
+        compressor, memory: the user's parts.
+        name: a variable with sparse gradients, for messages.
 
     Raises:
-        ConfigError: they cannot serve sparse gradients; the message says why, and what can.
+        ConfigError: the parts cannot serve sparse gradients; the message has the reason and a remedy.
     """
 
     codec, can_defer = RowCodec, False
@@ -55,21 +55,22 @@ class RowAllgather(Allgather):
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
-        """None."""
+        """Return no parameters."""
         return {}
 
     def _check(self) -> None:
-        """Done by :func:`unfit`."""
+        """Check nothing: :func:`~grace.exchange.sparse_codec.unfit` has checked the user's parts."""
 
 
 def row_communicator(communicator: Communicator, name: str) -> RowAllgather | RowReduceBroadcast:
-    """What carries rows as this communicator carries dense gradients: through its destination, or else by all-gather.
+    """Return the communicator of rows for a communicator of dense gradients: with its destination, or by all-gather.
 
     Args:
-        name: a variable that has such gradients, for messages.
+        communicator: the communicator of dense gradients.
+        name: a variable with sparse gradients, for messages.
 
     Raises:
-        ConfigError: its compressor and memory cannot serve rows.
+        ConfigError: its compressor or memory cannot serve rows.
     """
     if isinstance(communicator, ReduceBroadcast):
         return RowReduceBroadcast(communicator.compressor, communicator.memory, name, communicator.options())

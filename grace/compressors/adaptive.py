@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.compressors.topk import kept
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits, shown
+from grace.compressors.topk import kept_count
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits, without_padding
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, coded_as, decode, encode
 
@@ -50,15 +50,15 @@ class Adaptive(Accumulating):
         sides, means, counts = [], [], []
         for sign in (1, -1):
             side, count = k.one_side(flat, sign)
-            if self.bounded and k.far(flat):
-                room = kept(self.ratio, n)
+            if self.bounded and k.on_device(flat):
+                room = kept_count(self.ratio, n)
                 values, indices, count = k.largest_above(side, 0.0, room, self.ratio)
-                sides.append(encode(k, indices, n + 1, fixed=False))
+                sides.append(encode(k, indices, n + 1, fixed=False))  # index n stands for an unused place
                 some = k.cast(count, "float32") + k.cast(count == 0, "float32")
                 means.append(k.mean_abs(values) * (room / some))
                 counts.append(count)
                 continue
-            indices = k.topk(side, kept(self.ratio, count))
+            indices = k.topk(side, kept_count(self.ratio, count))
             sides.append(encode(k, indices, n, fixed=False))
             means.append(k.mean_abs(k.gather(side, indices)))
         return [k.join(means), *sides, *([k.join(counts)] if counts else [])], tuple(tensor.shape)
@@ -69,7 +69,7 @@ class Adaptive(Accumulating):
 
     def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
         n = math.prod(shape)
-        side = TensorSpec(coded_as(n + 1)[0], (kept(self.ratio, n),))
+        side = TensorSpec(coded_as(n + 1)[0], (kept_count(self.ratio, n),))
         return [TensorSpec("float32", (2,)), side, side, TensorSpec("int32", (2,))]
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
@@ -81,11 +81,11 @@ class Adaptive(Accumulating):
         return k.reshape(flat, ctx)
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
-        """Flat indices of the entries that a payload carries, one side after the other."""
+        """Return flat indices of the entries that a payload carries, one side after the other."""
         k, n = kernels_of(payload[0]), math.prod(ctx)
         return k.join([decode(k, coded, n) for coded in self._sides(payload)])
 
     def _sides(self, payload: Payload) -> list[Tensor]:
-        """Both sides' coded indices."""
+        """Return both sides' coded indices."""
         counts = payload[3:]
-        return [shown([payload[1 + i]], [c[i : i + 1] for c in counts])[0] for i in (0, 1)]
+        return [without_padding([payload[1 + i]], [c[i : i + 1] for c in counts])[0] for i in (0, 1)]

@@ -4,13 +4,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.compressors.topk import kept, warmed_up
+from grace.compressors.topk import kept_count, warmup_ratio
 from grace.core.compressor import Payload, PayloadSpec, Sparsifier, Tensor, Traits
 from grace.kernels import Kernels, kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
 TOLERANCE = 0.3
+"""Largest relative difference between the number of sent entries and ratio n."""
 MIN_SAMPLE = 256
+"""Least number of elements of the sample."""
 
 
 @dataclass
@@ -62,24 +64,24 @@ class DGC(Sparsifier):
 
     @property
     def current_ratio(self) -> float:
-        """The ratio at this step of the warm-up."""
-        return warmed_up(self.ratio, self.warmup_steps, self.context.step)
+        """Ratio at this step of the warm-up."""
+        return warmup_ratio(self.ratio, self.warmup_steps, self.context.step)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
-        if self.bounded and k.far(flat):
-            return self.within(flat, 0.0, kept(self.current_ratio, n)), tuple(tensor.shape)
+        if self.bounded and k.on_device(flat):
+            return self.padded_payload(flat, 0.0, kept_count(self.current_ratio, n)), tuple(tensor.shape)
         indices = self._select(k, flat, n, name)
         return [k.gather(flat, indices), encode(k, indices, n, fixed=False)], tuple(tensor.shape)
 
     def size_key(self, step: int) -> Any:
-        return warmed_up(self.ratio, self.warmup_steps, step)
+        return warmup_ratio(self.ratio, self.warmup_steps, step)
 
     def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
-        ratio = warmed_up(self.ratio, self.warmup_steps, step)
-        return self.within_spec(shape, kept(ratio, math.prod(shape)))
+        ratio = warmup_ratio(self.ratio, self.warmup_steps, step)
+        return self.padded_spec(shape, kept_count(ratio, math.prod(shape)))
 
     def _select(self, k: Kernels, flat: Tensor, n: int, name: str) -> Tensor:
         ratio = self.current_ratio
@@ -98,6 +100,6 @@ class DGC(Sparsifier):
                 break
             rank *= 2
         if len(indices) > most:
-            largest = k.topk(k.gather(flat, indices), min(most, kept(ratio, n)))
+            largest = k.topk(k.gather(flat, indices), min(most, kept_count(ratio, n)))
             indices = k.gather(indices, largest)
         return indices

@@ -11,7 +11,7 @@ from grace.kernels import kernels_of
 
 
 def dynamic_tree() -> np.ndarray:
-    """The 256 values of the 8-bit dynamic tree, ascending (float32).
+    """Return the 256 values of the 8-bit dynamic tree, ascending (float32).
 
     A sign, z zeros, a 1, and 6 - z bits that bisect [0.1, 1]: the value is 10^-z times the middle of the
     interval that is left. All bits 0 is 0, and the code that would be its negative is 1, so that the largest
@@ -31,7 +31,8 @@ def dynamic_tree() -> np.ndarray:
 
 
 def midpoints(table: np.ndarray) -> np.ndarray:
-    """The largest float32 at or below the middle of each two neighbours: a value above it is nearer to the upper.
+    """Return the largest float32 at or below the middle of each two neighbours: a value above it is nearer to the
+    upper.
 
     >>> midpoints(np.float32([0, 1, 4]))
     array([0.5, 2.5], dtype=float32)

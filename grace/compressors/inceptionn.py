@@ -47,7 +47,7 @@ class Inceptionn(Accumulating):
 
     @property
     def units(self) -> tuple[float, float, float]:
-        """The value of 1 in the gradient, and the steps of 8-bit and 16-bit codes."""
+        """Value of 1 in the gradient, and the steps of 8-bit and 16-bit codes."""
         one = 2.0 ** (math.frexp(self.context.loss_scale)[1] - 1)
         step = 2.0 ** math.frexp(self.error_bound)[1]
         return one, one * step, one * min(step, 2.0**-15)

@@ -68,19 +68,21 @@ class PowerSGD(Accumulating):
     def exchange_all(
         self, tensors: Iterable[Tensor], names: Sequence[str]
     ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]:
-        starts, taken, products = self._starts(names), list[Tensor](), _Products()
+        starts = self._starts(names)
+        originals: list[Tensor] = []
+        products = _Products()
         for tensor, name in zip(tensors, names, strict=True):
             rows, columns, rank = self.sizes(tuple(tensor.shape))
             matrix = kernels_of(tensor).reshape(tensor, (rows, columns))
             products.add(matrix, starts(name, columns, rank, tensor))
-            taken.append(tensor)
+            originals.append(tensor)
         means = yield [[p] for p in products.first()]
         ps = _orthonormalized([p for (p,) in means])
         means = yield [[q] for q in products.second(ps)]
         if self.warm_start:
             for name, (q,) in zip(names, means, strict=True):
                 self.state[name] = q
-        return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, taken, strict=True)]
+        return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, originals, strict=True)]
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
         return ("low rank", {}) if self.rank <= NARROW else None
@@ -101,18 +103,18 @@ class PowerSGD(Accumulating):
         return out
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Rows and columns of the matrix, and of P and Q the columns."""
+        """Return the rows and columns of the matrix, and the columns of P and Q."""
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         return rows, columns, min(self.rank, rows, columns)
 
     def _starts(self, names: Sequence[str]) -> Callable[[str, int, int, Tensor], Tensor]:
         """Return a function that gives each variable's first Q: that of the last step, with zero columns renewed, or a
         random one."""
-        kept = [self.state[name] for name in names if name in self.state]
-        whole = bool(kept) and not kernels_of(kept[0]).zero_columns(kept)
+        last = [self.state[name] for name in names if name in self.state]
+        all_usable = bool(last) and not kernels_of(last[0]).zero_columns(last)
 
         def start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
-            if whole and name in self.state:
+            if all_usable and name in self.state:
                 return self.state[name]
             k, stream = kernels_of(like), self.context.stream(name, shared=True)
             if name in self.state:
@@ -123,50 +125,50 @@ class PowerSGD(Accumulating):
 
 
 class _Products:
-    """The products of a bucket's matrices: of large ones at once, while they are in the cache; of small ones of one
+    """Products of a bucket's matrices: large ones are computed at once, while they are in the cache; small ones of one
     shape together."""
 
     def __init__(self) -> None:
         self.factors: list[Tensor] = []
         self.matrices: list[Tensor] = []
-        self.found: list[Any] = []
+        self.results: list[Any] = []
         self.small: dict[tuple[int, ...], list[int]] = {}
-        """Where the small matrices of each shape are among all."""
+        """Indices of the small matrices of each shape."""
         self.joined: dict[tuple[int, ...], Tensor] = {}
 
     def add(self, matrix: Tensor, factor: Tensor) -> None:
-        """One more M, and its Q."""
+        """Add a matrix M and its Q."""
         shape = tuple(matrix.shape)
         if 0 < math.prod(shape) <= SMALL:
             self.small.setdefault(shape, []).append(len(self.matrices))
-            self.found.append(None)
+            self.results.append(None)
         else:
-            self.found.append(kernels_of(matrix).matmul(matrix, factor))
+            self.results.append(kernels_of(matrix).matmul(matrix, factor))
         self.matrices.append(matrix)
         self.factors.append(factor)
 
     def first(self) -> list[Tensor]:
-        """M Q of each."""
-        for shape, places in self.small.items():
-            self.joined[shape] = _joined([self.matrices[i] for i in places])
-            self._multiply(shape, [self.factors[i] for i in places], False)
-        return self.found
+        """Return M Q of each matrix."""
+        for shape, indices in self.small.items():
+            self.joined[shape] = _joined([self.matrices[i] for i in indices])
+            self._multiply(shape, [self.factors[i] for i in indices], False)
+        return self.results
 
     def second(self, factors: list[Tensor]) -> list[Tensor]:
-        """M^T P of each."""
-        self.found = [
+        """Return M^T P of each matrix."""
+        self.results = [
             None if tuple(m.shape) in self.joined else kernels_of(m).matmul(m, p, True)
             for m, p in zip(self.matrices, factors, strict=True)
         ]
-        for shape, places in self.small.items():
-            self._multiply(shape, [factors[i] for i in places], True)
-        return self.found
+        for shape, indices in self.small.items():
+            self._multiply(shape, [factors[i] for i in indices], True)
+        return self.results
 
     def _multiply(self, shape: tuple[int, ...], factors: list[Tensor], transpose: bool) -> None:
         matrices = self.joined[shape]
         products = kernels_of(matrices).matmul(matrices, _joined(factors), transpose)
-        for product, i in zip(_parted(products), self.small[shape], strict=True):
-            self.found[i] = product
+        for product, i in zip(_split(products), self.small[shape], strict=True):
+            self.results[i] = product
 
 
 def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
@@ -175,23 +177,23 @@ def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
     for i, matrix in enumerate(matrices):
         shapes.setdefault(tuple(matrix.shape), []).append(i)
     found = list(matrices)
-    for places in shapes.values():
-        if len(places) == 1:
-            found[places[0]] = kernels_of(matrices[places[0]]).orthonormalize(matrices[places[0]])
+    for indices in shapes.values():
+        if len(indices) == 1:
+            found[indices[0]] = kernels_of(matrices[indices[0]]).orthonormalize(matrices[indices[0]])
             continue
-        joined = _joined([matrices[i] for i in places])
-        for one, i in zip(_parted(kernels_of(joined).orthonormalize(joined)), places, strict=True):
+        joined = _joined([matrices[i] for i in indices])
+        for one, i in zip(_split(kernels_of(joined).orthonormalize(joined)), indices, strict=True):
             found[i] = one
     return found
 
 
 def _joined(matrices: list[Tensor]) -> Tensor:
-    """Matrices of one shape as one tensor of three dimensions."""
+    """Return matrices of one shape as one tensor of three dimensions."""
     k = kernels_of(matrices[0])
     return k.concat([k.reshape(matrix, (1, *matrix.shape)) for matrix in matrices], 0)
 
 
-def _parted(joined: Tensor) -> list[Tensor]:
-    """The matrices that were joined."""
+def _split(joined: Tensor) -> list[Tensor]:
+    """Return the matrices that were joined."""
     k, (count, *shape) = kernels_of(joined), tuple(joined.shape)
     return [k.reshape(part, tuple(shape)) for part in k.split(k.flat(joined), [math.prod(shape)] * count)]

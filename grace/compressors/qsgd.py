@@ -12,29 +12,30 @@ from grace.kernels import kernels_of
 class QSGD(Accumulating):
     """Rounds each element stochastically to one of ``2 levels + 1`` multiples of its bucket's scale.
 
-    Per bucket of ``bucket_size`` elements, s = ||x||_2 or max |x|, u uniform in [0, 1):
+    Per bucket of ``bucket_size`` elements, s = max |x| or ||x||_2, u uniform in [0, 1):
 
         code = sign(x) floor(levels |x| / s + u),    Q(x) = s code / levels,    E[Q(x)] = x
 
     Codes are packed to ceil(log2(2 levels + 1)) bits: 8 for 127 levels, 4 for 7, 2 for 1 (which is
-    TernGrad's alphabet). With B = bucket_size the variance is at most min(B / levels^2, sqrt(B) / levels) ||x||^2
-    for the l2 norm, and B / (4 levels^2) ||x||^2 for the max norm. Source: Alistarh et al., "QSGD", NeurIPS 2017,
-    arXiv 1610.02132.
+    TernGrad's alphabet). With B = bucket_size the variance is at most B / (4 levels^2) ||x||^2 for the max norm, and
+    min(B / levels^2, sqrt(B) / levels) ||x||^2 for the l2 norm, which the paper has. The l2 norm of a bucket is
+    several times its largest magnitude, so that most levels stay unused: of Gaussian gradients its squared error is
+    about 50 times as large with 127 levels. Source: Alistarh et al., "QSGD", NeurIPS 2017, arXiv 1610.02132.
 
     Args:
         levels: number of positive levels, 1 to 127.
         bucket_size: elements that share a scale.
-        norm: "l2" (the paper) or "max" (less variance).
+        norm: "max" or "l2" (the paper's).
 
     >>> import numpy as np
-    >>> qsgd = QSGD(levels=1, norm="max")
+    >>> qsgd = QSGD(levels=1)
     >>> qsgd.decompress(*qsgd.compress(np.float32([-2, 0, 2]), "w"))
     array([-2., 0., 2.], dtype=float32)
     """
 
     levels: int = 127
     bucket_size: int = 512
-    norm: str = "l2"
+    norm: str = "max"
 
     name = "qsgd"
     offered = ("qsgd",)
@@ -43,7 +44,7 @@ class QSGD(Accumulating):
     def __post_init__(self) -> None:
         self.check_integer("levels", 1, 127)
         self.check_integer("bucket_size", 1)
-        self.check_choice("norm", ("l2", "max"))
+        self.check_choice("norm", ("max", "l2"))
 
     @property
     def bits(self) -> int:
@@ -74,7 +75,7 @@ class QSGD(Accumulating):
             "levels": self.levels,
             "bits": self.bits,
             "bucket": self.bucket_size,
-            "l2": self.norm == "l2",
+            "norm": self.norm,
         }
 
     def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:

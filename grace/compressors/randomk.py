@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.compressors.topk import kept
+from grace.compressors.topk import kept_count
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
@@ -50,7 +50,7 @@ class RandomK(Compressor):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Biased and contracting, or unbiased."""
+        """Traits of a biased contraction, or of an unbiased method."""
         if self.unbiased:
             return replace(self.biased_traits, unbiased=True, contraction=False, memory="none")
         return self.biased_traits
@@ -64,7 +64,7 @@ class RandomK(Compressor):
     def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
         """Return the variable's shape, the indices of this step, and the factor of the values."""
         n, stream = math.prod(shape), self.context.stream(name, shared=True)
-        count = kept(self.ratio, n)
+        count = kept_count(self.ratio, n)
         return shape, kernels_of(like).random_indices(stream, n, count, like), self._scale(n, count)
 
     def decompress(self, payload: Payload, ctx: Any) -> Tensor:
@@ -86,4 +86,4 @@ class RandomK(Compressor):
         return "drawn", {"scaled": self.unbiased}
 
     def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
-        return [TensorSpec("float32", (kept(self.ratio, math.prod(shape)),))]
+        return [TensorSpec("float32", (kept_count(self.ratio, math.prod(shape)),))]

@@ -19,7 +19,7 @@ class Signum(SignSGD):
     "signSGD: compressed optimisation for non-convex problems", arXiv 1802.04434.
 
     Args:
-        momentum: how much of m is kept at each step, in [0, 1].
+        momentum: the part of m that is kept at each step, in [0, 1].
 
     >>> import numpy as np
     >>> signum = Signum(momentum=0.5)
@@ -42,22 +42,22 @@ class Signum(SignSGD):
         return shape
 
     def answering(self) -> Compressor:
-        """Votes have no momentum of their own."""
+        """Return the compressor of answers: votes have no momentum of their own."""
         return SignSGD()
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
-        momentum, kept, share = self.recall(name)
-        moment = k.combine(share, tensor, *((0.0, tensor) if kept is None else (momentum, kept)))
+        momentum, last, share = self.recall(name)
+        moment = k.combine(share, tensor, *((0.0, tensor) if last is None else (momentum, last)))
         self.keep(name, moment)
         return super().compress(moment, name)
 
     def recall(self, name: str) -> tuple[float, Tensor | None, float]:
-        """momentum, m, and what x is multiplied by: without the loss scale, which may change between steps."""
+        """Return momentum, m, and the factor of x: without the loss scale, which may change between steps."""
         return self.momentum, self.state.get(name), (1 - self.momentum) / self.context.loss_scale
 
     def keep(self, name: str, moment: Tensor) -> None:
-        """Remember m."""
+        """Store m."""
         self.state[name] = moment
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:

@@ -36,7 +36,7 @@ class Sketch(Accumulating):
         self.check_integer("quantiles", 2, 256)
 
     def _buckets(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """How many buckets a tensor of this shape has, and the bits of a bucket's number."""
+        """Return the number of buckets of a tensor of this shape, and the bits of a bucket's number."""
         buckets = max(1, min(self.quantiles, math.prod(shape)))
         return buckets, max(1, (buckets - 1).bit_length())
 

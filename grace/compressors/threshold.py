@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.compressors.topk import kept
+from grace.compressors.topk import kept_count
 from grace.core.compressor import Payload, PayloadSpec, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode
@@ -48,18 +48,19 @@ class Threshold(Sparsifier):
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
-        if self.bounded and k.far(flat):
-            return self.within(flat, self._least(), kept(self.capacity, n)), tuple(tensor.shape)
+        if self.bounded and k.on_device(flat):
+            return self.padded_payload(flat, self._least(), kept_count(self.capacity, n)), tuple(tensor.shape)
         indices = k.above(flat, self._least())
         coded = encode(k, indices, n, fixed=False)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
 
     def _least(self) -> float:
         """Return the magnitude that sent entries exceed, in units of the tensor that is compressed."""
-        return min(abs(self.value) * self.context.loss_scale, FLOAT32_MAX)  # of -0 the bits are those of no magnitude
+        # abs: kernels compare bits, and those of -0 are not those of a magnitude
+        return min(abs(self.value) * self.context.loss_scale, FLOAT32_MAX)
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "largest above", {"least": self._least}
 
     def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
-        return self.within_spec(shape, kept(self.capacity, math.prod(shape)))
+        return self.padded_spec(shape, kept_count(self.capacity, math.prod(shape)))

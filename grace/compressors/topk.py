@@ -9,23 +9,25 @@ from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, decode, encode
 
 WARMUP_RATIO = 0.25
+"""Ratio at the first step of a warm-up."""
 CHUNKS = (0, *(1 << bits for bits in range(5, 13)))
+"""Sizes of chunks that kernels have; 0 for no chunks."""
 
 
-def kept(ratio: float, n: int) -> int:
+def kept_count(ratio: float, n: int) -> int:
     """Return how many of n elements a ratio keeps: max(1, ratio n), rounded; none of an empty tensor.
 
-    >>> kept(0.01, 250), kept(0.01, 3), kept(0.01, 0)
+    >>> kept_count(0.01, 250), kept_count(0.01, 3), kept_count(0.01, 0)
     (2, 1, 0)
     """
     return min(n, max(1, round(ratio * n)))
 
 
-def warmed_up(ratio: float, warmup_steps: int, step: int) -> float:
+def warmup_ratio(ratio: float, warmup_steps: int, step: int) -> float:
     """Return the ratio at a step: 0.25 (ratio / 0.25)^(step / warmup_steps), and ``ratio`` from ``warmup_steps`` on. A
     ratio of 0.25 or more has no warm-up.
 
-    >>> [round(warmed_up(0.001, 4, step), 4) for step in range(6)]
+    >>> [round(warmup_ratio(0.001, 4, step), 4) for step in range(6)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001]
     """
     if step >= warmup_steps or ratio >= WARMUP_RATIO:
@@ -57,7 +59,7 @@ class TopK(Sparsifier):
 
     Args:
         ratio: the part of the elements that is sent, after the warm-up, in (0, 1].
-        chunk: how many elements each choose their largest, a power of two
+        chunk: number of elements that each choose their largest, a power of two
             from 32 to 4096; 0: all together.
         warmup_steps: steps until the ratio is ``ratio``; 0: it always is.
 
@@ -89,9 +91,9 @@ class TopK(Sparsifier):
         n, ratio = check_positions(math.prod(tensor.shape)), self._ratio(self.context.step)
         flat = k.flat(tensor)
         if self.chunk:
-            indices = k.topk_chunks(flat, self.chunk, kept(ratio, self.chunk))
+            indices = k.topk_chunks(flat, self.chunk, kept_count(ratio, self.chunk))
         else:
-            indices = k.topk(flat, kept(ratio, n))
+            indices = k.topk(flat, kept_count(ratio, n))
         coded = encode(k, indices, n, fixed=True, chunk=self.chunk)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
 
@@ -106,13 +108,16 @@ class TopK(Sparsifier):
 
     def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
         n, ratio = math.prod(shape), self._ratio(step)
-        count = -(-kept(ratio, self.chunk) * n // self.chunk) if self.chunk else kept(ratio, n)
+        count = -(-kept_count(ratio, self.chunk) * n // self.chunk) if self.chunk else kept_count(ratio, n)
         return self._spec(n, count, self.chunk)
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         if not self.chunk:
             return "largest", {}
-        return "largest of chunks", {"chunk": self.chunk, "kept": kept(self._ratio(self.context.step), self.chunk)}
+        return "largest of chunks", {
+            "chunk": self.chunk,
+            "kept": kept_count(self._ratio(self.context.step), self.chunk),
+        }
 
     def _ratio(self, step: int) -> float:
-        return warmed_up(self.ratio, self.warmup_steps, step)
+        return warmup_ratio(self.ratio, self.warmup_steps, step)

@@ -1,1 +1,1 @@
-"""What everything is built of: the contracts of components and engines, whose docstrings are the specification."""
+"""The contracts of components and engines, whose docstrings are the specification, and the parts of every room."""

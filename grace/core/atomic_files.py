@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever happens while they are written."""
+"""Atomic writes of files: a file is replaced completely or not at all, whatever happens while it is written."""
 
 import contextlib
 import fcntl
@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to. At the end what was written takes the place of ``path`` at once, when it is
-    on the disk; if writing fails, it is removed. A process that is killed leaves it, hidden, for the next to remove.
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Yield a draft file's path to write to. At the end of the context the draft is flushed to the disk and replaces
+    ``path`` in one step; if writing fails, the draft is removed. A killed process leaves a hidden draft, which the next
+    call removes.
 
-    It is a new file, of a name that nobody can foretell: others who may write to the folder cannot have put a link
-    there.
+    The draft is a new file with a random name, so others who may write to the folder cannot have put a link there.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "words.txt")
-    >>> with replacing(file) as draft:
+    >>> with atomic_write(file) as draft:
     ...     _ = draft.write_text("whole")
     >>> file.read_text(), os.listdir(file.parent)
     ('whole', ['words.txt'])
     """
-    path = Path(os.path.realpath(path))  # of a link, what it leads to
-    if path.exists() and not path.is_file():  # /dev/stdout, say, or a folder, which writing will refuse
+    path = Path(os.path.realpath(path))  # a link stays, and its target is replaced
+    if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is refused when it is written to
         yield path
         return
     _remove_left_over(path)
@@ -38,12 +38,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-    with contextlib.suppress(OSError):  # some file systems do not know it of folders
+    with contextlib.suppress(OSError):  # some file systems cannot flush folders
         _flush(path.parent)
 
 
 def _remove_left_over(path: Path) -> None:
-    """Remove drafts that nobody writes any more; what is no draft of ours stays."""
+    """Remove drafts of ``path`` that no process writes any more. Only names of the form of drafts are touched."""
     start, end = f".{path.stem}.", f".draft{path.suffix}"
     with contextlib.suppress(OSError):
         for name in os.listdir(path.parent):
@@ -54,7 +54,7 @@ def _remove_left_over(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, how: int) -> Iterator[None]:
-    """The context of a file that this process writes; others see so as long as it lives.
+    """Open a file and hold an exclusive lock on it, which tells other processes that this one still writes the file.
 
     Raises:
         OSError: it cannot be opened, is a link, or another process writes it.
@@ -63,7 +63,8 @@ def _locked(path: Path, how: int) -> Iterator[None]:
     try:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process has it; or the file system knows no locks, which is no matter of a new file
+        except OSError:
+            # Another process holds the lock, or the file system has no locks. A new file has a name of its own: go on.
             if not how & os.O_CREAT:
                 raise
         yield
@@ -72,14 +73,15 @@ def _locked(path: Path, how: int) -> Iterator[None]:
 
 
 def _flush(path: Path) -> None:
-    """To the disk.
+    """Flush a file or folder to the disk.
 
     Raises:
         OSError: it is no file or folder, as where a link has taken its place.
     """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(mode := os.fstat(number).st_mode) and not stat.S_ISDIR(mode):
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise OSError(f"{path} is no file any more: somebody has put something else in its place")
         os.fsync(number)
     finally:

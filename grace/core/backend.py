@@ -12,20 +12,20 @@ import numpy as np
 
 from grace.core import watch
 from grace.core.channels import Channels
-from grace.core.waiting import TIMEOUT, asked_for, waiting
+from grace.core.waits import TIMEOUT, called_function, waiting
 from grace.errors import ConfigError, ExchangeError, GraceError
 
 Tensor = Any
 
 
 class Handle:
-    """A collective in flight. ``wait()`` blocks and returns what arrived.
+    """A collective in flight. ``wait()`` blocks and returns the result.
 
     Args:
         wait: blocks until the collective is done.
-        result: what arrives, if it is there to be filled; None with ``later``.
-        works: the engine's own work objects, for those who need futures.
-        later: gives the result once the collective is done, where nothing can be filled.
+        result: the tensor, or the list of tensors, that the collective fills; None with ``later``.
+        works: the engine's own work objects, for callers that need futures.
+        later: returns the result once the collective is done, for engines that cannot fill a tensor.
 
     >>> Handle(lambda: None, ["what arrived"]).wait()
     ['what arrived']
@@ -47,16 +47,16 @@ class Handle:
         return self._result()
 
     def result(self) -> Any:
-        """The result of a collective that is known to be done."""
+        """Return the result of a collective that is known to be done."""
         return self._result()
 
     def map(self, function: Callable[[Any], Any]) -> "Handle":
-        """A handle with another form of the same result."""
+        """Return a handle whose result is ``function`` of this handle's result."""
         return Handle(self._wait, works=self.works, later=lambda: function(self._result()))
 
     @staticmethod
     def all(handles: "list[Handle]") -> "Handle":
-        """One handle for several collectives; its result is the list of theirs."""
+        """Return one handle for several collectives; its result is the list of their results."""
 
         def wait() -> None:
             for handle in handles:
@@ -67,12 +67,12 @@ class Handle:
 
 
 class Backend(abc.ABC):
-    """Asynchronous collectives over the ranks of one run, and a count of what they sent.
+    """Asynchronous collectives over the ranks of one run, and a count of the bytes sent.
 
     Every rank must start the same collectives in the same order, unless the engine pairs them by name
-    (``pairs_by_name``): then ``label`` names what is started next. ``sent_bytes`` counts the bytes that
-    left this rank: each collective adds what its algorithm sends from here, given the buffer that it
-    was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-to-all: (W-1)/W times;
+    (``pairs_by_name``): then ``label`` names the next collective. ``sent_bytes`` counts the bytes that
+    left this rank: each collective adds the bytes that its algorithm sends from this rank for the
+    given buffer (ring all-reduce: 2 (W-1)/W times the buffer; all-to-all: (W-1)/W times;
     all-gather: W-1 times; broadcast: W-1 times at the root; gather: once everywhere else).
     """
 
@@ -80,49 +80,50 @@ class Backend(abc.ABC):
     rank: int = 0
     size: int = 1
     local_rank: int | None = None
-    """Its number among the ranks of its node, if the launcher or the engine says it."""
+    """Number of this rank among the ranks of its node; None if neither launcher nor engine says it."""
     local_size: int | None = None
-    """Number of ranks on its node, if the launcher or the engine says it."""
+    """Number of ranks on this rank's node; None if neither launcher nor engine says it."""
     sent_bytes: int = 0
     pairs_by_name: ClassVar[bool] = False
-    """Whether collectives of the same label find each other, in whatever order ranks start them."""
+    """True if the engine pairs collectives by label, so that ranks may start them in different orders."""
     label: str = ""
-    """The exchange that the next collectives belong to, the same on every rank; empty for all others, which every
-    rank starts in the same order."""
+    """Name of the exchange that the next collectives belong to, the same on every rank; empty for other collectives,
+    which every rank starts in the same order."""
     elastic: bool = False
-    """Whether ranks come and go: a new one must not start a collective before all ranks synchronize."""
+    """True if ranks may join and leave; a new rank must not start a collective before all ranks synchronize."""
     failure: ClassVar[type[ExchangeError]] = ExchangeError
-    """What is raised when the engine fails."""
+    """Class of the error that is raised when the engine fails."""
     framework: ClassVar[str] = ""
-    """The only framework whose tensors it moves; empty if it moves any."""
+    """The only framework whose tensors the backend moves; empty if it moves any."""
     began: ClassVar[Any] = None
-    """The bucket whose exchange started a collective last, over any backend of this process."""
+    """The bucket whose exchange last started a collective, over any backend of this process."""
     started: int = 0
+    """Number of collectives that exchanges have started over this backend."""
     done: int = 0
-    """How many collectives exchanges have started over it, and how many of these are known to be done."""
+    """Number of started collectives that are known to be done."""
     by_ring: ClassVar[bool] = False
-    """Whether its sums of small tensors wait for a message from each rank to the next, and back."""
+    """True if sums of small tensors go around a ring of ranks, so that each waits for a message from rank to rank."""
     concatenates: ClassVar[bool] = False
-    """Whether the engine gathers tensors of unequal lengths itself."""
+    """True if the engine gathers tensors of unequal lengths itself."""
     timeout: float = TIMEOUT
     """Seconds that a rank waits for others; see :func:`grace.init`."""
     watched: bool = False
-    """Whether it is over all ranks of the run, which may so find each other; see :mod:`grace.core.watch`."""
+    """True if the backend connects all ranks of the run, so that the watch may use it; see :mod:`grace.core.watch`."""
     members: Sequence[int] | None = None
-    """Of its ranks, the numbers in the run; None if they are the same."""
+    """Numbers of the backend's ranks in the whole run; None if they are equal."""
 
     def describe(self) -> str:
-        """The engine, for people."""
+        """Return a description of the engine and this rank."""
         return f"{self.name}, rank {self.rank} of {self.size}"
 
     def count(self, nbytes: float) -> None:
-        """Add to the bytes that left this rank."""
+        """Add to the count of bytes that left this rank."""
         self.sent_bytes += round(nbytes)
 
     @abc.abstractmethod
     def allreduce(self, tensor: Tensor) -> Handle:
-        """Sum ``tensor`` over ranks in its own dtype; the result is ``tensor``, overwritten, or a new one where
-        tensors cannot change."""
+        """Sum ``tensor`` over ranks in its own dtype; the result is ``tensor``, overwritten, or a new tensor in
+        frameworks whose tensors are immutable."""
 
     @abc.abstractmethod
     def allgather(self, tensor: Tensor) -> Handle:
@@ -140,12 +141,12 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        """Send the root's ``tensor`` to all; the result is ``tensor``, overwritten, or a new one where tensors
-        cannot change."""
+        """Send the root's ``tensor`` to all; the result is ``tensor``, overwritten, or a new tensor in frameworks whose
+        tensors are immutable."""
 
     def gather(self, tensor: Tensor, root: int) -> Handle:
         """Gather equally sized 1-d tensors at one rank; the result is a list with one tensor per rank there, and an
-        empty one elsewhere. An all-gather, unless the engine can do better."""
+        empty list on other ranks. The default is an all-gather."""
         return self.allgather(tensor).map(lambda gathered: gathered if self.rank == root else [])
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -156,19 +157,18 @@ class Backend(abc.ABC):
                 setattr(cls, new, vars(cls)[old])
 
     def duplicate(self) -> "Backend":
-        """Another backend over the same ranks, whose collectives may be started by another thread, in an order of
-        their own. Every rank must call it.
+        """Return another backend over the same ranks, whose collectives may be started by another thread, in an order
+        of their own. Every rank must call it.
 
-        Every optimizer's exchanges travel over one of their own. A backend without ``duplicate()`` is used as it is:
-        then several optimizers, and whatever else you exchange over it, must start their collectives in one order
-        on all ranks."""
+        Every optimizer exchanges over a duplicate of its own. A backend without ``duplicate()`` is shared: several
+        optimizers, and your own collectives over it, must then start their collectives in one order on all ranks."""
         raise ConfigError(
             f"{type(self).__name__} has no duplicate(), which exchanges beside training need: define it, or leave out "
             "staleness and sync=False"
         )
 
     def split(self, ranks: Sequence[int]) -> "Backend | None":
-        """Another backend over some of the ranks, for those; None for the others. Every rank must call it.
+        """Return another backend over some of the ranks; None on the other ranks. Every rank must call it.
 
         Args:
             ranks: ascending.
@@ -179,15 +179,15 @@ class Backend(abc.ABC):
         )
 
     def beside(self) -> "Backend":
-        """:meth:`duplicate`, as it was called."""
+        """Return :meth:`duplicate`, whose deprecated name this is."""
         return self.duplicate()
 
     def among(self, ranks: Sequence[int]) -> "Backend | None":
-        """:meth:`split`, as it was called."""
+        """Return :meth:`split`, whose deprecated name this is."""
         return self.split(ranks)
 
-    def like(self, **changed: Any) -> Any:
-        """A backend of the same class and settings that has sent nothing yet, with these attributes changed."""
+    def copy_with(self, **changed: Any) -> Any:
+        """Return a backend of the same class and settings that has sent nothing yet, with these attributes changed."""
         other = copy.copy(self)
         for key in ("sent_bytes", "started", "done", "closing", "_channels"):
             other.__dict__.pop(key, None)
@@ -196,13 +196,14 @@ class Backend(abc.ABC):
 
     @property
     def is_its_own_channel(self) -> bool:
-        """Whether several optimizers may exchange over this very backend, or must because it makes no others."""
+        """True if several optimizers exchange over this backend itself: because they may, or because it has no
+        ``duplicate()``."""
         alone = self.size == 1 or type(self).duplicate is Backend.duplicate
         return alone or self.pairs_by_name or self.elastic
 
     @property
     def channels(self) -> Channels:
-        """Those made beside it."""
+        """Channels that were duplicated from this backend."""
         return self.__dict__.setdefault("_channels", Channels())
 
     @abc.abstractmethod
@@ -210,12 +211,14 @@ class Backend(abc.ABC):
         """Gather small Python objects, blocking. For start-up and checkpoints only."""
 
     def tensor_of(self, array: np.ndarray) -> Tensor:
-        """An array as the engine's collectives take it."""
+        """Return an array as a tensor that the engine's collectives accept."""
         return array
 
-    def all_objects(self, value: Any) -> list[Any]:
-        """What ``allgather_object`` gives, by two all-gathers, which are not counted."""
-        before, raw = self.sent_bytes, np.frombuffer(pickle.dumps(value), np.uint8)
+    def allgather_pickled(self, value: Any) -> list[Any]:
+        """Gather small Python objects by two all-gathers, of sizes and of padded pickles, without counting their
+        bytes."""
+        before = self.sent_bytes
+        raw = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = [int(size[0]) for size in self.allgather(self.tensor_of(np.array([raw.size]))).wait()]
         padded = np.zeros(max(sizes), np.uint8)
         padded[: raw.size] = raw
@@ -225,28 +228,29 @@ class Backend(abc.ABC):
         return [pickle.loads(part[:size].tobytes()) for part, size in zip(arrays, sizes, strict=True)]
 
     @contextlib.contextmanager
-    def asking(self, kind: str, detail: str = "") -> Iterator[None]:
-        """The context of what all ranks do together that is no exchange, and block in; the outermost counts.
+    def checked_operation(self, kind: str, detail: str = "") -> Iterator[None]:
+        """Compare the operation with that of all other ranks, then run a blocking one that is no exchange in this
+        context. Of nested contexts the outermost gives the name.
 
         Args:
-            kind: what the engine does, and must do on all ranks.
-            detail: for messages, beside the name of the function that the program called.
+            kind: the engine's operation, which must be equal on all ranks.
+            detail: text for messages, after the name of the function that the program called.
 
         Raises:
             ExchangeError: the engine failed, or other ranks did not come in time.
             RankError: other ranks do something else.
         """
-        name = " ".join(filter(None, (asked_for(), detail.strip())))
-        with self.awaiting(lambda: name):
-            watch.meet(self, kind, name)
+        name = " ".join(filter(None, (called_function(), detail.strip())))
+        with self.waiting_for_ranks(lambda: name):
+            watch.check_same_operation(self, kind, name)
             yield
 
     @contextlib.contextmanager
-    def awaiting(self, place: Callable[[], str]) -> Iterator[None]:
-        """The context of a wait for other ranks, which are in the same place; the outermost counts.
+    def waiting_for_ranks(self, place: Callable[[], str]) -> Iterator[None]:
+        """Wait for other ranks in this context. Of nested contexts the outermost gives the name.
 
         Args:
-            place: what they do there, in words that are the same on all of them.
+            place: returns a description of the operation, which must be equal on all ranks.
 
         Raises:
             ExchangeError: the engine failed, or other ranks did not come in time.
@@ -257,27 +261,28 @@ class Backend(abc.ABC):
             except GraceError:
                 raise
             except Exception as error:
-                raise self.failed(wait.place(), "", error) from error
+                raise self.engine_error(wait.place(), "", error) from error
 
-    def failed(self, place: str, when: str, error: Exception) -> ExchangeError:
-        """The error of an engine that failed in a place; it says which rank ended or is elsewhere, as far as known."""
+    def engine_error(self, place: str, when: str, error: Exception) -> ExchangeError:
+        """Return the error for an engine that failed in an operation; it names ranks that are known to have ended, or
+        to be elsewhere."""
         why = watch.explain(f"{place}{when}", error)
-        said = watch.no_answer(self.timeout) if watch.timed_out(error) else error
-        return self.failure(f"{self.own_name}: {place} failed{when}; {why}. The engine says: {said}")
+        said = watch.timeout_message(self.timeout) if watch.timed_out(error) else error
+        return self.failure(f"{self.rank_label}: {place} failed{when}; {why}. The engine says: {said}")
 
     @property
-    def own_name(self) -> str:
-        """This rank, by its number in the run."""
+    def rank_label(self) -> str:
+        """Description of this rank, by its number in the run."""
         if self.members is None:
             return f"rank {self.rank} of {self.size}"
         return f"rank {self.members[self.rank]} of the ranks {', '.join(map(str, self.members))}"
 
     def at_shutdown(self, function: Callable[[], Any]) -> None:
-        """Call this before the ranks part."""
+        """Register a function that :meth:`close` calls while the ranks can still communicate."""
         self.__dict__.setdefault("closing", []).append(function)
 
     def close(self) -> None:
-        """Do what is to be done before the ranks part, and leave."""
+        """Call the functions that :meth:`at_shutdown` registered, close channels, and shut down."""
         try:
             for function in self.__dict__.pop("closing", []):
                 function()
@@ -287,11 +292,11 @@ class Backend(abc.ABC):
             self.shutdown()
 
     def shutdown(self) -> None:  # noqa: B027 - optional to override
-        """Release what the backend opened."""
+        """Release the resources that the backend opened."""
 
 
 class LocalBackend(Backend):
-    """One process, no launcher: every collective returns what it was given, and nothing is sent.
+    """One process, no launcher: every collective returns its argument, and nothing is sent.
 
     >>> LocalBackend().describe()
     'local, rank 0 of 1'

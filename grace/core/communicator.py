@@ -11,48 +11,50 @@ from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
-from grace.core.kept import is_ours
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
+from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 
 
 class RouteCost:
-    """The cost of a communicator's class: the formulas of its legs, added up; empty where these say none, or where an
-    object of the class takes parameters that have no defaults."""
+    """Descriptor for the cost of a communicator's class: the sum of the formulas of its legs. Empty if a leg has no
+    formula, or if a parameter of the class has no default."""
 
     def __get__(self, communicator: Any, cls: Any) -> str:
         if dataclasses.MISSING in cls.parameters().values():
             return ""
         try:
-            # A payload of any size: small sums may go another way, which is chosen for its delay.
+            # An infinite payload gives the route of large buckets; small sums may take another route, for its latency.
             return formula_of(cls().route_of_wire(math.inf, EngineTraits()))
         except ConfigError:  # it does not carry the compressor that it takes if none is named
             return ""
 
 
 class Communicator(Component):
-    """Composes a compressor and a memory, and moves payloads. Write ``communicate``, or else ``send_receive``, or else
+    """Composition of a compressor and a memory that moves payloads. Write ``communicate``, or ``send_receive``, or
     ``async_send`` and ``wait_receive``.
 
-    ``communicate(wire) -> Handle``: start sending the 1-d tensor ``wire`` and receiving what the
-    aggregate is made of; the handle's result is a list of tensors like ``wire`` whose decoded sum is
-    the sum over all ranks: one per rank, or a single one that is already the sum.
+    ``communicate(wire) -> Handle``: start the collective that sends the 1-d tensor ``wire``; the handle's
+    result is a list of tensors like ``wire`` whose decoded sum is the sum over all ranks: one per rank, or
+    a single one that is already the sum.
 
-    ``sums`` says which: with ``sums = True`` the wire has the payload's own dtype and the engine adds
-    it up, so the compressor's payload must be summable; otherwise it is bytes (uint8).
+    With ``sums = True`` the wire has the payload's own dtype and the engine adds wires up, so the
+    compressor's payload must be summable; otherwise the wire is bytes (uint8).
 
-    The others are GRACE's contract: they are called for each variable, with its payload, a list of tensors, decode and
-    aggregate what came, and return the mean. They may be called with ``ctx`` and ``name`` in any order.
+    ``send_receive``, ``async_send`` and ``wait_receive`` are GRACE's contract: they are called for each variable with
+    its payload, a list of tensors; they decode and aggregate the payloads of all ranks, and return the mean. They may
+    be called with ``ctx`` and ``name`` in any order.
 
     Args:
         compressor: a compressor, or its spec.
         memory: a memory or its spec; the compressor's default if left out.
-        world_size: how many ranks will take part, for those who write it as in GRACE; checked when they begin.
+        world_size: number of ranks that will take part, which GRACE's users give; it is checked when training begins.
 
     Raises:
-        ConfigError: the parts do not go together; the message names what does. Or the class defines none of these.
+        ConfigError: the parts do not fit each other; the message names parts that do. Or the class defines none of
+            these methods.
 
     >>> from grace.communicators import Allgather
     >>> Allgather("topk(ratio=0.01)").describe()
@@ -63,10 +65,10 @@ class Communicator(Component):
     own_numbers = ("rank", "local_rank")
     sums: ClassVar[bool] = False
     cost: ClassVar[Any] = RouteCost()
-    """Bytes that one exchange sends from a rank, for a payload of p bytes and W ranks; for people. A class may say it
-    itself, as text."""
+    """Formula, as text, for the bytes that one exchange sends from a rank, for a payload of p bytes and W ranks. A
+    class may set it itself."""
     rooted: ClassVar[bool] = False
-    """True if one rank averages for all, and answers."""
+    """True if one rank averages for all ranks, and sends the means back."""
     cuts: ClassVar[bool] = False
     """True if each rank owns a piece of every variable, and averages it."""
     codec: ClassVar[Any] = None
@@ -82,31 +84,31 @@ class Communicator(Component):
     second: tuple[Compressor, Memory, str] | None = None
     """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
     compressed."""
-    hand: ClassVar[Callable[["Communicator"], Any]]
+    by_hand_factory: ClassVar[Callable[["Communicator"], Any]]
     """Factory of :class:`grace.session.by_hand.ByHand`. Set by ``grace.session``, which this module may not import."""
     _by_hand: Any = None
     made_for: int | None = None
-    """Number of ranks that it was made for, if somebody said so."""
+    """Number of ranks that the user made it for; None if the user did not say."""
     by_default: bool = False
-    """True if nobody named it: another number of ranks may get another one."""
+    """True if the user did not name a communicator: another number of ranks may then get another one."""
     lr: float | None = None
     """The learning rate, for memories that follow it, where steps are called by hand."""
     world_size: int = 1
-    """Number of ranks that take part, as GRACE calls it."""
-    beside: str = ""
+    """Number of ranks that take part (GRACE's name for it)."""
+    companion_of: str = ""
     """Description of the user's communicator that this one carries small variables beside; else empty."""
 
     def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
         self.made_for = world_size
-        way = _way_of(type(self))
-        self.moves_payloads = way in (("send_receive",), BOTH)
+        methods = _transfer_methods(type(self))
+        self.moves_payloads = methods in (("send_receive",), ASYNC_METHODS)
         """True if it moves payloads itself, variable by variable."""
-        self.by_communicate = way == ("communicate",)
+        self.by_communicate = methods == ("communicate",)
         if self.moves_payloads:
             self.can_defer = False  # type: ignore[misc]
         self.compressor: Compressor = make("compressor", compressor)
-        self.foreign = any(not is_ours(type(part)) for part in self.compressor.whole().values())
-        """Whether payloads are made by somebody's own compressor, and so are looked at."""
+        self.user_defined = any(not is_ours(type(part)) for part in self.compressor.named_components().values())
+        """True if a part of the compressor is a user's class, so that its payloads are checked."""
         traits = self.compressor.traits
         self.memory: Memory = make("memory", traits.memory if memory is None else memory)
         self.backend: Backend = LocalBackend()
@@ -123,22 +125,22 @@ class Communicator(Component):
         raise TypeError(f"{type(self).__name__} must define send_receive(tensors, ctx, name)")
 
     def async_send(self, tensors: list[Tensor], name: str) -> Any:
-        """Start to exchange one variable's payload; returns what :meth:`wait_receive` takes."""
+        """Start to exchange one variable's payload; return the handles for :meth:`wait_receive`."""
         raise TypeError(f"{type(self).__name__} must define async_send(tensors, name)")
 
     def wait_receive(self, handles: Any, ctx: Any, name: str) -> Tensor:
-        """Await what :meth:`async_send` has started, and return the mean."""
+        """Await the exchange that :meth:`async_send` started, and return the mean."""
         raise TypeError(f"{type(self).__name__} must define wait_receive(handles, ctx, name)")
 
     @property
     def blocks(self) -> bool:
-        """Whether it moves payloads by ``send_receive``."""
-        return _way_of(type(self)) == ("send_receive",)
+        """True if the class moves payloads by ``send_receive``, which may block."""
+        return _transfer_methods(type(self)) == ("send_receive",)
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
-        """What its spec, and a strategy's ``sync``, may say beside compressor and memory: what ``__init__`` takes, its
-        bases' too where it passes ``**options`` on.
+        """Return the parameters of the spec, and of a strategy's ``sync``, besides compressor and memory: those of
+        ``__init__``, and those of its bases where it passes ``**options`` on.
 
         >>> from grace.communicators import ReduceBroadcast
         >>> list(ReduceBroadcast.parameters())
@@ -155,12 +157,13 @@ class Communicator(Component):
                     found.setdefault(p.name, dataclasses.MISSING if p.default is p.empty else p.default)
                 if all(p.kind != p.VAR_KEYWORD for p in taken):
                     break
-        every = inspect.signature(Communicator.__init__).parameters  # of all communicators: the parts and the run's
+        # the parts and the run's, which all communicators have
+        every = inspect.signature(Communicator.__init__).parameters
         return {key: default for key, default in found.items() if key not in every}
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:
-        """Why this communicator cannot carry the compressor's payloads; None if it can."""
+        """Return the reason why this communicator cannot carry the compressor's payloads; None if it can."""
         traits = compressor.traits
         if cls.sums and not traits.summable:
             if type(compressor).__module__.startswith("grace."):
@@ -214,14 +217,14 @@ class Communicator(Component):
 
     @property
     def components(self) -> dict[str, Component]:
-        """The parts that keep state themselves or in parts of theirs, by the name they are saved under."""
+        """The direct parts, by the name that their state is saved under."""
         return {"compressor": self.compressor, "memory": self.memory}
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
-        """Return the route of one wire of so many bytes.
+        """Return the route of one wire of ``nbytes`` bytes.
 
-        That of a class of the user's is one leg by ``communicate``, which counts as an all-reduce if it sums and as an
-        all-gather if not; or a leg of a header alone, if it moves payloads itself."""
+        The route of a user's class is one leg by ``communicate``, which counts as an all-reduce if it sums and as an
+        all-gather if not; or a leg of a header alone, if the class moves payloads itself."""
         if self.moves_payloads:
             return [Leg(ALL_GATHER, Carries.HEADERS)]
         counted_as = ALL_REDUCE if self.sums else ALL_GATHER
@@ -231,69 +234,75 @@ class Communicator(Component):
         return self.communicate(wire)
 
     def route_of_wire(self, nbytes: float, engine: EngineTraits) -> Route:
-        """:meth:`legs`, but where ``communicate`` was written nearer to this class."""
+        """Return :meth:`legs`; the default route if a class nearer to this one in the MRO defines ``communicate`` or
+        moves payloads itself."""
         own = self.by_communicate or self.moves_payloads
         return Communicator.legs(self, nbytes, engine) if own else self.legs(nbytes, engine)
 
     def rescale_second(self, loss_scale: float) -> None:
-        """The means about to be compressed are in the units of this loss scale."""
+        """Rescale the state that compresses means to the units of this loss scale, which the next means have."""
 
     def use_leaders(self, leader_of: Sequence[int]) -> None:
-        """One rank of each node takes part from now on: the number of the one that speaks for each of all ranks."""
+        """Let one rank of each node take part from now on.
 
-    def resumed(self, loss_scale: float) -> None:
-        """The state was loaded from a checkpoint, in the units of this loss scale."""
+        Args:
+            leader_of: for each of all ranks, the position of its node's leader among those that take part.
+        """
 
-    def dense(self, usual: "Communicator") -> "Communicator":
-        """What carries the variables that the compressor would not make smaller: ``usual``, all together."""
-        return usual
+    def on_resume(self, loss_scale: float) -> None:
+        """Prepare for state that was loaded from a checkpoint, in the units of this loss scale."""
+
+    def dense_communicator(self, shared: "Communicator") -> "Communicator":
+        """Return the communicator of the variables that the compressor would not make smaller: ``shared``, which
+        carries them all together."""
+        return shared
 
     @property
     def stateful(self) -> bool:
-        """Whether any part keeps something between steps."""
+        """True if a part keeps state between steps."""
         return self.compressor.stateful or self.memory.stateful
 
     @property
-    def keepers(self) -> dict[str, Component]:
-        """The components and their parts, whatever may keep state, by the names that it is saved under."""
+    def stateful_parts(self) -> dict[str, Component]:
+        """Components and their parts that may keep state, by the names that it is saved under."""
         found: dict[int, tuple[str, Component]] = {}
         for kind, component in self.components.items():
-            for name, part in component.whole().items():
+            for name, part in component.named_components().items():
                 found.setdefault(id(part.state), (f"{kind}.{name}" if name else kind, part))
         return dict(found.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: these are in no run yet."""
+        """Return the attributes for copies and pickles, which are in no run yet."""
         own = {"backend": LocalBackend(), "_by_hand": None, "uncompressed": None}
         return {**super().__getstate__(), **own}
 
     def bind(self, context: Context, backend: Backend | None = None) -> None:
-        """Join a run: hand the context to both parts and remember the engine."""
+        """Join a run: set the context of both parts, and the backend."""
         super().bind(context)
         if backend is not None:
             self.backend, self.world_size = backend, backend.size
 
     def describe(self) -> str:
-        """Communicator, compressor and memory as specs."""
+        """Return the specs of communicator, compressor and memory."""
         return f"{self.spec}, {self.compressor.spec}, {self.memory.spec}"
 
     @property
     def choice(self) -> str:
-        """The user's communicator, in words, where this one carries the variables beside it that it would not make
-        smaller; else its own."""
-        return self.beside or self.describe()
+        """Description of the communicator that the user chose; another one if this carries the variables that the
+        chosen one would not make smaller."""
+        return self.companion_of or self.describe()
 
     # -- by hand ---------------------------------------------------------------------------------------
 
     @property
     def by_hand(self) -> Any:
-        """Its steps, where the user calls them."""
+        """Runner of the steps that the user calls by hand; see :class:`grace.session.by_hand.ByHand`."""
         if self._by_hand is None:
-            self._by_hand = Communicator.hand(self)
+            self._by_hand = Communicator.by_hand_factory(self)
         return self._by_hand
 
     def step(self, tensors: Any, names: Any) -> Any:
-        """One blocking exchange, GRACE's way: the mean over ranks of what is left of a tensor after compression.
+        """Exchange tensors in one blocking step, as in GRACE, and return the mean over ranks of the compressed tensors.
 
         The first step joins the run that ``grace.init()`` began; every rank must exchange the same names in the same
         order. In a ``tf.function`` the exchange is made whenever the graph runs.
@@ -301,16 +310,16 @@ class Communicator(Component):
         Args:
             tensors: a tensor of any shape, of float16, bfloat16, float32 or float64; or a list of such ones, of one
                 dtype, that travel together.
-            names: its name, under which memories keep what they remember; or one for each.
+            names: the tensor's name, under which memories keep state; or one name for each tensor.
 
         Returns:
             the mean, or the list of means, of the same dtype.
 
         Raises:
-            ConfigError: what was given cannot be exchanged, or nobody called ``grace.init()`` in a run of several
-                ranks; nothing was sent.
-            RankError: ranks gave other tensors or names.
-            PayloadError: what a rank sent cannot be decoded.
+            ConfigError: the tensors cannot be exchanged, or ``grace.init()`` was not called in a run of several ranks;
+                nothing was sent.
+            RankError: ranks passed different tensors or names.
+            PayloadError: a rank's payload cannot be decoded.
             StepError: ranks have made another number of steps.
 
         >>> import numpy as np
@@ -321,14 +330,14 @@ class Communicator(Component):
         return self.by_hand.step(tensors, names)
 
     def send_step(self, tensors: Any, names: Any) -> Any:
-        """Begin a step, and do something else while its payloads travel: :meth:`receive_step` ends it. Several may be
-        under way; all of them end with the first that is received, in one step. Eager tensors only.
+        """Start a step without waiting for its payloads; :meth:`receive_step` ends it. Several may be under way; all of
+        them end with the first that is received, in one step. Eager tensors only.
 
         Args:
-            tensors, names: as for :meth:`step`.
+            tensors, names: see :meth:`step`.
 
         Returns:
-            what :meth:`receive_step` takes.
+            a handle for :meth:`receive_step`.
 
         >>> import numpy as np
         >>> from grace.communicators import Allgather
@@ -340,14 +349,14 @@ class Communicator(Component):
         return self.by_hand.start(tensors, names)
 
     def receive_step(self, begun: Any) -> Any:
-        """The means of what :meth:`send_step` began."""
-        return self.by_hand.finish(begun)
+        """Return the means of the step that :meth:`send_step` began."""
+        return self.by_hand.receive(begun)
 
     def state_dict(self, everyone: bool = False) -> dict[str, Any]:
-        """What steps by hand have left in memories and compressors, for ``torch.save`` or pickle.
+        """Return the state that steps by hand left in memories and compressors, for ``torch.save`` or pickle.
 
         Args:
-            everyone: of all ranks, for one file that rank 0 saves; every rank must call it then.
+            everyone: True for the states of all ranks, for one file that rank 0 saves; every rank must call it then.
 
         Raises:
             ConfigError: there was no step yet.
@@ -355,11 +364,12 @@ class Communicator(Component):
         return self.by_hand.state_dict(everyone)
 
     def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
-        """Go on from what :meth:`state_dict` returned; every rank must call it.
+        """Restore the state that :meth:`state_dict` returned; every rank must call it.
 
         Args:
-            state: what was saved.
-            memory: "strict" refuses what does not fit, "keep" keeps what fits, "reset" starts with empty memories.
+            state: the saved state.
+            memory: "strict" refuses a state that does not fit, "keep" loads the values that fit, "reset" starts with
+                empty memories.
 
         Raises:
             ConfigError: it is no such state, or it does not fit; nothing was changed.
@@ -368,31 +378,31 @@ class Communicator(Component):
         self.by_hand.load_state_dict(state, memory)
 
 
-BOTH = ("async_send", "wait_receive")
-WAYS = (("begin",), ("legs",), ("communicate",), ("send_receive",), BOTH)
-"""How a class may say how payloads move; what its nearest base says holds."""
+ASYNC_METHODS = ("async_send", "wait_receive")
+TRANSFER_METHODS = (("begin",), ("legs",), ("communicate",), ("send_receive",), ASYNC_METHODS)
+"""The groups of methods by which a class may move payloads. The group of the nearest class in the MRO is used."""
 
 
-def _way_of(cls: type[Communicator]) -> tuple[str, ...]:
-    """Which of the ways a class defines.
+def _transfer_methods(cls: type[Communicator]) -> tuple[str, ...]:
+    """Return the group of methods by which a class moves payloads.
 
     Raises:
-        ConfigError: none, or one that does not go with another.
+        ConfigError: the class defines none of them, half of a group, or one that does not fit its base.
     """
     bases = cls.__mro__[: cls.__mro__.index(Communicator)]
     for base in bases:
-        for way in WAYS:
-            if not any(name in vars(base) for name in way):
+        for methods in TRANSFER_METHODS:
+            if not any(name in vars(base) for name in methods):
                 continue
-            lacking = [name for name in way if getattr(cls, name) is getattr(Communicator, name, None)]
+            lacking = [name for name in methods if getattr(cls, name) is getattr(Communicator, name, None)]
             if lacking:
-                raise ConfigError(f"{cls.__name__} defines one of {' and '.join(way)}, and lacks {lacking[0]}()")
-            if way in WAYS[3:] and (cls.sums or cls.cuts or cls.rooted or hasattr(cls, "begin")):
+                raise ConfigError(f"{cls.__name__} defines one of {' and '.join(methods)}, and lacks {lacking[0]}()")
+            if methods in TRANSFER_METHODS[3:] and (cls.sums or cls.cuts or cls.rooted or hasattr(cls, "begin")):
                 raise ConfigError(
-                    f"{cls.__name__} defines {way[0]}(), and its base moves whole buckets: derive it from "
+                    f"{cls.__name__} defines {methods[0]}(), and its base moves whole buckets: derive it from "
                     "grace.Communicator"
                 )
-            return way
+            return methods
     raise ConfigError(
         f"{cls.__name__} does not say how payloads move: define communicate(wire), which starts moving a whole bucket, "
         "or send_receive(tensors, ctx, name), or async_send(tensors, name) and wait_receive(handles, ctx, name), which "

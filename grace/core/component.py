@@ -1,4 +1,4 @@
-"""What compressors, memories and communicators have in common: a name, parameters, state."""
+"""The base class of compressors, memories and communicators: a name, parameters, state."""
 
 import dataclasses
 import math
@@ -16,33 +16,35 @@ class Component:
 
     A component with parameters is a dataclass; its fields are the parameters of its spec. Per-variable
     state lives in ``self.state`` (a :class:`~grace.core.state.State`), which is saved with the optimizer.
-    Components among its attributes are its parts: they are in the same run, and their state is kept likewise.
+    Components among its attributes are its parts: they are in the same run, and their state is saved, too.
     """
 
     kind: ClassVar[str]
     name: ClassVar[str] = ""
     own_numbers: ClassVar[tuple[str, ...]] = ()
-    """Parameters that say which rank this is, and so are no part of the spec, which ranks compare."""
+    """Parameters that differ by rank. They are no part of the spec, which ranks compare."""
     shared_state: ClassVar[bool] = False
-    """Whether ``state`` is the same on every rank (then any rank's copy restores all)."""
+    """True if ``state`` is the same on every rank (then any rank's copy restores all)."""
 
     state: State
     """Values per variable name, committed at the end of each successful step."""
     context: Context
     """The run that this component takes part in (a single process until it is bound)."""
     _binding: bool = False
+    """True while :meth:`bind` runs, which stops it at parts that know each other."""
     _owner: Callable[[], Any] | None = None
-    """Gives the runner that the component serves; None again when that has ended."""
+    """Weak reference to the runner that the component serves. It returns None when the runner has ended."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Make it with a state and a context: a class of a user's may not call this ``__init__``."""
+        """Create the object with a state and a context here, because users' classes may not call
+        ``super().__init__``."""
         made = super().__new__(cls)
         object.__setattr__(made, "state", State())
         object.__setattr__(made, "context", Context())
         return made
 
     def bind(self, context: Context) -> None:
-        """Tell the component, and its parts, which run they are in."""
+        """Set the run that the component and its parts take part in."""
         if self._binding:  # parts that know each other
             return
         object.__setattr__(self, "context", context)
@@ -54,15 +56,15 @@ class Component:
             object.__setattr__(self, "_binding", False)
 
     def parts(self) -> "Iterator[tuple[str, Component]]":
-        """The components among the attributes, with the attributes' names; those in lists and dicts too."""
+        """Yield the components among the attributes, those in lists and dicts too, with the attributes' names."""
         for name, value in list(vars(self).items()):
             yield from _components(name, value)
 
-    def whole(self) -> "dict[str, Component]":
-        """This component (named "") and its parts, and their parts, by dotted names; each once.
+    def named_components(self) -> "dict[str, Component]":
+        """Return this component (named "") and all nested parts by dotted names, each once.
 
         >>> import grace
-        >>> list(grace.make("compressor", "topk | qsgd").whole())
+        >>> list(grace.make("compressor", "topk | qsgd").named_components())
         ['', 'sparsifier', 'values']
         """
         found: dict[str, Component] = {"": self}
@@ -75,12 +77,12 @@ class Component:
                     todo.append((f"{prefix}{name}.", part))
         return found
 
-    def at(self, context: Context, copies: "dict[int, Component] | None" = None) -> Any:
-        """A copy of the component and its parts in another context; all that they remember is shared.
+    def with_context(self, context: Context, copies: "dict[int, Component] | None" = None) -> Any:
+        """Return a copy of the component and its parts in another context. The copy shares their state.
 
         >>> from grace.compressors.dgc import DGC
         >>> dgc = DGC(ratio=0.01, warmup_steps=4)
-        >>> dgc.at(Context(step=4)).current_ratio, dgc.current_ratio
+        >>> dgc.with_context(Context(step=4)).current_ratio, dgc.current_ratio
         (0.01, 0.25)
         """
         copies = {} if copies is None else copies
@@ -88,17 +90,18 @@ class Component:
             return copies[id(self)]
         copies[id(self)] = other = object.__new__(type(self))
         for name, value in vars(self).items():
-            object.__setattr__(other, name, _mapped(value, lambda part: part.at(context, copies)))
+            object.__setattr__(other, name, _mapped(value, lambda part: part.with_context(context, copies)))
         object.__setattr__(other, "context", context)
         return other
 
-    def claim(self, owner: Any) -> None:
-        """Serve a runner, and no other one while it lives. What an earlier one's steps left is forgotten.
+    def set_owner(self, owner: Any) -> None:
+        """Make a runner the owner of this component and its parts. State that the steps of an ended owner left is
+        cleared.
 
         Raises:
-            ConfigError: the component, or a part of it, serves another one.
+            ConfigError: the component, or a part of it, has another owner that still lives.
         """
-        components = self.whole().values()
+        components = self.named_components().values()
         for component in components:
             if component._owner is not None and component._owner() not in (None, owner):
                 raise ConfigError(
@@ -107,35 +110,35 @@ class Component:
                     f"{component.spec!r}, which makes one; or end the other optimizer first"
                 )
         for component in components:
-            if component._owner is not None and component._owner() is None:
+            if component._owner is not None and component._owner() is None:  # its owner was garbage-collected
                 component.state.clear()
                 component.state.commit()
             object.__setattr__(component, "_owner", weakref.ref(owner))
 
     def release(self, owner: Any) -> None:
-        """Serve this runner no more."""
-        for component in self.whole().values():
+        """Give up the ownership by a runner, if it has it."""
+        for component in self.named_components().values():
             if component._owner is not None and component._owner() is owner:
-                object.__setattr__(component, "_owner", _nobody)
+                object.__setattr__(component, "_owner", _no_owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: these are in no run yet."""
+        """Return the attributes for copies and pickles, which are in no run yet."""
         return {key: value for key, value in vars(self).items() if key not in ("context", "_owner")}
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
-        """Parameter names and their defaults (``dataclasses.MISSING`` where there is none)."""
+        """Return parameter names and their defaults (``dataclasses.MISSING`` for a parameter without a default)."""
         if not dataclasses.is_dataclass(cls):
             return {}
         return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
 
     def to_dict(self) -> dict[str, Any]:
-        """The dict form of the spec: the name, and every parameter."""
+        """Return the dict form of the spec: the name, and every parameter."""
         return {"name": self.name, **{key: getattr(self, key) for key in self.parameters()}}
 
     def keeps(self, shape: tuple[int, ...]) -> Any:
-        """What ``state`` holds for a variable of this shape, so that a checkpoint that does not fit is refused: the
-        shape of a float32 tensor, ``float`` for a number, a dict of these; None if it may be anything.
+        """Return the form of ``state`` for a variable of this shape, by which checkpoints that do not fit are refused:
+        the shape of a float32 tensor, ``float`` for a number, a dict of these; None if it may be anything.
 
         >>> import grace
         >>> grace.make("memory", "efsignsgd").keeps((3, 2))
@@ -145,7 +148,7 @@ class Component:
 
     @property
     def spec(self) -> str:
-        """The text form: the name, and the parameters that differ from their defaults.
+        """Text form of the spec: the name, and the parameters that differ from their defaults.
 
         >>> from grace.compressors.topk import TopK
         >>> TopK(ratio=0.05).spec, TopK().spec
@@ -161,7 +164,7 @@ class Component:
         return f"{name}({', '.join(changed)})" if changed else name
 
     def refuse(self, message: str) -> ConfigError:
-        """An error about this component's parameters, to be raised by the caller."""
+        """Return an error about this component's parameters, which the caller raises."""
         return ConfigError(f"{self.name or type(self).__name__}: {message}")
 
     def check_number(self, key: str, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
@@ -200,7 +203,7 @@ def _components(name: str, value: Any) -> Iterator[tuple[str, Component]]:
 
 
 def _mapped(value: Any, change: Callable[[Component], Component]) -> Any:
-    """The value with other components in it."""
+    """Return a value with ``change`` applied to each component in it."""
     if isinstance(value, Component):
         return change(value)
     if isinstance(value, (list, tuple, dict)) and next(_components("", value), None) is not None:
@@ -210,5 +213,5 @@ def _mapped(value: Any, change: Callable[[Component], Component]) -> Any:
     return value
 
 
-def _nobody() -> None:
-    """The owner of what was released."""
+def _no_owner() -> None:
+    """Return None, the owner of a released component."""

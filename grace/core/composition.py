@@ -7,7 +7,7 @@ from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, Tens
 from grace.kernels import kernels_of
 
 MANY = 1 << 20
-"""A number of values for which all that grows with it differs from what it is for none."""
+"""A number of values so large that every payload dimension that grows with the number differs from that for 0."""
 
 
 class Composed(Compressor):
@@ -25,8 +25,8 @@ class Composed(Compressor):
 
     - sparse ternary compression (Sattler et al., arXiv 1903.02891): ``topk(ratio=0.01) | efsignsgd``;
     - Qsparse-local-SGD (Basu et al., NeurIPS 2019, arXiv 1906.02367): ``topk(ratio=0.01) | qsgd(levels=7)``,
-      with ``backward_passes_per_step`` for its local steps. With ``qsgd(levels=7, bucket_size=64, norm=max)``
-      omega is 1/3 instead of 3.2, so less is left for later steps.
+      with ``backward_passes_per_step`` for its local steps. With ``qsgd(levels=7, bucket_size=64)``
+      omega is 1/3 instead of 2.6, so less is left for later steps.
 
     Args:
         sparsifier: a compressor whose first payload tensor holds the values that it picked.
@@ -48,7 +48,7 @@ class Composed(Compressor):
 
     def __init__(self, sparsifier: Compressor, values: Compressor):
         self.sparsifier, self.values = sparsifier, values
-        sparsifier.bounded = False  # what fills up room would be in the values' means and norms
+        sparsifier.bounded = False  # padding would enter the means and norms of the values
         if not sparsifier.sends_values:
             raise self.refuse(f"{sparsifier.spec} is not a sparsifier that sends values; the first part must be")
         if values.traits.category != "quantization" or values.votes or values.stateful:
@@ -56,7 +56,7 @@ class Composed(Compressor):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The promises that both parts keep together."""
+        """Traits that follow from those of both parts."""
         first, second = self.sparsifier.traits, self.values.traits
         summable = first.summable and second.summable
         return Traits(
@@ -74,12 +74,13 @@ class Composed(Compressor):
     def _fixed_size(self) -> Any:
         sizes = {self.sparsifier.traits.fixed_size, self.values.traits.fixed_size}
         if "by data" in sizes or sizes == {None, "by shape and step"}:
-            return "by data"  # where nobody knows, sizes are compared with the first step's, and a warm-up's change
+            # An unknown size is compared with the first step's, which a warm-up would break: let sizes travel.
+            return "by data"
         return next(size for size in (None, "by shape and step", "by shape") if size in sizes)
 
     @property
     def spec(self) -> str:
-        """Both specs, joined by a bar."""
+        """The specs of both parts, joined by a bar."""
         return f"{self.sparsifier.spec} | {self.values.spec}"
 
     @property
@@ -88,7 +89,7 @@ class Composed(Compressor):
         return self.sparsifier.by_position
 
     def to_dict(self) -> dict[str, Any]:
-        """The dict form: both parts' dict forms."""
+        """Return the dict form of the spec: the name, and the dict forms of both parts."""
         return {"name": self.name, "sparsifier": self.sparsifier.to_dict(), "values": self.values.to_dict()}
 
     @property
@@ -151,7 +152,7 @@ class Composed(Compressor):
 
     def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
         picked = self.sparsifier.payload_spec(shape, self.context.step) or []
-        # of values whose number the data decide the shape is known when they come
+        # If the data decide the number of values, their shape is taken from the payload when it is decoded.
         values = picked[0].shape if picked and picked[0].known else (0,)
         coded = self.values.payload_spec(values, self.context.step) or []
         return self.sparsifier.ctx_of(name, shape, like), self.values.ctx_of(name, values, like), len(coded)

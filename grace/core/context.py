@@ -1,36 +1,36 @@
-"""What components may know about the run that they are in."""
+"""The context of a run, which components read."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.core.calls import TORCH, Calls
+from grace.core.api_names import TORCH, ApiNames
 from grace.kernels.random import Stream, stream_key
 
 
 def _one(name: str) -> float:
-    """The learning rate where there is no optimizer."""
+    """Return 1, the learning rate of a variable without an optimizer."""
     return 1.0
 
 
 @dataclasses.dataclass
 class Context:
-    """What a component may know about the run it is in; shared by all components of one optimizer.
+    """Facts of a run; one object is shared by all components of one optimizer.
 
     Attributes:
         seed: seed of every random number, the same on all ranks.
         step: number of exchanges so far.
-        rank, size: this process and how many there are.
+        rank, size: the number of this process, and of all processes.
         loss_scale: the factor that gradients are scaled by in mixed precision.
         lr: the learning rate that the optimizer will use for a variable.
-        predivide: what payloads are divided by before an engine sums them; see ``ReduceOp``.
+        predivide: divisor of payloads before an engine sums them; see ``ReduceOp``.
         updates: number of the optimizer's steps, as far as it is known.
-        left_out: how often gradients were cleared again, and nothing was done with the optimizer since the last time.
-        settings: a digest of the hyperparameters that the last step was made with.
-        out_of_step: why ranks that this one speaks for cannot go on; empty if they can.
-        names: what the ranks are called, where only some of all take part.
-        calls: what messages call things, in the user's framework.
-        step_there: the step in a tensor on a device, where a CUDA graph reads it; else None.
+        left_out: number of times that gradients were cleared again without any use of the optimizer in between.
+        settings: a digest of the hyperparameters of the last step.
+        out_of_step: the reason why ranks that this leader represents cannot go on; empty if they can.
+        names: numbers of the ranks in the whole run, if only some of all ranks take part; else empty.
+        api_names: names of the user's framework for API calls, for messages.
+        device_step: the step in a tensor on a device, where a CUDA graph reads it; else None.
     """
 
     seed: int = 0
@@ -45,21 +45,21 @@ class Context:
     settings: int = 0
     out_of_step: str = ""
     names: Sequence[int] = ()
-    calls: Calls = TORCH
-    step_there: Any = None
+    api_names: ApiNames = TORCH
+    device_step: Any = None
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
-        """Random numbers for one variable at this step, the same on all ranks if ``shared``."""
+        """Return random numbers for one variable at this step, the same on all ranks if ``shared``."""
         who = "shared" if shared else str(self.rank)
-        return Stream(stream_key(self.seed, name, who), self.step if self.step_there is None else self.step_there)
+        return Stream(stream_key(self.seed, name, who), self.step if self.device_step is None else self.device_step)
 
 
-class Among:
-    """A context for components that only some of all ranks take part in: who this rank is among them is its own, and
-    all else is the whole run's, whichever of the two it is changed by.
+class SubgroupContext:
+    """Context of components that only some of all ranks take part in. It has its own rank, size and names; all other
+    attributes are read from, and written to, the context of the whole run.
 
     >>> whole = Context(rank=3, size=4)
-    >>> some = Among(whole, rank=1, size=2, names=[0, 3])
+    >>> some = SubgroupContext(whole, rank=1, size=2, names=[0, 3])
     >>> some.loss_scale = 8.0
     >>> some.rank, some.size, whole.rank, whole.loss_scale
     (1, 2, 3, 8.0)

@@ -1,4 +1,4 @@
-"""Files of people's: JSON and YAML as plain data, or an error that says which file is wrong, and where.
+"""Users' files: JSON and YAML as plain data, or an error that says which file is wrong, and where.
 
 JSON needs nothing but Python; YAML its package.
 """
@@ -17,11 +17,11 @@ from typing import Any
 from grace.errors import ConfigError, missing_extra
 
 DEEPEST = 50
-"""Lists and objects within each other, at most; what reads a document may go down them by recursion."""
+"""Largest depth of nested lists and objects. Readers of documents may recurse over them."""
 
 
 def read(path: Path) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
         ConfigError: it cannot be read.
@@ -35,18 +35,18 @@ def read(path: Path) -> str:
 
 
 def parse(text: str, where: str, infinite: bool = False, only_json: bool = False) -> Any:
-    """The document in a text: JSON if ``where`` ends in .json, or nothing else is taken; else YAML.
+    """Return the document in a text: JSON if ``where`` ends in .json or an option says so; else YAML.
 
-    Only text, numbers, true, false, null, lists and objects are taken; no key may stand twice.
+    Only text, numbers, true, false, null, lists and objects are accepted; no key may stand twice.
 
     Args:
-        text: of the file.
+        text: the text of the file.
         where: the file, for messages.
-        infinite: it is JSON, and NaN and Infinity are taken, as Python writes them.
-        only_json: it is JSON, whatever the file is called.
+        infinite: True to read JSON with NaN and Infinity, which Python writes.
+        only_json: True to read JSON, whatever the file is called.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no such document.
 
     >>> parse('{"a": 1, "a": 2}', "x.json")
     Traceback (most recent call last):
@@ -57,10 +57,10 @@ def parse(text: str, where: str, infinite: bool = False, only_json: bool = False
         if kind == "JSON":
             found = json.loads(
                 text,
-                object_pairs_hook=_object,
-                parse_int=_whole,
-                parse_constant=float if infinite else _no_number,
-                parse_float=float if infinite else _number,
+                object_pairs_hook=_parse_object,
+                parse_int=_parse_int,
+                parse_constant=float if infinite else _refuse_constant,
+                parse_float=float if infinite else _parse_float,
             )
         else:
             found = _yaml(text)
@@ -71,7 +71,7 @@ def parse(text: str, where: str, infinite: bool = False, only_json: bool = False
     return found
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -80,17 +80,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(word: str) -> float:
+def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is no number")
 
 
-def _number(text: str) -> float:
+def _parse_float(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
+    return value if math.isfinite(value) else _refuse_constant(text)
 
 
-def _whole(text: str) -> int:
-    if len(text) > 300:  # Python takes no text of thousands of digits, and a float holds up to 308
+def _parse_int(text: str) -> int:
+    if len(text) > 300:  # Python refuses integers of more than 4,300 digits, and a float's largest has 309
         raise ValueError(f"a number of {len(text)} digits is too large")
     return int(text)
 
@@ -103,10 +103,11 @@ def record(kind: type, document: Any, where: str, **given: Any) -> Any:
             of these or None.
         document: the object.
         where: the file, and the object's place in it, for messages.
-        given: fields that are not looked for in the document.
+        given: values of fields that are not read from the document.
 
     Raises:
-        ConfigError: it is no object; a field is unknown, missing, of another type, or a number that no float holds.
+        ConfigError: the document is no object; a field is unknown, missing, of another type, or a number out of the
+            range of floats.
 
     >>> from grace.partition.plan import Stage
     >>> record(Stage, {"nodes": ["a"], "ranks": 0}, "p.json: stage 0")
@@ -121,7 +122,7 @@ def record(kind: type, document: Any, where: str, **given: Any) -> Any:
         if name not in fields:
             raise ConfigError(f"{where}: the field {name!r} is unknown; there are {', '.join(fields)}")
         if name not in given and not _fits(value, wanted[name]):
-            raise ConfigError(f"{where}: {name} must be {_in_words(wanted[name])}, not {shown(value)}")
+            raise ConfigError(f"{where}: {name} must be {_describe_type(wanted[name])}, not {shown(value)}")
     for name, one in fields.items():
         needed = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
         if needed and name not in document and name not in given:
@@ -150,11 +151,11 @@ _WORDS = {str: "text", int: "a whole number", float: "a finite number", bool: "t
 _PLURALS = {str: "texts", int: "whole numbers", float: "finite numbers"}
 
 
-def _in_words(wanted: Any) -> str:
+def _describe_type(wanted: Any) -> str:
     inner = typing.get_args(wanted)
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_in_words, inner))
+        return " or ".join(map(_describe_type, inner))
     if origin is tuple:
         return f"a list of {_PLURALS[inner[0]]}"
     return "an object" if origin is Mapping else _WORDS[wanted]
@@ -173,7 +174,7 @@ def shown(value: Any) -> str:
 
 
 def _check(document: Any) -> None:
-    """Refuse depth, and text that cannot be printed or written again."""
+    """Refuse documents that are nested too deeply, and text that cannot be encoded, and so not printed."""
     level, seen = [document], set[int]()
     for _ in range(DEEPEST):
         below: list[Any] = []
@@ -203,7 +204,7 @@ def _yaml(text: str) -> Any:
         raise missing_extra("yaml", "strategy") from error
 
     class Plain(yaml.SafeLoader):
-        """Plain data only: dates stay text."""
+        """Loader of plain data only: dates stay text."""
 
         yaml_implicit_resolvers = {
             first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]

@@ -1,20 +1,20 @@
-"""The memory contract: what is remembered of earlier gradients."""
+"""The memory contract: the state that is kept of earlier gradients."""
 
 import copy
 from numbers import Number
 from typing import Any, ClassVar
 
 from grace.core.compressor import Compressor, Payload, Tensor
-from grace.core.kept import Keeping, Kept
+from grace.core.transactional_dict import StatefulComponent, TransactionalDict
 from grace.kernels import kernels_of
 
 
-class Memory(Keeping):
-    """Error feedback. Write ``compensate``, and ``update`` to learn what a payload left out; keep what you remember in
-    ``self.state[name]``, or in dicts by name (``self.residuals = {}``), which become the same.
+class Memory(StatefulComponent):
+    """Error feedback. Write ``compensate``, and ``update`` to store the part that a payload left out, in
+    ``self.state[name]`` or in dicts by name (``self.residuals = {}``), which are saved and rolled back like ``state``.
 
     Writes to ``self.state`` take effect at the end of the step, and only if no rank's gradient
-    overflowed, so a memory never has to look for NaN.
+    overflowed, so a memory never has to check for NaN.
 
     >>> import numpy as np
     >>> from grace.compressors.topk import TopK
@@ -33,44 +33,47 @@ class Memory(Keeping):
     kind = "memory"
     stateful: ClassVar[bool] = True
     owns_momentum: ClassVar[bool] = False
-    """Whether the memory applies momentum itself, so that the optimizer's must be 0."""
+    """True if the memory applies momentum itself, so that the optimizer's must be 0."""
     needs_lr: ClassVar[bool] = False
-    """Whether the memory reads the learning rate, so that it needs the optimizer."""
+    """True if the memory reads the learning rate, so that it needs the optimizer."""
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
-        """What to compress instead of ``tensor``: a new float32 tensor, which ``update`` may reuse."""
+        """Return the tensor to compress instead of ``tensor``: a new float32 tensor, which ``update`` may reuse."""
         raise TypeError(f"{type(self).__name__} must define compensate(tensor, name)")
 
     def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
-        """Remember what ``payload`` left out of ``tensor`` (the compensated one).
+        """Store the part of ``tensor`` (the compensated one) that ``payload`` left out.
 
         It runs while the payload is in flight, and ``tensor`` may be overwritten.
         For methods of several rounds it runs after them, with the aggregated payload. It may be left out."""
 
     def answering(self) -> "Memory":
-        """The memory of a destination's answers (a mean that is compressed once more): a copy of this one."""
+        """Return the memory for the means that a destination compresses once more: a copy of this one."""
         return copy.deepcopy(self)
 
-    def held(self, name: str) -> list[Tensor]:
-        """The tensors that hold what was left out of a variable's gradients so far; all that are kept for it, unless
-        the memory says otherwise."""
-        found = [part.state.get(name) for part in self.whole().values()]
+    def residual_tensors(self, name: str) -> list[Tensor]:
+        """Return the tensors with the part of a variable's gradients that was left out so far: all tensors in its
+        state. A memory that keeps other tensors overrides it."""
+        found = [part.state.get(name) for part in self.named_components().values()]
         values = [item for value in found for item in (value.values() if isinstance(value, dict) else (value,))]
         return [value for value in values if hasattr(value, "shape") and not isinstance(value, Number)]
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:
-        """Why this memory cannot serve the compressor; None if it can."""
+        """Return the reason why this memory cannot serve the compressor; None if it can."""
         return None
 
     def rescale(self, factor: float) -> None:
-        """The loss scale changed by ``factor``: bring what is remembered into the new units."""
-        for state in (self.state, *(part.state for part in self.whole().values() if isinstance(part, Kept))):
+        """Multiply the state by ``factor``, by which the loss scale changed."""
+        for state in (
+            self.state,
+            *(part.state for part in self.named_components().values() if isinstance(part, TransactionalDict)),
+        ):
             state.map(lambda value: value * factor)
 
 
 class ErrorFeedback(Memory):
-    """A memory of one residual per variable: x = a r + b g, then r = x - C(x). Write ``recall`` and ``keep``.
+    """Memory of one residual per variable: x = a r + b g, then r = x - C(x). Write ``recall`` and ``keep``.
 
     Exchanges of whole buckets compute this beside the payload, in the same pass.
 
@@ -89,11 +92,11 @@ class ErrorFeedback(Memory):
     """
 
     def recall(self, name: str) -> tuple[float, Tensor | None, float]:
-        """a, r and b; r is None if nothing is remembered."""
+        """Return a, r and b; r is None if the variable has no residual yet."""
         raise TypeError(f"{type(self).__name__} must define recall(name)")
 
     def keep(self, name: str, residual: Tensor) -> None:
-        """Remember it."""
+        """Store a variable's residual."""
         raise TypeError(f"{type(self).__name__} must define keep(name, residual)")
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:

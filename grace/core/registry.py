@@ -1,9 +1,9 @@
-"""The registry: which compressors, memories, communicators, strategy builders and rules there are.
+"""The registry of compressors, memories, communicators, strategy builders and rules.
 
 Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators``,
-``grace/strategy/builders``, ``grace/planner/builders`` and ``grace/strategy/rules``, found by looking (a file may hold
-a compressor and its memory); others register themselves (:func:`register`) or are
-found through entry points, whose groups are called alike: ``grace.compressors``, ``grace.memories``,
+``grace/strategy/builders``, ``grace/planner/builders`` and ``grace/strategy/rules``, found by importing these folders'
+modules (a file may hold a compressor and its memory); others register themselves (:func:`register`) or are
+found through entry points, whose groups have the folders' names: ``grace.compressors``, ``grace.memories``,
 ``grace.communicators``, ``grace.strategy.builders`` and ``grace.strategy.rules``.
 """
 
@@ -28,14 +28,14 @@ KINDS = {
     "rule": "strategy.rules",
 }
 MORE = {"builder": ("planner.builders",)}
-"""Further folders of a kind."""
+"""Further packages of a kind."""
 SHARING = {"compressor", "memory", "communicator"}
-"""Kinds that may stand in each other's files."""
+"""Kinds that may be defined in each other's modules."""
 _registered: dict[str, dict[str, type[Component]]] = {kind: {} for kind in KINDS}
 
 
 def register(cls: type[Component]) -> type[Component]:
-    """Make a component known by its ``name``; usable as a decorator.
+    """Register a component by its ``name``; usable as a decorator.
 
     Raises:
         ConfigError: the class has no name, or the name is taken.
@@ -52,53 +52,53 @@ def register(cls: type[Component]) -> type[Component]:
     taken = known(cls.kind).get(cls.name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ConfigError(f"the {cls.kind} name {cls.name!r} is taken by {taken.__module__}.{taken.__qualname__}")
-    if cls.name in _found(cls.kind)[1]:
-        raise ConfigError(f"the {cls.kind} name {cls.name!r} is a short name of {_found(cls.kind)[1][cls.name]}")
+    if cls.name in _discover(cls.kind)[1]:
+        raise ConfigError(f"the {cls.kind} name {cls.name!r} is a short name of {_discover(cls.kind)[1][cls.name]}")
     _registered[cls.kind][cls.name] = cls
     return cls
 
 
 def known(kind: str) -> dict[str, type[Component]]:
-    """All components of a kind ("compressor", "memory", "communicator", "builder", "rule"), by name.
+    """Return all components of a kind ("compressor", "memory", "communicator", "builder", "rule"), by name.
 
     >>> sorted(known("memory"))
     ['dgc', 'efsignsgd', 'loco', 'none', 'residual']
     """
-    return dict(sorted({**_found(kind)[0], **_registered[kind]}.items()))
+    return dict(sorted({**_discover(kind)[0], **_registered[kind]}.items()))
 
 
 def aliases(kind: str) -> dict[str, dict[str, Any]]:
-    """Short names of a kind, and the dict specs that they stand for.
+    """Return the short names of a kind, and the dict specs that they stand for.
 
     >>> aliases("compressor")["bf16"]
     {'name': 'cast', 'dtype': 'bf16'}
     """
-    return dict(_found(kind)[1])
+    return dict(_discover(kind)[1])
 
 
 def unusable(kind: str) -> dict[str, ConfigError]:
-    """Entry points of a kind that give none, by name, and why.
+    """Return the errors of a kind's entry points that cannot be used, by name.
 
     >>> unusable("compressor")
     {}
     """
-    return dict(_found(kind)[2])
+    return dict(_discover(kind)[2])
 
 
-def loaded(point: EntryPoint) -> Any:
-    """What an entry point names.
+def load_entry_point(point: EntryPoint) -> Any:
+    """Return the object that an entry point names.
 
     Raises:
-        ConfigError: its package, or another one that it imports, does not work.
+        ConfigError: importing its package fails.
     """
     try:
         return point.load()
-    except Exception as error:  # of whatever kind: it is others' code
-        raise ConfigError(f"{_words(point)} cannot be loaded: {type(error).__name__}: {error}") from error
+    except Exception as error:  # importing a foreign package may raise anything
+        raise ConfigError(f"{_describe(point)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
-    """The component that a spec names; an object is returned as it is.
+    """Return the component that a spec names; an object is returned as it is.
 
     Raises:
         ConfigError: the name, or a parameter, is not known or not legal; the message lists what is.
@@ -119,14 +119,14 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
             raise ConfigError("a composition has two parts, and none of them is one itself")
         return Composed(make(kind, parts[0]), make(kind, parts[1]))
     name, parameters = specs.parse(spec)
-    if name in _found(kind)[1]:
-        alias = _found(kind)[1][name]
+    if name in _discover(kind)[1]:
+        alias = _discover(kind)[1][name]
         name, parameters = alias["name"], {**{k: v for k, v in alias.items() if k != "name"}, **parameters}
     return _class(kind, name)(**checked(kind, name, parameters))
 
 
 def legal_communicators(compressor: Any) -> list[str]:
-    """Names of the communicators that can carry a compressor's payloads.
+    """Return the names of the communicators that can carry a compressor's payloads.
 
     >>> legal_communicators(make("compressor", "topk"))
     ['allgather', 'broadcast', 'reduce_broadcast', 'scatter_merge']
@@ -136,7 +136,7 @@ def legal_communicators(compressor: Any) -> list[str]:
 
 
 def legal_memories(compressor: Any) -> list[str]:
-    """Names of the memories that can serve a compressor.
+    """Return the names of the memories that can serve a compressor.
 
     >>> legal_memories(make("compressor", "onebit"))
     ['efsignsgd', 'loco', 'residual']
@@ -152,16 +152,16 @@ def _class(kind: str, name: str) -> type[Component]:
         why = unusable(kind)[name]
         raise ConfigError(str(why)) from why.__cause__
     if name not in components:
-        names = sorted([*components, *_found(kind)[1]])
+        names = sorted([*components, *_discover(kind)[1]])
         raise ConfigError(f"unknown {kind} {name!r}{hint(name, names)}; known: {', '.join(names)}")
     return components[name]
 
 
 def checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters, if the component has all of these and needs no more.
+    """Return the parameters if the component has all of them and needs no others.
 
     Raises:
-        ConfigError: it has others; the message lists them.
+        ConfigError: one is unknown or missing; the message lists the component's parameters.
     """
     valid = _class(kind, name).parameters()
     for key in parameters:
@@ -174,15 +174,15 @@ def checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _words(point: EntryPoint) -> str:
+def _describe(point: EntryPoint) -> str:
     package = "" if point.dist is None else f" in the package {point.dist.name} {point.dist.version}"
     return f"the entry point {point.name} = {point.value} of {point.group}{package}"
 
 
 @functools.cache
-def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, Any]], dict[str, ConfigError]]:
-    """Built-in and entry point components of a kind, the aliases that built-in modules define, and why other entry
-    points give none."""
+def _discover(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, Any]], dict[str, ConfigError]]:
+    """Return the built-in and entry point components of a kind, the aliases that built-in modules define, and the
+    errors of entry points that cannot be used."""
     classes: dict[str, type[Component]] = {}
     aliases: dict[str, dict[str, Any]] = {}
     for other, folder in KINDS.items():
@@ -195,17 +195,18 @@ def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, A
                 aliases.update(getattr(module, "ALIASES", {}))
             for value in vars(module).values():
                 here = isinstance(value, type) and issubclass(value, Component) and value.__module__ == module.__name__
-                if here and "name" in vars(value) and value.kind == kind:  # else a base, or one that names no method
+                # A class without a name of its own is a base, and no component that a spec can name.
+                if here and "name" in vars(value) and value.kind == kind:
                     classes[value.name] = value
     unusable: dict[str, ConfigError] = {}
     for point in entry_points(group=f"grace.{KINDS[kind]}"):
         try:
-            value = loaded(point)
+            value = load_entry_point(point)
         except ConfigError as error:
             unusable[point.name] = error
             continue
         if getattr(value, "kind", None) == kind:
             classes.setdefault(point.name, value)
         else:
-            unusable[point.name] = ConfigError(f"{_words(point)} is no {kind}")
+            unusable[point.name] = ConfigError(f"{_describe(point)} is no {kind}")
     return classes, aliases, unusable

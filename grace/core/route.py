@@ -1,4 +1,4 @@
-"""Routes: the collectives that a bucket's wire goes through, as data, and the bytes that each rank sends by them."""
+"""Routes: the collectives of a bucket's exchange as data, and the bytes that each rank sends by them."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,16 +26,17 @@ class Carries(Enum):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of an engine: how it starts, and what it costs.
+    """One collective of an engine: its start, and its cost.
 
     Attributes:
-        name: for people, traces and the planner.
-        start: starts it with a 1-d tensor, and the root if it has one; the result is a list of the tensors that came.
-        sent: bytes that leave a rank, of a buffer of so many: ``sent(nbytes, ranks, rank, root)``. Backends count as
-            many.
-        formula: the same for people, of a buffer of p bytes on W ranks; of a rooted collective, of all ranks but the
-            root. Empty if none of these sends anything, or nobody says.
-        of_root: bytes that pass the root of a rooted collective, in or out, for people.
+        name: the name in messages, in traces and in the planner.
+        start: function that starts it with a 1-d tensor, and the root if it has one; the result is the list of tensors
+            received.
+        sent: bytes that a rank sends for a buffer of ``nbytes``: ``sent(nbytes, ranks, rank, root)``. Backends count
+            equally many.
+        formula: text form of ``sent`` for a buffer of p bytes on W ranks; for a rooted collective, that of the ranks
+            that are not the root. Empty if these send nothing, or the formula is unknown.
+        of_root: text form of the bytes that pass the root of a rooted collective, in or out.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Collective:
 
 
 def as_bytes(wire: Tensor, collective: Callable[[Tensor], Handle]) -> Handle:
-    """Start a collective that only moves numbers: bfloat16, which engines may not know, travels as bytes."""
+    """Start a collective that only moves numbers. bfloat16, which engines may not know, is sent as bytes."""
     k = kernels_of(wire)
     dtype = k.dtype(wire)
     if dtype != "bfloat16":
@@ -59,7 +60,7 @@ def as_bytes(wire: Tensor, collective: Callable[[Tensor], Handle]) -> Handle:
 
 
 def alone(result: Tensor) -> list[Tensor]:
-    """Return the result of a collective that brings one tensor as the list that a :class:`Collective` brings."""
+    """Return a single result as a list, which results of a :class:`Collective` are."""
     return [result]
 
 
@@ -116,7 +117,7 @@ def _all_from_the_root(nbytes: float, ranks: int, rank: int, root: Any) -> float
 ALL_REDUCE = Collective("allreduce", _all_reduce, _round_a_ring, "~2p")
 ALL_GATHER = Collective("allgather", _all_gather, _all_to_each_other, "(W-1)p")
 CONCATENATE = Collective("allgather", _concatenate, _all_to_each_other, "(W-1)p")
-"""The all-gather of engines that gather buffers of unequal lengths themselves."""
+"""All-gather of engines that gather buffers of unequal lengths themselves."""
 EACH_BROADCASTS = Collective("broadcast", _each_broadcasts, _all_to_each_other, "(W-1)p")
 ALL_TO_ALL = Collective("alltoall", _all_to_all, _a_part_to_each_other, "~p")
 GATHER = Collective("gather", _gather, _all_to_the_root, "p", of_root="(W-1)p")
@@ -129,10 +130,9 @@ class Leg:
 
     Attributes:
         collective: see :class:`Collective`.
-        carries: what its buffer holds.
-        root: the rank at which a rooted collective ends or begins; it alone has means or sums to send. None: every
-            rank has.
-        in_parts: True if a summed wire is cut, as plain numbers, into an equal part for each rank, which adds it up.
+        carries: the contents of its buffer.
+        root: the root of a rooted collective, the only rank that sends means or sums. None: every rank sends them.
+        in_parts: True if a wire of plain numbers is cut into an equal part for each rank, which adds that part up.
     """
 
     collective: Collective
@@ -141,7 +141,7 @@ class Leg:
     in_parts: bool = False
 
     def sent(self, nbytes: float, ranks: int, rank: int) -> float:
-        """Return the bytes that leave a rank, of a buffer of so many."""
+        """Return the bytes that a rank sends for a buffer of ``nbytes`` bytes."""
         return self.collective.sent(nbytes, ranks, rank, self.root)
 
 
@@ -150,12 +150,12 @@ Route = Sequence[Leg]
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """Facts of the engine, and of where gradients lie, that routes depend on.
+    """Facts of the engine, and of the device of gradients, that routes depend on.
 
     Attributes:
-        ranks: how many exchange with each other.
-        by_ring: True if its sums of small wires wait for a message from each rank to the next, and back.
-        concatenates: True if it gathers buffers of unequal lengths itself.
+        ranks: number of ranks that exchange with each other.
+        by_ring: True if the engine's sums of small wires go around a ring of ranks.
+        concatenates: True if the engine gathers buffers of unequal lengths itself.
         on_cpu: True if gradients lie in the memory of the host.
     """
 
@@ -166,8 +166,8 @@ class EngineTraits:
 
 
 def route_of(communicator: Any, wires: Sequence[float], engine: EngineTraits, varies: bool = False) -> Route:
-    """Return the route of a bucket: a communicator's legs, once for each of the method's rounds, and ahead of payloads
-    that differ in size the legs that tell their sizes.
+    """Return the route of a bucket: a communicator's legs for each of the method's rounds. Legs that exchange sizes are
+    inserted before payloads that differ in size.
 
     Args:
         communicator: its ``route_of_wire(nbytes, engine)`` gives the legs of one wire.
@@ -185,8 +185,8 @@ def route_of(communicator: Any, wires: Sequence[float], engine: EngineTraits, va
 
 
 def _with_sizes(route: Route, concatenates: bool) -> Route:
-    """Return a route with the legs that tell the sizes of payloads; where the engine gathers unequal lengths itself,
-    sizes stand in front of the payload instead."""
+    """Return a route with legs that exchange the sizes of payloads. If the engine gathers unequal lengths itself, sizes
+    travel in front of the payload instead."""
     first = route[0]
     if concatenates and first.collective is ALL_GATHER:
         return [replace(first, collective=CONCATENATE), *route[1:]]
@@ -199,8 +199,8 @@ def _with_sizes(route: Route, concatenates: bool) -> Route:
 
 
 def formula_of(route: Route) -> str:
-    """Return what a route costs a rank, for people, of a payload of p bytes on W ranks: its legs' formulas, added up.
-    Empty if one of its collectives has none.
+    """Return the formula, as text, for the bytes that a rank sends along a route, for a payload of p bytes on W ranks:
+    the sum of the legs' formulas. Empty if a collective has none.
 
     >>> formula_of([Leg(ALL_TO_ALL, Carries.GRADIENTS), Leg(ALL_GATHER, Carries.MEANS)])
     '~2p'

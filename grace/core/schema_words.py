@@ -1,4 +1,4 @@
-"""Errors in users' files that pydantic found, in Grace's words."""
+"""Messages for errors that pydantic found in users' files."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ RIGHT = {
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return a question for the nearest known name, or nothing.
+    """Return the suggestion of the nearest known name, or an empty text.
 
     >>> hint("topq", ["topk", "qsgd"]), hint("x", ["topk"])
     (" (did you mean 'topk'?)", '')
@@ -32,14 +32,14 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown_keys(model: Any, value: Any) -> Any:
-    """Return the value of a model, as a validator that runs before it.
+    """Return the value of a model unchanged; a validator that runs before the model's own.
 
     Args:
-        model: the class, which takes no other keys than its fields.
-        value: what stands in the file.
+        model: the class, which accepts no other keys than its fields.
+        value: the value in the file.
 
     Raises:
-        PydanticCustomError: a key of it is no field; ``ctx["key"]`` is it.
+        PydanticCustomError: a key is no field of the model; it is ``ctx["key"]``.
     """
     from pydantic_core import PydanticCustomError
 
@@ -52,17 +52,17 @@ def refuse_unknown_keys(model: Any, value: Any) -> Any:
 
 
 def location(error: Mapping[str, Any]) -> list[Any]:
-    """Return the keys and numbers of an error's place, an unknown key included."""
+    """Return the keys and indices that lead to an error, an unknown key included."""
     key = error["ctx"]["key"] if error["type"] == "unknown_key" else None
     return [*error["loc"], *([] if key is None else [key])]
 
 
 def in_words(error: Mapping[str, Any], hidden: bool = False) -> str:
-    """Return what one of ``ValidationError.errors()`` says.
+    """Return the message for one of ``ValidationError.errors()``.
 
     Args:
         error: the error.
-        hidden: True if the wrong value may be a secret: only its type is told then.
+        hidden: True if the wrong value may be a secret: the message then has only its type.
 
     >>> in_words({"type": "literal_error", "msg": "Input should be 1", "input": 2})
     'must be 1, not 2'

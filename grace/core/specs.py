@@ -6,11 +6,11 @@ from typing import Any
 from grace.errors import ConfigError
 
 LONGEST = 10_000
-"""Characters of a spec."""
+"""Largest number of characters of a spec."""
 
 
 def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A spec as (name, parameters).
+    """Return the name and the parameters of a spec.
 
     >>> parse("topk(ratio=0.01)")
     ('topk', {'ratio': 0.01})
@@ -46,7 +46,7 @@ def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def split(spec: Any) -> tuple[Any, Any] | None:
-    """The two parts of a composition's spec, text or dict; None if it is not one.
+    """Return the two parts of a composition's spec, text or dict; None if the spec is no composition.
 
     >>> split("topk(ratio=0.01) | qsgd"), split("parallax(compressor=topk | qsgd)")
     (('topk(ratio=0.01)', 'qsgd'), None)
@@ -64,7 +64,7 @@ def split(spec: Any) -> tuple[Any, Any] | None:
 
 
 def _at_bars(text: str) -> list[str]:
-    """The text cut at bars that are in no parentheses, brackets, braces or quotes."""
+    """Return the parts of a text between bars that are outside of parentheses, brackets, braces and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -80,11 +80,11 @@ def _at_bars(text: str) -> list[str]:
 
 
 def _literal(spec: str, keyword: ast.keyword) -> Any:
-    """A parameter's value: a literal, or as text a bare word (``dtype=fp16``, ``warm_start=true``) or another spec
-    (``compressor=topk(ratio=0.05)``), in lists and dicts too."""
+    """Return a parameter's value: a literal, or as text a bare word (``dtype=fp16``, ``warm_start=true``) or another
+    spec (``compressor=topk(ratio=0.05)``), in lists and dicts too."""
     try:
         return _value(spec, keyword.value)
-    except ConfigError:  # of a spec inside
+    except ConfigError:  # raised for a nested spec, whose message is more exact
         raise
     except (ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         raise ConfigError(f"{spec}: {keyword.arg} is not a number, a word, a spec or a literal of these") from None
@@ -94,7 +94,7 @@ def _value(spec: str, node: ast.expr) -> Any:
     if isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)):
         text = str(ast.get_source_segment(spec, node))
         for part in split(text) or (text,):
-            parse(part)  # what is wrong deep inside is said at once
+            parse(part)  # raises for a nested spec that is wrong, before it is used
         return text
     if isinstance(node, ast.Name):
         return {"true": True, "false": False}.get(node.id, node.id)

@@ -1,4 +1,4 @@
-"""Variables: what the exchange and the strategies know of a trainable parameter."""
+"""Variables: the facts of a trainable parameter that the exchange and the strategies need."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Variable:
-    """One trainable parameter, known by its name, in no framework's terms.
+    """One trainable parameter, identified by its name, independent of the framework.
 
     >>> Variable("fc.weight", (10, 64)).describe()
     'float32[10, 64]'
@@ -20,11 +20,11 @@ class Variable:
     dtype: str = "float32"
     device: str = "cpu"
     sparse: bool = False
-    """Whether its gradients come as rows."""
+    """True if its gradients are sparse rows."""
 
     @property
-    def far(self) -> bool:
-        """Whether it lies on a device, as torch calls them."""
+    def on_device(self) -> bool:
+        """True if the variable lies on a device other than the CPU."""
         return self.device.partition(":")[0] not in ("", "cpu")
 
     @property
@@ -43,26 +43,28 @@ class Variable:
         return self.numel * self.bits // 8
 
     def describe(self) -> str:
-        """Type and shape, for messages."""
+        """Return type and shape, for messages."""
         return f"{'sparse ' if self.sparse else ''}{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
-def unwrapped(names: Sequence[str]) -> list[str]:
-    """Variables' names without what torch's wrappers (compile, FSDP, activation checkpoints, DDP) put into them, so
-    that they are the same with a wrapper and without; as they are, if two would become equal.
+def unwrap_names(names: Sequence[str]) -> list[str]:
+    """Return variables' names without the parts that torch's wrappers (compile, FSDP, activation checkpoints, DDP) add,
+    so that they are the same with a wrapper and without. If two names would become equal, all stay as they are.
 
-    >>> unwrapped(["module._orig_mod.fc.weight", "fc._checkpoint_wrapped_module.bias"]), unwrapped(["module.w", "w"])
-    (['fc.weight', 'fc.bias'], ['module.w', 'w'])
+    >>> unwrap_names(["module._orig_mod.fc.weight", "fc._checkpoint_wrapped_module.bias"])
+    ['fc.weight', 'fc.bias']
+    >>> unwrap_names(["module.w", "w"])
+    ['module.w', 'w']
     """
     plain = [WRAPPERS.sub("", name).removeprefix("module.") for name in names]
     return plain if len(set(plain)) == len(plain) else list(names)
 
 
 def equal_sizes(n: int, count: int) -> tuple[int, ...]:
-    """n cut into ``count`` lengths that differ by one at most, longer ones first.
+    """Return ``count`` lengths with the sum n that differ by one at most, longer ones first.
 
     >>> equal_sizes(7, 3)
     (3, 2, 2)
@@ -72,7 +74,7 @@ def equal_sizes(n: int, count: int) -> tuple[int, ...]:
 
 
 def equal_bounds(n: int, count: int) -> list[tuple[int, int]]:
-    """Where each of these begins and ends.
+    """Return the begin and end of each part of n elements that are cut by :func:`equal_sizes`.
 
     >>> equal_bounds(5, 3)
     [(0, 2), (2, 4), (4, 5)]

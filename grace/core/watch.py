@@ -1,11 +1,12 @@
-"""The watch: what ranks tell each other beside the engine, of where they wait and how they end.
+"""The watch: a connection of every rank to rank 0, beside the engine, by which ranks learn where others wait and how
+they end.
 
-An engine tells a rank that waits at most that nothing comes. So every rank keeps one connection to rank 0
-(:mod:`grace.core.hub`), served by threads that sleep. Over it a rank tells how it ends (normally, or by which error)
-and, if asked, where it is: in which exchange, or at which line of the program. And before something that all ranks do
-together, other than exchanges, they compare what it is (:func:`meet`).
+An engine tells a waiting rank no more than that no data arrives. So every rank keeps one connection to rank 0
+(:mod:`grace.core.watch_server`), served by threads that sleep. Over it a rank reports how it ends (normally, or by
+which error) and, on request, its position: the exchange that it waits in, or the current line of the program. Before a
+collective operation that is no exchange, ranks compare its name over the watch (:func:`check_same_operation`).
 
-Nothing depends on it: where it cannot be opened Grace says so once, and its messages say less.
+Training does not depend on the watch: if it cannot be opened, Grace warns once, and error messages have fewer facts.
 """
 
 import contextlib
@@ -21,18 +22,21 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from grace.core import hub as hubs
-from grace.core.hub import LOST, SILENT, Hub, Line, addresses, connected, machine
-from grace.core.waiting import Wait, here, program_is_here, waits
+from grace.core import watch_server
+from grace.core.waits import Wait, current_position, register_training_thread, waits
+from grace.core.watch_server import LOST, SILENT, Line, WatchServer, connect, local_addresses, machine_id
 from grace.errors import RankError
 
 WARN_SECONDS = 30.0
-"""After so long a wait, one line says which ranks have not come."""
-GIVE_UP_SECONDS, GIVE_UP_AT_MOST = 5.0, 30.0
-"""How long a wait goes on after a rank has left that may have done its part before; at most, where others took long."""
+"""Length of a wait after which a line on stderr names the ranks that are missing."""
+GIVE_UP_SECONDS = 5.0
+"""Least time that a wait goes on after a rank has ended, because that rank may have sent its part before."""
+GIVE_UP_AT_MOST = 30.0
+"""Largest such time. In between it is the time that the wait had already taken when the rank ended."""
 NEWS_SECONDS = 1.0
-"""How long to listen for how another rank ended, when the engine says that one did."""
-LOOK_SECONDS = 0.5
+"""Time to wait for the report of how another rank ended, once the engine has failed."""
+POLL_SECONDS = 0.5
+"""Time between two checks of a wait."""
 FOLLOWED = "failed after that"
 LEFT = "has left (its program ended, or called grace.shutdown())"
 ALL_THERE = "all ranks wait there: the network is slow, or broken"
@@ -42,65 +46,78 @@ _tried = False
 
 
 class Patience:
-    """Call it again and again while a wait goes on: it raises when that has taken too long, or is in vain.
+    """Check of a wait, to be called repeatedly while the wait goes on. It raises an error if the wait has taken too
+    long, or if a rank has ended that the wait needs.
 
     Args:
-        backend: that the wait is for.
-        began: the time (``time.monotonic()``) when it began; now, if left out.
+        backend: the backend that the wait is for.
+        began: the time (``time.monotonic()``) at which the wait began; now, if left out.
     """
 
     def __init__(self, backend: Any, began: float | None = None):
         self.backend = backend
         self.began = time.monotonic() if began is None else began
-        self.look = min(LOOK_SECONDS, backend.timeout / 4)
-        self.next = self.began + self.look
+        self.interval = min(POLL_SECONDS, backend.timeout / 4)
+        self.next = self.began + self.interval
 
     def __call__(self) -> None:
         now = time.monotonic()
         if now < self.next:
             return
-        self.next = now + self.look
+        self.next = now + self.interval
         if now - self.began > self.backend.timeout:
-            raise TimeoutError(no_answer(self.backend.timeout))
+            raise TimeoutError(timeout_message(self.backend.timeout))
         if _current is not None:
             _current.check(self.began, self.backend.members)
 
 
 class Watch:
-    """One rank's end of it.
+    """One rank's end of the watch.
 
     Args:
-        rank: this one.
-        line: to the hub.
-        hub: on rank 0.
+        rank: the number of this rank.
+        line: the connection to the server.
+        server: the server, on rank 0; else None.
     """
 
-    def __init__(self, rank: int, line: Line, hub: Hub | None):
-        self.rank, self.line, self.hub = rank, line, hub
+    def __init__(self, rank: int, line: Line, server: WatchServer | None):
+        self.rank = rank
+        self.line = line
+        self.server = server
         self.ended: dict[int, tuple[str, float]] = {}
-        """How ranks ended, and when that was heard, in this order."""
+        """Descriptions of how ranks ended, and the times at which the reports arrived, in the order of reports."""
         self.news = threading.Condition()
+        """Condition that is notified of every message, and that guards the attributes below."""
         self.answers: dict[int, Any] = {}
-        self.asked = self.meetings = self.met = 0
+        """Positions of all ranks, by the number of the request."""
+        self.asked = 0
+        """Number of requests for positions."""
+        self.meetings = 0
+        """Number of operations that this rank has reported for comparison."""
+        self.met = 0
+        """Number of operations that were compared on all ranks."""
         self.said: Any = None
-        self.closing, self.hung_up = False, threading.Event()
+        """Names of the last compared operations with their ranks, if they differ; else None."""
+        self.closing = False
+        self.disconnected = threading.Event()
         threading.Thread(target=self._listen, name="grace watch", daemon=True).start()
 
-    # -- what comes ------------------------------------------------------------------------------------
+    # -- messages that arrive --------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        alive, ready = True, selectors.DefaultSelector()
+        alive = True
+        ready = selectors.DefaultSelector()
         ready.register(self.line.socket, selectors.EVENT_READ)
         while not self.closing:
             tick = min(1.0, WARN_SECONDS / 4)
             if not alive:
-                self.hung_up.wait(tick)
+                self.disconnected.wait(tick)
             elif ready.select(tick):
                 messages = self.line.receive()
                 alive = messages is not None
                 for message in [{"ended": 0, "how": LOST}] if messages is None else messages:
-                    with contextlib.suppress(Exception):  # of another Grace: passed over
-                        self._hear(message)
+                    with contextlib.suppress(Exception):  # a message of another version of Grace is skipped
+                        self._handle_message(message)
             for wait in list(waits.values()):
                 seconds = time.monotonic() - wait.began
                 if not wait.warned and seconds > WARN_SECONDS:
@@ -111,9 +128,9 @@ class Watch:
                     threading.Thread(target=self._give_up, args=(wait,), daemon=True).start()
         self.line.close()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "where" in message:
-            places, line = here()
+            places, line = current_position()
             self.line.send(answer=message["where"], places=[place[:1000] for place in places], line=line[:200])
             return
         with self.news:
@@ -127,33 +144,42 @@ class Watch:
 
     def _warn(self, wait: Wait) -> None:
         place, seconds = wait.place(), time.monotonic() - wait.began
-        absent, there = self.elsewhere(place)
-        if wait in waits.values() and self.rank == min([*there, self.rank]):  # else it is over, or another rank says it
-            self.say(f"rank {self.rank} has waited {seconds:.0f} s in {place}; {'; '.join(absent) or ALL_THERE}")
+        absent, there = self.locate_ranks(place)
+        # The wait may have ended meanwhile; of the ranks that wait in one operation the lowest prints the warning.
+        if wait in waits.values() and self.rank == min([*there, self.rank]):
+            missing = "; ".join(absent) or ALL_THERE
+            self.print_message(f"rank {self.rank} has waited {seconds:.0f} s in {place}; {missing}")
 
     def _give_up(self, wait: Wait) -> None:
         place, seconds = wait.place(), time.monotonic() - wait.began
-        absent, _ = self.elsewhere(place)
+        absent, _ = self.locate_ranks(place)
         if wait in waits.values():
-            self.say(f"rank {self.rank} gives up {place} after {seconds:.0f} s; {'; '.join(absent) or ALL_THERE}")
+            missing = "; ".join(absent) or ALL_THERE
+            self.print_message(f"rank {self.rank} gives up {place} after {seconds:.0f} s; {missing}")
             wait.give_up()
 
-    def say(self, text: str) -> None:
-        """Tell the user."""
+    def print_message(self, text: str) -> None:
+        """Print a message on stderr."""
         with contextlib.suppress(OSError, ValueError):
             print(f"grace: {text}", file=sys.stderr, flush=True)
 
-    # -- what is asked and told ------------------------------------------------------------------------
+    # -- requests and reports --------------------------------------------------------------------------
 
-    def elsewhere(self, place: str) -> tuple[list[str], list[int]]:
-        """In words, the ranks that have ended or are not in this place, and where they are; and those that are."""
+    def locate_ranks(self, place: str) -> tuple[list[str], list[int]]:
+        """Return descriptions of the ranks that have ended or are in another operation, and the ranks that are in this
+        one.
+
+        Args:
+            place: description of the operation.
+        """
         with self.news:
             self.asked += 1
             number = self.asked
             self.line.send(ask=number)
-            self.news.wait_for(lambda: number in self.answers or self.closing, 2 * hubs.ANSWER_SECONDS)
+            self.news.wait_for(lambda: number in self.answers or self.closing, 2 * watch_server.ANSWER_SECONDS)
             answers = self.answers.pop(number, [[[], SILENT, [0]]] if 0 not in self.ended else [])
-        absent, there = [f"rank {rank} {how}" for rank, (how, _) in list(self.ended.items())], []
+        absent = [f"rank {rank} {how}" for rank, (how, _) in list(self.ended.items())]
+        there = []
         for places, line, ranks in answers:
             where = f" ({line})" if line else ""
             if place in places:
@@ -167,86 +193,88 @@ class Watch:
         return absent, there
 
     def check(self, began: float, members: Sequence[int] | None) -> None:
-        """Give up a wait in which nothing comes any more, since a rank has ended.
+        """Give up a wait that needs a rank which has ended.
 
-        That may have done its part: then what remains is a matter of seconds, unless another is on its way still.
+        The ended rank may have sent its part before. Then the wait ends within seconds, unless another rank is late.
 
         Raises:
-            ConnectionError: nothing comes any more.
+            ConnectionError: no data arrived for some seconds after a rank ended.
         """
         ended = {r: told for r, told in list(self.ended.items()) if members is None or r in members}
         if not ended:
             return
-        heard = max(when for _, when in ended.values())
+        heard = max(when for _, when in ended.values())  # the last report
         seconds = time.monotonic() - max(heard, began)
         if seconds < max(GIVE_UP_SECONDS, min(heard - began, GIVE_UP_AT_MOST)):
             return
+        # Ranks that left normally may all have done their part: go on as long as a rank that lives is elsewhere, since
+        # that rank is late. Without rank 0 no position can be asked for.
         if all(how == LEFT for how, _ in ended.values()) and 0 not in ended:
             wait = waits.get(threading.get_ident())
-            absent = [] if wait is None else self.elsewhere(wait.place())[0]
+            absent = [] if wait is None else self.locate_ranks(wait.place())[0]
             if wait is None or len(absent) > len(self.ended):
                 return
-        raise ConnectionError(f"nothing has come for {seconds:.0f} s, and {self.ends(ended)}")
+        raise ConnectionError(f"nothing has come for {seconds:.0f} s, and {self.describe_ends(ended)}")
 
-    def ends(self, ended: dict[int, tuple[str, float]] | None = None) -> str:
-        """How ranks ended, in words."""
+    def describe_ends(self, ended: dict[int, tuple[str, float]] | None = None) -> str:
+        """Return a description of how ranks ended, without those that failed because another one had."""
         said = [f"rank {rank} {how}" for rank, (how, _) in list((ended or self.ended).items()) if FOLLOWED not in how]
         return "; ".join([*said[:2], *([f"{len(said) - 2} more have ended"] if len(said) > 2 else [])])
 
-    def hear_of_an_end(self) -> None:
-        """The engine says that a rank has ended: listen for how."""
+    def wait_for_end_report(self) -> None:
+        """Wait for the report of how a rank ended. Called when the engine fails."""
         with self.news:
             self.news.wait_for(lambda: self.ended or self.closing, NEWS_SECONDS)
 
-    def tell_end(self, how: str) -> None:
-        """Tell all how this rank ends, and see to it that they have heard before their engines do."""
+    def report_end(self, how: str) -> None:
+        """Report how this rank ends, and wait until the server has passed it on, so that ranks know it before their
+        engines fail."""
         with self.news:
             if self.rank not in self.ended:
                 self.line.send(end=how)
                 self.news.wait_for(lambda: self.rank in self.ended or 0 in self.ended or self.closing, NEWS_SECONDS)
 
-    def fail(self, kind: type, value: Any) -> None:
-        """An error that nobody catches ends this rank: tell the others, and the user which rank was first."""
+    def report_failure(self, kind: type, value: Any) -> None:
+        """Report an uncaught error, which ends this rank, and print which rank failed first."""
+        # Engines raise errors of these classes when another rank has ended.
         follows = issubclass(kind, RuntimeError) or kind.__module__.startswith("tensorflow")
-        if follows:  # perhaps, from how another rank ended
-            self.hear_of_an_end()
+        if follows:
+            self.wait_for_end_report()
         text = " ".join(f"{kind.__name__}: {value}".split())[:500]
         failed = {rank: how for rank, (how, _) in list(self.ended.items()) if how != LEFT}
-        first, left = (
-            next(iter(failed), self.rank),
-            [rank for rank, (how, _) in list(self.ended.items()) if how == LEFT],
-        )
-        self.tell_end(f"{FOLLOWED if follows and self.ended else 'failed'}: {text}")
+        first = next(iter(failed), self.rank)
+        left = [rank for rank, (how, _) in list(self.ended.items()) if how == LEFT]
+        self.report_end(f"{FOLLOWED if follows and self.ended else 'failed'}: {text}")
         if follows and left and not failed:
-            self.say(f"rank {self.rank} failed after rank {left[0]} {LEFT}")
+            self.print_message(f"rank {self.rank} failed after rank {left[0]} {LEFT}")
             return
         how = text if first == self.rank else failed[first].removeprefix(f"{FOLLOWED}: ").removeprefix("failed: ")
-        self.say(f"rank {first} failed first: {f'it {LOST}' if how == LOST else how}")
+        self.print_message(f"rank {first} failed first: {f'it {LOST}' if how == LOST else how}")
 
     def close(self) -> None:
-        """Leave."""
-        self.tell_end(LEFT)
-        self.hang_up()
+        """Report that this rank leaves, and disconnect."""
+        self.report_end(LEFT)
+        self.disconnect()
 
-    def hang_up(self) -> None:
-        """End it without a word."""
+    def disconnect(self) -> None:
+        """Close the connection, and the server on rank 0, without a report."""
         self.closing = True
-        self.hung_up.set()
+        self.disconnected.set()
         with contextlib.suppress(OSError):
             self.line.socket.shutdown(socket.SHUT_RDWR)
-        if self.hub is not None:
-            self.hub.close()
+        if self.server is not None:
+            self.server.close()
 
-    def forget(self) -> None:
-        """In a child made by fork, which is no rank."""
+    def close_after_fork(self) -> None:
+        """Close the sockets in a forked child, which is no rank."""
         self.closing = True
         self.line.close()
-        if self.hub is not None:
-            self.hub.forget()
+        if self.server is not None:
+            self.server.close_sockets()
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """For people.
+    """Return rank numbers as text for messages.
 
     >>> _ranks([3]), _ranks([0, 2])
     ('rank 3', 'ranks 0, 2')
@@ -259,23 +287,23 @@ def _are(ranks: Sequence[int]) -> str:
     return "are" if len(ranks) > 1 else "is"
 
 
-# -- for the rest of Grace ---------------------------------------------------------------------------------------------
+# -- functions for other modules ---------------------------------------------------------------------------------------
 
 
-def meet(backend: Any, kind: str, name: str) -> None:
-    """Before all ranks do something together: come together, and see that it is the same.
+def check_same_operation(backend: Any, kind: str, name: str) -> None:
+    """Wait until all ranks are about to start an operation, and check that it is the same on all of them.
 
     Args:
-        kind: what the engine is about to do.
-        name: what the program called, for people.
+        kind: the engine's operation, which is compared.
+        name: the function that the program called, for messages.
 
     Raises:
-        RankError: ranks are about to do different things.
+        RankError: ranks are about to start different operations.
     """
-    watch = _opened(backend)
+    watch = _open_once(backend)
     if watch is None or backend.members is not None:
         return
-    program_is_here()
+    register_training_thread()
     patience = Patience(backend)
     with watch.news:
         watch.meetings += 1
@@ -283,7 +311,7 @@ def meet(backend: Any, kind: str, name: str) -> None:
         watch.line.send(meet=number, kind=kind, name=name)
     while watch.met < number:
         with watch.news:
-            watch.news.wait_for(lambda: watch.met >= number, patience.look)
+            watch.news.wait_for(lambda: watch.met >= number, patience.interval)
         patience()
     if watch.said:
         told = "; ".join(f"{_ranks(ranks)} {_are(ranks)} in {name}" for name, ranks in watch.said)
@@ -291,70 +319,76 @@ def meet(backend: Any, kind: str, name: str) -> None:
 
 
 def timed_out(error: BaseException) -> bool:
-    """True of a wait that took too long, whether this was noticed by Grace's clock or by the engine's."""
+    """Return True if an error says that a wait took too long, whether Grace or the engine raised it."""
     return isinstance(error, TimeoutError) or re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
 
 
-def no_answer(seconds: float) -> str:
-    """The words for that, whoever noticed."""
+def timeout_message(seconds: float) -> str:
+    """Return the message for a wait that took too long."""
     return f"no answer from the other ranks within {seconds:g} s"
 
 
 def explain(place: str, error: BaseException) -> str:
-    """Why the engine failed while this rank was in this place, as far as other ranks have told."""
+    """Return the reason why the engine failed during an operation, as far as the other ranks' reports tell it.
+
+    Args:
+        place: description of the operation.
+        error: the engine's error.
+    """
     if _current is None:
         return "other ranks did not come in time" if timed_out(error) else "another rank probably ended"
     if not timed_out(error):
-        _current.hear_of_an_end()
+        _current.wait_for_end_report()
         if _current.ended:
-            return _current.ends()
-    absent, _ = _current.elsewhere(place)
+            return _current.describe_ends()
+    absent, _ = _current.locate_ranks(place)
     if timed_out(error):
         return "; ".join(absent) or ALL_THERE
-    return _current.ends() or "; ".join(["no rank has said that it ended", *absent])
+    return _current.describe_ends() or "; ".join(["no rank has said that it ended", *absent])
 
 
 def leave() -> None:
-    """This rank takes part in nothing any more."""
+    """Report that this rank leaves, and close the watch."""
     global _current, _tried
     watch, _current, _tried = _current, None, False
     if watch is not None:
         watch.close()
 
 
-def _opened(backend: Any) -> Watch | None:
-    """The run's watch; all ranks open it when they first do something together."""
+def _open_once(backend: Any) -> Watch | None:
+    """Return the run's watch; None if there is none. All ranks open it together, at their first operation with it."""
     global _current, _tried
     if not _tried and backend.watched:
         _tried = True
         _current = _open(backend)
-        _tell_uncaught_errors()
+        _install_excepthook()
     return _current
 
 
 def _open(backend: Any) -> Watch | None:
-    told = backend.all_objects((machine(), backend.timeout))
-    backend.timeout = min(timeout for _, timeout in told)
-    alone = len({place for place, _ in told}) == 1
-    hub, offer, watch, error = None, None, None, ""
+    """Open the watch on all ranks; return None if a rank cannot, on all of them."""
+    hosts = backend.allgather_pickled((machine_id(), backend.timeout))
+    backend.timeout = min(timeout for _, timeout in hosts)  # else ranks would give up at different times
+    alone = len({host for host, _ in hosts}) == 1
+    server, offer, watch, error = None, None, None, ""
     if backend.rank == 0:
         with contextlib.suppress(OSError):
             token = secrets.token_hex(16)
-            hub = Hub(backend.size, alone, token)
-            offer = (["127.0.0.1"] if alone else addresses(), hub.port, token)
-    offer = backend.all_objects(offer)[0]
+            server = WatchServer(backend.size, alone, token)
+            offer = (["127.0.0.1"] if alone else local_addresses(), server.port, token)
+    offer = backend.allgather_pickled(offer)[0]
     try:
-        line = connected(offer, backend.rank)
-        watch = Watch(backend.rank, line, hub)
+        line = connect(offer, backend.rank)
+        watch = Watch(backend.rank, line, server)
     except OSError as raised:
         error = f"rank {backend.rank} does not reach rank 0: {raised}"
-    errors = [told for told in backend.all_objects(error) if told]
+    errors = [text for text in backend.allgather_pickled(error) if text]
     if not errors:
         return watch
     if watch is not None:
-        watch.hang_up()
-    elif hub is not None:
-        hub.close()
+        watch.disconnect()
+    elif server is not None:
+        server.close()
     if backend.rank == 0:
         print(
             f"grace: ranks cannot tell each other where they wait and how they end ({errors[0]}); all else works",
@@ -363,25 +397,27 @@ def _open(backend: Any) -> Watch | None:
     return None
 
 
-def _tell_uncaught_errors() -> None:
+def _install_excepthook() -> None:
+    """Report uncaught errors to the other ranks, before the program's own hook shows them."""
     before = sys.excepthook
     if getattr(before, "tells", False):
         return
 
     def hook(kind: Any, value: Any, trace: Any) -> None:
         if _current is not None:
-            _current.fail(kind, value)
+            _current.report_failure(kind, value)
         before(kind, value, trace)
 
     hook.tells = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def _forget() -> None:
+def _close_after_fork() -> None:
+    """Drop the parent's watch in a forked child."""
     global _current
     if _current is not None:
-        _current.forget()
+        _current.close_after_fork()
     _current = None
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,1 +1,1 @@
-"""One round trip of one bucket: what is sent, what comes back, and what becomes of it."""
+"""The round trip of a bucket: codecs, wires, headers, and the collectives of its route."""

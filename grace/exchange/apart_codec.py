@@ -1,11 +1,11 @@
-"""The codec of a communicator that moves payloads itself, variable by variable, as the original GRACE's do."""
+"""The codec of a communicator that moves payloads itself, variable by variable, in the original GRACE's contract."""
 
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core.compressor import Tensor
-from grace.core.ported import check_shape
+from grace.core.grace_api import check_shape
 from grace.errors import ExchangeError, GraceError, PayloadError
 from grace.exchange.codec import CodecSetup, PerVariableCodec
 from grace.exchange.header import Header
@@ -14,18 +14,18 @@ from grace.kernels import kernels_of
 
 
 class ApartCodec(PerVariableCodec):
-    """Keeps payloads apart from the wire, which has a header alone.
+    """Codec whose wire has a header alone; the communicator moves the payloads.
 
     A communicator that blocks (``send_receive``) is called at the end of the step, variable by variable, in one order
-    on all ranks. What a communicator starts and awaits (``async_send``, ``wait_receive``) is started as soon as a
-    bucket's gradients are there; over engines whose ranks start buckets in any order, at the end. The communicator is
-    given copies, which it may change in place.
+    on all ranks. The collectives of ``async_send`` and ``wait_receive`` are started as soon as a bucket's gradients are
+    complete; over engines whose ranks start buckets in any order, at the end. The communicator gets copies, which it
+    may change in place.
     """
 
     def __init__(self, setup: CodecSetup):
         super().__init__(setup)
         self.communicator: Any = self.bucket.communicator
-        self.varies = False  # sizes are the communicator's business
+        self.varies = False  # the communicator itself handles sizes
         self.known = [None]
         self.payloads: list[list[Tensor]] = []
         self.handles: list[Any] = []
@@ -34,12 +34,14 @@ class ApartCodec(PerVariableCodec):
 
     def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
         k = self.kernels
-        self.apart = Layout.of(k, payloads, False)
+        self.apart = Layout.from_payloads(k, payloads, False)
         self.payloads = [[self._copied(tensor) for tensor in payload] for payload in payloads]
-        self.handles, self.values, self.moved = [], [], False
+        self.handles = []
+        self.values = []
+        self.moved = False
         nothing = k.zeros((0,), "uint8", payloads[0][0])
         buffer = super()._packed([[nothing]] * len(payloads), header)
-        self.layouts[0].payload_bytes = self.apart.payload_bytes  # what travels beside this wire counts as its payload
+        self.layouts[0].payload_bytes = self.apart.payload_bytes  # count the payloads as if they were in this wire
         return buffer
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class ApartCodec(PerVariableCodec):
         """Await the means of all variables.
 
         Returns:
-            the first error of a payload that could not be decoded, and whose it was; None if all were.
+            the first error of a payload that could not be decoded, and its variable; None if all were decoded.
         """
         self.move(label)
         blocks = self.communicator.blocks
@@ -72,7 +74,7 @@ class ApartCodec(PerVariableCodec):
             try:
                 value = self._call(method, given, label(), ctx=self.encoded[i][1], name=name)
                 self.values.append(self._checked(value, i, method))
-            except PayloadError as error:  # raised when the other variables' means came, too
+            except PayloadError as error:  # raised later: the other variables' collectives must still be awaited
                 failure = failure or (error, name)
                 self.values.append(None)
         return failure
@@ -87,16 +89,16 @@ class ApartCodec(PerVariableCodec):
             raise self._failed(method, self.names[i], str(error)) from None
         return k.cast(value, variable.dtype if self.exact else "float32")
 
-    def _call(self, method: Callable[..., Any], first: Any, label: str, **told: Any) -> Any:
-        """Call a method of the communicator; what it starts over the backend has a name of its own."""
+    def _call(self, method: Callable[..., Any], first: Any, label: str, **options: Any) -> Any:
+        """Call a method of the communicator, whose collectives over the backend get their own label."""
         backend = self.communicator.backend
         backend.label = label
         try:
-            return called(method, first, **told)
+            return call_with_known(method, first, **options)
         except GraceError:
             raise
         except Exception as error:
-            raise self._failed(method, told["name"], f"{type(error).__name__}: {error}") from error
+            raise self._failed(method, options["name"], f"{type(error).__name__}: {error}") from error
         finally:
             backend.label = ""
 
@@ -113,16 +115,16 @@ class ApartCodec(PerVariableCodec):
         return self.values
 
 
-def called(method: Callable[..., Any], first: Any, **told: Any) -> Any:
-    """Return ``method(first, ...)``, called with as much of ``told`` as it takes, by its parameters' names: GRACE's
-    frameworks give ctx and name in different orders, or leave one out. Parameters of other names are given in order.
+def call_with_known(method: Callable[..., Any], first: Any, **options: Any) -> Any:
+    """Return ``method(first, ...)``, called with the ``options`` that it accepts, by its parameters' names: GRACE's
+    frameworks pass ctx and name in different orders, or leave one out. Parameters of other names are passed in order.
 
-    >>> called(lambda tensors, name, ctx: (tensors, name, ctx), [1], ctx="ctx", name="w")
+    >>> call_with_known(lambda tensors, name, ctx: (tensors, name, ctx), [1], ctx="ctx", name="w")
     ([1], 'w', 'ctx')
-    >>> called(lambda handles, ctx: (handles, ctx), [1], ctx="ctx", name="w")
+    >>> call_with_known(lambda handles, ctx: (handles, ctx), [1], ctx="ctx", name="w")
     ([1], 'ctx')
     """
     names = list(inspect.signature(method).parameters)[1:]
-    if told.keys() >= set(names):
-        return method(first, **{name: told[name] for name in names})
-    return method(first, *list(told.values())[: len(names)])
+    if options.keys() >= set(names):
+        return method(first, **{name: options[name] for name in names})
+    return method(first, *list(options.values())[: len(names)])

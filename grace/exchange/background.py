@@ -1,4 +1,4 @@
-"""The thread that runs round trips beside training, and the round trips that it was given."""
+"""The thread that runs round trips beside training, and its pending round trips."""
 
 import atexit
 import os
@@ -10,25 +10,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.core.waiting import waiting
+from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Outcome, Traffic
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.sparse_rows import in_units
 from grace.exchange.tracing import recorder
 
-PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
-"""Seconds to wait at the end for other ranks that are behind, and in a script that failed."""
+PATIENCE = 60.0
+"""Seconds to wait at the end for other ranks that are behind."""
+PATIENCE_AT_EXIT = 5.0
+"""Seconds to wait for them in a script that failed."""
 NEVER = "it has not come back. All ranks must make as many steps"
 
 Check = Callable[[Sequence[Any], Any], None]
-"""Raises if the ranks of round trips, which are done, were not at one step; the second argument is their backend."""
+"""Function that raises an error if the ranks of completed round trips were not at one step; the second argument is
+their backend."""
 
 
 class ExchangeThread:
-    """A thread that runs round trips one after the other, over a backend of its own.
+    """Thread that runs round trips one after the other, over a backend of its own.
 
-    Every rank sends it the same round trips in the same order, so that their collectives find each other.
+    Every rank sends it the same round trips in the same order, so that their collectives pair.
 
     Args:
         backend: see :meth:`grace.core.backend.Backend.duplicate`.
@@ -37,7 +40,9 @@ class ExchangeThread:
     """
 
     def __init__(self, backend: Any, computing: Callable[[], Any], check: Check):
-        self.backend, self.computing, self.check = backend, computing, check
+        self.backend = backend
+        self.computing = computing
+        self.check = check
         self.todo: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self.under_way: deque[Pending] = deque()
         self.failure: Exception | None = None
@@ -47,7 +52,7 @@ class ExchangeThread:
         threading.Thread(target=self._run, name="grace exchanges", daemon=True).start()
 
     def drain(self, seconds: float = PATIENCE) -> bool:
-        """Wait until all round trips are done, since other ranks may need this one for theirs, and end the thread.
+        """Wait until all round trips are done, because other ranks need this rank for theirs, and end the thread.
 
         Returns:
             True if all are.
@@ -55,7 +60,7 @@ class ExchangeThread:
         deadline = time.monotonic() + seconds
         while self.under_way and self.failure is None and time.monotonic() < deadline:
             self.under_way[0].done.wait(0.05)
-            self._forget_done()
+            self._remove_done()
         self.todo.put(None)
         return all(pending.done.is_set() for pending in self.under_way)
 
@@ -63,7 +68,7 @@ class ExchangeThread:
         """End the thread before the ranks part.
 
         Raises:
-            ExchangeError: a round trip is not done. Another rank has made fewer steps, and its weights are others.
+            ExchangeError: a round trip is not done. Another rank has made fewer steps, so its weights differ.
         """
         done = self.drain()
         if self.failure_raised or sys.exc_info()[0] is not None:
@@ -73,16 +78,16 @@ class ExchangeThread:
             raise self.reason(self.under_way[0].round_trip if self.under_way else None)
 
     def reason(self, round_trip: RoundTrip | None) -> Exception:
-        """Return the error that says why a round trip brought nothing."""
+        """Return the error that explains why a round trip has no outcomes."""
         if isinstance(self.failure, ExchangeError):
             return self.failure
         failure = self.failure or ExchangeError(NEVER)
         return failure if round_trip is None else round_trip.failure(failure)
 
     def exit(self) -> None:
-        """End the thread in a program that ends without ``grace.shutdown()``. An error that is raised now would not
-        change the program's status, so that this sets it."""
-        if self.failure_raised or hasattr(sys, "last_value"):  # it fails: others need not be waited for
+        """End the thread in a program that ends without ``grace.shutdown()``. An error raised at exit would not change
+        the program's exit status, so this function sets it."""
+        if self.failure_raised or hasattr(sys, "last_value"):  # the program failed: do not wait long for other ranks
             self.drain(0 if self.failure_raised else PATIENCE_AT_EXIT)
             return
         try:
@@ -93,12 +98,12 @@ class ExchangeThread:
             os._exit(1)
 
     def send(self, pending: "Pending") -> None:
-        """Have the thread run the next round trip."""
-        self._forget_done()
+        """Enqueue the next round trip for the thread."""
+        self._remove_done()
         self.under_way.append(pending)
         self.todo.put(pending)
 
-    def _forget_done(self) -> None:
+    def _remove_done(self) -> None:
         while self.under_way and self.under_way[0].done.is_set():
             self.under_way.popleft()
 
@@ -114,19 +119,22 @@ class ExchangeThread:
 
 
 class Pending:
-    """A round trip of an :class:`ExchangeThread`, from its encoding until its mean is applied.
+    """Round trip of an :class:`ExchangeThread`, from its encoding until its mean is applied.
 
     Attributes:
-        round_trip: None once its outcomes were collected, so that its buffers are free, and if it was loaded.
-        loss_scale: the unit of its gradients, and so of its means.
-        done: set when the thread is through with it.
-        outcomes: None until then, and if the thread failed.
-        traffic: the bytes that it sent, once its outcomes were collected.
-        dropped: True if its step was discarded, so that its means are applied in none.
+        round_trip: the round trip; None once its outcomes were collected, which frees its buffers, and if it was
+            loaded.
+        loss_scale: the loss scale of its gradients, and so of its means.
+        done: event that is set when the thread has finished the round trip.
+        outcomes: the outcomes; None until the thread has finished, and if it failed.
+        traffic: the bytes that the round trip sent, once its outcomes were collected.
+        dropped: True if its step was discarded, so that its means are never applied.
     """
 
     def __init__(self, round_trip: RoundTrip | None, thread: ExchangeThread | None, loss_scale: float):
-        self.round_trip, self.thread, self.loss_scale = round_trip, thread, loss_scale
+        self.round_trip = round_trip
+        self.thread = thread
+        self.loss_scale = loss_scale
         self.done = threading.Event()
         self.outcomes: list[Outcome] | None = None
         self.traffic = Traffic()
@@ -134,18 +142,18 @@ class Pending:
 
     @classmethod
     def loaded(cls, outcomes: list[Outcome], loss_scale: float) -> "Pending":
-        """Return a round trip of a checkpoint, which has brought these outcomes."""
+        """Return a finished round trip with the outcomes that a checkpoint holds."""
         pending = cls(None, None, loss_scale)
         pending.outcomes = outcomes
         pending.done.set()
         return pending
 
     def run(self, check: Check) -> None:
-        """Run all collectives, and commit what the second memory learns: no step that ends later may roll it back."""
+        """Run all collectives, and commit the state of the second memory, which no later step may roll back."""
         round_trip = self.round_trip
         assert round_trip is not None
         second = round_trip.communicator.second
-        states = [] if second is None else [part.state for part in second[1].whole().values()]
+        states = [] if second is None else [part.state for part in second[1].named_components().values()]
         try:
             self.outcomes = round_trip.finish([None] * len(round_trip.names))
             check([round_trip], round_trip.backend)
@@ -164,7 +172,7 @@ class Pending:
         """
         if not self.done.is_set():
             assert self.round_trip is not None
-            with waiting(self.round_trip.place), recorder.phase("wait", "wait", bucket=self.round_trip.bucket):
+            with waiting(self.round_trip.describe_wait), recorder.phase("wait", "wait", bucket=self.round_trip.bucket):
                 self.done.wait()
         if self.outcomes is None:
             assert self.thread is not None
@@ -175,7 +183,7 @@ class Pending:
         return self.outcomes
 
     def values(self, loss_scale: float) -> dict[str, Any]:
-        """Return the means by the shards' names, in units of a loss scale; empty if the step was discarded."""
+        """Return the means by the shards' names, in the units of a loss scale; empty if the step was discarded."""
         outcomes = self.collect()
         if self.dropped:
             return {}

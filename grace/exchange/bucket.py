@@ -1,4 +1,4 @@
-"""What an exchange takes, and what it brings: variables and what carries them, the outcome of each, what was sent."""
+"""Inputs and results of an exchange: buckets of variables, contributions of ranks, outcomes, and counted traffic."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from grace.core.variable import Variable
 
 @dataclass
 class Bucket:
-    """Variables whose payloads travel in one collective, and the communicator that carries them."""
+    """Variables whose payloads share one collective, and their communicator."""
 
     index: int
     communicator: Any
@@ -19,14 +19,14 @@ class Bucket:
     fuses: bool = True
     """True if all variables may be encoded in one pass (:mod:`grace.exchange.fused_codec`)."""
     label: str = "grace"
-    """What the engine calls its collectives, the same on every rank."""
+    """Label of its collectives in the engine, equal on every rank."""
     carries: bool = True
-    """True if its wires carry the ranks' step stamps; one bucket of a step does."""
+    """True if its wires carry the ranks' step stamps, which one bucket of each step does."""
     compared: bool = False
-    """Whether all ranks' payloads were found to be of equal sizes, where nobody said that they are."""
+    """True once all ranks' payloads were found to have equal sizes, for methods that do not declare it."""
     compares: bool = False
-    """Whether they are compared in every step: those of a graph are all alike."""
-    # What follows is of this bucket alone: a copy by dataclasses.replace starts without it.
+    """True if sizes are compared in every step: a graph runs the same collectives in all steps."""
+    # The following fields belong to this bucket alone: a copy by dataclasses.replace starts without them.
     program: Any = field(default=None, init=False)
     """The bucket's :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
     pending: deque[Any] = field(default_factory=deque, init=False)
@@ -36,18 +36,18 @@ class Bucket:
     node: "Bucket | None" = field(default=None, init=False)
     """The bucket of the sum over this rank's node, where reduction is hierarchical (:mod:`grace.session.hierarchy`)."""
     names: list[str] = field(init=False)
-    """Of the variables."""
+    """Names of the variables."""
     nbytes: int = field(init=False)
-    """Of their gradients."""
+    """Bytes of their gradients."""
 
     def __post_init__(self) -> None:
         self.nbytes = sum(variable.nbytes for variable in self.variables)
         self.names = [variable.name for variable in self.variables]
 
     def at_step(self, step: int) -> "Bucket":
-        """Return the bucket as it travels at a step: uncompressed before ``communicator.compress_after``.
+        """Return the bucket that is exchanged at a step: an uncompressed one before ``communicator.compress_after``.
 
-        Its delayed means are in one queue, so that none is lost when compression begins."""
+        Both share one queue of delayed means, so that none is lost when compression begins."""
         if step >= self.communicator.compress_after:
             return self
         if self.plain is None:
@@ -56,24 +56,24 @@ class Bucket:
         return self.plain
 
     def describe(self) -> str:
-        """For messages: the bucket's number, first and last variable, and its communicator."""
+        """Return the bucket's number, first and last variable, and communicator, for messages."""
         return f"bucket {self.index} ({self.ends}; {self.communicator.describe()})"
 
     @property
     def ends(self) -> str:
-        """The first and the last variable."""
+        """Names of the first and the last variable."""
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} .. {self.names[-1]}"
 
 
 class Contribution(NamedTuple):
-    """What this rank puts into an exchange.
+    """Contribution of this rank to an exchange.
 
     Attributes:
-        bucket: what to exchange.
-        gradients: one per variable (zeros where this rank has none): tensors, or rows of sparse ones.
-        present: whether this rank has a gradient, per variable.
-        guard: whether state must be protected, so that overflows have to be detected.
-        traffic: where to count.
+        bucket: the bucket.
+        gradients: one per variable (zeros if this rank has none): tensors, or rows of sparse ones.
+        present: True for each variable that this rank has a gradient of.
+        guard: True if overflows must be detected, to protect state.
+        traffic: counters of the bytes and seconds of the exchange.
     """
 
     bucket: Bucket
@@ -85,17 +85,17 @@ class Contribution(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What was sent, counted.
+    """Counters of exchanges.
 
     Attributes:
         steps: exchanges of the whole model.
-        header_bytes: statuses and padding.
+        header_bytes: bytes of headers and padding.
         sent_bytes: bytes that left this rank, as the engine's collectives move them.
-        dense_bytes: bytes that would have left it without compression, by an all-reduce round a ring.
+        dense_bytes: bytes that would have left this rank without compression, by an all-reduce over a ring.
         elements: gradient elements exchanged.
-        codec_seconds: time spent in compensate, compress, update, decompress and aggregate (host clock).
-        wait_seconds: time in which training stood still for a collective, as far as Grace waits for it (host clock).
-        told: what :func:`grace.session.metrics.metrics` has told of already.
+        codec_seconds: seconds spent in compensate, compress, update, decompress and aggregate (host clock).
+        wait_seconds: seconds in which training waited for collectives, if Grace waits for them (host clock).
+        reported: counters at the last call of :func:`grace.session.metrics.metrics`.
     """
 
     steps: int = 0
@@ -105,26 +105,27 @@ class Traffic:
     elements: int = 0
     codec_seconds: float = 0.0
     wait_seconds: float = 0.0
-    told: tuple[float, ...] = field(default=(0, 0, 0.0, 0.0), repr=False)
+    reported: tuple[float, ...] = field(default=(0, 0, 0.0, 0.0), repr=False)
     _counted: dict[str, int] = field(default_factory=dict, repr=False)
-    _left: dict[int, tuple[list[str], list[int], int]] = field(default_factory=dict, repr=False)
-    """What is to be counted still: the same lists come at every step."""
+    _uncounted: dict[int, tuple[list[str], list[int], int]] = field(default_factory=dict, repr=False)
+    """Names and bytes of payloads that are not in ``_counted`` yet, and how often. Steps pass the same lists, so they
+    are counted by identity, and added up when they are read."""
 
     def step(self, elements: int, nbytes: int, ranks: int) -> None:
-        """Count a step of a model of so many elements and bytes."""
+        """Count one step of a model with these numbers of elements and bytes."""
         self.steps += 1
         self.elements += elements
         self.dense_bytes += round(2 * (ranks - 1) / ranks * nbytes)
 
     def add(self, names: list[str], payload_bytes: list[int]) -> None:
-        """Count payloads; neither list changes any more."""
-        known = self._left.get(id(payload_bytes))
-        if known is None and len(self._left) >= 64:
-            _ = self.payload_bytes
-        self._left[id(payload_bytes)] = names, payload_bytes, 1 if known is None else known[2] + 1
+        """Count the payloads of a bucket. The lists must not be changed afterwards."""
+        known = self._uncounted.get(id(payload_bytes))
+        if known is None and len(self._uncounted) >= 64:
+            _ = self.payload_bytes  # adds up, and empties the dict, so that lists of changing sizes do not fill memory
+        self._uncounted[id(payload_bytes)] = names, payload_bytes, 1 if known is None else known[2] + 1
 
     def include(self, other: "Traffic") -> None:
-        """Add the bytes, and the time for codecs, of a round trip that was counted on its own."""
+        """Add the bytes and codec seconds of a round trip that was counted separately."""
         for name, nbytes in other.payload_bytes.items():
             self.payload_bytes[name] = self.payload_bytes.get(name, 0) + nbytes
         self.header_bytes += other.header_bytes
@@ -135,10 +136,10 @@ class Traffic:
     def payload_bytes(self) -> dict[str, int]:
         """Bytes of payload handed to the engine, per variable."""
         counts = self._counted
-        for names, payload_bytes, times in self._left.values():
+        for names, payload_bytes, times in self._uncounted.values():
             for name, nbytes in zip(names, payload_bytes, strict=True):
                 counts[name] = counts.get(name, 0) + times * nbytes
-        self._left.clear()
+        self._uncounted.clear()
         return counts
 
     @property
@@ -149,8 +150,8 @@ class Traffic:
 
 @dataclass(slots=True)
 class Outcome:
-    """What an exchange brought for one variable: the aggregate, or None if no rank had a gradient, or if nothing
-    has come yet (``pending``)."""
+    """Outcome of an exchange for one variable: the aggregate, or None if no rank had a gradient, or if no mean has
+    arrived yet (``pending``)."""
 
     variable: Variable
     value: Tensor | None

@@ -1,8 +1,8 @@
 """The codec of a bucket: gradients into wires, and wires into means.
 
 :class:`PerVariableCodec` serves every compressor, memory and framework, a variable at a time. The codecs that encode a
-whole bucket in one pass (:mod:`grace.exchange.fused_codec`) are derived from it: they know a faster way to the same
-bits, and leave to it what that way does not take.
+whole bucket in one pass (:mod:`grace.exchange.fused_codec`) are derived from it: they compute the same bits faster, and
+fall back on it for inputs that they do not support.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
+from grace.core.grace_api import check_decodes
 from grace.core.memory import Memory
-from grace.core.ported import check_decodes
 from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket
@@ -25,11 +25,11 @@ from grace.kernels import Kernels
 
 @dataclass(frozen=True)
 class CodecSetup:
-    """All that a codec is made for.
+    """Facts that a codec is made for.
 
     Attributes:
         bucket: the variables, and the communicator whose methods encode them.
-        kernels: those of the gradients.
+        kernels: the kernels of the gradients' framework and device.
         on_device: True if gradients lie on a device, where no number is read.
         owners: the number of pieces that each variable is cut into, each owned by a rank; 1 if variables stay whole.
         owner: the piece that this rank averages.
@@ -47,7 +47,7 @@ class CodecSetup:
 
 
 class Withheld(NamedTuple):
-    """A variable whose payload has other shapes than at the first step."""
+    """Variable whose payload has other shapes than at the first step."""
 
     variable: str
     now: list[Any]
@@ -55,23 +55,22 @@ class Withheld(NamedTuple):
 
 
 class PerVariableCodec:
-    """Encodes a bucket's gradients into wires, and decodes wires into their mean, variable by variable.
+    """Codec that encodes a bucket's gradients into wires, and decodes wires into their mean, variable by variable.
 
-    It is kept from step to step. Where each rank owns a piece of every variable there is one wire for each owner, else
+    It is kept from step to step. If each rank owns a piece of every variable there is one wire for each owner, else
     there is one wire. A round trip calls, in this order:
 
-    - ``encode``, once: compensate and compress gradients; return the wires with their headers, one behind the other;
-    - ``remember``, once, while bytes travel: let the memory keep what payloads left out;
+    - ``encode``, once: compensate and compress gradients; return the wires with their headers, joined;
+    - ``remember``, once, while bytes travel: update the memory with the parts that payloads left out;
     - ``next_round``, for methods of several rounds: take the sum of a round's wires, and return the next wire;
-    - ``average`` and ``write_means``, where this rank is an owner or the root: decode what all ranks sent, and encode
-      the mean once more; then ``remember_means``, while bytes travel;
-    - ``decode``, once: every wire that came last, into ``outs``.
+    - ``average`` and ``write_means``, if this rank is an owner or the root: decode all ranks' payloads, and encode the
+      mean; then ``remember_means``, while bytes travel;
+    - ``decode``, once: decode the wires of the last leg into ``outs``.
 
     Attributes:
-        layouts: of the wire that this rank writes for each owner in the current round.
-        known: the layouts of each round's wires; None for a round until payloads show them.
-        withheld: the variable because of which this rank sends no payloads in this step; all ranks learn it by a
-            status.
+        layouts: layouts of the wires that this rank writes in the current round, one for each owner.
+        known: the layouts of each round's wires; None for a round until its payloads are made.
+        withheld: the variable because of which this rank sends no payloads in this step; a status informs all ranks.
         varies: True if payloads differ in size between ranks.
     """
 
@@ -96,16 +95,16 @@ class PerVariableCodec:
         self.pieces = PiecewiseCompressor(self.compressor, setup.owners) if communicator.cuts else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
-        self.foreign = communicator.foreign
+        self.user_defined = communicator.user_defined
         self.stateful = communicator.stateful
         self.varies = self.traits.varies and not (setup.on_device and self.compressor.bounded)
         self.exact = self.traits.exact and not self.memory.stateful and self.pieces is None
         self.stamps = stamp_numbers(setup.bucket, setup.shares_stamps)
         self.cuts = [equal_bounds(variable.numel, setup.owners) for variable in setup.bucket.variables]
-        # The state of a method of several rounds keeps views of what came, so its wires are new at each step.
+        # The state of a method of several rounds keeps views of received wires, so its wires are new at each step.
         self.keeps_buffer = not (self.varies or self.traits.rounds > 1 or self.pieces or communicator.delayed)
         self.checks_decoding = (
-            self.foreign and self.pieces is None and type(self.compressor).accumulate is Compressor.accumulate
+            self.user_defined and self.pieces is None and type(self.compressor).accumulate is Compressor.accumulate
         )
         self.buffer: Tensor | None = None
         self.round = 0
@@ -121,11 +120,12 @@ class PerVariableCodec:
     # -- layouts, from shapes ----------------------------------------------------------------------------
 
     def _known_layouts(self) -> list[list[Layout] | None]:
-        """Return the layouts of each round's wires by the variables' shapes; None where the method does not say.
+        """Return the layouts of each round's wires by the variables' shapes; None for a round if the method does not
+        declare sizes.
 
-        A class of the user's is asked only if it says so itself: what it inherits may not hold."""
+        A user's class must define its sizes itself: inherited ones may be wrong for it."""
         found: list[list[Layout] | None] = [None] * self.traits.rounds
-        if self.foreign and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
+        if self.user_defined and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
             return found
         by_owner = [[self._specs(v, *cuts[j]) for v, cuts in self._cut_variables()] for j in range(self.owners)]
         for number in range(self.traits.rounds):
@@ -138,17 +138,17 @@ class PerVariableCodec:
         return zip(self.bucket.variables, self.cuts, strict=True)
 
     def _specs(self, variable: Variable, start: int, stop: int) -> Sequence[PayloadSpec | None]:
-        """Return what is sent in each round of a variable, or of the piece of it in [start, stop)."""
+        """Return the spec of each round's payload of a variable, or of its piece in [start, stop)."""
         shape = variable.shape if self.pieces is None else (stop - start,)
         dtype = variable.dtype if self.exact else "float32"
         return self.compressor.specs(shape, dtype, self.on_device, self.setup.step)
 
     def digests(self) -> list[int]:
-        """Return the numbers by which ranks compare how their payloads are laid out."""
+        """Return the numbers by which ranks compare the layouts of their payloads."""
         return self.layouts[0].digests()
 
     def means_layouts(self) -> list[Layout]:
-        """Return the layouts of the means of each owner, or of the root, as far as shapes tell."""
+        """Return the layouts of the means of each owner, or of the root, as far as they follow from shapes."""
         return self.layouts
 
     # -- sending ---------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class PerVariableCodec:
         """Compensate, compress and pack; set ``header.in_range``.
 
         Returns:
-            the wires of all owners, one behind the other.
+            the wires of all owners, joined.
         """
         self.round = 0
         self.withheld = None
@@ -174,8 +174,8 @@ class PerVariableCodec:
         return self._packed(payloads, header)
 
     def compensated(self, gradient: Tensor, name: str) -> Tensor:
-        """Return what is compressed: the gradient and what the memory adds; float32 and contiguous unless the method is
-        exact."""
+        """Return the tensor to compress: the gradient, compensated by the memory; float32 and contiguous unless the
+        method is exact."""
         if not self.exact:
             k = self.kernels
             gradient = k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
@@ -188,7 +188,8 @@ class PerVariableCodec:
         return self.compressor.compress(tensor, name)
 
     def _check_decoding(self) -> None:
-        """Refuse a compressor of the user's whose payloads do not decode to tensors like its inputs; once."""
+        """Refuse a user's compressor whose payloads do not decode to the shapes of its inputs. Runs at the first
+        step."""
         for x, (payload, ctx), name in zip(self.inputs, self.encoded, self.names, strict=True):
             check_decodes(self.compressor, payload, ctx, x, name)
         self.checks_decoding = False
@@ -199,17 +200,17 @@ class PerVariableCodec:
         return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
 
     def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
-        """Return the wires of all owners, one behind the other, each as long as the longest."""
+        """Return the wires of all owners, joined, each padded to the longest."""
         k = self.kernels
         statuses = header.statuses(later_round=self.round > 0)
         payloads = self._predivided(payloads)
         by_owner = [payloads] if self.pieces is None else [[p[j] for p in payloads] for j in range(self.owners)]
         layouts = self.known[self.round]
         if self.varies or layouts is None:
-            layouts = [Layout.of(k, each, self.sums, self.stamps) for each in by_owner]
+            layouts = [Layout.from_payloads(k, each, self.sums, self.stamps) for each in by_owner]
             if not self.varies:
                 self.known[self.round] = layouts
-        elif self.foreign:
+        elif self.user_defined:
             by_owner, statuses = self._withhold(by_owner, layouts, statuses)
         self.layouts = layouts
         stamps = header.own_stamp()
@@ -225,7 +226,7 @@ class PerVariableCodec:
         return k.join(wires)
 
     def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
-        """Return payloads in the range that the user wants for their sum."""
+        """Return payloads divided by ``predivide``, if the engine sums them."""
         by = self.context.predivide
         if by == 1 or not self.sums:
             return payloads
@@ -236,8 +237,8 @@ class PerVariableCodec:
         return k.divide(k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor), tensor, by)
 
     def _withhold(self, by_owner: list[Any], layouts: list[Layout], statuses: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the payloads and statuses to send. Payloads of other shapes than at the first step have no room in the
-        wire: zeros travel instead of all payloads, and a status by which all ranks give up."""
+        """Return the payloads and statuses to send. Payloads of other shapes than at the first step do not fit the
+        wire: zeros are sent instead of all payloads, and a status by which all ranks give up."""
         for layout, payloads in zip(layouts, by_owner, strict=True):
             difference = layout.first_difference(payloads)
             if difference is not None:
@@ -249,7 +250,8 @@ class PerVariableCodec:
         return by_owner, statuses
 
     def remember(self) -> None:
-        """Let the memory keep what payloads left out, unless these were withheld or several rounds lie ahead."""
+        """Update the memory with the parts that payloads left out, unless payloads were withheld. Methods of several
+        rounds update it in :meth:`decode`."""
         if self.withheld is None and self.traits.rounds == 1:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
 
@@ -261,17 +263,18 @@ class PerVariableCodec:
     def _first_round(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
         self.inputs, self._ranges = [], []
         self._looks = header.program.looks
-        tensors: Iterable[Tensor] = map(self._take, gradients, self.names)
-        if recorder.active is not None:  # to tell the memory's time from the method's, all are made first
-            tensors = recorder.each("compensate", self.names, self._take, gradients)
+        tensors: Iterable[Tensor] = map(self._compensate_input, gradients, self.names)
+        if recorder.active is not None:  # make all inputs first, to record the memory's time apart from the method's
+            tensors = recorder.each("compensate", self.names, self._compensate_input, gradients)
         self.rounds = self.compressor.exchange_all(tensors, self.names)
         payloads = recorder.shared("compress", self.bucket.variables, next, self.rounds)
         if self._looks:
             header.in_range = self._in_range(header.present, payloads, self._ranges)
         return self._packed(payloads, header)
 
-    def _take(self, gradient: Tensor, name: str) -> Tensor:
-        """Return one variable's input; called when the method takes it, so that what is looked at is in the cache."""
+    def _compensate_input(self, gradient: Tensor, name: str) -> Tensor:
+        """Return one variable's input. The method calls it as it iterates, so that the input is in the cache when it is
+        checked."""
         tensor = self.compensated(gradient, name)
         self.inputs.append(tensor)
         kept = self.stateful
@@ -279,15 +282,15 @@ class PerVariableCodec:
         return tensor
 
     def receive(self, total: Tensor, count: float) -> Any:
-        """Take the sum of a round's wires, ``count`` times the mean.
+        """Receive the sum of a round's wires, ``count`` times the mean.
 
         Returns:
-            of each variable 1.0 if its sum is finite, else 0.0, on the device; None if the caller has to look.
+            1.0 for each variable whose sum is finite, else 0.0, on the device; None if the caller must check.
         """
         return None
 
     def next_round(self, total: Tensor, count: float, header: Header) -> Tensor:
-        """Take the sum of a round's wires, ``count`` times the mean, and return the next wire."""
+        """Receive the sum of a round's wires, ``count`` times the mean, and return the next wire."""
         means = self._mean_of(total, count)
         self.round += 1
         payloads = recorder.shared("compress", self.bucket.variables, self.rounds.send, means)
@@ -312,16 +315,16 @@ class PerVariableCodec:
             raise
         raise TypeError("a compressor's exchange() yielded more payloads than its traits.rounds")
 
-    # -- means, where this rank is an owner or the root ------------------------------------------------
+    # -- means, if this rank is an owner or the root ---------------------------------------------------
 
     def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
-        """Decode and average what all ranks sent, and compress the mean.
+        """Decode and average all ranks' payloads, and compress the mean.
 
         Returns:
             True for each variable whose mean is in range.
 
         Raises:
-            PayloadError: a payload cannot be decoded; ``error.variable`` names whose.
+            PayloadError: a payload cannot be decoded; ``error.variable`` is its variable.
         """
         assert self.second is not None
         _, memory, _ = self.second
@@ -350,10 +353,10 @@ class PerVariableCodec:
         return compressor.compress(mean, f"{name}/{label}")
 
     def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
-        """Return the wire of the means, as long as the longest owner's, and its layout."""
+        """Return the wire of the means, padded to the longest owner's, and its layout."""
         k = self.kernels
         payloads = [payload for payload, _ in self.encoded_means]
-        layout = Layout.of(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
+        layout = Layout.from_payloads(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
         wire = layout.pack(payloads, statuses, stamps)
         longest = 0 if self.pieces is None else max(one.length for one in self.layouts)
         if longest > layout.length:
@@ -361,7 +364,11 @@ class PerVariableCodec:
         return wire, layout
 
     def remember_means(self, kept: Sequence[bool]) -> None:
-        """Let the second memory keep what the payloads of means left out, of the variables that are kept."""
+        """Update the second memory with the parts that the payloads of means left out.
+
+        Args:
+            kept: True for each variable to update; False to roll its state back.
+        """
         assert self.second is not None
         compressor, memory, _ = self.second
         for keep, name, mean, encoded in zip(kept, self.names, self.means, self.encoded_means, strict=True):
@@ -372,9 +379,9 @@ class PerVariableCodec:
                 self.forget_mean(name)
 
     def forget_mean(self, name: str) -> None:
-        """Roll back what the second memory learnt of a variable in this step."""
+        """Roll back the second memory's state of a variable."""
         assert self.second is not None
-        for part in self.second[1].whole().values():
+        for part in self.second[1].named_components().values():
             part.state.rollback(name)
 
     # -- receiving -------------------------------------------------------------------------------------
@@ -382,15 +389,17 @@ class PerVariableCodec:
     def decode(
         self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
     ) -> list[Any]:
-        """Return the mean of each variable, written into ``outs`` where they are given.
+        """Return the mean of each variable, written into its ``out`` unless that is None.
 
         Args:
             wires: one from each rank, or their sum; with ``means`` one from each owner, or the root's.
-            count: what the sum of what they decode to is divided by.
-            means: True if they hold means that were encoded once more.
+            layouts: the layouts of the wires.
+            outs: a tensor for each variable, or None.
+            count: divisor of the sum of decoded payloads.
+            means: True if the wires hold means that were encoded once more.
 
         Raises:
-            PayloadError: a payload cannot be decoded; ``error.variable`` names whose.
+            PayloadError: a payload cannot be decoded; ``error.variable`` is its variable.
         """
         if self.traits.rounds > 1:
             self._last_round(wires[0], count)
@@ -405,12 +414,12 @@ class PerVariableCodec:
         one = self._joined if means else self._aggregate
         counts = [count] * len(outs)
         values = recorder.each("decode", self.names, one, range(len(self.names)), received, outs, counts)
-        if self.traits.rounds > 1:  # memories learn what all ranks got
+        if self.traits.rounds > 1:  # memories are updated with the aggregated payload
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
         return values
 
     def room(self, i: int, out: Any, like: Tensor, dtype: str = "float32") -> Tensor:
-        """Return where a variable's mean is written: ``out``, or zeros."""
+        """Return the tensor that a variable's mean is written to: ``out``, or zeros."""
         return self.kernels.zeros(self.bucket.variables[i].shape, dtype, like) if out is None else out
 
     def _aggregate(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
@@ -418,12 +427,13 @@ class PerVariableCodec:
         return self.aggregated(payloads, self.encoded[i][1], self.room(i, out, payloads[0][0], dtype), count, name)
 
     def aggregated(self, payloads: list[Payload], ctx: Any, out: Any, count: float, name: str) -> Tensor:
-        """Return what the compressor aggregates; a PayloadError names the variable."""
+        """Return the aggregate of payloads; a PayloadError names the variable."""
         with self.about(name):
             return self.compressor.aggregate(payloads, ctx, out, count)
 
     def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
-        """Return the mean whose pieces the payloads are; each is the aggregate of one, so that a vote stays a vote."""
+        """Return the mean that owners, or the root, sent in payloads. Each payload is aggregated alone, so that a vote
+        stays a vote."""
         assert self.second is not None
         ctx = self.encoded[i][1]
         room = self.room(i, out, payloads[0][0])
@@ -443,5 +453,5 @@ class PerVariableCodec:
             raise
 
     def poisoned(self, value: Any) -> Any:
-        """Return a mean with NaN in place of its numbers, since a rank's gradient was not finite."""
+        """Return a mean with its numbers replaced by NaN, because a rank's gradient was not finite."""
         return self.kernels.add(value, value, float("nan"))

@@ -1,4 +1,4 @@
-"""Round trips that run on while training goes ahead: bounded staleness, and none."""
+"""Round trips that run while training continues, with bounded staleness or without a bound."""
 
 import dataclasses
 import time
@@ -16,14 +16,14 @@ from grace.kernels import kernels_of
 
 
 class DelayedRoundTrip:
-    """Sends this step's payloads on their way, and brings the mean of an earlier step.
+    """Round trip that encodes this step's payloads, and returns the mean of an earlier step.
 
-    It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, around one that a thread runs:
+    It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, and wraps one that a thread runs:
 
-    1. To make it is to encode the gradients. The memories' and the compressor's changes are committed at once where the
-       gradient is finite: the payload will be applied whatever becomes of this step.
-    2. :meth:`finish` brings the means that are due of those in ``bucket.pending``, the oldest first.
-    3. :meth:`enqueue`, at the end of the step, hands the encoded payloads to the thread. :meth:`cancel` forgets them.
+    1. To make it is to encode the gradients. State of memories and compressor is committed at once for finite
+       gradients: the payload will be applied even if this step is discarded.
+    2. :meth:`finish` returns the means in ``bucket.pending`` that this step applies, the oldest first.
+    3. :meth:`enqueue`, at the end of the step, passes the encoded payloads to the thread. :meth:`cancel` drops them.
 
     Args:
         contribution: this rank's gradients.
@@ -33,7 +33,7 @@ class DelayedRoundTrip:
     error: PayloadError | None = None
     """None: the thread keeps the errors of its round trips, and :meth:`finish` raises them."""
     deferred = next_step = False
-    """No matter here: the thread reads the headers of its round trips itself."""
+    """False, whatever the session wants: the thread reads the headers of its round trips itself."""
 
     def __init__(self, contribution: Contribution, thread: ExchangeThread):
         self.bucket, gradients, self.present, _, self.traffic = contribution
@@ -41,22 +41,22 @@ class DelayedRoundTrip:
         self.kernels = kernels_of(values_of(gradients[0]))
         self.names, self.thread = self.bucket.names, thread
         inner = self._encode(contribution)
-        # one that stays empty: the thread fills in the inner one's while the step ends
+        # A header that stays empty: the thread fills in the inner round trip's while the step ends.
         self.header = Header(inner.program, self.present)
-        self.place = inner.place
+        self.describe_wait = inner.describe_wait
         self.pending = Pending(inner, thread, self.communicator.context.loss_scale)
         self.bucket.pending.append(self.pending)
 
     # -- encoding --------------------------------------------------------------------------------------
 
     def _encode(self, contribution: Contribution) -> RoundTrip:
-        """Make the round trip that the thread will run, and commit what memories and the compressor learn by that.
+        """Make the round trip that the thread will run, and commit the state of memories and the compressor.
 
-        This rank sends nothing of variables that it has no gradient of, so that their state stays as it is.
+        This rank sends nothing of variables that it has no gradient of, so their state must not change.
         """
         own = contribution._replace(bucket=self._bucket_of_thread(), traffic=Traffic())
-        # the second memory learns in the thread, which commits it
-        kinds = self.communicator.keepers.items()
+        # The thread updates, and commits, the memory of answers.
+        kinds = self.communicator.stateful_parts.items()
         parts = [part for kind, part in kinds if not kind.startswith("answer_memory")]
         absent = [name for name, here in zip(self.names, self.present, strict=True) if not here]
         aside = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
@@ -70,12 +70,12 @@ class DelayedRoundTrip:
         return inner
 
     def _bucket_of_thread(self) -> Any:
-        """Return the bucket for the thread's backend and for this step: whatever step this rank is at when all payloads
-        are there, they are decoded as they were encoded.
+        """Return a bucket over the thread's backend, with a context that stays at this step: payloads must be decoded
+        at the step at which they were encoded, whatever step this rank is at when all of them have arrived.
 
-        Its codec is its own as well, since the buffers of the step before may still be under way.
+        It has a codec of its own, because the buffers of the step before may still be in use.
         """
-        communicator = self.communicator.at(dataclasses.replace(self.communicator.context))
+        communicator = self.communicator.with_context(dataclasses.replace(self.communicator.context))
         communicator.backend = self.thread.backend
         return dataclasses.replace(self.bucket, communicator=communicator)
 
@@ -92,40 +92,40 @@ class DelayedRoundTrip:
         """Return False: the thread starts all collectives."""
         return False
 
-    def look_at_stamps(self) -> None:
+    def read_step_stamps(self) -> None:
         """Do nothing: the thread compares the stamps."""
 
     def enqueue(self) -> None:
-        """Hand the payloads to the thread at the end of the step, in the same order on all ranks."""
+        """Enqueue the payloads for the thread at the end of the step, in the same order on all ranks."""
         self.thread.send(self.pending)
 
     def cancel(self) -> None:
-        """Forget the payloads, which were not enqueued."""
+        """Drop the payloads, which were not enqueued."""
         self.bucket.pending.remove(self.pending)
 
     # -- receiving -------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Drop the mean, since the step is discarded. The payloads travel all the same: other ranks await them."""
+        """Drop the mean, because the step is discarded. The payloads are still sent: other ranks await them."""
         self.pending.dropped = True
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
-        """Return the mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have come, and of the
-        oldest if more than ``ahead`` would be under way.
+        """Return the mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have arrived,
+        including the oldest if more than ``ahead`` would be under way.
 
         Raises:
             ExchangeError: the thread failed.
             PayloadError: a payload that a rank sent cannot be decoded.
             StepError: the ranks were not at one step.
         """
-        brought = [self._collect(pending) for pending in self._due()]
-        brought = [outcomes for outcomes in brought if outcomes]
-        if not brought:
+        collected = [self._collect(pending) for pending in self._pop_due()]
+        collected = [outcomes for outcomes in collected if outcomes]
+        if not collected:
             return [Outcome(variable, None, False, pending=True) for variable in self.bucket.variables]
-        return [self._sum(of_variable) for of_variable in zip(*brought, strict=True)]
+        return [self._sum(of_variable) for of_variable in zip(*collected, strict=True)]
 
-    def _due(self) -> list[Pending]:
-        """Take out of the bucket the round trips whose means this step applies."""
+    def _pop_due(self) -> list[Pending]:
+        """Remove from the bucket, and return, the round trips whose means this step applies."""
         pending, due = self.bucket.pending, []
         most = self.communicator.staleness if self.communicator.sync else self.communicator.ahead
         if not self.communicator.sync:
@@ -136,7 +136,8 @@ class DelayedRoundTrip:
         return due
 
     def _collect(self, pending: Pending) -> list[Outcome]:
-        """Wait for the outcomes of a round trip, and count what it sent; empty if its step was discarded."""
+        """Wait for the outcomes of a round trip, count its traffic, and return the outcomes; empty if its step was
+        discarded."""
         began = time.perf_counter()
         outcomes = pending.collect()
         self.traffic.wait_seconds += time.perf_counter() - began
@@ -155,5 +156,5 @@ class DelayedRoundTrip:
         total = values[0]
         for value in values[1:]:
             total = add(total, value)
-        # an overflow shows as NaN, but it is an earlier step's: the state of this step is kept
+        # An overflow is NaN in the mean, but it belongs to an earlier step: commit the state of this step.
         return Outcome(variable, total, False)

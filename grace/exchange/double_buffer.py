@@ -1,4 +1,4 @@
-"""Residuals of a bucket in two buffers that take turns, for codecs of kernels."""
+"""Double buffering of a bucket's residuals, for codecs of kernels."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -11,25 +11,25 @@ from grace.kernels import Kernels
 
 
 class DoubleBuffer:
-    """The residuals of some variables in two buffers that take turns, as addresses for a codec of kernels.
+    """Residuals of some variables in two buffers that alternate, as addresses for a codec of kernels.
 
-    The buffer that holds what is kept is not written to until the next one is kept in its place. Where a codec has to
-    know all of x to tell what is left of it, x lies there, and what is to be subtracted beside it: the codec subtracts
-    when it reads x again, and :meth:`finish` does before anybody else reads it.
+    The buffer with the committed residuals is not written to until the other one is committed. If a codec needs all of
+    x to compute the residual, the buffer holds x, and a second array the numbers to be subtracted: the codec subtracts
+    them when it reads x again, and :meth:`finish` before any other reader.
 
     Args:
-        memory: whose residuals; there are none if it keeps nothing. Or a method that keeps x itself (see
+        memory: the memory whose residuals are buffered, which may keep none; or a method that keeps x itself (see
             :func:`grace.exchange.fused_codec.moments_of`).
-        kernels: those of the gradients.
-        names, shapes: of the variables.
-        codec: finishes residuals, if they are left unfinished; else None.
-        pieces: how many each variable is cut into, of which each has its own numbers to be subtracted.
+        kernels: the kernels of the gradients' framework and device.
+        names, shapes: names and shapes of the variables.
+        codec: the codec that finishes residuals, if it leaves them unfinished; else None.
+        pieces: number of pieces of each variable, which have their own numbers to be subtracted.
 
     Attributes:
-        rows: uint64 of shape (variables, 3): a column for gradients, where residuals are, where the next ones go. With
-            a codec (variables, 5): and where the numbers are that are to be subtracted from either, or from the first
-            piece of either; each next piece's is behind those of all variables.
-        factors: float32 of shape (variables, 2): what residuals are multiplied by, and gradients.
+        rows: addresses, uint64 of shape (variables, 3): of gradients, of residuals, and of the next residuals. With a
+            codec the shape is (variables, 5): also of the numbers to be subtracted from the residuals and from the next
+            ones, for the first piece; those of each next piece follow those of all variables.
+        factors: float32 of shape (variables, 2): factors of residuals and of gradients.
     """
 
     def __init__(
@@ -49,21 +49,22 @@ class DoubleBuffer:
         self.pieces = pieces
         self.buffers: list[list[Tensor]] = []
         self.places: list[Any] = []
-        # float32 of shape (3, pieces, variables, 2): for each buffer the number to be subtracted from numbers below 0,
-        # and that from others; and zeros, for residuals that are in neither buffer.
+        # float32 of shape (3, pieces, variables, 2): for each buffer the number to be subtracted from negative
+        # elements, and the one from others; and zeros, for residuals that are in neither buffer.
         self.sides: Any = None
         self.side_places = np.zeros((3, len(self.names)), np.uint64)
+        # Per variable, the row of ``sides`` for its residual and for the next one.
         self.before, self.after = np.zeros((2, len(self.names)), np.int64)
         self.rows = np.zeros((len(self.names), 3 if codec is None else 5), np.uint64)
         self.factors = np.ones((len(self.names), 2), np.float32)
         self.following: list[Tensor] = []
         self.last = 0
 
-    def turn(self, like: Tensor) -> bool:
-        """Fill in where the residuals are, and where the next ones go.
+    def swap(self, like: Tensor) -> bool:
+        """Fill in the addresses of the residuals, and of the next ones in the other buffer.
 
         Returns:
-            False if a codec cannot take them: state was written in this step, or a residual lies elsewhere.
+            False if a codec cannot use the residuals: state was written in this step, or one is in other memory.
         """
         k, memory = self.kernels, self.memory
         self.following = []
@@ -71,28 +72,30 @@ class DoubleBuffer:
             return True
         if not self.buffers:
             self._make_buffers(like)
-        with memory.state.as_it_is() if self.codec is not None else contextlib.nullcontext():
+        with memory.state.without_deferred() if self.codec is not None else contextlib.nullcontext():
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
         self.factors[:] = [(a, b) for a, _, b in recalled]
         last = self.last
+        # The usual step: all residuals are in the buffer that was written last.
         if all([residual is own for (_, residual, _), own in zip(recalled, self.buffers[last], strict=True)]):
             self.last = 1 - last
-            self.rows[:, 1], self.rows[:, 2] = self.places[last], self.places[self.last]
+            self.rows[:, 1] = self.places[last]
+            self.rows[:, 2] = self.places[self.last]
             self.following = self.buffers[self.last]
             if self.codec is not None:
                 self.before[:], self.after[:] = last, self.last
                 self._fill_sides()
             return True
         for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
-            with memory.state.as_it_is():
+            with memory.state.without_deferred():
                 held = residual if residual is not None else _residual(memory.state.get(name))
             turn = int(held is self.buffers[0][i])  # the other buffer
             own = turn or held is self.buffers[1][i]
             self.before[i], self.after[i] = 1 - turn if own else 2, turn
             if not own:
-                memory.state.finish(name)  # by the double buffer whose it is
+                memory.state.run_deferred(name)  # the residual is in a buffer of another double buffer
             found = None if residual is None or own else k.addresses([residual])
             if residual is None:
                 self.rows[i, 1] = 0
@@ -123,29 +126,31 @@ class DoubleBuffer:
         self.rows[:, 3] = self.side_places[self.before, every]
         self.rows[:, 4] = self.side_places[self.after, every]
 
-    def keep(self) -> None:
-        """Let the memory remember the next residuals, which have been written."""
+    def store(self) -> None:
+        """Store the next residuals, which have been written, in the memory."""
         for name, residual in zip(self.names, self.following, strict=self.memory is not None):
             self.memory.keep(name, residual)
             if self.codec is not None:
-                self.memory.state.unfinished[name] = self
+                self.memory.state.deferred[name] = self
 
     def finish(self) -> None:
-        """Subtract what is still to be subtracted from either buffer; see :class:`~grace.core.state.State`."""
+        """Subtract the numbers that are still to be subtracted from both buffers; see
+        :class:`~grace.core.state.State`."""
         for turn in (0, 1):
             rows = np.zeros_like(self.rows)
             rows[:, 1], rows[:, 3] = self.places[turn], self.side_places[turn]
             self.codec.finish(rows, self.sides[turn])
 
     def write(self, into: Callable[[Tensor, Tensor], None]) -> None:
-        """Write the next residuals over the kept ones, with the numbers that are to be subtracted from them."""
+        """Copy the numbers that are to be subtracted, when the next residuals are copied over the committed ones by
+        ``into``."""
         before = self.before[0]
-        if before < 2 and all(self.before == before):
+        if before < 2 and all(self.before == before):  # all residuals are in one buffer: copy its numbers
             into(self.sides[before], self.sides[1 - before])
         else:
             self.finish()
 
 
 def _residual(held: Any) -> Any:
-    """Return the tensor in what a memory keeps of a variable."""
+    """Return the residual in a memory's state of a variable."""
     return held.get("residual") if isinstance(held, dict) else held

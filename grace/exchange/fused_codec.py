@@ -1,8 +1,8 @@
 """The codec of a bucket in one pass over memory: by compiled loops (Numba) on the host, by Triton on a GPU.
 
-Where method and memory have a codec of kernels, one call encodes all variables of a bucket and another decodes them, to
-the same bits as variable by variable, whole or in the pieces that ranks own. What a call does not take (tensors that
-lie elsewhere, state that was written in this step, a damaged payload) goes variable by variable.
+If method and memory have a codec of kernels, one call encodes all variables of a bucket and another decodes them, to
+the same bits as variable by variable, whole or in the pieces that ranks own. Inputs that a call does not support
+(tensors in other memory, state that was written in this step, a damaged payload) are handled variable by variable.
 """
 
 import importlib
@@ -14,8 +14,8 @@ import numpy as np
 
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
-from grace.core.kept import is_ours
 from grace.core.memory import ErrorFeedback, Memory
+from grace.core.transactional_dict import is_ours
 from grace.exchange.codec import CodecSetup, PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
 from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Header
@@ -26,16 +26,16 @@ from grace.kernels import Kernels
 LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
 """Bits of the largest float32 that is in range."""
 LARGEST_KEPT_BITS = np.float32(LARGEST_KEPT).view(np.uint32)
-"""Bits of the largest float32 that is in range where a memory keeps something."""
+"""Bits of the largest float32 that is in range if a memory keeps a residual."""
 ANY_BITS = np.uint32(0xFFFFFFFF)
-"""Bits above those of every float32: no number is looked at, since the sum shows which are not finite."""
+"""Bits above those of every float32: no number is checked, because the sum shows numbers that are not finite."""
 
 
 class FusedCodec(PerVariableCodec):
-    """A codec in one pass. The wires of all owners are one buffer, which is kept from step to step.
+    """Codec in one pass. The wires of all owners are one buffer, which is kept from step to step.
 
-    In the host's memory each owner's pieces have a codec of kernels. On a device the pieces of all owners are rows of
-    one codec, so that a launch takes all of them, and kernels write the headers, since they alone know what is in
+    On the host each owner's pieces have a codec of kernels. On a device the pieces of all owners are rows of one codec,
+    so that one launch encodes all of them, and kernels write the headers, because only they know which gradients are in
     range.
 
     Args:
@@ -44,7 +44,7 @@ class FusedCodec(PerVariableCodec):
         options: its options.
     """
 
-    keeps_at_once = True
+    stores_at_once = True
     """True if residuals are known when the wires are written."""
 
     def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
@@ -95,7 +95,7 @@ class FusedCodec(PerVariableCodec):
             self.mean_residuals = DoubleBuffer(self.second[1], self.kernels, names, mine, finisher)
 
     def placed(self, owner: int) -> Any:
-        """Return where the tensors of an owner's payloads stand, as a codec of kernels is told."""
+        """Return the locations of an owner's payload tensors in its wire, for a codec of kernels."""
         return self.layouts[owner].placed()
 
     def _stream_names(self) -> list[list[str]]:
@@ -113,23 +113,23 @@ class FusedCodec(PerVariableCodec):
         return self.buffer if self.fused else super().encode(gradients, header)
 
     def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
-        """Write all wires and the next residuals; return False, and change nothing, if that cannot be."""
-        if self.sums and self.context.predivide != 1:
+        """Write all wires and the next residuals; return False, and change nothing, if the inputs are not supported."""
+        if self.sums and self.context.predivide != 1:  # kernels do not divide payloads
             return False
         k = self.kernels
         addresses = k.addresses(gradients)
         if addresses is None:  # of another dtype, or not contiguous
             gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
             addresses = k.addresses(gradients)
-        if addresses is None:
+        if addresses is None:  # the framework gives no addresses for these tensors
             return False
         if self.target is None:
             self._make_buffers(gradients[0])
-        if self.target is None or not self.residuals.turn(gradients[0]):
+        if self.target is None or not self.residuals.swap(gradients[0]):
             return False
         self.residuals.rows[:, 0] = addresses
         most = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
-        if not header.program.looks:
+        if not header.program.looks:  # the received sum shows overflows, so nothing is checked here
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
         if self.by_kernels:
@@ -141,13 +141,13 @@ class FusedCodec(PerVariableCodec):
             self.layouts[0].write_header(self.buffer, header.statuses(), header.own_stamp())
         else:
             self._encode_pieces(header, most, words)
-        if self.keeps_at_once:
-            self.residuals.keep()
+        if self.stores_at_once:
+            self.residuals.store()
         return True
 
     def _encode_by_kernels(self, header: Header, most: Any, words: Any) -> None:
         assert self.target is not None
-        self.codec.step = self.context.step_there
+        self.codec.step = self.context.device_step
         rows = np.concatenate(self._cut(self.residuals.rows))
         factors = np.tile(self.residuals.factors, (self.owners, 1))
         words = words[: self.owners].reshape(-1, 4)
@@ -175,7 +175,7 @@ class FusedCodec(PerVariableCodec):
             self.parts = [self.buffer[j * longest : (j + 1) * longest] for j in range(self.owners)]
 
     def _ends(self, header: Header) -> Any:
-        """Return what kernels write behind all owners' payloads."""
+        """Return the headers that kernels write behind all owners' payloads."""
         found = [layout.end(header.statuses(), header.own_stamp()) for layout in self.layouts]
         if self.owners == 1:
             return found[0]
@@ -184,11 +184,12 @@ class FusedCodec(PerVariableCodec):
         return offsets, dtype, numbers[: self.layouts[0].header], over, heard
 
     def _cut(self, rows: Any) -> Any:
-        """Return the rows of all owners' pieces, of shape (owners, variables, columns), from those of variables."""
+        """Return the rows of addresses of all owners' pieces, of shape (owners, variables, columns), from those of
+        variables."""
         return rows[None] if self.owners == 1 else rows + self.piece_offsets[:, :, : rows.shape[1]] * (rows != 0)
 
     def finish(self, rows: Any, sides: Tensor) -> None:
-        """Subtract from all pieces' residuals what is still to be subtracted."""
+        """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
         self.codec.finish(np.concatenate(self._cut(rows)), sides)
 
     def remember(self) -> None:
@@ -198,7 +199,7 @@ class FusedCodec(PerVariableCodec):
     # -- means -----------------------------------------------------------------------------------------
 
     def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
-        # A root on a device answers with stamps that lie there, which kernels cannot be told.
+        # A root on a device sends back stamps that are on the device, which kernels do not support.
         stamps_on_device = self.on_device and self.pieces is None
         found = None
         if self.fused and not stamps_on_device:
@@ -212,7 +213,8 @@ class FusedCodec(PerVariableCodec):
         return super().average(wires, layouts, header)
 
     def _average(self, wires: Sequence[Tensor], header: Header) -> list[Any] | None:
-        """Average what ranks sent, and encode the means; return None if a payload is damaged, or it cannot be."""
+        """Average all ranks' payloads, and encode the means; return None if a payload is damaged or inputs are not
+        supported."""
         assert self.second is not None
         k, residuals = self.kernels, self.mean_residuals
         if self.sum_of_means is None:
@@ -220,7 +222,7 @@ class FusedCodec(PerVariableCodec):
             self.means_wire = k.zeros((self.longest,), "uint8", wires[0])
         sources, means = k.addresses(wires, "uint8"), k.addresses([self.sum_of_means])
         target = k.addresses([self.means_wire], "uint8")
-        if sources is None or target is None or means is None or not residuals.turn(self.sum_of_means):
+        if sources is None or target is None or means is None or not residuals.swap(self.sum_of_means):
             return None
         residuals.rows[:, 0] = outs = np.uint64(means[0]) + self.mean_offsets
         count, scale = self.context.size, self.context.loss_scale
@@ -248,7 +250,7 @@ class FusedCodec(PerVariableCodec):
         if not self.means_fused:
             super().remember_means(kept)
             return
-        self.mean_residuals.keep()
+        self.mean_residuals.store()
         for keep, name in zip(kept, self.names, strict=True):
             if not keep:
                 self.forget_mean(name)
@@ -267,14 +269,14 @@ class FusedCodec(PerVariableCodec):
         return super().decode(wires, layouts, found, count, means)
 
     def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
-        """Return where the means are written: ``outs``, and uninitialized tensors where these are None."""
+        """Return the tensors that means are written to: ``outs``, and uninitialized tensors for those that are None."""
         return [
             self.kernels.blank(variable.shape, "float32", like) if out is None else out
             for variable, out in zip(self.bucket.variables, outs, strict=True)
         ]
 
     def _decode(self, means: Sequence[Tensor], wires: Sequence[Tensor], count: float, compressed: bool) -> bool:
-        """Write into ``means``; return False if a payload is damaged, or kernels cannot write or read there.
+        """Decode into ``means``; return False if a payload is damaged, or kernels cannot access the tensors.
 
         Args:
             compressed: True if wires hold means that were encoded once more.
@@ -286,14 +288,15 @@ class FusedCodec(PerVariableCodec):
         scale = self.context.loss_scale
         if not compressed or self.owners == 1:
             return bool(self.codec.decode(outs, begins, 1 if compressed else count, scale))
-        if self.by_kernels:  # a row's place is one in the buffer of all wires, so each wire is said to begin before it
+        if self.by_kernels:
+            # A row's offset is one in the buffer of all wires, so pass where that buffer would begin for each wire.
             rows = np.repeat(begins - self.starts, len(outs))[None]
             return bool(self.codec.decode((outs + self.offsets).reshape(-1), rows, 1, scale))
         each = zip(self.codecs, self.offsets, begins, strict=True)
         return all(codec.decode(outs + offsets, begin[None], 1, scale) for codec, offsets, begin in each)
 
     def _decoding_ctxs(self, variables: Sequence[Any], like: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return, as ``encoded`` holds them, the ctxs that decode payloads variable by variable, from shapes."""
+        """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""
         ctx_of = self.compressor.ctx_of
         found = []
         for variable, cuts, tensor in zip(variables, self.cuts, like, strict=True):
@@ -306,12 +309,12 @@ class FusedCodec(PerVariableCodec):
 
 
 class Streams:
-    """The words of random numbers for lists of names, whose keys stay as long as the seed and the rank do.
+    """Words of random streams for lists of names. The keys are cached as long as the seed and the rank stay the same.
 
     Args:
-        names: lists of as many names each.
-        context: whose seed, rank and step.
-        draws: True if any are drawn; "shared" for those that all ranks draw alike.
+        names: lists of names, of equal lengths.
+        context: the context with seed, rank and step.
+        draws: True if the codec draws random numbers; "shared" if all ranks draw the same ones.
     """
 
     def __init__(self, names: Sequence[Sequence[str]], context: Context, draws: bool | str):
@@ -339,10 +342,12 @@ class Streams:
 def kernel_codec(
     compressor: Compressor, memories: Sequence[Memory], kernels: Kernels, setup: CodecSetup, like: Tensor
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class and options of a method's codec of kernels where ``like`` lies; None if the method, or a memory,
-    has none for such variables."""
+    """Return the class and options of a method's codec of kernels on the device of ``like``; None if the method, or a
+    memory, has none for these variables."""
+    # Exact methods send gradients in their own dtype, and kernels read float32 only.
     if compressor.traits.exact and any(variable.dtype != "float32" for variable in setup.bucket.variables):
         return None
+    # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
     if "bucket_codec" not in vars(type(compressor)) or not all(map(_is_simple, memories)):
         return None
     found = compressor.bucket_codec() if kernels.codecs else None
@@ -353,11 +358,11 @@ def kernel_codec(
 
 
 def moments_of(compressor: Compressor) -> Any:
-    """Return the method if it keeps the x that it compresses, and tells as an
-    :class:`~grace.core.memory.ErrorFeedback` does what x is made of; else None."""
+    """Return the method if it keeps the x that it compresses, and has ``recall`` and ``keep`` of
+    :class:`~grace.core.memory.ErrorFeedback` for it; else None."""
     return compressor if hasattr(compressor, "recall") else None
 
 
 def _is_simple(memory: Memory) -> bool:
-    """Return True if a memory computes x = a r + g and keeps x - C(x), or nothing."""
+    """Return True if a memory computes x = a r + g and keeps x - C(x), or keeps nothing."""
     return is_ours(type(memory)) and (isinstance(memory, ErrorFeedback) or not memory.stateful)

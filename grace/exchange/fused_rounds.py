@@ -15,34 +15,34 @@ from grace.exchange.layout import Layout
 
 
 class StartedFrom:
-    """A method's start of its next step, told as a memory tells of residuals."""
+    """Adapter that gives a method's start of its next step the interface of a memory's residuals."""
 
     def __init__(self, compressor: Any):
         self.compressor = compressor
 
     @property
     def state(self) -> State:
-        """The method's state."""
+        """State of the method."""
         found: State = self.compressor.state
         return found
 
     def recall(self, name: str) -> tuple[float, Tensor | None, float]:
-        """Return factors and the tensor, as :class:`~grace.core.memory.ErrorFeedback` does."""
+        """Return factors and the tensor; see :meth:`grace.core.memory.ErrorFeedback.recall`."""
         return 1.0, self.state.get(name), 1.0
 
     def keep(self, name: str, value: Tensor) -> None:
-        """Keep the start of the next step, unless each step starts anew."""
+        """Store the start of the next step, unless the method has no warm start."""
         if self.compressor.warm_start:
             self.state[name] = value
 
 
 class FusedRounds(FusedCodec):
-    """A codec of kernels that writes each round's wire and takes each round's sum.
+    """Codec of kernels for methods of several rounds: it writes each round's wire and receives each round's sum.
 
-    The result of the last sum is kept as residuals are, in two buffers; both are kept only when all is decoded.
+    The result of the last sum is kept in a double buffer, like residuals; both are stored only when all is decoded.
     """
 
-    keeps_at_once = False  # residuals are what the last round leaves out
+    stores_at_once = False  # residuals are what the last round leaves out
 
     def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
         super().__init__(setup, kind, options)
@@ -64,7 +64,7 @@ class FusedRounds(FusedCodec):
         return super().encode(gradients, header)
 
     def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
-        if not self.started.turn(gradients[0]):
+        if not self.started.swap(gradients[0]):
             return False
         self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
         return super()._encode(gradients, header)
@@ -93,20 +93,20 @@ class FusedRounds(FusedCodec):
         k = self.kernels
         found = self.rooms(outs, wires[0])
         given, places = found, k.addresses(found)
-        if places is None:  # kernels cannot write there: they write beside, and the means are copied
+        if places is None:  # kernels cannot write to these tensors: decode into others, and copy
             given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]
             places = k.addresses(given)
         self.codec.decode(np.array(places, np.uint64), (), count, self.context.loss_scale)
         for out, mean in zip(found, given, strict=True):
             if out is not mean:
                 k.divide(out, mean, 1)
-        self.residuals.keep()
-        self.started.keep()
+        self.residuals.store()
+        self.started.store()
         return found
 
 
 def payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
-    """Return where each variable's tensors of all rounds stand in the rounds' wires."""
+    """Return the locations of each variable's tensors of all rounds in the rounds' wires."""
     each = zip(*(layouts[0].placed() for layouts in codec.known if layouts), strict=True)
     return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]
 
@@ -115,8 +115,9 @@ def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> Fus
     """Return the codec of a bucket in one pass; None if its method and memories have none.
 
     Args:
+        setup: the facts that the codec is made for.
         plain: the codec of the same bucket variable by variable, whose layouts are known.
-        like: one of its gradients.
+        like: one of the bucket's gradients.
     """
     communicator = setup.bucket.communicator
     compressor: Compressor = communicator.compressor
@@ -126,9 +127,10 @@ def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> Fus
     # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
     if found is None or communicator.delayed:
         return None
+    # Means are encoded by the same kernels: the second method must be the same, and draw its own random numbers.
     if second is not None and (found[0].draws == "shared" or type(second[0]) is not type(compressor)):
         return None
-    if moments_of(compressor) and communicator.memory.stateful:
+    if moments_of(compressor) and communicator.memory.stateful:  # a codec has one pair of buffers: x or residuals
         return None
     if compressor.traits.rounds == 1:
         return FusedCodec(setup, *found)

@@ -1,4 +1,4 @@
-"""The header of a wire: what ranks tell each other beside payloads, and what becomes of it.
+"""The header of a wire: the statuses and step stamps that ranks send with payloads, and their evaluation.
 
 Behind the payloads stands a status of each variable:
 
@@ -7,11 +7,11 @@ Behind the payloads stands a status of each variable:
 - in summed wires 0, 1, Inf and NaN, which add up to the same.
 
 Behind the statuses, in one bucket of each step, stands the step stamp of each rank (:mod:`grace.exchange.step_stamp`).
-Where one wire tells the stamps of all ranks (a sum, a root's answer), each rank has a place of its own, in which all
+If one wire carries the stamps of all ranks (a sum, a root's answer), each rank has a place of its own, in which all
 others write 0.
 
-On a CPU a header is read as it comes. On a device it stays there: the round trip goes on as if all were well, and
-:func:`resolve` reads the headers of all of a step's round trips at once.
+On a CPU a header is read when it arrives. On a device it stays there: the round trip continues as if no status were
+bad, and :func:`resolve` reads the headers of all of a step's round trips at once.
 """
 
 import dataclasses
@@ -37,20 +37,20 @@ for a flag, which is 1)."""
 
 
 def resolve(round_trips: Sequence[Any]) -> None:
-    """Read all that the headers of round trips have deferred, in one copy.
+    """Run all reads that the headers of round trips have deferred, in one copy.
 
     Raises:
-        PayloadError: a rank could not decode what it was sent.
+        PayloadError: a rank could not decode a payload.
     """
-    questions: list[DeferredRead] = []
+    deferred_reads: list[DeferredRead] = []
     for trip in round_trips:
-        if trip.header.questions:
-            questions += trip.header.questions
-            trip.header.questions = []
-    if questions:
-        tensors = [tensor for tensors, *_ in questions for tensor in tensors]
+        if trip.header.deferred_reads:
+            deferred_reads += trip.header.deferred_reads
+            trip.header.deferred_reads = []
+    if deferred_reads:
+        tensors = [tensor for tensors, *_ in deferred_reads for tensor in tensors]
         numbers = kernels_of(tensors[0]).read(tensors)
-        for tensors, then, _ in questions:
+        for tensors, then, _ in deferred_reads:
             then(numbers[: len(tensors)])
             del numbers[: len(tensors)]
 
@@ -80,7 +80,7 @@ def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, 
 
     Args:
         kept: True if a memory keeps something of the tensor; then more than :data:`LARGEST_KEPT` counts as infinite.
-        known: the answer for the tensor alone, if somebody has it.
+        known: the result for the tensor alone, if the caller has it.
     """
     found = k.all_finite(tensor, LARGEST_KEPT if kept else math.inf) if known is None else known
     for part in payload:
@@ -97,7 +97,7 @@ def both(one: Any, other: Any) -> Any:
 
 
 def stamp_numbers(bucket: Bucket, shared: bool) -> int:
-    """Return how many numbers of a bucket's wires are step stamps.
+    """Return the number of step stamp numbers in a bucket's wires.
 
     Args:
         shared: True if one wire has room for the stamps of all ranks.
@@ -106,7 +106,7 @@ def stamp_numbers(bucket: Bucket, shared: bool) -> int:
 
 
 class Header:
-    """The statuses and the step stamp that this rank writes in one round trip, and what it learns from all ranks'.
+    """Statuses and step stamp that this rank writes in one round trip, and facts that it reads from those of all ranks.
 
     Args:
         program: the bucket's :class:`~grace.exchange.program.BucketProgram`, which has all that never changes: a header
@@ -120,7 +120,7 @@ class Header:
         refused: the rank and the variable of a payload that was refused or withheld, as far as it was read.
         out_of_step: why the ranks cannot go on together; empty if they can.
         hyperparameters_differ: True if only the optimizers' hyperparameters differ.
-        questions: the reads that are deferred.
+        deferred_reads: the reads that are deferred.
         received: all ranks' stamps, as they came.
         poison: NaN for each variable that overflowed, on the device; -0, which changes no number, for all others.
     """
@@ -128,7 +128,7 @@ class Header:
     refused: tuple[int, str] | None = None
     out_of_step: str = ""
     hyperparameters_differ: bool = False
-    questions: Sequence[DeferredRead] = ()
+    deferred_reads: Sequence[DeferredRead] = ()
     received: Any = ()
     poison: Any = None
 
@@ -157,7 +157,7 @@ class Header:
         return [*[0] * STAMP_SIZE * rank, *self.stamp, *[0] * STAMP_SIZE * (size - 1 - rank)]
 
     def statuses(self, later_round: bool = False) -> list[Any]:
-        """Return what this rank writes of each variable; an overflow of a later round shows in its sum."""
+        """Return this rank's status of each variable. Overflows of a later round show in its sum instead."""
         finite = self.program.all_true if later_round else self.in_range
         if all(self.present) and all([ok is True for ok in finite]):  # a tensor is not True: it is not read here
             return self.program.all_present
@@ -197,8 +197,8 @@ class Header:
 
     # -- statuses --------------------------------------------------------------------------------------
 
-    def judge(self, ranks: Sequence[Sequence[float]], first: int = 0) -> None:
-        """Learn what is missing, overflowed or refused.
+    def evaluate(self, ranks: Sequence[Sequence[float]], first: int = 0) -> None:
+        """Set from the ranks' statuses which variables are missing, overflowed or refused.
 
         Args:
             ranks: the statuses of each rank, or their sum.
@@ -207,21 +207,21 @@ class Header:
         if all([rank == self.program.all_well for rank in ranks]):
             return
         for number, rank in enumerate(ranks, first):
-            for name, told in zip(self.names, rank, strict=True):
-                if self.refused is None and (math.isnan(told) if self.sums else told == REFUSED):
+            for name, flag in zip(self.names, rank, strict=True):
+                if self.refused is None and (math.isnan(flag) if self.sums else flag == REFUSED):
                     self.refused = number, name
         limit = math.inf if self.sums else OVERFLOW
-        self.missing = [all(told == MISSING for told in of_all) for of_all in zip(*ranks, strict=True)]
-        now = [not all(told < limit for told in of_all) for of_all in zip(*ranks, strict=True)]
+        self.missing = [all(flag == MISSING for flag in flags) for flags in zip(*ranks, strict=True)]
+        now = [not all(flag < limit for flag in flags) for flags in zip(*ranks, strict=True)]
         self.overflowed = [a or b for a, b in zip(self.overflowed, now, strict=True)]
 
     def overflow_on_device(self, flags: Sequence[Tensor]) -> Tensor:
-        """Return 0 for each variable that no rank's status says to have overflowed, and more for others."""
+        """Return 0 for each variable that overflowed on no rank, and a positive number for others."""
         found = [self.kernels.cast(flag, "float32") for flag in flags]
-        return sum(told * (told - PRESENT) for told in found)
+        return sum(flag * (flag - PRESENT) for flag in found)
 
-    def poison_by(self, flags: Sequence[Tensor], finite: Sequence[Tensor] = ()) -> None:
-        """Remember on the device which means are to become NaN.
+    def add_poison(self, flags: Sequence[Tensor], finite: Sequence[Tensor] = ()) -> None:
+        """Add NaN to the poison of variables that overflowed, on the device.
 
         Args:
             flags: statuses of wires; an overflow gives Inf times -0, or -0 divided by 0, which is NaN.
@@ -229,8 +229,8 @@ class Header:
         """
         k = self.kernels
         for flag in flags:
-            told = k.cast(flag, "float32")
-            found = told * -0.0 if self.sums else -0.0 / (OVERFLOW - told)
+            number = k.cast(flag, "float32")
+            found = number * -0.0 if self.sums else -0.0 / (OVERFLOW - number)
             self.poison = found if self.poison is None else self.poison + found
         if len(finite):
             self.poison = self.poison + -0.0 / k.full(list(finite), "float32", flags[0])
@@ -248,10 +248,10 @@ class Header:
         if not self.on_device:
             then([self.kernels.to_list(one) if getattr(one, "shape", ()) else [float(one)] for one in tensors])
         elif tensors:
-            self.questions = [*self.questions, (list(tensors), then, well)]
+            self.deferred_reads = [*self.deferred_reads, (list(tensors), then, well)]
 
-    def amend(self, outcomes: Sequence[Outcome], poisoned: Callable[[Any], Any] | None) -> None:
-        """Write into outcomes which variables nobody had a gradient of, and which overflowed.
+    def mark_outcomes(self, outcomes: Sequence[Outcome], poisoned: Callable[[Any], Any] | None) -> None:
+        """Set in outcomes the variables that no rank had a gradient of, and those that overflowed.
 
         Args:
             poisoned: makes NaN of a mean that may hide an overflow; None where no mean does, or where the device has

@@ -1,4 +1,4 @@
-"""Layouts: where the payloads of a bucket stand in a wire, and the header behind them.
+"""Layouts: the locations of a bucket's payloads in a wire, and of the header behind them.
 
 - A summed wire has the payloads' own dtype.
 - A byte wire holds the payload tensors, widest items first so that every tensor is aligned.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.compressor import Payload, PayloadSpec, Tensor, TensorSpec
-from grace.core.ported import ITEM_SIZE
+from grace.core.grace_api import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 from grace.kernels.contract.primitives import Placed
@@ -28,24 +28,24 @@ BITS_AS = {"bfloat16": "uint16"}
 
 
 class Layout:
-    """The layout of one wire, which all ranks share unless payloads vary in size.
+    """Layout of one wire, equal on all ranks unless payloads vary in size.
 
     Args:
-        kernels: those of the bucket's tensors.
+        kernels: the kernels of the bucket's tensors.
         payloads: dtypes and shapes of each variable's payload.
         sums: True if an engine adds wires up.
-        stamps: how many numbers of step stamps the header holds.
+        stamps: number of step stamp numbers in the header.
 
     Attributes:
         payload_bytes: bytes of each variable's payload.
         total: bytes of all payloads.
-        body: items (of the wire's dtype) that payloads take; the header begins there.
+        body: items (of the wire's dtype) of all payloads, and so the offset of the header.
         length, nbytes: items and bytes of the whole wire.
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
     >>> payloads = [[np.uint8([7]), np.float32([1.5])], [np.uint8([9])]]
-    >>> layout = Layout.of(NumpyKernels(), payloads, sums=False)
+    >>> layout = Layout.from_payloads(NumpyKernels(), payloads, sums=False)
     >>> wire = layout.pack(payloads, [1, 0])
     >>> wire.nbytes, layout.payload_bytes, layout.statuses(wire)
     (8, [5, 1], array([1, 0], dtype=uint8))
@@ -69,20 +69,20 @@ class Layout:
         if not sums:
             self.order.sort(key=lambda i: -ITEM_SIZE[self.dtypes[i]])
         self._measure()
-        # Each is what was made last and what it was made of, since the same comes at most steps.
+        # Caches of the last results with their inputs, which are the same at most steps.
         self._packed_statuses: tuple[list[Any], Tensor] | None = None
         self._plain_statuses: tuple[list[Any], np.ndarray] | None = None
         self._end: tuple[Tensor, np.ndarray] | None = None
         self._unpacked: tuple[Tensor, list[Payload]] | None = None
 
     @classmethod
-    def of(cls, kernels: Kernels, payloads: Sequence[Payload], sums: bool, stamps: int = 0) -> "Layout":
-        """Return the layout of payloads that are there."""
+    def from_payloads(cls, kernels: Kernels, payloads: Sequence[Payload], sums: bool, stamps: int = 0) -> "Layout":
+        """Return the layout of existing payloads."""
         specs = [[TensorSpec(kernels.dtype(t), tuple(t.shape)) for t in payload] for payload in payloads]
         return cls(kernels, specs, sums, stamps)
 
     def _measure(self) -> None:
-        """Work out bytes and offsets from the shapes."""
+        """Compute bytes and offsets from the shapes."""
         counts = [math.prod(shape) for shape in self.shapes]
         sizes = [n * ITEM_SIZE[dtype] for n, dtype in zip(counts, self.dtypes, strict=True)]
         rest = iter(sizes)
@@ -121,7 +121,7 @@ class Layout:
             most: bytes that its payloads may have.
 
         Raises:
-            PayloadError: no payload has such sizes.
+            PayloadError: no payload can have these sizes.
         """
         for n, shape in zip(sizes, self.shapes, strict=True):
             if n < 0 or (not shape and n != 1):
@@ -155,7 +155,7 @@ class Layout:
         Args:
             statuses: one per variable: numbers, or 0-d tensors on the device.
             stamps: numbers, or a tensor of the wire's dtype.
-            out: where to write; None for a new tensor.
+            out: the tensor to write to; None for a new tensor.
         """
         k = self.kernels
         tensors = [tensor for payload in payloads for tensor in payload]
@@ -234,6 +234,6 @@ class Layout:
 
 
 def _bits(numbers: Sequence[Any], dtype: str) -> np.ndarray:
-    """Return numbers of a header, which all dtypes hold exactly, as they stand in a wire."""
+    """Return numbers of a header, which all dtypes hold exactly, in the bits of the wire's dtype."""
     found = np.array(numbers, np.float32)
     return (found.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else found.astype(dtype)

@@ -1,7 +1,7 @@
-"""The codec of ScatterMerge: entries to the owners of their positions, and the largest sums back to all.
+"""The codec of ScatterMerge: it sends entries to the owners of their positions, and the largest sums back to all.
 
-Payloads hold the entries (value, code) of all variables of the bucket, so that an owner's share is full although single
-variables give it more or less; they stand in the first variable's place. All sizes follow from shapes.
+Payloads hold the entries (value, code) of all variables of the bucket, so that variations of single variables' shares
+even out; they are stored as the first variable's payload. All sizes follow from shapes.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from grace.exchange.tracing import recorder
 
 
 class SentEntries(Sparsifier):
-    """The compressor that a memory is given: a payload of values, and positions as they are."""
+    """Compressor for updates of memories: its payload is values and uncoded positions."""
 
     def __init__(self, inner: Compressor):
         self.inner = inner
@@ -33,7 +33,7 @@ class SentEntries(Sparsifier):
 
 
 class MergeCodec(PerVariableCodec):
-    """Adds up entries where they are owned. Memories learn what came through when the sums are there."""
+    """Codec that adds up entries at their owners. Memories are updated once the kept sums are known."""
 
     def __init__(self, setup: CodecSetup):
         super().__init__(setup)
@@ -57,7 +57,7 @@ class MergeCodec(PerVariableCodec):
         return found
 
     def _shares(self, total: int) -> list[int]:
-        """Return each variable's part of the bytes that all of them send together."""
+        """Return each variable's share of the bytes of all variables."""
         ends = [total * sent // max(1, sum(self.counts)) for sent in accumulate(self.counts, initial=0)]
         return [b - a for a, b in pairwise(ends)]
 
@@ -87,8 +87,8 @@ class MergeCodec(PerVariableCodec):
         return k.join([self.layouts[0].pack([share, *nothing], statuses, stamps) for share in shares])
 
     def _share(self, owner: int, owners: Tensor, codes: Tensor, values: Tensor, unsent: list[Tensor]) -> Payload:
-        """Return the entries that one owner gets, filled up with zeros for a code that nobody reads; add to ``unsent``
-        the numbers of those for which there is no room."""
+        """Return the entries for one owner, padded with zeros at an unused code; add to ``unsent`` the numbers of
+        entries for which there is no room."""
         k, room = self.kernels, self.places.room
         mine = k.above(k.cast(owners == owner, "float32"), 0.5)
         if mine.shape[0] > room:
@@ -101,7 +101,7 @@ class MergeCodec(PerVariableCodec):
         ]
 
     def remember(self) -> None:
-        """Remember nothing yet: what comes back decides what stays."""
+        """Do nothing: memories are updated in :meth:`decode`, once the kept sums are known."""
 
     # -- at the owner ----------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class MergeCodec(PerVariableCodec):
         return self.layout_of_means.pack([self.means_payload, *nothing], statuses, stamps), self.layout_of_means
 
     def remember_means(self, kept: Sequence[bool]) -> None:
-        """Remember nothing: what owners drop stays with those who sent it."""
+        """Do nothing: entries that owners drop stay in their senders' memories."""
 
     # -- everywhere ------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class MergeCodec(PerVariableCodec):
         return recorder.each("decode", self.names, self._merged, range(len(self.names)), outs)
 
     def _merged(self, i: int, out: Any, name: str) -> Tensor:
-        """Return one variable's mean, of what its owners kept, and let its memory learn what came through."""
+        """Return one variable's mean, of the sums that its owners kept, and update its memory."""
         k, variable, place = self.kernels, self.bucket.variables[i], self.places.places[i]
         ranks = range(self.owners) if place.owner is None else [place.owner]
         cut = slice(place.start, place.start + place.kept)
@@ -159,11 +159,11 @@ class MergeCodec(PerVariableCodec):
         with self.about(name):
             total = k.scatter_add(k.flat(out), where, values, 1.0)
         with recorder.phase("update", variable=name):
-            self._keep(i, total, name)
+            self._update_memory(i, total, name)
         return k.reshape(total, tuple(variable.shape))
 
-    def _keep(self, i: int, total: Tensor, name: str) -> None:
-        """Let the memory learn that those of this rank's entries were sent that are part of a sum."""
+    def _update_memory(self, i: int, total: Tensor, name: str) -> None:
+        """Update the memory as if only those of this rank's entries were sent that are part of a kept sum."""
         k, (values, indices) = self.kernels, self.sent[i]
         sums = k.gather(total, indices)
         if self.on_their_way is not None:

@@ -1,11 +1,12 @@
-"""Owners: which rank adds up which positions of a bucket's variables.
+"""Owners: the assignment of a bucket's positions to the ranks that add them up.
 
-Positions of large variables are dealt out in blocks of W: block q gives one position to each rank, in an order that a
-hash of q turns, so that every rank owns as many, and as many of the large ones wherever these lie (the rows of frequent
-words, a column). Variables of which fewer than W entries are sent are owned whole, by the rank that has the least.
+Positions of large variables are assigned in blocks of W: block q has one position for each rank, in an order rotated
+by a hash of q, so that every rank owns equally many, and equally many of the large entries wherever these are (the rows
+of frequent words, a column). A variable of which fewer than W entries are sent is owned by one rank, the one with the
+least load.
 
-Among what it owns a rank numbers positions by ``code``: q for the blocks of all large variables, one behind the other,
-and then the positions of the small variables.
+A rank numbers the positions that it owns by ``code``: q for the blocks of all large variables, one after the other,
+then the positions of the small variables.
 """
 
 import math
@@ -14,18 +15,19 @@ from typing import Any, NamedTuple
 
 Array = Any
 TURN, KEEP = -1640531527, 1 << 16
-"""2^32 over the golden ratio as int32, whose products wrap around, and the bits below which nothing is random."""
+"""2^32 over the golden ratio as int32, whose products wrap around, and the divisor that drops the low bits, which are
+not random."""
 
 
 class Place(NamedTuple):
-    """Where a variable's entries are added up, and where they stand in answers.
+    """Assignment of a variable to owners, and its place in their answers.
 
     Attributes:
-        owner: the rank that owns all of it; None if every rank owns a part.
-        base, codes: the first of its codes, and how many there are.
-        size: its elements.
-        kept: entries that an owner keeps of it.
-        start: where these begin in the owner's answer.
+        owner: the rank that owns the variable; None if every rank owns a part.
+        base, codes: first code, and number of codes.
+        size: number of elements.
+        kept: number of entries that an owner keeps.
+        start: offset of these entries in the owner's answer.
     """
 
     owner: int | None
@@ -37,14 +39,14 @@ class Place(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """The places of a bucket's variables, in their order.
+    """Assignment of a bucket's variables to owners.
 
     Attributes:
-        ranks: how many share the positions.
-        places: by variable.
-        codes: how many codes there are.
-        room: entries that one rank may send another; what is beyond stays in its memory.
-        answer: entries in an answer.
+        ranks: number of owners.
+        places: assignments of the variables, in their order.
+        codes: number of codes.
+        room: number of entries that one rank may send another; further entries stay in its memory.
+        answer: number of entries in an answer.
     """
 
     ranks: int
@@ -56,10 +58,10 @@ class Owners(NamedTuple):
 
 @lru_cache(maxsize=64)
 def owners_of(sizes: tuple[int, ...], counts: tuple[int, ...], ranks: int) -> Owners:
-    """Deal out variables of these sizes, of which each rank sends so many entries.
+    """Assign variables of these sizes, of which each rank sends ``counts`` entries, to owners.
 
-    An owner gets k/W of a rank's k entries on average, and hardly ever more than four standard deviations beyond: that
-    is the room. All owners together keep k, up to rounding.
+    An owner gets k/W of a rank's k entries on average, and hardly ever more than four standard deviations above it:
+    that is the room. All owners together keep k entries, up to rounding.
 
     >>> owners = owners_of((1000, 30), (10, 1), 2)
     >>> owners.places[0]
@@ -70,7 +72,7 @@ def owners_of(sizes: tuple[int, ...], counts: tuple[int, ...], ranks: int) -> Ow
     loads, places = [0] * ranks, list[Place | None]([None] * len(sizes))
     codes = start = shared = 0
     for i, (n, k) in enumerate(zip(sizes, counts, strict=True)):
-        if k >= ranks:  # so that n >= ranks, and no owner keeps an entry of the last block that it has not
+        if k >= ranks:  # then n >= ranks, and kept <= n // ranks excludes the last block, which may be incomplete
             kept = min(math.ceil(k / ranks), n // ranks)
             places[i] = Place(None, codes, math.ceil(n / ranks), n, kept, start)
             codes, start, shared = codes + math.ceil(n / ranks), start + kept, shared + k
@@ -84,13 +86,14 @@ def owners_of(sizes: tuple[int, ...], counts: tuple[int, ...], ranks: int) -> Ow
     return Owners(ranks, tuple(place for place in places if place), codes, room, start + max(loads))
 
 
-def _turned(blocks: Array, ranks: int) -> Array:
-    """By how much blocks are turned, by their numbers in the variable, so that other variables beside do not matter."""
+def _rotation(blocks: Array, ranks: int) -> Array:
+    """Return the rotations of blocks. They follow from block numbers within the variable, and so not from the other
+    variables of the bucket."""
     return blocks * TURN // KEEP % ranks
 
 
 def coded(indices: Array, place: Place, ranks: int) -> tuple[Array, Array]:
-    """Owners and codes of positions of a variable, int32.
+    """Return the owners and codes of a variable's positions, int32.
 
     >>> import numpy as np
     >>> place = owners_of((12,), (6,), 3).places[0]
@@ -101,11 +104,11 @@ def coded(indices: Array, place: Place, ranks: int) -> tuple[Array, Array]:
     if place.owner is not None:
         return indices * 0 + place.owner, indices + place.base
     blocks = indices // ranks
-    return (indices - blocks * ranks + _turned(blocks, ranks)) % ranks, blocks + place.base
+    return (indices - blocks * ranks + _rotation(blocks, ranks)) % ranks, blocks + place.base
 
 
 def positions(codes: Array, place: Place, owner: int, ranks: int) -> Array:
-    """The positions of a variable that an owner's codes, int32, stand for: the inverse of :func:`coded`.
+    """Return the positions of a variable for an owner's codes, int32: the inverse of :func:`coded`.
 
     >>> import numpy as np
     >>> place = owners_of((12,), (6,), 3).places[0]
@@ -113,4 +116,4 @@ def positions(codes: Array, place: Place, owner: int, ranks: int) -> Array:
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     """
     blocks = codes - place.base
-    return blocks if place.owner is not None else blocks * ranks + (owner - _turned(blocks, ranks)) % ranks
+    return blocks if place.owner is not None else blocks * ranks + (owner - _rotation(blocks, ranks)) % ranks

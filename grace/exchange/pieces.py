@@ -1,4 +1,4 @@
-"""A compressor applied to pieces of tensors, where each rank owns a piece of every variable and averages it."""
+"""Compression of pieces of tensors, for communicators whose ranks each own, and average, a piece of every variable."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from grace.kernels import kernels_of
 
 
 class PiecewiseCompressor(Compressor):
-    """A compressor applied piece by piece: piece j of n elements is ``equal_bounds(n, owners)[j]`` of the flat tensor.
+    """Compressor applied piece by piece: piece j of n elements is ``equal_bounds(n, owners)[j]`` of the flat tensor.
 
     A payload is a list of payloads, one for each owner; a ctx is the pair of bounds and the pieces' ctxs. Memories are
-    given this compressor, so that they learn what all pieces leave out together.
+    updated with this compressor, and so with the errors of all pieces together.
 
     Args:
         inner: the compressor of a piece.
-        owners: into how many pieces tensors are cut.
+        owners: number of pieces of each tensor.
     """
 
     def __init__(self, inner: Compressor, owners: int):
@@ -49,13 +49,14 @@ class PiecewiseCompressor(Compressor):
         return out if k.mutable else k.reshape(k.join(pieces), tuple(out.shape))
 
     def join(self, means: Payload, ctx: Any, out: Tensor) -> Tensor:
-        """Return the tensor whose pieces the means are: each the aggregate of one payload, so that a vote stays one."""
+        """Return the tensor made of the means of its pieces. Each payload is aggregated alone, so that a vote stays a
+        vote."""
         k = kernels_of(out)
         flat, pieces = k.flat(out), []
         for owner, ((a, b), piece, inner_ctx) in enumerate(zip(ctx[0], means, ctx[1], strict=True)):
             try:
                 pieces.append(self.inner.aggregate([piece], inner_ctx, flat[a:b], 1))
             except PayloadError as error:
-                error.place = owner  # among all ranks; ``aggregate`` says which of its one payload
+                error.place = owner  # aggregate() has set the index among its single payload: replace it by the rank
                 raise
         return out if k.mutable else k.reshape(k.join(pieces), tuple(out.shape))

@@ -1,4 +1,4 @@
-"""The program of a bucket: what is the same at every step of its round trips."""
+"""The program of a bucket: the facts that are the same for all of its round trips."""
 
 from grace.core.compressor import Tensor
 from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route, route_of
@@ -11,7 +11,7 @@ from grace.kernels import kernels_of
 
 
 class BucketProgram:
-    """A bucket's codec and route, and what they follow from; kept in ``bucket.program``.
+    """Codec and route of a bucket, and the facts that they follow from; kept in ``bucket.program``.
 
     Args:
         bucket: the bucket.
@@ -19,12 +19,12 @@ class BucketProgram:
 
     Attributes:
         apart: the codec, if the communicator moves payloads itself.
-        looks: True if statuses say what overflowed.
-        sizes_unknown: True if nobody said that payloads of all ranks are laid out alike: they compare their layouts.
-        payloads_show: True if payloads say what overflowed: they carry Inf and NaN as they are, or they are sums, which
-            may be infinite though all terms are finite.
-        statuses_matter: True if statuses are read though all ranks have all gradients.
-        shares_stamps: True if one wire tells the step stamps of all ranks: a sum, or the answer of a root.
+        looks: True if overflows are detected before sending, and reported by statuses.
+        sizes_unknown: True if the method does not declare payload sizes, so that ranks compare their layouts.
+        payloads_show: True if payloads show overflows: they carry Inf and NaN unchanged, or they are sums, which may be
+            infinite though all terms are finite.
+        statuses_matter: True if statuses are read even if all ranks have all gradients.
+        shares_stamps: True if one wire carries the step stamps of all ranks: a sum, or the answer of a root.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
     """
 
@@ -41,7 +41,7 @@ class BucketProgram:
         self.size_key = compressor.size_key(context.step)
         self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
-        self.on_device = communicator.can_defer and self.kernels.far(like)
+        self.on_device = communicator.can_defer and self.kernels.on_device(like)
         self.shares_stamps = communicator.sums or communicator.rooted
         self.codec = self._make_codec(like)
         self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
@@ -50,7 +50,7 @@ class BucketProgram:
         )
         self.sizes_unknown = self.traits.fixed_size is None and self.apart is None
         self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
-        self.statuses_matter = self.looks or communicator.foreign
+        self.statuses_matter = self.looks or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.
@@ -61,7 +61,7 @@ class BucketProgram:
         self._route: Route | None = None
 
     def _make_codec(self, like: Tensor) -> PerVariableCodec:
-        """Return the communicator's own codec, or else a fused one, or else the one that goes variable by variable."""
+        """Return the communicator's own codec, or else a fused one, or else a :class:`PerVariableCodec`."""
         communicator = self.communicator
         owners, owner = (self.size, self.rank) if communicator.cuts else (1, 0)
         setup = CodecSetup(
@@ -78,9 +78,9 @@ class BucketProgram:
         return fused_codec(setup, plain, like) or plain
 
     def fits(self, like: Tensor) -> bool:
-        """Return True if it was made for such gradients, these ranks, and payloads of this step's size.
+        """Return True if the program was made for this kind of gradient, these ranks, and payload sizes of this step.
 
-        A delayed round trip may still be under way when the next one encodes, so it has a program of its own."""
+        A delayed round trip may still be under way when the next one encodes, so each has a program of its own."""
         communicator, context = self.bucket.communicator, self.communicator.context
         return (
             self.communicator is communicator
@@ -98,7 +98,7 @@ class BucketProgram:
             on_cpu = getattr(self.device, "type", "cpu") == "cpu"
             engine = EngineTraits(self.size, backend.by_ring, backend.concatenates, on_cpu)
             wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
-            wires += [wires[-1]] * (self.traits.rounds - len(wires))  # of rounds that only payloads will show
+            wires += [wires[-1]] * (self.traits.rounds - len(wires))  # rounds whose layouts are not known yet
             self._route = route_of(self.communicator, wires, engine, codec.varies)
         compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
         return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route
@@ -106,8 +106,8 @@ class BucketProgram:
     def buffers(self) -> list[tuple[Leg, str, int]]:
         """Return the legs of the route, each with the dtype and the length of its buffer.
 
-        A communicator of the user's may start more collectives the longer its buffer is. Of the other legs, which
-        start one collective each, the length is given as 1."""
+        A user's communicator may start more collectives for a longer buffer. The other legs start one collective each,
+        and have the length 1 here."""
         found, number, parts_before = [], 0, False
         for leg in self.route():
             number += leg.carries is Carries.ROUND

@@ -10,7 +10,7 @@ from typing import Any
 from grace.core.backend import Backend
 from grace.core.compressor import Tensor
 from grace.core.route import CONCATENATE, Carries, Leg
-from grace.core.waiting import waiting
+from grace.core.waits import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
 from grace.exchange.bucket import Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header, both, resolve, status
@@ -28,31 +28,31 @@ VARIES = (
 
 
 class RoundTrip:
-    """The round trip of one bucket. To make it is to start it; then ``advance`` it until that says False, and
-    ``finish`` it. All ranks call ``advance`` equally often, so that their collectives pair.
+    """Round trip of one bucket. To make it is to start it; then call ``advance`` until that returns False, and
+    ``finish``. All ranks call ``advance`` equally often, so that their collectives pair.
 
     1. :class:`~grace.exchange.program.BucketProgram` has the bucket's codec and route; there is no special first step.
     2. ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire. The header has a
        status for each variable and, in one bucket of each step, this rank's step stamp.
     3. ``advance`` starts the collective of the route's first leg (with ``starts=False`` the caller does so later).
-    4. ``codec.remember``: memories keep what the payloads left out, while bytes travel.
-    5. ``advance`` for each further leg: await the leg before, read the header of what came, make the buffer that this
+    4. ``codec.remember``: memories are updated with the parts that payloads left out, while bytes travel.
+    5. ``advance`` for each further leg: await the leg before, read the headers received, make the buffer that this
        leg carries, start its collective. If there is nothing to send, which all ranks know, the trip is stopped.
     6. ``finish``: await the last leg, read its header, decode and aggregate in float32 into ``outs``.
-    7. The outcomes say of each variable whether a rank had a gradient, and whether one overflowed. The session that
-       runs the step resolves what headers deferred, then commits the state of memories, or rolls it back.
+    7. Each outcome holds whether a rank had a gradient of the variable, and whether one overflowed. The session that
+       runs the step resolves deferred reads of headers, then commits the state of memories, or rolls it back.
 
-    Ranks that are at different steps go on with this step's collectives, and give up together at its end: the session
-    looks at ``header.out_of_step`` when all of its round trips are done.
+    Ranks that are at different steps still run this step's collectives, and give up together at its end: the session
+    checks ``header.out_of_step`` when all of its round trips are done.
 
     Args:
-        contribution: what this rank puts into it.
+        contribution: this rank's gradients.
         starts: False if the first ``advance`` is called later.
 
     Attributes:
-        header: what this rank writes behind its payloads, and what it learnt from all ranks'.
+        header: the header of this rank, and the facts read from those of all ranks.
         handle: the collective under way.
-        error: why nothing can come of this trip; raised by ``finish``.
+        error: the error because of which this trip has no outcomes; raised by ``finish``.
         stopped: True if there was nothing to send by a leg, which all ranks know.
         deferred: True if the session resolves headers at the end of the step; else ``finish`` does.
         next_step: True if headers are resolved only after the means were applied; overflowed means are then set to NaN
@@ -66,25 +66,26 @@ class RoundTrip:
     next_step = False
     outcomes: Sequence[Outcome] = ()
     layouts: Sequence[Layout] = ()
-    """Layouts of the wires that came last."""
+    """Layouts of the wires received last."""
     means_layout: Layout | None = None
     """Layout of this rank's means, or of the root's."""
     refused: str | None = None
     """The variable whose payloads this rank could not decode while the others wait for its means."""
 
     leg: Leg | None = None
-    """The leg whose collective is under way, or came last; None before the first."""
+    """The leg whose collective is under way, or was the last; None before the first."""
     _position = -1
-    """The number of that leg."""
+    """Number of that leg."""
     _moves = 0
     """Number of collectives that the communicator started itself."""
     _over: Backend | None = None
-    """The backend that a collective is under way over."""
+    """The backend of the collective under way."""
     _traced: Any = None
+    """The trace's event of the collective under way."""
     _means_wire: Tensor | None = None
-    """The root's means, while their sizes go ahead."""
+    """The root's means, while their sizes are exchanged."""
     _parts: tuple[int, str] = (0, "")
-    """Bytes and dtype of a wire that went in parts."""
+    """Bytes and dtype of a wire that is summed in parts."""
 
     def __init__(self, contribution: Contribution, starts: bool = True):
         began = time.perf_counter()
@@ -147,7 +148,8 @@ class RoundTrip:
         return True
 
     def _buffer_for(self, leg: Leg) -> Tensor | None:
-        """Return what a leg sends, made of what the leg before brought; None if there is nothing to send."""
+        """Return the buffer that a leg sends, made from the result of the leg before; None if there is nothing to
+        send."""
         after = None if self.leg is None else self.leg.carries
         if after is Carries.DIGESTS and not self._laid_out_alike():
             return None
@@ -163,13 +165,13 @@ class RoundTrip:
             self.wire = self._next_round()
         elif after is Carries.SIZES:
             return self._padded()
-        elif leg.collective is CONCATENATE:  # the engine takes care of lengths; sizes go in front
+        elif leg.collective is CONCATENATE:  # the engine handles unequal lengths; sizes travel in front of payloads
             sizes = self._numbers(self.codec.layouts[0].sizes())
             return self.kernels.join([self.kernels.to_bytes(sizes), self.wire])
         return self._in_parts() if leg.in_parts else self.wire
 
     def _sends(self, leg: Leg) -> bool:
-        """Return True if this rank has something of its own to send in a leg of means or sums."""
+        """Return True if this rank sends its own data in a leg of means or sums."""
         return leg.root is None or self.backend.rank == leg.root
 
     def _start_collective(self, leg: Leg, buffer: Tensor) -> None:
@@ -193,7 +195,7 @@ class RoundTrip:
         self.traffic.sent_bytes += backend.sent_bytes - before
 
     def _move_payloads(self, act: Callable[[Callable[[], str]], Any]) -> Any:
-        """Let the communicator move payloads itself, and count what it sends."""
+        """Let the communicator move payloads itself, and count the bytes that it sends."""
         before = self.backend.sent_bytes
         try:
             return act(self._next_label)
@@ -205,7 +207,7 @@ class RoundTrip:
         return f"{self.bucket.label}.{self._position + 1 + self._moves}"
 
     def _count(self, layouts: Sequence[Layout], buffer: Tensor) -> None:
-        """Count the wires of these layouts, which are about to leave one behind the other in a buffer."""
+        """Count the wires of these layouts, which are joined in a buffer that is about to be sent."""
         inside = 0
         for layout in layouts:
             self.traffic.add(self.names, layout.payload_bytes)
@@ -223,7 +225,7 @@ class RoundTrip:
     # -- payloads of unequal sizes -----------------------------------------------------------------------
 
     def _laid_out_alike(self) -> bool:
-        """Compare how all ranks have laid out their payloads; if not alike, which all ranks see, set ``error``."""
+        """Return True if all ranks' payloads have the same layout; else set ``error``, as all ranks do."""
         received = [self.kernels.to_list(digests) for digests in self.handle.result()]
         for rank, theirs in enumerate(received):
             if theirs != received[0]:
@@ -254,8 +256,8 @@ class RoundTrip:
         return self._numbers(self.means_layout.sizes())
 
     def _padded(self) -> Tensor | None:
-        """Return the wire, padded with zeros to the longest of all ranks'; None if the sizes that came cannot be, which
-        all ranks see."""
+        """Return the wire, padded with zeros to the longest of all ranks'; None, on all ranks, if a received size is
+        impossible."""
         try:
             self.layouts = [self._layout(rank, sizes) for rank, sizes in enumerate(self.handle.result())]
         except PayloadError as error:
@@ -277,7 +279,7 @@ class RoundTrip:
             raise self._undecoded(error, self.bucket.ends) from error
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
-        """Return each rank's wire out of a concatenation; in front of each are the sizes of its payload tensors."""
+        """Return each rank's wire from a concatenation, where the sizes of its payload tensors precede it."""
         count = len(self.codec.layouts[0].shapes)
         start, wires, layouts = 0, [], []
         for rank in range(self.context.size):
@@ -314,7 +316,7 @@ class RoundTrip:
         return k.join([raw, k.zeros((-length % (size * item),), "uint8", raw)])
 
     def _sum(self, leg: Leg) -> Tensor:
-        """Return the sum of the wires that came, or of their parts, or room for the sum at ranks that do not add up.
+        """Return the sum of the received wires, or of their parts; on ranks that do not add up, room for the sum.
 
         Terms are added in float32 (float64 for float64) in rank order, and the sum is rounded once."""
         k, layout = self.kernels, self.codec.layouts[0]
@@ -322,14 +324,14 @@ class RoundTrip:
             return k.zeros((layout.length,), layout.dtype, self.wire)
         with recorder.phase("sum", bucket=self.bucket):
             in_parts = self.leg is not None and self.leg.in_parts
-            came = self.handle.result()
+            received = self.handle.result()
             if in_parts:
-                came = [as_numbers(part, self._parts[1]) for part in came]
-            elif len(came) == 1:
-                return k.join([came[0]])
+                received = [as_numbers(part, self._parts[1]) for part in received]
+            elif len(received) == 1:
+                return k.join([received[0]])
             wide = "float64" if layout.dtype == "float64" else "float32"
-            total = k.zeros(tuple(came[0].shape), wide, came[0])
-            for part in came:
+            total = k.zeros(tuple(received[0].shape), wide, received[0])
+            for part in received:
                 total = k.add(total, part)
             total = k.cast(total, layout.dtype)
         if in_parts:
@@ -338,26 +340,26 @@ class RoundTrip:
         return total
 
     def _total(self) -> Tensor:
-        """Return the sum that came."""
-        came = self.handle.result()
+        """Return the received sum."""
+        received = self.handle.result()
         parts_are_summed = self._position > 0 and self.route[self._position - 1].in_parts
         if parts_are_summed and self.route[self._position].carries is Carries.SUMS:
             length, dtype = self._parts
-            return as_numbers(self.kernels.join(list(came))[:length], dtype)
-        return came[0]
+            return as_numbers(self.kernels.join(list(received))[:length], dtype)
+        return received[0]
 
     @property
     def divisor(self) -> float:
-        """The number that a sum of payloads is divided by to be their mean."""
+        """Divisor of a sum of payloads that makes it their mean."""
         size: float = self.context.size / self.context.predivide
         return size
 
     # -- means -----------------------------------------------------------------------------------------
 
     def _means(self, leg: Leg) -> Tensor | None:
-        """Return the means that this rank owns, encoded once more, or room for the root's; None if the ranks are out of
-        step, which all owners see."""
-        self.communicator.rescale_second(self.loss_scale)  # everywhere: who decodes votes multiplies with it
+        """Return the encoded means that this rank owns, or room for the root's; None, on all owners, if the ranks are
+        out of step."""
+        self.communicator.rescale_second(self.loss_scale)  # on all ranks: decoders of votes need the loss scale, too
         if not self._sends(leg):
             return self.kernels.zeros((self.codec.layouts[0].length,), "uint8", self.wire)
         header, rooted = self.header, self.communicator.rooted
@@ -366,7 +368,7 @@ class RoundTrip:
             self.means_layout = self.codec.means_layouts()[self.codec.owner]
             out_of_step = header.compare(self.layouts, wires)
             if out_of_step and not self.on_device:
-                # The others wait for a root's answer; owners all know by themselves.
+                # The other ranks wait for a root's answer. Owners have all compared the stamps themselves.
                 return self._without_means([MISSING] * len(self.names)) if rooted else None
             flags = list(map(Layout.statuses, self.layouts, wires))
             self._read_statuses(flags)
@@ -374,7 +376,7 @@ class RoundTrip:
             return self._refusal()
         try:
             finite = self.codec.average(wires, self.layouts, header)
-        except PayloadError as error:  # the others wait for the means: they are told with them
+        except PayloadError as error:  # the other ranks wait for the means: send statuses that say refused
             self.refused = error.variable
             self.error = self._undecoded(error, error.variable)
             return self._refusal()
@@ -388,29 +390,29 @@ class RoundTrip:
         return buffer
 
     def _read_statuses(self, flags: Sequence[Tensor]) -> None:
-        """Learn from all ranks' statuses what is missing, overflowed or withheld; on a device, later."""
+        """Read from all ranks' statuses which variables are missing, overflowed or withheld; defer that on a device."""
         header = self.header
         if self.on_device:
             if self.communicator.cuts:
                 header.read(flags, self._read_missing)
             return
-        header.judge([self.kernels.to_list(flag) for flag in flags])
+        header.evaluate([self.kernels.to_list(flag) for flag in flags])
         if header.refused is not None:
             rank, self.refused = header.refused
             self.error = self._withheld_by(rank, self.refused)
 
     def _read_missing(self, ranks: list[list[float]]) -> None:
-        self.header.missing = [not any(told) for told in zip(*ranks, strict=True)]
+        self.header.missing = [not any(flags) for flags in zip(*ranks, strict=True)]
 
     def _statuses_of_means(self, finite: Sequence[Any], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
-        """Return the statuses of means, and of which variables the second memory keeps something.
+        """Return the statuses of means, and True for each variable that the second memory is updated with.
 
         Args:
             finite: True for each variable whose mean is in range.
             flags: the statuses of all ranks.
         """
         header, k, cuts, count = self.header, self.kernels, self.communicator.cuts, len(self.names)
-        if self.codec.wrote_statuses:  # kernels have seen flags and means, which stay on the device
+        if self.codec.wrote_statuses:  # kernels have written the statuses on the device
             return [], [True] * count
         if self.on_device:
             present = sum(k.cast(flag, "float32") for flag in flags) > 0
@@ -421,25 +423,27 @@ class RoundTrip:
             here = [not missing for missing in header.missing]
             each = zip(header.overflowed, finite, strict=True)
             well = [bool(both(not overflowed, ok)) for overflowed, ok in each]
-        if cuts:  # all ranks have got a piece of all: they know by themselves what is missing
+        if cuts:  # each rank has a piece of every variable, and so knows itself which are missing
             here = [True] * count
         statuses = [h * status(True, ok, False) for h, ok in zip(here, well, strict=True)]
         if self.on_device and not cuts:
-            if self.communicator.foreign:  # an overflow becomes a refusal where a rank sent no payload
-                withheld = sum(k.cast(k.cast(told, "float32") > OVERFLOW, "float32") for told in flags)
-                statuses = [told + k.cast(more > 0, "float32") for told, more in zip(statuses, withheld, strict=True)]
+            if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
+                withheld = sum(k.cast(k.cast(flag, "float32") > OVERFLOW, "float32") for flag in flags)
+                each = zip(statuses, withheld, strict=True)
+                statuses = [number + k.cast(more > 0, "float32") for number, more in each]
             header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
-        # On a device all is kept now, and rolled back when headers are read. Owners' memories belong to the step.
+        # On a device all memories are updated now, and rolled back when headers are read. Memories of owners are
+        # committed, or rolled back, with the step.
         keeps_all = self.on_device or cuts
         return statuses, [keeps_all or bool(h and ok) for h, ok in zip(here, well, strict=True)]
 
     def _forget_means(self, statuses: list[list[float]]) -> None:
-        for name, told in zip(self.names, statuses[0], strict=True):
-            if told != PRESENT:
+        for name, number in zip(self.names, statuses[0], strict=True):
+            if number != PRESENT:
                 self.codec.forget_mean(name)
 
     def _refusal(self) -> Tensor:
-        """Return means that say that there are none, because of one variable."""
+        """Return a wire of means without payloads, whose status refuses one variable."""
         return self._without_means([REFUSED if name == self.refused else MISSING for name in self.names])
 
     def _without_means(self, statuses: list[int]) -> Tensor:
@@ -453,8 +457,8 @@ class RoundTrip:
         return k.join([k.zeros((layout.body,), "uint8", self.wire), k.full(ends, "uint8", self.wire)])
 
     def _sized_means(self, leg: Leg) -> Tensor | None:
-        """Return the root's means, or room for them, now that their sizes are known; None if there are none, which all
-        ranks see."""
+        """Return the root's means, or room for them, of the received sizes; None, on all ranks, if there are no
+        means."""
         (sizes,) = self.handle.result()
         numbers = self.kernels.to_list(sizes[:1])
         assert leg.root is not None
@@ -476,10 +480,10 @@ class RoundTrip:
         """Block until the collective under way is done.
 
         Raises:
-            ExchangeError: the engine failed; the message names the bucket and what the engine said.
+            ExchangeError: the engine failed; the message has the bucket and the engine's error.
         """
         began = time.perf_counter()
-        with waiting(self.place), recorder.phase("wait", "wait", bucket=self.bucket):
+        with waiting(self.describe_wait), recorder.phase("wait", "wait", bucket=self.bucket):
             try:
                 self.handle.wait()
             except Exception as error:
@@ -501,18 +505,18 @@ class RoundTrip:
 
     @property
     def blocks(self) -> bool:
-        """True if its collective can only be awaited by ``wait``, since the engine gives nothing to await instead."""
+        """True if the collective can only be awaited by ``wait``, because the engine has no work objects for it."""
         return not self.handle.works or self.apart is not None
 
     def finish(self, outs: Sequence[Any], wait: bool = True) -> list[Outcome]:
-        """Decode and aggregate; each value is written into its ``out`` where one is given.
+        """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.
 
         Args:
             outs: a float32 tensor of the variable's shape (of its own dtype for exact methods), or None.
             wait: False if all legs were started, and the last one is known to be done.
 
         Raises:
-            PayloadError: what a rank sent cannot be decoded; the message names the rank, the variable and the method.
+            PayloadError: a payload cannot be decoded; the message names the rank, the variable and the method.
         """
         if wait:
             while self.advance():
@@ -523,18 +527,18 @@ class RoundTrip:
         if self.error is not None:
             raise self.error
         if self.stopped:
-            return self.nothing()
+            return self.empty_outcomes()
         with recorder.phase("unpack", bucket=self.bucket):
             wires = self._last_wires()
             self._read_last(wires)
         if self.header.out_of_step:
-            return self.nothing()
+            return self.empty_outcomes()
         values = self._decode(wires, outs)
         self.outcomes = [Outcome(v, value, False) for v, value in zip(self.bucket.variables, values, strict=True)]
-        self._amend()
+        self._mark_outcomes()
         for i, outcome in enumerate(self.outcomes if self.header.poison is not None else ()):
             outcome.value = self.kernels.add(outcome.value, self.header.poison[i])
-        if self.header.questions and not self.deferred:
+        if self.header.deferred_reads and not self.deferred:
             resolve([self])
         self.traffic.codec_seconds += time.perf_counter() - began
         return list(self.outcomes)
@@ -549,7 +553,7 @@ class RoundTrip:
             raise self._undecoded(error, error.variable) from error
 
     def _last_wires(self) -> list[Tensor]:
-        """Return the wires that the last leg brought, or their sum; set ``layouts``."""
+        """Return the wires received in the last leg, or their sum; set ``layouts``."""
         if self.communicator.sums:
             self.layouts = [self.codec.layouts[0]]
             return [self._total()]
@@ -575,30 +579,30 @@ class RoundTrip:
     # -- headers ---------------------------------------------------------------------------------------
 
     def _read_last(self, wires: list[Tensor]) -> None:
-        """Read the header of what came last, or defer that."""
+        """Read the headers received last, or defer that."""
         header = self.header
         if self.traits.rounds > 1:
             self._read_round(wires[0])
             return
-        if not self.brings_means or self.communicator.rooted:  # owners have compared stamps before they averaged
+        if not self.brings_means or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare(self.layouts, wires)
         if header.out_of_step:
             return
         flags = list(map(Layout.statuses, self.layouts, wires))
         if self.brings_means:
-            header.read(flags, self._judge_means)
+            header.read(flags, self._evaluate_means)
         else:
             flags = flags if header.statuses_matter else []
             bodies = [self.kernels.all_finite(body) for body in self._bodies(wires)]
             if flags or bodies:
                 well = [*[self.program.well] * len(flags), *[None] * len(bodies)]
-                header.read([*flags, *bodies], partial(self._judge, len(flags), wires, self.layouts), well)
+                header.read([*flags, *bodies], partial(self._evaluate, len(flags), wires, self.layouts), well)
         if self.next_step and self.on_device and self.hides_overflow:
-            header.poison_by(flags)
+            header.add_poison(flags)
 
     def _bodies(self, wires: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that show overflows by themselves: a sum as a whole, which is looked at variable by
-        variable only if something is found; or all payload tensors."""
+        """Return the tensors that show overflows: a whole sum, which is checked variable by variable only if it is not
+        finite; or all payload tensors."""
         if not (self.guard and self.program.payloads_show):
             return []
         if self.communicator.sums:
@@ -607,8 +611,8 @@ class RoundTrip:
         return [tensor for payloads in received for payload in payloads for tensor in payload]
 
     def _read_round(self, total: Tensor) -> None:
-        """Read the header of a round's sum. A later round may not show what overflowed: an infinite column becomes a
-        finite one again."""
+        """Read the header of a round's sum. Overflows must be read in each round: a later one may be finite again,
+        since an infinite column may become a finite one."""
         header, k, layout = self.header, self.kernels, self.codec.layouts[0]
         header.compare([layout], [total])
         flag = layout.statuses(total)
@@ -616,26 +620,26 @@ class RoundTrip:
         finite = k.all_finite(total[: layout.body]) if each is None else each
         flags = [flag] if header.statuses_matter else []
         well = [*[self.program.well] * len(flags), None]
-        header.read([*flags, finite], partial(self._judge, len(flags), [total], [layout]), well)
+        header.read([*flags, finite], partial(self._evaluate, len(flags), [total], [layout]), well)
         if self.next_step and self.on_device:
             if each is None:
                 each = [math.prod(map(k.all_finite, payload)) for payload in layout.unpack(total)]
-            header.poison_by([flag], each)
+            header.add_poison([flag], each)
 
-    def _judge(
+    def _evaluate(
         self, count: int, wires: Sequence[Tensor], layouts: Sequence[Layout], numbers: list[list[float]]
     ) -> None:
-        """Learn what is missing and what overflowed.
+        """Evaluate which variables are missing, and which overflowed.
 
         Args:
-            count: how many of the numbers are statuses, of each rank or summed.
-            wires: what came.
-            layouts: of these.
-            numbers: statuses, and behind them 1.0 for each tensor that is finite, else 0.0.
+            count: number of lists in ``numbers`` that are statuses, of each rank or summed.
+            wires: the received wires.
+            layouts: their layouts.
+            numbers: statuses, then 1.0 for each tensor that is finite, else 0.0.
         """
         header, ranks = self.header, numbers[:count]
         if ranks:
-            header.judge(ranks)
+            header.evaluate(ranks)
             if header.refused is not None:
                 raise self._withheld_by(*header.refused)
         if not all([all(finite) for finite in numbers[count:]]):
@@ -643,53 +647,55 @@ class RoundTrip:
             for_each = [[tensor for payloads in received for tensor in payloads[i]] for i in range(len(self.names))]
             now = [not all(bool(self.kernels.all_finite(tensor)) for tensor in tensors) for tensors in for_each]
             header.overflowed = [a or b for a, b in zip(header.overflowed, now, strict=True)]
-        self._amend()
+        self._mark_outcomes()
 
-    def _judge_means(self, ranks: list[list[float]]) -> None:
-        """Learn from the statuses that the owners, or the root, sent with their means."""
+    def _evaluate_means(self, ranks: list[list[float]]) -> None:
+        """Evaluate the statuses that the owners, or the root, sent with their means."""
         header, missing = self.header, self.header.missing
         first = self.route[-1].root or 0
         for rank, statuses in enumerate(ranks, first):
             if REFUSED in statuses:
                 raise self._no_means(rank, self.names[list(statuses).index(REFUSED)])
-        header.judge(ranks, first)
+        header.evaluate(ranks, first)
         header.missing = [a or b for a, b in zip(missing, header.missing, strict=True)]
-        self._amend()
+        self._mark_outcomes()
 
     @property
     def hides_overflow(self) -> bool:
-        """True if what comes of infinite numbers may be finite."""
+        """True if the result of infinite numbers may be finite."""
         hidden = self.route[-1].carries in (Carries.MEANS, Carries.HEADERS)
         return hidden or self.traits.rounds > 1 or not self.traits.carries_nonfinite
 
-    def _amend(self) -> None:
-        """Write into the outcomes which variables nobody had a gradient of, and which overflowed."""
+    def _mark_outcomes(self) -> None:
+        """Set in the outcomes the variables that no rank had a gradient of, and those that overflowed."""
         if any(self.header.missing) or any(self.header.overflowed):
             poisoned_there = self.next_step and self.on_device
             poisons = self.hides_overflow and not poisoned_there
-            self.header.amend(self.outcomes, self.codec.poisoned if poisons else None)
+            self.header.mark_outcomes(self.outcomes, self.codec.poisoned if poisons else None)
 
-    def look_at_stamps(self) -> None:
-        """Compare the step stamps that came, since the step is discarded and nothing else counts."""
+    def read_step_stamps(self) -> None:
+        """Compare the received step stamps, the only result that counts in a discarded step."""
         if self.error is not None or self.stopped or self.communicator.cuts:
             return
-        with contextlib.suppress(PayloadError):  # sizes that cannot be
+        with contextlib.suppress(PayloadError):  # impossible sizes
             wires = self._last_wires()
             self.header.compare(self.layouts, wires)
 
-    def nothing(self) -> list[Outcome]:
+    def empty_outcomes(self) -> list[Outcome]:
         """Return the outcomes of ranks that are not at one step."""
         return [Outcome(variable, None, False) for variable in self.bucket.variables]
 
     # -- errors ----------------------------------------------------------------------------------------
 
-    def place(self) -> str:
+    def describe_wait(self) -> str:
         """Return the description of this exchange that error messages use for a blocked rank."""
         return f"the exchange of {self.bucket.describe()} at step {self.context.step}"
 
     def failure(self, error: Exception) -> ExchangeError:
-        """Return the error of an engine that failed; it says which rank has ended or is elsewhere, as far as known."""
-        return self.backend.failed(f"the exchange of {self.bucket.describe()}", f" at step {self.context.step}", error)
+        """Return the error of an engine that failed; it names ranks that are known to have ended, or to be
+        elsewhere."""
+        operation = f"the exchange of {self.bucket.describe()}"
+        return self.backend.engine_error(operation, f" at step {self.context.step}", error)
 
     @property
     def _who(self) -> str:
@@ -704,7 +710,7 @@ class RoundTrip:
         )
 
     def _no_means(self, rank: int, name: str) -> PayloadError:
-        """Return the error of the ranks whose owner, or root, could not decode what it got."""
+        """Return the error for ranks whose owner, or root, could not decode a payload."""
         return (
             self.error
             or self._withheld_here()
@@ -715,7 +721,7 @@ class RoundTrip:
         )
 
     def _withheld_here(self) -> PayloadError | None:
-        """Return the error of this rank's payload that has other shapes than before; None if it has not."""
+        """Return the error of this rank's payload if it has other shapes than before; else None."""
         if self.codec.withheld is None:
             return None
         name, now, was = self.codec.withheld
@@ -740,7 +746,7 @@ def start_round_trip(contribution: Contribution) -> RoundTrip:
 
 
 def as_numbers(raw: Tensor, dtype: str) -> Any:
-    """Return bytes as the numbers that they are."""
+    """Return bytes as numbers of a dtype."""
     k = kernels_of(raw)
     one = k.nbytes(k.zeros((1,), dtype, raw))
     return k.from_bytes(raw, dtype, (k.nbytes(raw) // one,))

@@ -1,6 +1,6 @@
-"""The bytes of a bucket's round trip, worked out from shapes before there is a gradient.
+"""Bytes of a bucket's round trip, computed from shapes before there is a gradient.
 
-Strategies and the planner read them here; ``leg.sent`` tells how many bytes of a buffer leave a rank.
+Strategies and the planner read them here; ``leg.sent`` returns the bytes that a rank sends for a buffer.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, Compressor, TensorSpec
 from grace.core.context import Context
-from grace.core.ported import ITEM_SIZE
+from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import BROADCAST, CONCATENATE, Carries, EngineTraits, Leg, route_of
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
@@ -22,11 +22,11 @@ from grace.kernels import NumpyKernels
 from grace.kernels.index_coding import index_bits
 
 SIZE_BYTES = 8
-"""Bytes of a number that tells a size."""
+"""Bytes of a number that holds a size."""
 
 
 class LegBytes(NamedTuple):
-    """A leg, and the buffer that a rank hands to its collective.
+    """Leg with the size of a rank's buffer.
 
     Attributes:
         leg: the leg.
@@ -48,15 +48,15 @@ def bytes_of(
 ) -> list[LegBytes]:
     """Return the legs of a bucket's round trip, and the bytes of a rank's buffer in each.
 
-    A delayed bucket sends as many, a step or more later. Of a communicator that moves payloads itself, these are
-    counted as one all-gather behind the leg of their header.
+    A delayed bucket sends the same bytes, a step or more later. Payloads that a communicator moves itself are counted
+    as one all-gather after the leg of their header.
 
     Args:
-        bucket: its variables, and its communicator, which need not be in a run.
+        bucket: variables and communicator; the communicator need not be in a run.
         engine: the engine's traits.
-        bits: bits that an element takes where the data decide; of sparse variables, an element of a row. If left out,
-            as many as a method of Grace's sends at most: all values, and their positions.
-        rows: rows that come, of sparse variables by name; all of them where it does not say.
+        bits: bits per element if the data decide the size; for sparse variables, per element of a row. If left out, the
+            most that a method of Grace sends: all values, and their positions.
+        rows: number of rows in gradients of sparse variables, by name; all rows of variables that are not in it.
         headers: False to count payloads alone.
 
     >>> from grace.communicators import ScatterReduce
@@ -92,13 +92,13 @@ def bytes_of(
 def bytes_within_node(
     bucket: Bucket, inside: Any, engine: EngineTraits, rows: Mapping[str, float] | None = None, leader: int = 0
 ) -> tuple[list[LegBytes], list[LegBytes]]:
-    """Return what the ranks of a node send each other ahead of the round trip of the nodes' leaders, and behind it.
+    """Return the legs within a node before the round trip of the nodes' leaders, and after it.
 
     Args:
         bucket: the bucket that the leaders exchange.
         inside: the communicator of the node's ranks.
         engine: the engine's traits, with the ranks of the node.
-        rows: rows that come, of sparse variables by name; all of them where it does not say.
+        rows: number of rows in gradients of sparse variables, by name; all rows of variables that are not in it.
         leader: the leader's number in its node.
     """
     communicator = bucket.communicator
@@ -117,20 +117,20 @@ def bytes_within_node(
 
 
 def rows_of(variable: Variable, rows: Mapping[str, float]) -> float:
-    """Return how many rows of a sparse variable come: as many as ``rows`` says, and all if it does not."""
+    """Return the number of rows in a gradient of a sparse variable: that in ``rows``, or all if it is not in it."""
     return min(rows.get(variable.name, math.inf), variable.shape[0])
 
 
 class _Wires:
-    """The layouts of a bucket's wires.
+    """Layouts of a bucket's wires.
 
     Attributes:
-        communicator: the bucket's, as it is on so many ranks.
-        codec: its codec.
-        rounds: of each round, the layout of the longest wire.
+        communicator: a copy of the bucket's communicator, bound to the engine's number of ranks.
+        codec: the bucket's codec.
+        rounds: the layout of the longest wire of each round.
         means: the layout of the means.
-        sizes: bytes that tell the sizes of all payload tensors.
-        moved: bytes of payloads that the communicator moves itself; None if the wire has them.
+        sizes: bytes of the sizes of all payload tensors.
+        moved: bytes of payloads that the communicator moves itself; None if they are in the wire.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _Wires:
     ):
         self.bits, self.rows, self.headers, self.variables = bits, rows, headers, bucket.variables
         own: Any = bucket.communicator
-        self.communicator: Any = own.at(Context(size=engine.ranks))
+        self.communicator: Any = own.with_context(Context(size=engine.ranks))
         self.compressor: Compressor = self.communicator.compressor
         self.codec = self._codec(bucket, engine)
         self.rounds = [layouts[0] if layouts else self._estimate() for layouts in self.codec.known]
@@ -155,7 +155,7 @@ class _Wires:
         return layout.nbytes if self.headers else layout.total
 
     def _codec(self, bucket: Bucket, engine: EngineTraits) -> PerVariableCodec:
-        """Return the codec that lays out the bucket's wires; of variables that are cut, that of the first owner, whose
+        """Return the codec that lays out the bucket's wires. If variables are cut it is that of the first owner, whose
         pieces are the longest."""
         communicator, variables, owners = self.communicator, bucket.variables, 1
         if communicator.codec is not None:
@@ -169,7 +169,7 @@ class _Wires:
         return codec
 
     def _estimate(self) -> Layout:
-        """Return a layout as large as a round's payloads are expected to be, where shapes do not tell."""
+        """Return a layout of the expected size of a round's payloads, for methods whose sizes depend on the data."""
         spec = self.compressor.specs((1,), "float32", False, AFTER_WARMUP)[0]
         dtype = "uint8" if not self.communicator.sums else spec[0].dtype if spec else "float32"
         count = math.ceil(round(self._payloads() / self.compressor.traits.rounds / ITEM_SIZE[dtype], 3))
@@ -197,7 +197,7 @@ class _Wires:
 
 
 def tensors_of(compressor: Compressor, shape: tuple[int, ...]) -> int:
-    """Return how many tensors a payload has; two (values and positions) of a method that does not say.
+    """Return the number of tensors in a payload; two (values and positions) for a method that does not declare it.
 
     >>> from grace.core.registry import make
     >>> tensors_of(make("compressor", "threshold"), (10,)), tensors_of(make("compressor", "dgc | efsignsgd"), (10,))
@@ -205,7 +205,7 @@ def tensors_of(compressor: Compressor, shape: tuple[int, ...]) -> int:
     """
     if isinstance(compressor, RowCompressor):
         return 1 + tensors_of(compressor.inner, shape)
-    if isinstance(compressor, Composed):  # the second method's payload takes the place of values
+    if isinstance(compressor, Composed):  # the second method's payload replaces the values
         return tensors_of(compressor.sparsifier, shape) + tensors_of(compressor.values, shape) - 1
     if compressor.traits.exact:
         return 1

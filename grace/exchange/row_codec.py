@@ -1,4 +1,4 @@
-"""The codec of sparse gradients: :class:`SparseRows` in and out, with their values compressed like dense gradients."""
+"""The codec of sparse gradients, :class:`SparseRows`, whose values are compressed like dense gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,15 +7,15 @@ from grace.core.compressor import Payload, Tensor
 from grace.exchange.codec import CodecSetup, PerVariableCodec
 from grace.exchange.header import Header
 from grace.exchange.sparse_codec import is_nothing
-from grace.exchange.sparse_rows import NOTHING, SparseRows, summed
+from grace.exchange.sparse_rows import NOTHING, SparseRows, sum_rows
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
 
 class RowCodec(PerVariableCodec):
-    """Adds up rows that come twice, and tells the compressor the numbers of the rows.
+    """Codec that adds up duplicate rows, and passes the row numbers to the compressor.
 
-    Where there is a second compression, it is one of rows as well: the root's answer holds all ranks' rows.
+    A second compression is one of rows, too: the root's answer holds all ranks' rows.
     """
 
     def __init__(self, setup: CodecSetup):
@@ -59,4 +59,4 @@ class RowCodec(PerVariableCodec):
 
 
 def _summed(gradient: SparseRows, name: str) -> SparseRows:
-    return summed(gradient)
+    return sum_rows(gradient)

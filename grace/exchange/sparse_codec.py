@@ -1,11 +1,11 @@
-"""The user's compressor and memory on sparse gradients.
+"""The user's compressor and memory, applied to sparse gradients.
 
-    1. rows that come twice are added up
-    2. the memory adds what it kept of these rows; the values are compressed, the row numbers travel as they are
-    3. every rank decodes all payloads and adds them up row by row; the mean is over all ranks, whichever had the row
+    1. duplicate rows are added up
+    2. the memory adds its residuals of these rows; the values are compressed, the row numbers are sent uncompressed
+    3. every rank decodes all payloads and adds them up row by row; the mean is over all ranks, also those without a row
 
-Row numbers and values of all sparse variables travel in one collective. A payload of other ranks has other numbers
-of rows, so what the decoder needs is taken from a compression of as many zeros.
+Row numbers and values of all sparse variables travel in one collective. Payloads of other ranks have other numbers
+of rows, so the ctx to decode them is that of a tensor of as many rows.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.grace_api import ITEM_SIZE
 from grace.core.memory import Memory
-from grace.core.ported import ITEM_SIZE
 from grace.errors import ConfigError, payload_of
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
@@ -25,51 +25,54 @@ from grace.memories.residual import Residual
 
 
 class RowCompressor(Compressor):
-    """The user's compressor on the values of rows; the numbers of the rows go last in the payload.
+    """The user's compressor on the values of rows; the row numbers are the last tensor of the payload.
 
-    Positions and codes travel as bytes: how wide they are depends on the number of rows, which ranks differ in.
+    Positions and codes are sent as bytes, because their dtype depends on the number of rows, in which ranks differ.
     """
 
     def __init__(self, inner: Compressor):
         self.inner = inner
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of the whole variables."""
+        """Shapes of the whole variables."""
         self.rows: dict[str, Tensor] = {}
+        """Row numbers of the gradients that are about to be compressed."""
         self.received: dict[str, Tensor] = {}
+        """Row numbers of the last aggregates."""
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The inner compressor's, but for what depends on the number of rows."""
+        """Traits of the inner compressor, except those that depend on the number of rows."""
         return dataclasses.replace(self.inner.traits, fixed_size="by data", summable=False, exact=False)
 
     @property
     def spec(self) -> str:
-        """The inner compressor's."""
+        """Spec of the inner compressor."""
         return self.inner.spec
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         payload, ctx = self.inner.compress(tensor, name)
         layout = self._layout(payload)
-        coded = [part if floats(dtype) else k.to_bytes(part) for part, (dtype, _) in zip(payload, layout, strict=True)]
+        each = zip(payload, layout, strict=True)
+        coded = [part if is_floating(dtype) else k.to_bytes(part) for part, (dtype, _) in each]
         return [*coded, self.rows[name]], (ctx, tuple(tensor.shape), name, layout)
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
-        return self.inner.accumulate(_decoded(payload[:-1], ctx[3]), ctx[0], out, weight)
+        return self.inner.accumulate(_from_bytes(payload[:-1], ctx[3]), ctx[0], out, weight)
 
     def context_of(self, count: int, shape: Sequence[int], name: str, like: Tensor) -> Any:
-        """Return what decodes a payload of so many rows of this shape, whoever made it."""
+        """Return the ctx that decodes any rank's payload of ``count`` rows of this shape."""
         rows = (count, *shape)
         ctx = self.inner.ctx_of(name, rows, like)
         spec = self.inner.payload_spec(rows, self.inner.context.step)
-        if ctx is None or spec is None:  # only a payload tells
+        if ctx is None or spec is None:  # the method gives them only with a payload: compress zeros
             k = kernels_of(like)
             payload, ctx = self.inner.compress(k.zeros(rows, "float32", like), name)
             return ctx, rows, name, self._layout(payload)
         return ctx, rows, name, [(tensor.dtype, self._sizes(tensor.shape)) for tensor in spec]
 
     def _layout(self, payload: Payload) -> list[tuple[str, tuple[int, ...]]]:
-        """Return dtypes and shapes; a first dimension of -1 stands for as many as there are."""
+        """Return dtypes and shapes of a payload; a first dimension of -1 means that the data decide it."""
         k = kernels_of(payload[0])
         return [(k.dtype(part), self._sizes(part.shape)) for part in payload]
 
@@ -77,7 +80,7 @@ class RowCompressor(Compressor):
         return (-1, *shape[1:])[: len(shape)] if self.inner.traits.varies else tuple(shape)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
-        """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
+        """Return the mean over all ranks of each distinct row, and store the row numbers in ``received``."""
         (own_rows, *shape), name = ctx[1:3]
         k, like = kernels_of(payloads[0][-1]), payloads[0][-1]
         sent = [(rank, payload) for rank, payload in enumerate(payloads) if not is_nothing(payload[-1])]
@@ -85,7 +88,7 @@ class RowCompressor(Compressor):
             self.received[name] = k.zeros((0,), "int32", like)
             return k.zeros((0, *shape), "float32", like)
         rows, places = k.distinct(k.join([payload[-1] for _, payload in sent]))
-        for rank, payload in sent if outside(rows, self.shapes[name][0]) else ():
+        for rank, payload in sent if any_out_of_range(rows, self.shapes[name][0]) else ():
             with payload_of(rank):
                 numbers = k.to_list(payload[-1])
                 check_range(min(numbers, default=0), max(numbers, default=0), self.shapes[name][0], "row")
@@ -102,26 +105,26 @@ class RowCompressor(Compressor):
 
 
 def is_nothing(rows: Tensor) -> bool:
-    """Whether these are the row numbers of a rank that has none."""
+    """Return True if these are the row numbers of a rank without rows."""
     return rows.shape[0] == 1 and kernels_of(rows).to_list(rows) == [NOTHING]
 
 
-def outside(rows: Tensor, n: int) -> bool:
-    """Whether some of the ascending row numbers are not in [0, n)."""
+def any_out_of_range(rows: Tensor, n: int) -> bool:
+    """Return True if one of the ascending row numbers is not in [0, n)."""
     k = kernels_of(rows)
     return any(not 0 <= row < n for row in k.to_list(k.join([rows[:1], rows[-1:]])))
 
 
-def floats(dtype: str) -> bool:
-    """Whether this is a type of floats."""
+def is_floating(dtype: str) -> bool:
+    """Return True if a dtype is a floating one."""
     return dtype.startswith(("float", "bfloat"))
 
 
-def _decoded(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) -> Payload:
-    """What the inner compressor made, out of bytes where they are no floats."""
+def _from_bytes(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) -> Payload:
+    """Return the inner compressor's payload; its tensors that are no floats were sent as bytes."""
     k, tensors = kernels_of(payload[0]), []
     for part, (dtype, shape) in zip(payload, layout, strict=True):
-        if not floats(dtype):
+        if not is_floating(dtype):
             item = ITEM_SIZE[dtype] * math.prod(shape[1:])
             count = part.shape[0] // item
             check_count("bytes of codes", part.shape[0], count * item)
@@ -133,7 +136,7 @@ def _decoded(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) ->
 
 
 class RowMemory(Memory):
-    """A residual that is kept for the whole variable, and read and written at the rows that come."""
+    """Memory of a residual of the whole variable, which is read and written at the rows of each gradient."""
 
     def __init__(self, inner: Residual, compressor: RowCompressor):
         self.inner, self.compressor = inner, compressor
@@ -141,7 +144,7 @@ class RowMemory(Memory):
 
     @property
     def spec(self) -> str:
-        """The inner memory's."""
+        """Spec of the inner memory."""
         return self.inner.spec
 
     def keeps(self, shape: tuple[int, ...]) -> Any:
@@ -161,16 +164,16 @@ class RowMemory(Memory):
         kept = self.state.get(name)
         if kept is None:
             kept = k.zeros(self.compressor.shapes[name], "float32", tensor)
-        elif k.mutable:  # what is committed must not change before this is
+        elif k.mutable:  # committed state must not change before the commit: copy
             kept = k.combine(1.0, kept, 0.0, kept)
         self.state[name] = k.put_rows(kept, payload[-1], left)
 
 
 def by_rows(compressor: Compressor, memory: Memory, name: str) -> tuple[RowCompressor, Memory]:
-    """Both, as they work on rows.
+    """Return a compressor and a memory of rows that use these two.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they cannot serve rows.
     """
     why = unfit(compressor, memory)
     if why:
@@ -183,7 +186,7 @@ def by_rows(compressor: Compressor, memory: Memory, name: str) -> tuple[RowCompr
 
 
 def unfit(compressor: Compressor, memory: Memory) -> str:
-    """Why these cannot serve sparse gradients; empty if they can."""
+    """Return the reason why compressor and memory cannot serve sparse gradients; empty if they can."""
     if compressor.traits.rounds > 1:
         return f"{compressor.spec} exchanges a variable in several rounds"
     if compressor.votes:

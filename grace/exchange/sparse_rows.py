@@ -1,4 +1,4 @@
-"""Sparse gradients: some rows of a variable, and their numbers."""
+"""Sparse gradients: rows of a variable, and their numbers."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from grace.core.compressor import Tensor
 from grace.kernels import kernels_of
 
 NOTHING = -1
-"""The row number of a rank that has no rows."""
+"""Row number that a rank without rows sends."""
 
 
 class SparseRows(NamedTuple):
@@ -17,22 +17,22 @@ class SparseRows(NamedTuple):
     values: Tensor
     rows: Tensor
 
-    def between(self, start: int, stop: int) -> "SparseRows":
-        """The rows in [start, stop), numbered from ``start``.
+    def slice_rows(self, start: int, stop: int) -> "SparseRows":
+        """Return the rows in [start, stop), numbered from ``start``.
 
         >>> import numpy as np
-        >>> SparseRows(np.float32([[1], [2], [4]]), np.array([3, 0, 3])).between(2, 5).rows
+        >>> SparseRows(np.float32([[1], [2], [4]]), np.array([3, 0, 3])).slice_rows(2, 5).rows
         array([1, 1])
         """
         inside = (self.rows >= start) & (self.rows < stop)
         return SparseRows(self.values[inside], self.rows[inside] - start)
 
 
-def summed(slices: SparseRows) -> SparseRows:
-    """The same with distinct rows, ascending, in float32; one zero row of number -1 if there are none.
+def sum_rows(slices: SparseRows) -> SparseRows:
+    """Return rows with duplicates added up, ascending, in float32; one zero row of number -1 if there are none.
 
     >>> import numpy as np
-    >>> summed(SparseRows(np.float32([[1], [2], [4]]), np.array([3, 0, 3])))
+    >>> sum_rows(SparseRows(np.float32([[1], [2], [4]]), np.array([3, 0, 3])))
     SparseRows(values=array([[2.],
            [5.]], dtype=float32), rows=array([0, 3], dtype=int32))
     """
@@ -46,7 +46,7 @@ def summed(slices: SparseRows) -> SparseRows:
 
 
 def add(a: Any, b: Any) -> Any:
-    """The sum of two means: tensors, or rows of sparse ones."""
+    """Return the sum of two means: tensors, or sparse rows."""
     if isinstance(a, SparseRows):
         k = kernels_of(a.values)
         return SparseRows(k.concat([a.values, b.values], 0), k.concat([a.rows, b.rows], 0))
@@ -54,22 +54,22 @@ def add(a: Any, b: Any) -> Any:
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """A tensor, or rows, times a factor, in its own dtype."""
+    """Return a tensor, or sparse rows, times a factor, in its own dtype."""
     if factor == 1:
         return value
     if isinstance(value, SparseRows):
         return SparseRows(scaled(value.values, factor), value.rows)
-    product = value * factor  # which NumPy makes a scalar where the array is 0-d, and float32 of bfloat16
+    product = value * factor  # NumPy makes a scalar of a 0-d array, and float32 of bfloat16: convert back
     return np.asarray(product, value.dtype) if isinstance(value, np.ndarray) else product
 
 
 def in_units(value: Any, factor: float) -> Any:
-    """A mean, of a tensor or of rows, in the units of another loss scale: in float32."""
+    """Return a mean, a tensor or sparse rows, times ``factor``, by which the loss scale changed; in float32."""
     if isinstance(value, SparseRows):
         return SparseRows(in_units(value.values, factor), value.rows)
     return kernels_of(value).combine(factor, value, 0.0, value)
 
 
 def values_of(gradient: Any) -> Any:
-    """The tensor that a gradient's values are in."""
+    """Return the tensor of a gradient's values: the gradient itself, or the values of sparse rows."""
     return gradient.values if isinstance(gradient, SparseRows) else gradient

@@ -1,10 +1,10 @@
-"""Step stamps: where each rank is in training. One bucket of every step carries them beside its payloads, so that ranks
-that went different ways learn of it before anything is updated with what they exchanged.
+"""Step stamps: the position of each rank in training. One bucket of every step carries them with its payloads, so that
+ranks detect that they are out of step before weights are updated.
 
-A stamp is five numbers: steps exchanged; steps of the optimizer; how often gradients were cleared with nothing done
-since; a digest of the hyperparameters; and a check sum. Each travels as 1 to 254, which any dtype holds exactly; 0 is a
-rank that takes no part (Horovod's ``join``), and 255 one that speaks for ranks which differ among themselves. A stamp
-with a wrong sum is damaged, and so is what came with it, which says so when it is decoded.
+A stamp is five numbers: steps exchanged; steps of the optimizer; number of times that gradients were cleared without a
+step; a digest of the hyperparameters; and a check sum. Each is sent as 1 to 254, which any dtype holds exactly; 0 means
+a rank that takes no part (Horovod's ``join``), and 255 a leader whose ranks are out of step among themselves. A stamp
+with a wrong check sum is damaged and ignored: its payload is damaged, too, and decoding it raises an error.
 """
 
 import zlib
@@ -14,7 +14,7 @@ from typing import Any
 from grace.core.context import Context
 
 STAMP_SIZE = 5
-"""Numbers of a stamp."""
+"""Count of numbers in a stamp."""
 CYCLE, OUT_OF_STEP = 254, 255
 ADVICE = (
     "All ranks must make the same steps: let them decide together to leave one out (by an all-reduce of what decides), "
@@ -32,7 +32,7 @@ def digest(settings: Any) -> int:
 
 
 def step_stamp(context: Context) -> list[int]:
-    """Return the stamp of this rank, as its wires carry it."""
+    """Return the stamp that this rank writes in its wires."""
     if context.out_of_step:
         return [OUT_OF_STEP] * STAMP_SIZE
     numbers = [1 + n % CYCLE for n in (context.step, context.updates, context.left_out, context.settings)]
@@ -45,7 +45,8 @@ def _check(numbers: Sequence[int]) -> int:
 
 
 def compare_stamps(stamps: Sequence[Sequence[float]], context: Context) -> tuple[str, bool]:
-    """Return why the ranks cannot go on together, and True if their hyperparameters differ; ("", False) if all is well.
+    """Return the reason why the ranks are out of step, and True if only their hyperparameters differ; ("", False) if
+    the stamps are equal.
 
     >>> here = Context(step=6, rank=0, size=3)
     >>> behind = step_stamp(Context(step=5, updates=-1))
@@ -63,7 +64,7 @@ def compare_stamps(stamps: Sequence[Sequence[float]], context: Context) -> tuple
     names = context.names or range(context.size)
 
     def call(ranks: Sequence[int]) -> str:
-        return called([names[rank] for rank in ranks], len(stamps) == context.size)
+        return describe_ranks([names[rank] for rank in ranks], len(stamps) == context.size)
 
     if out_of_step:
         return f"ranks that exchange through {call(out_of_step)} went different ways; their own errors say how", False
@@ -73,33 +74,31 @@ def compare_stamps(stamps: Sequence[Sequence[float]], context: Context) -> tuple
     if any(behind.values()):
         late = [rank for rank, steps in behind.items() if steps]
         steps = {rank: context.step + first[0] - steps for rank, steps in behind.items()}
-        return f"{_listed(steps, call)}: {call(late)} left out {context.calls.step}. {ADVICE}", False
+        return f"{_describe_steps(steps, call)}: {call(late)} left out {context.api_names.step}. {ADVICE}", False
     least = min(one[2] for one in ahead.values())
     steps = {rank: context.step + one[2] - least for rank, one in ahead.items()}
     if any(one[2] > least for one in ahead.values()):
         early = [rank for rank, one in ahead.items() if one[2] > least]
-        return (
-            f"{_listed(steps, call)}: {call(early)} called optimizer.zero_grad() and left out backward(). {ADVICE}",
-            False,
-        )
+        where = _describe_steps(steps, call)
+        return f"{where}: {call(early)} called optimizer.zero_grad() and left out backward(). {ADVICE}", False
     return f"the optimizer's hyperparameters differ at step {context.step}", True
 
 
-def called(ranks: Sequence[int], known: bool = True) -> str:
-    """Return ranks in words.
+def describe_ranks(ranks: Sequence[int], known: bool = True) -> str:
+    """Return rank numbers as text.
 
-    >>> called([1]), called([0, 2, 3])
+    >>> describe_ranks([1]), describe_ranks([0, 2, 3])
     ('rank 1', 'ranks 0, 2 and 3')
     """
-    if not known:  # a communicator of the user's own, which exchanges with some
+    if not known:  # a user's own communicator may exchange with some ranks only, whose numbers are unknown
         return "a rank" if len(ranks) == 1 else "some ranks"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _listed(steps: dict[int, int], call: Any) -> str:
-    """Return who is at which step, the lowest step first."""
+def _describe_steps(steps: dict[int, int], call: Any) -> str:
+    """Return a description of the ranks at each step, the lowest step first."""
     at = [(step, [rank for rank in steps if steps[rank] == step]) for step in sorted(set(steps.values()))]
     return ", ".join(f"{call(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {step}" for step, ranks in at)
 

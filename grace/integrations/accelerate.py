@@ -10,29 +10,29 @@ from accelerate import Accelerator
 from grace.errors import ConfigError
 from grace.integrations.wrapped import NOTHING, Wrapped, wrap
 from grace.torch.ddp import DDPState
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 WAY = "Start the program without FSDP, DeepSpeed and Megatron-LM"
 _prepared: WeakKeyDictionary[torch.nn.Module, Wrapped] = WeakKeyDictionary()
 
 
 class Registered:
-    """What an accelerator saves and loads of a prepared model, which it does not keep alive.
+    """State of a prepared model that an accelerator saves and loads. It does not keep the model alive.
 
     Args:
-        model: the model, without what was put around its DistributedDataParallel.
+        model: the model, without the wrappers around its DistributedDataParallel.
     """
 
     def __init__(self, model: torch.nn.Module):
         self.model = ref(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks remember; every rank must call it."""
+        """Return the state of all ranks; every rank must call it."""
         model = self.model()
         return dict(NOTHING) if model is None else _prepared[model].state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore it; every rank must call it."""
+        """Load the state of all ranks; every rank must call it."""
         model = self.model()
         if model is not None:
             _prepared[model].load_state_dict(saved)
@@ -50,35 +50,35 @@ def prepare(
     memory_state: str = "strict",
     **options: Any,
 ) -> Any:
-    """``accelerator.prepare(*objects)``, and gradients are exchanged compressed.
+    """Call ``accelerator.prepare(*objects)``, and let gradients be exchanged compressed.
 
-    When there are several ranks Accelerate puts models into DistributedDataParallel; here its communication hook is
-    registered, and the optimizer stays what it is. ``accelerator.save_state()`` and ``load_state()`` save and load what
-    all ranks remember, on any number of ranks. In one process nothing is exchanged, and a warning says so.
+    When there are several ranks Accelerate puts models into DistributedDataParallel; this function registers its
+    communication hook, and the optimizer is not changed. ``accelerator.save_state()`` and ``load_state()`` save and
+    load the state of all ranks, on any number of ranks. In one process nothing is exchanged, and a warning says so.
 
     Args:
-        accelerator: yours.
-        objects: models, optimizers, loaders and schedulers, a model among them; what is prepared already stays so. Give
-            the model's optimizer beside it, so that memories may follow it. Models that ``accelerator.free_memory()``
-            has dropped since are no longer saved.
+        accelerator: your Accelerator.
+        objects: models, optimizers, loaders and schedulers, a model among them; objects that are prepared already stay
+            so. Give the model's optimizer too, so that memories may follow it. Models that
+            ``accelerator.free_memory()`` has dropped since are no longer saved.
         compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
-        memory_state: what becomes of memories in ``load_state()``: "strict" refuses those of another method; "keep"
-            keeps what fits, and warns of the rest; "reset" starts with empty ones.
-        options: of ``accelerator.prepare``.
+        memory_state: treatment of memories in ``load_state()``: "strict" refuses those of another method; "keep"
+            keeps the ones that fit, and warns of the others; "reset" starts with empty ones.
+        options: further arguments of ``accelerator.prepare``.
 
     Returns:
-        What ``accelerator.prepare`` returns: one object, or a tuple.
+        The result of ``accelerator.prepare``: one object, or a tuple.
 
     Raises:
-        ConfigError: there is no model, or Accelerate wraps it otherwise, or what was chosen cannot work.
+        ConfigError: there is no model, or Accelerate wraps it otherwise, or the choices cannot work.
 
     Example::
 
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader, compressor="topk(ratio=0.01)")
     """
     found = accelerator.prepare(*objects, **options)
-    _forget_freed(accelerator)
+    _unregister_freed(accelerator)
     all_found = found if len(objects) > 1 else (found,)
     models = [each for each in all_found if isinstance(each, torch.nn.Module)]
     if not models:
@@ -87,7 +87,7 @@ def prepare(
     for model in models:
         if not any(p.requires_grad for p in model.parameters()):
             continue  # Accelerate does not wrap it either
-        if bare(model) in _prepared:
+        if unwrap_compiled(model) in _prepared:
             raise ConfigError("the model has Grace's hook already: call grace.integrations.accelerate.prepare once")
         wrapped = wrap(
             model,
@@ -105,14 +105,14 @@ def prepare(
             seed=seed,
             bucket_bytes=bucket_bytes,
         )
-        _prepared[bare(model)] = wrapped
-        accelerator.register_for_checkpointing(Registered(bare(model)))
+        _prepared[unwrap_compiled(model)] = wrapped
+        accelerator.register_for_checkpointing(Registered(unwrap_compiled(model)))
     return found
 
 
-def _forget_freed(accelerator: Accelerator) -> None:
-    """Save no more what belongs to models that ``accelerator.free_memory()`` has dropped, as before another try."""
-    models = [bare(model) for model in accelerator._models]
+def _unregister_freed(accelerator: Accelerator) -> None:
+    """Unregister the states of models that ``accelerator.free_memory()`` has dropped, as before another try."""
+    models = [unwrap_compiled(model) for model in accelerator._models]
     accelerator._custom_objects = [
         each
         for each in accelerator._custom_objects
@@ -121,11 +121,13 @@ def _forget_freed(accelerator: Accelerator) -> None:
 
 
 def _progress(accelerator: Accelerator) -> dict[str, int]:
-    """The steps of a run as far as schedulers and optimizers count them: Accelerate's own counts are a rank's alone."""
+    """Return the steps of a run as schedulers and optimizers count them; Accelerate's own counts are one rank's
+    alone."""
     found: dict[str, int] = {}
     for number, scheduler in enumerate(accelerator._schedulers):
         inner = getattr(scheduler, "scheduler", scheduler)
-        if isinstance(last := getattr(inner, "last_epoch", None), int):
+        last = getattr(inner, "last_epoch", None)
+        if isinstance(last, int):
             found[f"last_epoch of scheduler {number}"] = last
     for number, optimizer in enumerate(accelerator._optimizers):
         steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
@@ -135,17 +137,17 @@ def _progress(accelerator: Accelerator) -> dict[str, int]:
 
 
 def state_of(model: torch.nn.Module) -> DDPState | None:
-    """The state of a prepared model's hook, whose ``traffic`` counts; None in one process."""
-    return _of(model).state
+    """Return the state of a prepared model's hook, which has its ``traffic``; None in one process."""
+    return _wrapped_of(model).state
 
 
 def metrics(model: torch.nn.Module) -> dict[str, float]:
-    """What was exchanged for a prepared model since the last call, for ``accelerator.log``: ``grace_bytes_sent``,
+    """Return numbers of a prepared model's exchange since the last call, for ``accelerator.log``: ``grace_bytes_sent``,
     ``grace_ratio`` and so on (:mod:`grace.session.metrics`); empty in one process."""
-    return _of(model).metrics()
+    return _wrapped_of(model).metrics()
 
 
-def _of(model: torch.nn.Module) -> Wrapped:
-    if bare(model) not in _prepared:
+def _wrapped_of(model: torch.nn.Module) -> Wrapped:
+    if unwrap_compiled(model) not in _prepared:
         raise ConfigError("the model is not one that grace.integrations.accelerate.prepare returned")
-    return _prepared[bare(model)]
+    return _prepared[unwrap_compiled(model)]

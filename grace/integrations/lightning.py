@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import grace.backends.openmpi  # noqa: F401 - wherever mpi4py is installed, a Trainer asks MPI who started the process
+import grace.backends.openmpi  # noqa: F401 - where mpi4py is installed, a Trainer calls MPI to find its launcher
 from grace.integrations.wrapped import KEY, NOTHING, Chosen, wrap
 from grace.torch.ddp import EarlyState, grace_hook
 
@@ -15,27 +15,27 @@ WAY = 'Give Trainer(strategy="ddp")'
 
 
 class GraceCallback(Chosen, Callback):
-    """Compresses the gradients that the ranks of a ``Trainer(strategy="ddp")`` exchange.
+    """Callback that compresses the gradients that the ranks of a ``Trainer(strategy="ddp")`` exchange.
 
-    When training starts its hook is registered with the DistributedDataParallel model that Lightning has made, and the
-    optimizer stays what it is. Lightning's checkpoints hold what all ranks remember under ``"grace"``, which
-    ``fit(ckpt_path=...)`` loads, on any number of ranks. Every ``log_every_n_steps`` steps what was exchanged since is
-    logged, as ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`). In one process nothing is
-    exchanged, and a warning says so.
+    When training starts it registers its hook with the DistributedDataParallel model that Lightning has made; the
+    optimizer is not changed. Lightning's checkpoints hold the state of all ranks under ``"grace"``, which
+    ``fit(ckpt_path=...)`` loads, on any number of ranks. Every ``log_every_n_steps`` steps the numbers of the exchange
+    since the last time are logged, as ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`).
+    In one process nothing is exchanged, and a warning says so.
 
     Args:
         compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
-        memory_state: what becomes of the memories in a checkpoint: "strict" refuses one without them, or of another
-            method; "keep" keeps what fits, and warns of the rest; "reset" starts with empty ones.
+        memory_state: treatment of the memories in a checkpoint: "strict" refuses one without them, or of another
+            method; "keep" keeps the memories that fit, and warns of the others; "reset" starts with empty ones.
 
     Attributes:
         state: the hook's :class:`~grace.torch.DDPState`; None before training, and in one process.
-        ddp_comm_state, ddp_comm_hook: for those who give ``DDPStrategy`` its own, beside the callback. Lightning
+        ddp_comm_state, ddp_comm_hook: arguments for a ``DDPStrategy`` of your own, beside the callback. Lightning
             registers them on GPUs only; on CPUs the callback does.
 
     Raises:
-        ConfigError: when training starts: the model is wrapped otherwise, or what was chosen cannot work.
+        ConfigError: when training starts: the model is wrapped otherwise, or the choices cannot work.
 
     Example::
 
@@ -48,18 +48,18 @@ class GraceCallback(Chosen, Callback):
 
     @cached_property
     def ddp_comm_state(self) -> EarlyState:
-        """What stands for the hook's state until there are optimizers."""
+        """Placeholder for the hook's state until there are optimizers."""
         return EarlyState()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the last fit(): Lightning wraps the model, and makes optimizers, anew for each."""
+        """Close the hook of the last fit(): Lightning wraps the model, and makes optimizers, anew for each."""
         if stage == "fit":
             if self.wrapped is not None:
                 self.wrapped.close()
             self.wrapped = self.loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register the hook, and load what a checkpoint remembers: the optimizers have their states by now."""
+        """Register the hook, and load the state that a checkpoint held. The optimizers have their states by now."""
         model: Any = trainer.strategy.model
         self.wrapped = wrap(
             model,
@@ -72,17 +72,19 @@ class GraceCallback(Chosen, Callback):
             grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             **self.choices,
         )
-        loaded, self.loaded, self.logged = self.loaded, None, trainer.global_step
+        loaded = self.loaded
+        self.loaded = None
+        self.logged = trainer.global_step
         if loaded is not None:
             self.wrapped.load_state_dict(loaded)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep what a checkpoint remembers until the model is wrapped."""
+        """Hold the state in a checkpoint until the model is wrapped."""
         if trainer.state.fn == "fit":
             self.loaded = {KEY: checkpoint[KEY]} if KEY in checkpoint else {}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put what all ranks remember into the checkpoint; Lightning calls all of them."""
+        """Put the state of all ranks into the checkpoint. Lightning calls it on all of them."""
         if self.wrapped is None:  # a Tuner saves before training, and restores it after its trials
             checkpoint.update(NOTHING if self.loaded is None else self.loaded)
             return
@@ -96,7 +98,7 @@ class GraceCallback(Chosen, Callback):
         checkpoint.update(self.wrapped.state_dict())
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *ignored: Any) -> None:
-        """Log what was exchanged, as often as Lightning logs."""
+        """Log numbers of the exchange, as often as Lightning logs."""
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self.wrapped is not None and every and step != self.logged and step % every == 0:
             self.logged = step
@@ -104,5 +106,5 @@ class GraceCallback(Chosen, Callback):
 
 
 def _progress(trainer: Trainer) -> dict[str, int]:
-    """The steps of a run as its checkpoints count them."""
+    """Return the steps of a run as its checkpoints count them."""
     return {"global_step": trainer.global_step}

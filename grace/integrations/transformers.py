@@ -9,38 +9,39 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
 from grace.integrations.wrapped import Chosen, wrap
-from grace.session.agreement import tell
-from grace.torch.wrappers import bare
+from grace.session.agreement import gather_or_raise
+from grace.torch.wrappers import unwrap_compiled
 
 FILE = "grace_memories.pt"
-"""In each checkpoint's folder."""
+"""Name of the file with memories in each checkpoint's folder."""
 WAY = "Leave deepspeed and fsdp out of TrainingArguments"
 
 
 class GraceCallback(Chosen, TrainerCallback):
-    """Compresses the gradients that a ``Trainer``'s ranks exchange.
+    """Callback that compresses the gradients that a ``Trainer``'s ranks exchange.
 
-    The Trainer puts the model into DistributedDataParallel when there are several ranks; when training begins its
-    communication hook is registered, and the optimizer stays what it is. Each ``checkpoint-N`` folder gets a file with
-    what all ranks remember, ``grace_memories.pt``, which ``resume_from_checkpoint`` loads, on any number of ranks;
-    trials of ``hyperparameter_search`` get none. Whenever the Trainer logs a loss, it logs what was exchanged since, as
-    ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`). In one process nothing is exchanged,
-    and a warning says so.
+    The Trainer puts the model into DistributedDataParallel when there are several ranks; when training begins the
+    callback registers its communication hook, and the optimizer is not changed. Each ``checkpoint-N`` folder gets a
+    file with the state of all ranks, ``grace_memories.pt``, which ``resume_from_checkpoint`` loads, on any number of
+    ranks; trials of ``hyperparameter_search`` get none. Whenever the Trainer logs a loss, it logs the numbers of the
+    exchange since the last time, as ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`). In
+    one process nothing is exchanged, and a warning says so.
 
     Args:
         compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
-        memory_state: what becomes of memories on ``resume_from_checkpoint``: "strict" refuses a checkpoint without
-            them, or of another method; "keep" keeps what fits, and warns of the rest; "reset" starts with empty ones.
+        memory_state: treatment of memories on ``resume_from_checkpoint``: "strict" refuses a checkpoint without
+            them, or of another method; "keep" keeps the memories that fit, and warns of the others; "reset" starts
+            with empty ones.
 
     Attributes:
         state: the hook's :class:`~grace.torch.DDPState`; None before training, and in one process.
 
     Raises:
-        ConfigError: when training begins: the model is wrapped otherwise, or what was chosen cannot work.
+        ConfigError: when training begins: the model is wrapped otherwise, or the choices cannot work.
 
     Example::
 
@@ -51,10 +52,12 @@ class GraceCallback(Chosen, TrainerCallback):
     model: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Register the hook, unless this model has it from the last ``train()``; load what a checkpoint remembers."""
-        self.trainer, checkpoint = _asking(self)
-        model, optimizer = self.trainer.model_wrapped, kwargs["optimizer"]
-        if self.wrapped is None or bare(self.model) is not bare(model):
+        """Register the hook, unless this model has it from the last ``train()``, and load the state that a checkpoint
+        holds."""
+        self.trainer, checkpoint = _calling_trainer(self)
+        model = self.trainer.model_wrapped
+        optimizer = kwargs["optimizer"]
+        if self.wrapped is None or unwrap_compiled(self.model) is not unwrap_compiled(model):
             if self.wrapped is not None:  # another model since the last train()
                 self.wrapped.close()
             self.wrapped = wrap(
@@ -78,7 +81,7 @@ class GraceCallback(Chosen, TrainerCallback):
             self._load(Path(checkpoint, FILE))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put what all ranks remember into the checkpoint's folder."""
+        """Put the state of all ranks into the checkpoint's folder."""
         if self.wrapped is None or args.save_only_model or state.is_hyper_param_search:
             return
         path = Path(args.output_dir, f"checkpoint-{state.global_step}", FILE)
@@ -86,50 +89,54 @@ class GraceCallback(Chosen, TrainerCallback):
 
         def write() -> None:
             if args.should_save:
-                with replacing(path) as draft:
+                with atomic_write(path) as draft:
                     torch.save(saved, draft)
 
-        self._together(write, f"could not save {path}")
+        self._on_all_ranks(write, f"could not save {path}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Log what was exchanged beside the loss."""
-        if self.wrapped is not None and logs and "loss" in logs and (metrics := self.wrapped.metrics()):
+        """Log numbers of the exchange beside the loss."""
+        if self.wrapped is None or not logs or "loss" not in logs:
+            return
+        metrics = self.wrapped.metrics()
+        if metrics:
             self.trainer.log(metrics)
 
     def _load(self, path: Path) -> None:
         def read() -> Any:
             try:
                 return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-            except Exception as error:  # of whatever kind, by torch's zip reader and its unpickler
+            except Exception as error:  # torch's zip reader and its unpickler raise errors of many kinds
                 raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
 
         assert self.wrapped is not None
-        self.wrapped.load_state_dict(self._together(read, "did not load its checkpoint"))
+        self.wrapped.load_state_dict(self._on_all_ranks(read, "did not load its checkpoint"))
 
-    def _together(self, act: Callable[[], Any], failed: str) -> Any:
-        """Act, and hear whether other ranks could."""
-        result, error = None, None
+    def _on_all_ranks(self, act: Callable[[], Any], failed: str) -> Any:
+        """Call a function, and raise on all ranks if one of them failed."""
+        result = None
+        error = None
         try:
             result = act()
         except Exception as raised:
             error = raised
         if self.state is not None:
-            tell(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
+            gather_or_raise(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
         elif error is not None:
             raise error
         return result
 
 
 def _progress(trainer: Trainer) -> dict[str, int]:
-    """The steps of a run as its checkpoints count them."""
+    """Return the steps of a run as its checkpoints count them."""
     return {"global_step": trainer.state.global_step}
 
 
-def _asking(callback: GraceCallback) -> tuple[Any, str | None]:
-    """The Trainer whose training begins, and the folder that it resumes from.
+def _calling_trainer(callback: GraceCallback) -> tuple[Any, str | None]:
+    """Return the Trainer whose training begins, and the folder that it resumes from.
 
-    Callbacks are told neither, nor are they kept where a callback could find them; but one of the Trainer's own
-    methods, which knows both, has called it.
+    A callback gets neither as an argument, nor by an attribute; but one of the Trainer's own methods, which has both,
+    is on the stack.
     """
     frame: Any = sys._getframe(2)
     while frame is not None:

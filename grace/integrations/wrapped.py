@@ -1,4 +1,5 @@
-"""What the frameworks share: the hook on a model that one has wrapped, and its memories in their checkpoints."""
+"""Common parts of the integrations: the hook on a model that a framework has wrapped, and its memories in
+checkpoints."""
 
 import dataclasses
 import math
@@ -11,43 +12,46 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from grace.backends.alone import check_trainer
-from grace.core.calls import TORCH
+from grace.core.api_names import TORCH
 from grace.errors import ConfigError
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
 from grace.torch.ddp import DDPState, register_ddp_hook
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 KEY = "grace"
-"""Of what all ranks remember, in what a framework saves."""
+"""Key of the state of all ranks in a framework's checkpoint."""
 NOTHING: dict[str, Any] = {KEY: None}
-"""What is saved by one process, or before training begins: there is nothing to remember."""
+"""State that one process saves, or any before training begins."""
 
 
 class Wrapped:
-    """Grace on one model: the state of its hook, and that as frameworks' checkpoints take it.
+    """Grace on one model: the state of its hook, in the form that frameworks' checkpoints take.
 
     Attributes:
-        state: None in one process, where nothing is exchanged.
-        memory_state: what becomes of memories that a checkpoint brings: "strict", "keep" or "reset".
-        progress: the framework's own counts of steps, by their names: what is saved beside memories, and is restored
-            before they are.
+        state: the hook's state; None in one process, where nothing is exchanged.
+        memory_state: treatment of memories in a checkpoint: "strict", "keep" or "reset".
+        progress: returns the framework's own counts of steps, by name, which are saved with memories, and which the
+            framework restores before memories.
     """
 
     def __init__(self, state: DDPState | None, memory_state: str, progress: Callable[[], dict[str, int]]):
-        self.state, self.memory_state, self.progress = state, memory_state, progress
+        self.state = state
+        self.memory_state = memory_state
+        self.progress = progress
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks remember, as bytes, and at which step; every rank must call it."""
+        """Return the state of all ranks, as bytes, and its step; every rank must call it."""
         if self.state is None:
             return dict(NOTHING)
         return {KEY: {"memories": self.state.full_state_dict(packed=True), "at": self.progress()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore it, on any number of ranks; every rank must call it.
+        """Load the state of all ranks, on any number of ranks; every rank must call it.
 
         Raises:
-            ConfigError: it does not fit, or there is none, or it is of another step than what the framework has loaded.
+            ConfigError: the state does not fit, or there is none, or it is of another step than the framework has
+                loaded.
             RankError: another rank refused it.
         """
         found: Any = saved.get(KEY)
@@ -60,41 +64,47 @@ class Wrapped:
         if saved == NOTHING:
             self.state.load_state_dict(None, "reset")
             return
-        self._check_step({} if earlier else found.get("at"))
+        self._compare_steps({} if earlier else found.get("at"))
         self.state.load_state_dict(memories, self.memory_state)
 
-    def _check_step(self, at: Any) -> None:
+    def _compare_steps(self, at: Any) -> None:
         """Refuse memories of another step, on all ranks; under "keep" warn of them."""
         assert self.state is not None
-        now, error = self.progress(), None
-        told = {**now, **at} if isinstance(at, dict) else now  # of what either does not count nothing is known
-        unlike = [
-            f"{name} {told[name]}, and the run is at {now[name]}"
+        now = self.progress()
+        error = None
+        saved = {**now, **at} if isinstance(at, dict) else now  # counts that only one of them has are not compared
+        different = [
+            f"{name} {saved[name]}, and the run is at {now[name]}"
             for name in now
-            if told.get(name, now[name]) != now[name]
+            if saved.get(name, now[name]) != now[name]
         ]
-        calls = self.state.runner.context.calls
-        if unlike:
-            why = f"the memories were saved at {unlike[0]}: they are of another checkpoint than the weights beside them"
+        calls = self.state.runner.context.api_names
+        if different:
+            why = (
+                f"the memories were saved at {different[0]}: they are of another checkpoint than the weights beside "
+                "them"
+            )
             if self.memory_state == "strict":
                 error = ConfigError(f"{why}. Take those that were saved with them, or start with none: {calls.reset}")
             elif self.memory_state == "keep":
                 warnings.warn(why, stacklevel=3)
-        tell(self.state.runner.backend, "the step of a checkpoint's memories", None, error, "did not load them")
+        backend = self.state.runner.backend
+        gather_or_raise(backend, "the step of a checkpoint's memories", None, error, "did not load them")
 
     def metrics(self) -> dict[str, float]:
-        """What loggers take, of the steps since the last call: what is known of ``DDPState.metrics()``."""
+        """Return numbers for loggers, of the steps since the last call: those of ``DDPState.metrics()`` that are
+        known."""
         found = {} if self.state is None else self.state.metrics()
         return {f"grace_{name}": value for name, value in found.items() if not math.isnan(value)}
 
     def close(self) -> None:
-        """Grace takes part in this model's training no more; every rank must call it."""
+        """End the exchange of this model's gradients; every rank must call it."""
         if self.state is not None:
             self.state.close()
 
 
 class Chosen:
-    """Base of frameworks' callbacks: what is chosen when one is made, and what it holds once training has begun."""
+    """Base class of frameworks' callbacks, with the user's choices, and the hook once training has begun."""
 
     def __init__(
         self,
@@ -120,7 +130,7 @@ class Chosen:
 
     @property
     def state(self) -> Any:
-        """The hook's state."""
+        """State of the hook."""
         return None if self.wrapped is None else self.wrapped.state
 
 
@@ -134,25 +144,25 @@ def wrap(
     progress: Callable[[], dict[str, int]] = dict,
     **choices: Any,
 ) -> Wrapped:
-    """Compress what a wrapped model exchanges.
+    """Compress the exchange of a wrapped model.
 
     Args:
-        model: what the framework made of the user's model.
-        ranks: how many there are.
-        optimizers: among which the one that holds the model's parameters is found.
-        memory_state: what becomes of memories that a checkpoint brings.
-        way: how the framework is told to take DistributedDataParallel.
-        load: what messages say loads a checkpoint, with a place for what becomes of memories.
-        progress: the framework's counts of steps, by their names.
+        model: the framework's wrapper of the user's model.
+        ranks: number of ranks.
+        optimizers: the framework's optimizers; the one that has the model's parameters is chosen.
+        memory_state: treatment of memories in a checkpoint.
+        way: the advice how to let the framework use DistributedDataParallel, for messages.
+        load: the call that loads a checkpoint, for messages, with a place for the treatment of memories.
+        progress: returns the framework's counts of steps, by name.
         choices: for :func:`grace.torch.register_ddp_hook`.
 
     Raises:
-        ConfigError: the model is wrapped by something else, or has a hook already, or what was chosen cannot work; or
-            a launcher has started more ranks than the framework knows.
+        ConfigError: the model is wrapped by another class, or has a hook already, or the choices cannot work; or a
+            launcher has started more ranks than the framework knows.
     """
     check_mode(memory_state)
     check_trainer(ranks, way)
-    ddp = bare(model)
+    ddp = unwrap_compiled(model)
     if not isinstance(ddp, DistributedDataParallel):
         check_unsharded(ddp, way)
         if ranks > 1:
@@ -162,9 +172,9 @@ def wrap(
             )
         warnings.warn("one process exchanges no gradients, so Grace compresses nothing in this run", stacklevel=3)
         return Wrapped(None, memory_state, progress)
-    state = register_ddp_hook(ddp, optimizer=_holder(ddp, optimizers), **choices)
+    state = register_ddp_hook(ddp, optimizer=_optimizer_of(ddp, optimizers), **choices)
     calls = dataclasses.replace(TORCH, save_all="the framework's own checkpoint", load=load, memory="memory_state")
-    state.runner.context.calls = calls
+    state.runner.context.api_names = calls
     return Wrapped(state, memory_state, progress)
 
 
@@ -172,7 +182,7 @@ def check_unsharded(model: torch.nn.Module, way: str) -> None:
     """Refuse a model that ``fully_shard`` has sharded.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the model is sharded.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is not None and any(isinstance(module, kind) for module in model.modules()):
@@ -183,8 +193,8 @@ def check_unsharded(model: torch.nn.Module, way: str) -> None:
         )
 
 
-def _holder(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """The optimizer of the model's parameters, without what the framework put around it; None if several share them."""
+def _optimizer_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """Return the optimizer of the model's parameters, without the framework's wrapper; None if several share them."""
     wanted = {p for p in model.parameters() if p.requires_grad}
     for given in optimizers:
         optimizer = getattr(given, "optimizer", given)

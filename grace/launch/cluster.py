@@ -1,4 +1,4 @@
-"""The machines of a run: a file that names nodes, their devices and how to reach them.
+"""Machines of a run: a file that names nodes, their devices and how to reach them.
 
 ::
 
@@ -29,7 +29,7 @@ except ImportError:
     raise missing_extra("pyyaml", "strategy") from None
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Host names and IPv4 addresses: launchers write ``host:slots``, so that no colon may be in one."""
+"""Host names and IPv4 addresses: launchers write ``host:slots``, so they may not contain a colon."""
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -38,7 +38,7 @@ Port = Annotated[int, pydantic.Field(ge=1, le=65535)]
 
 
 class _Part(pydantic.BaseModel):
-    """Keys are the fields and no others, and values are of the fields' types without conversion."""
+    """Base of the file's parts: no keys but the fields, and values of the fields' types without conversion."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -49,11 +49,11 @@ class _Part(pydantic.BaseModel):
 
 
 class Node(_Part):
-    """One machine.
+    """Machine of a run.
 
     Attributes:
         address: its host name or IPv4 address, as the other nodes reach it.
-        chief: whether this is the machine on which the launcher runs, and which has rank 0.
+        chief: True for the machine on which the launcher runs, and which has rank 0.
         gpus: the numbers of its GPUs, one rank each.
         cpus: the numbers of its CPUs; one rank each where there are no GPUs.
         ssh_config: the group of ssh settings by which the chief reaches it.
@@ -69,7 +69,7 @@ class Node(_Part):
 
     @property
     def slots(self) -> int:
-        """How many ranks it has: one per GPU, or else per CPU, or else one.
+        """Number of the node's ranks: one per GPU, or else per CPU, or else one.
 
         >>> Node(address="a", gpus=[0, 1], cpus=[0]).slots, Node(address="a", cpus=[2]).slots, Node(address="a").slots
         (2, 1, 1)
@@ -83,7 +83,7 @@ class Node(_Part):
 
     @pydantic.field_validator("gpus", "cpus")
     @classmethod
-    def _once(cls, devices: list[int]) -> list[int]:
+    def _distinct(cls, devices: list[int]) -> list[int]:
         for device, count in collections.Counter(devices).items():
             if count > 1:
                 raise ValueError(f"device {shown(device)} is there {count} times; a device has one rank")
@@ -98,16 +98,16 @@ class Node(_Part):
 
 
 class SSH(_Part):
-    """How nodes are reached.
+    """Settings by which nodes are reached.
 
     Attributes:
-        username: by default what ssh chooses.
-        port: the ssh server's.
+        username: the user's name on the nodes; by default ssh's choice.
+        port: the ssh server's port.
         key_file: the private key's file, on the chief.
         python_venv: a virtual environment's folder, on the nodes; or the command that enters an environment, which
             bash runs there (``source ~/venv/bin/activate``, ``source .../conda.sh; conda activate x``).
-        shared_envs: environment variables of the ranks; $NAME and ${NAME} are put in on each node, $$ is a dollar.
-        setup: lines that bash runs on the nodes before that (``module load cuda``); one that fails ends the job.
+        shared_envs: environment variables of the ranks; $NAME and ${NAME} are expanded on each node, $$ is a dollar.
+        setup: lines that bash runs on the nodes first (``module load cuda``); one that fails ends the job.
     """
 
     username: str | None = None
@@ -160,10 +160,10 @@ class SSH(_Part):
 
 
 class Resources(_Part):
-    """The nodes of a run.
+    """Nodes of a run.
 
     Attributes:
-        nodes: the machines; exactly one is the chief, which a single one is without a word.
+        nodes: the machines; exactly one is the chief, and a single one always is.
         ssh: groups of ssh settings by name.
     """
 
@@ -176,7 +176,7 @@ class Resources(_Part):
 
         Args:
             path: the file; None stands for this machine alone.
-            ranks: how many ranks this machine gets when there is no file; by default one.
+            ranks: number of ranks of this machine when there is no file; by default one.
 
         Raises:
             ConfigError: the file cannot be read, or describes nodes that cannot work together.
@@ -190,22 +190,22 @@ class Resources(_Part):
             return cls(nodes=[Node(address="localhost", chief=True, cpus=list(range(ranks or 1)))])
         if ranks is not None:
             raise ConfigError(f"{path} says how many ranks there are; a number of ranks is for runs without a file")
-        return cls.of(_read(Path(path)), str(path))
+        return cls.from_document(_read(Path(path)), str(path))
 
     @classmethod
-    def of(cls, document: Any, source: str = "resources") -> "Resources":
-        """Resources from what a file holds.
+    def from_document(cls, document: Any, source: str = "resources") -> "Resources":
+        """Make resources from the content of a file.
 
         Args:
             document: dictionaries and lists, as YAML gives them.
-            source: begins the errors' messages.
+            source: the beginning of the errors' messages.
 
         Raises:
-            ConfigError: a key, a type or a combination that cannot work.
+            ConfigError: a key, a type or a combination cannot work.
 
-        >>> Resources.of({"nodes": [{"address": "10.0.0.1", "gpus": [0, 1]}]}).world_size
+        >>> Resources.from_document({"nodes": [{"address": "10.0.0.1", "gpus": [0, 1]}]}).world_size
         2
-        >>> Resources.of({"nodes": [{"address": "10.0.0.1"}, {"address": "10.0.0.2"}]})
+        >>> Resources.from_document({"nodes": [{"address": "10.0.0.1"}, {"address": "10.0.0.2"}]})
         Traceback (most recent call last):
         grace.errors.ConfigError: resources: no node is the chief; give one of them `chief: true`
         """
@@ -214,23 +214,23 @@ class Resources(_Part):
         try:
             return cls.model_validate(document)
         except pydantic.ValidationError as error:
-            raise ConfigError(f"{source}: {_told(error, document)}") from None
+            raise ConfigError(f"{source}: {_format_error(error, document)}") from None
         except RecursionError:
             raise ConfigError(f"{source}: is nested too deeply") from None
 
     @property
     def chief(self) -> Node:
-        """The node on which the launcher runs."""
+        """Node on which the launcher runs."""
         return next(node for node in self.nodes if node.chief)
 
     @property
     def ordered(self) -> list[Node]:
-        """The chief, then the others as declared: the order of ranks."""
+        """Chief and then the other nodes as declared: the order of ranks."""
         return sorted(self.nodes, key=lambda node: not node.chief)
 
     @property
     def ranks(self) -> list[int]:
-        """The index in ``nodes`` of each rank's node; the chief's ranks are the first.
+        """For each rank, the index of its node in ``nodes``; the chief's ranks are the first.
 
         >>> Resources.load(None, ranks=3).ranks
         [0, 0, 0]
@@ -240,16 +240,16 @@ class Resources(_Part):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return sum(node.slots for node in self.nodes)
 
     def ssh_of(self, node: Node) -> SSH | None:
-        """The ssh settings of a node, if it has any."""
+        """Return the ssh settings of a node, if it has any."""
         return None if node.ssh_config is None else self.ssh[node.ssh_config]
 
     @pydantic.field_validator("nodes")
     @classmethod
-    def _alone(cls, nodes: list[Node]) -> list[Node]:
+    def _single_is_chief(cls, nodes: list[Node]) -> list[Node]:
         return [nodes[0].model_copy(update={"chief": True})] if len(nodes) == 1 else nodes
 
     @pydantic.model_validator(mode="after")
@@ -300,7 +300,7 @@ def _control(text: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether it means "this machine" everywhere.
+    """Return True if an address means "this machine" everywhere.
 
     >>> _is_loopback("localhost"), _is_loopback("127.0.0.2"), _is_loopback("0.0.0.0"), _is_loopback("10.0.0.1")
     (True, True, True, False)
@@ -308,6 +308,7 @@ def _is_loopback(address: str) -> bool:
     try:
         number = ipaddress.ip_address(address)
     except ValueError:
+        # a host name
         return address.lower().rstrip(".").split(".")[-1] in ("localhost", "localdomain")
     return number.is_loopback or number.is_unspecified
 
@@ -315,21 +316,23 @@ def _is_loopback(address: str) -> bool:
 # -- messages -------------------------------------------------------------------------------------------------------
 
 
-def _told(error: pydantic.ValidationError, document: dict) -> str:
-    """The first error, by the names that the file has, and how many others there are."""
+def _format_error(error: pydantic.ValidationError, document: dict) -> str:
+    """Return the first error, by the names that the file has, and the number of others."""
     errors = error.errors(include_url=False)
     where = schema_words.location(errors[0])
-    parts = [_place(where, document)] if where else []
-    said = schema_words.in_words(errors[0], hidden="shared_envs" in where)
+    parts = [_format_location(where, document)] if where else []
+    # values of shared_envs may be secrets
+    message = schema_words.in_words(errors[0], hidden="shared_envs" in where)
     others = len(errors) - 1
     more = f" (and {others} more {'error' if others == 1 else 'errors'})" if others else ""
-    return ": ".join([*parts, said]) + more
+    return ": ".join([*parts, message]) + more
 
 
-def _place(where: list[int | str], document: dict) -> str:
-    """Where an error is, with a node's address.
+def _format_location(where: list[int | str], document: dict) -> str:
+    """Return the location of an error, with a node's address.
 
-    >>> _place(["nodes", 1, "gpus", 0], {"nodes": [{}, {"address": "10.0.0.2"}]}), _place(["ssh", "a", "port"], {})
+    >>> document = {"nodes": [{}, {"address": "10.0.0.2"}]}
+    >>> _format_location(["nodes", 1, "gpus", 0], document), _format_location(["ssh", "a", "port"], {})
     ('node 10.0.0.2: gpus: 0', 'ssh: a: port')
     """
     names = [part if isinstance(part, str) else shown(part) for part in where]

@@ -1,4 +1,4 @@
-"""The command lines by which an engine's own launcher starts a program on all ranks of a cluster."""
+"""Command lines by which an engine's own launcher starts a program on all ranks of a cluster."""
 
 import dataclasses
 import importlib.util
@@ -23,18 +23,18 @@ MASTER_PORT = 29500
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What is started on this machine for a node.
+    """Command that is started on this machine for a node.
 
     Attributes:
         node: the node's address.
         argv: the command line.
-        environment: what is added to this process's environment.
-        remote: whether it starts ssh.
+        environment: variables that are added to this process's environment.
+        remote: True if it starts ssh.
         hidden: the variables of ``shared_envs``, whose values are not shown.
-        handing: what puts their values into a file on the node until its stdin ends, and says ``ready`` in between;
-            empty if the environment has them.
-        handed: what it reads.
-        shown: ``argv`` as a dry run prints it where ``handing`` has a part in it.
+        env_sender: the command that puts their values into a file on the node until its stdin ends, and prints
+            ``ready`` in between; empty if the environment has them.
+        env_exports: the input of ``env_sender``: lines for a shell that set the variables.
+        shown: ``argv`` as a dry run prints it where there is an ``env_sender``.
     """
 
     node: str
@@ -42,28 +42,28 @@ class Command:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     remote: bool = False
     hidden: frozenset[str] = frozenset()
-    handing: list[str] = dataclasses.field(default_factory=list)
-    handed: str = dataclasses.field(default="", repr=False)
+    env_sender: list[str] = dataclasses.field(default_factory=list)
+    env_exports: str = dataclasses.field(default="", repr=False)
     shown: list[str] = dataclasses.field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
-        """As one types it into a shell, without the values that are hidden.
+        """Return the command as one types it into a shell, without the values that are hidden.
 
         >>> print(Command("a", ["python", "my file.py"], {"X": "1 2", "TOKEN": "abc"}, hidden=frozenset(["TOKEN"])))
         env 'X=1 2' TOKEN=... python 'my file.py'
         """
         environment = {name: "..." if name in self.hidden else value for name, value in self.environment.items()}
-        told = f"# {', '.join(sorted(self.hidden))}: over the input of another ssh, not in this command line\n"
-        return (told if self.handing else "") + shlex.join([*_env(environment), *(self.shown or self.argv)])
+        note = f"# {', '.join(sorted(self.hidden))}: over the input of another ssh, not in this command line\n"
+        return (note if self.env_sender else "") + shlex.join([*_env(environment), *(self.shown or self.argv)])
 
     @property
-    def tells_on_stdout(self) -> bool:
-        """Whether errors come there: those of a remote terminal, and what horovodrun's ssh said."""
+    def errors_on_stdout(self) -> bool:
+        """True if errors are printed on stdout: those of a remote terminal, and of horovodrun's ssh."""
         return self.remote or self.argv[0] == "horovodrun"
 
 
 def default_engine() -> str:
-    """Horovod where it is installed, or else torch, or else MPI."""
+    """Return "horovod" where Horovod is installed, or else "torch" where torch is, or else "mpi"."""
     packages = {"horovod": "horovod", "torch": "torch"}
     return next((name for name, package in packages.items() if importlib.util.find_spec(package)), "mpi")
 
@@ -76,18 +76,18 @@ def command(
     port: int = MASTER_PORT,
     file: Path | str | None = None,
 ) -> list[Command]:
-    """The command lines that start a program on all ranks.
+    """Return the command lines that start a program on all ranks.
 
     Args:
         resources: the cluster; its chief is this machine.
         engine: "horovod", "torch" or "mpi".
         program: the program and its arguments, as in ``["python", "train.py"]``.
-        strategy: a file, or a builder's spec, for GRACE_STRATEGY.
-        file: that of the resources, for GRACE_RESOURCES.
-        port: where torch's ranks find each other on the chief, if there are several nodes.
+        strategy: a strategy file, or a builder's spec, for GRACE_STRATEGY.
+        file: the file of the resources, for GRACE_RESOURCES.
+        port: the chief's port on which torch's ranks find each other, if there are several nodes.
 
     Returns:
-        One per node for torch, else one.
+        One command per node for torch, else one.
 
     Raises:
         ConfigError: the engine's launcher cannot do what the resources say.
@@ -113,10 +113,10 @@ def command(
 
 
 def checked_strategy(given: str) -> str:
-    """Return a strategy as the ranks find it: a file's whole path, or a builder's spec.
+    """Return a strategy in the form that all ranks understand: a file's absolute path, or a builder's spec.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: there is no such file and no such builder.
 
     >>> checked_strategy("auto(quality='half')")
     "auto(quality='half')"
@@ -141,31 +141,43 @@ def _torch(resources: "Resources", program: list[str], environment: dict[str, st
         if len(nodes) > 1:
             where = ["--nnodes", str(len(nodes)), "--node-rank", str(number), "--nproc-per-node", str(node.slots)]
             where += ["--master-addr", resources.chief.address, "--master-port", str(port)]
-        argv, ssh = _torchrun(where, program), resources.ssh_of(node)
+        argv = _torchrun(where, program)
+        ssh = resources.ssh_of(node)
         shared = _shared(resources) if ssh is None else ssh.shared_envs
         own = {**_gpus(node), **environment}
         if node.chief:
-            variables = {**{name: preparing.here(value) for name, value in shared.items()}, **own}
-            line = preparing.prepared(preparing.lines(ssh), argv)
+            variables = {**{name: preparing.expand_locally(value) for name, value in shared.items()}, **own}
+            line = preparing.wrap_in_bash(preparing.setup_lines(ssh), argv)
             commands.append(Command(node.address, line, variables, hidden=frozenset(shared)))
         else:
             assert ssh is not None
-            said, enter, file = preparing.lines(ssh), _activating(ssh), f"~/.grace-{secrets.token_hex(16)}"
-            if said or shared:  # in bash, which may read ~/.bashrc once more, and enters the environment after that
-                said, enter = [*said, *enter], []
-            started, handed, handing, shown = [*_env(own), *argv], "", list[str](), list[str]()
-            if shared:
-                handed = preparing.exports(shared)
-                handing = ["ssh", *reaching(ssh), host(node, ssh), preparing.keeping(file, handed)]
+            setup = preparing.setup_lines(ssh)
+            enter = _activate_lines(ssh)
+            file = f"~/.grace-{secrets.token_hex(16)}"
+            if setup or shared:  # bash may read ~/.bashrc once more, so the environment is entered inside it
+                setup = [*setup, *enter]
+                enter = []
+            started = [*_env(own), *argv]
+            env_exports = ""
+            env_sender: list[str] = []
+            shown: list[str] = []
+            if shared:  # their values may be secrets: they travel over ssh's stdin, not in a command line
+                env_exports = preparing.exports(shared)
+                env_sender = [
+                    "ssh",
+                    *ssh_options(ssh),
+                    host(node, ssh),
+                    preparing.receive_exports_line(file, env_exports),
+                ]
                 hidden = shlex.join(["export", *(f"{name}=..." for name in shared)])
-                shown = _over_ssh(node, ssh, enter, preparing.prepared([*said, hidden], started))
-            line = _over_ssh(node, ssh, enter, preparing.prepared(said, started, bool(shared), file=file))
-            commands.append(Command(node.address, line, {}, True, frozenset(shared), handing, handed, shown))
+                shown = _over_ssh(node, ssh, enter, preparing.wrap_in_bash([*setup, hidden], started))
+            line = _over_ssh(node, ssh, enter, preparing.wrap_in_bash(setup, started, bool(shared), file=file))
+            commands.append(Command(node.address, line, {}, True, frozenset(shared), env_sender, env_exports, shown))
     return commands
 
 
 def _torchrun(where: list[str], program: list[str]) -> list[str]:
-    """Python scripts and modules are torchrun's own; it starts everything else as it stands.
+    """Return torchrun's command line: it runs Python scripts and modules itself, and other programs by --no-python.
 
     >>> _torchrun([], ["python3", "a.py"])
     ['python3', '-m', 'torch.distributed.run', 'a.py']
@@ -179,11 +191,12 @@ def _torchrun(where: list[str], program: list[str]) -> list[str]:
 
 
 def is_python(name: str) -> bool:
+    """Return True if a program's name is that of a Python interpreter."""
     return re.fullmatch(r"python[\d.]*", Path(name).name) is not None
 
 
 def check_script(program: Sequence[str]) -> None:
-    """Raise if Python is to run a file that is not there.
+    """Raise ConfigError if Python is to run a file that does not exist.
 
     Raises:
         ConfigError: there is no such file here.
@@ -193,34 +206,34 @@ def check_script(program: Sequence[str]) -> None:
         raise ConfigError(f"cannot start {script}: there is no such file in {os.getcwd()}")
 
 
-def _activating(ssh: "SSH") -> list[str]:
-    """The line that enters a ``python_venv`` that is a folder."""
+def _activate_lines(ssh: "SSH") -> list[str]:
+    """Return the line that enters a ``python_venv`` that is a folder."""
     if not ssh.python_venv or preparing.is_command(ssh.python_venv):
         return []
-    return [f". {_home_kept(ssh.python_venv)}/bin/activate"]
+    return [f". {_quote_after_home(ssh.python_venv)}/bin/activate"]
 
 
 def _over_ssh(node: "Node", ssh: "SSH", before: list[str], argv: list[str]) -> list[str]:
-    """A terminal (-tt), so that what was started there ends when the connection does."""
+    """Return the ssh command with a terminal (-tt), so that its remote processes end when the connection does."""
     remote = " && ".join([f"cd {shlex.quote(os.getcwd())}", *before, shlex.join(argv)])
-    return ["ssh", "-tt", *reaching(ssh), host(node, ssh), remote]
+    return ["ssh", "-tt", *ssh_options(ssh), host(node, ssh), remote]
 
 
-def reaching(ssh: "SSH") -> list[str]:
-    """The options by which ssh reaches a node."""
+def ssh_options(ssh: "SSH") -> list[str]:
+    """Return the options by which ssh reaches a node."""
     key = ["-i", str(Path(ssh.key_file).expanduser())] if ssh.key_file else []
     return ["-o", "BatchMode=yes", "-p", str(ssh.port), *key]
 
 
 def host(node: "Node", ssh: "SSH") -> str:
-    """Who and where, for ssh and what goes over it."""
+    """Return user and address of a node, for ssh and for programs that run over it."""
     return f"{ssh.username}@{node.address}" if ssh.username else node.address
 
 
-def _home_kept(path: str) -> str:
-    """Quoted, but for the ~ at its start, which the other machine's shell is to replace.
+def _quote_after_home(path: str) -> str:
+    """Quote a path except for the ~ at its start, which the other machine's shell is to replace.
 
-    >>> print(_home_kept("~/my venv/"), _home_kept("/opt/venv"))
+    >>> print(_quote_after_home("~/my venv/"), _quote_after_home("/opt/venv"))
     ~/'my venv' /opt/venv
     """
     path = path.rstrip("/")
@@ -231,25 +244,26 @@ def _home_kept(path: str) -> str:
 
 
 def _horovodrun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
-    port, key = _common(resources, "port"), _common(resources, "key_file")
-    if _common(resources, "username") is not None:
+    port = _common_ssh_setting(resources, "port")
+    key = _common_ssh_setting(resources, "key_file")
+    if _common_ssh_setting(resources, "username") is not None:
         raise ConfigError(
             "horovodrun takes no user name for ssh; leave `username` out and write it into ~/.ssh/config, "
             "or launch with --engine torch or mpi"
         )
     reach = ["-p", str(port)] if port not in (None, 22) else []
     reach += ["-i", str(Path(key).expanduser())] if key else []
-    # horovodrun hands on every variable but CUDA_VISIBLE_DEVICES
-    shared = _on_all(resources)
-    inside = [*_env(_same_gpus(resources)), *_everywhere(resources, preparing.EXPORTS in shared, program)]
+    # horovodrun passes on every variable but CUDA_VISIBLE_DEVICES
+    shared = _shared_for_launcher(resources)
+    inside = [*_env(_same_gpus(resources)), *_prepare_all(resources, preparing.EXPORTS in shared, program)]
     argv = ["horovodrun", "-np", str(resources.world_size), "-H", _hosts(resources), *reach, *inside]
     return Command(resources.chief.address, argv, {**shared, **environment}, hidden=frozenset(shared))
 
 
 def _mpirun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
-    shared = _on_all(resources)
+    shared = _shared_for_launcher(resources)
     variables = {"GRACE_BACKEND": "mpi", **shared, **_same_gpus(resources), **environment}
-    user, port, key = (_common(resources, field) for field in ("username", "port", "key_file"))
+    user, port, key = (_common_ssh_setting(resources, field) for field in ("username", "port", "key_file"))
     reach = ["-l", user] if user else []
     reach += ["-p", str(port)] if port not in (None, 22) else []
     reach += ["-i", str(Path(key).expanduser())] if key else []
@@ -261,7 +275,7 @@ def _mpirun(resources: "Resources", program: list[str], environment: dict[str, s
     argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
     for name in variables:
         argv += ["-x", name]
-    argv += _everywhere(resources, preparing.EXPORTS in shared, program)
+    argv += _prepare_all(resources, preparing.EXPORTS in shared, program)
     return Command(resources.chief.address, argv, variables, hidden=frozenset(shared))
 
 
@@ -270,7 +284,7 @@ def _hosts(resources: "Resources") -> str:
 
 
 def _same_gpus(resources: "Resources") -> dict[str, str]:
-    """These launchers give all ranks one environment."""
+    """Return CUDA_VISIBLE_DEVICES for all nodes: these launchers give all ranks one environment."""
     lists = {tuple(node.gpus) for node in resources.nodes}
     if len(lists) > 1:
         each = "; ".join(f"{node.address}: {node.gpus}" for node in resources.ordered)
@@ -281,12 +295,14 @@ def _same_gpus(resources: "Resources") -> dict[str, str]:
     return _gpus(resources.chief)
 
 
-def _common(resources: "Resources", field: str) -> Any:
-    """What the ssh settings of all nodes but the chief say, which must be one thing."""
-    said = {node.address: getattr(resources.ssh_of(node), field, None) for node in resources.ordered if not node.chief}
-    values = list(said.values())
+def _common_ssh_setting(resources: "Resources", field: str) -> Any:
+    """Return the value of an ssh setting, which must be the same for all nodes but the chief."""
+    settings = {
+        node.address: getattr(resources.ssh_of(node), field, None) for node in resources.ordered if not node.chief
+    }
+    values = list(settings.values())
     if any(value != values[0] for value in values):
-        each = "; ".join(f"{address}: {value}" for address, value in said.items())
+        each = "; ".join(f"{address}: {value}" for address, value in settings.items())
         raise ConfigError(
             f"horovodrun and mpirun reach all nodes with the same {field}, but the ssh groups differ ({each}); "
             "write them into ~/.ssh/config instead, or launch with --engine torch"
@@ -295,39 +311,41 @@ def _common(resources: "Resources", field: str) -> Any:
 
 
 def in_venv(resources: "Resources", program: list[str]) -> list[str]:
-    """All nodes start the same command line, so ``python`` becomes that of the nodes' environment."""
-    venv = _common(resources, "python_venv")
+    """Return the program with the ``python`` of the nodes' environment, since all nodes start the same command line."""
+    venv = _common_ssh_setting(resources, "python_venv")
     if venv is None or preparing.is_command(venv) or program[0] not in ("python", "python3"):
         return program
     return [str(Path(venv).expanduser() / "bin" / program[0]), *program[1:]]
 
 
-def _everywhere(resources: "Resources", exports: bool, program: list[str]) -> list[str]:
-    """The program, prepared on all nodes alike; on the chief only if it names that ssh group, too."""
+def _prepare_all(resources: "Resources", exports: bool, program: list[str]) -> list[str]:
+    """Return the program with the setup of all nodes; on the chief the setup runs only if it names that ssh group,
+    too."""
     for field in ("setup", "python_venv"):
-        _common(resources, field)
-    others = [preparing.lines(resources.ssh_of(node)) for node in resources.nodes if not node.chief]
-    own = preparing.lines(resources.ssh_of(resources.chief))
-    said = others[0] if others else own
-    if own and own != said:
+        _common_ssh_setting(resources, field)
+    others = [preparing.setup_lines(resources.ssh_of(node)) for node in resources.nodes if not node.chief]
+    own = preparing.setup_lines(resources.ssh_of(resources.chief))
+    setup = others[0] if others else own
+    if own and own != setup:
         raise ConfigError(
             f"horovodrun and mpirun prepare all nodes alike, but the chief's ssh group has other lines ({own}) "
-            f"than the others' ({said}); use one group, or launch with --engine torch"
+            f"than the others' ({setup}); use one group, or launch with --engine torch"
         )
-    but = "" if own else preparing.this_machine()
-    return preparing.prepared(said, in_venv(resources, program), exports, but)
+    except_on = "" if own else preparing.this_machine()
+    return preparing.wrap_in_bash(setup, in_venv(resources, program), exports, except_on)
 
 
-def _on_all(resources: "Resources") -> dict[str, str]:
-    """The shared variables as a launcher hands them on: those whose values refer to others are one, for the nodes."""
+def _shared_for_launcher(resources: "Resources") -> dict[str, str]:
+    """Return the shared variables as a launcher passes them on: those that refer to other variables are joined in one,
+    which the nodes expand."""
     shared = _shared(resources)
-    expanded = {name: value for name, value in shared.items() if preparing.refers(value)}
+    expanded = {name: value for name, value in shared.items() if preparing.has_references(value)}
     plain = {name: value for name, value in shared.items() if name not in expanded}
     return {**plain, preparing.EXPORTS: preparing.exports(expanded)} if expanded else plain
 
 
 def _shared(resources: "Resources") -> dict[str, str]:
-    """The variables of all ssh groups that nodes name."""
+    """Return the variables of all ssh groups that nodes name."""
     variables: dict[str, str] = {}
     for node in resources.ordered:
         ssh = resources.ssh_of(node)

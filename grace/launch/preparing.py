@@ -1,4 +1,4 @@
-"""What a node's shell does before the program: the user's lines, an environment, and variables that it expands."""
+"""Shell code that runs on a node before the program: the user's lines, an environment, and variables to expand."""
 
 import os
 import platform
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from grace.launch.cluster import SSH
 
 REFERENCE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})", re.ASCII)
-"""What a value of ``shared_envs`` may refer to: $NAME and ${NAME}, and $$ for a dollar."""
+"""References in a value of ``shared_envs``: $NAME and ${NAME}, and $$ for a dollar."""
 
 
 EXPORTS = "GRACE_SHARED_ENVS"
-"""The variable by which a node's bash gets those of ``shared_envs`` to put in what they refer to; ranks have none."""
+"""Variable with the export line of ``shared_envs``, which a node's bash evaluates, and removes before ranks start."""
 
 
-def lines(ssh: "SSH | None") -> list[str]:
-    """What bash runs first: ``setup``, and ``python_venv`` where it is a command, as AutoDist has it.
+def setup_lines(ssh: "SSH | None") -> list[str]:
+    """Return the lines that bash runs first: ``setup``, and ``python_venv`` where it is a command, as in AutoDist.
 
     >>> from grace.launch.cluster import SSH
-    >>> lines(SSH(setup=["module load cuda"], python_venv="source ~/venv/bin/activate"))
+    >>> setup_lines(SSH(setup=["module load cuda"], python_venv="source ~/venv/bin/activate"))
     ['module load cuda', 'source ~/venv/bin/activate']
     """
     if ssh is None:
@@ -31,7 +31,7 @@ def lines(ssh: "SSH | None") -> list[str]:
 
 
 def is_command(environment: str) -> bool:
-    """Whether a ``python_venv`` is a command rather than a folder.
+    """Return True if a ``python_venv`` is a command rather than a folder.
 
     >>> [is_command(text) for text in ("~/my venv", "venv", "source ~/venv/bin/activate", "/a.sh; conda activate b")]
     [False, False, True, True]
@@ -40,30 +40,32 @@ def is_command(environment: str) -> bool:
     return bool(re.search(r";|&&", environment)) or (not path and " " in environment)
 
 
-def prepared(
-    said: Sequence[str], program: Sequence[str], shared: bool = False, but: str = "", file: str = ""
+def wrap_in_bash(
+    setup: Sequence[str], program: Sequence[str], shared: bool = False, except_on: str = "", file: str = ""
 ) -> list[str]:
-    """The command line that runs lines and sets variables in bash, and becomes the program; the program's own if there
-    are none. A line that fails ends it, and is named. The variables' values do not stand in it.
+    """Return the command line that runs setup lines and sets variables in bash, and becomes the program.
+
+    A line that fails ends it, and is named. The variables' values are not in the command line. Without lines and
+    variables it is the program's own command line.
 
     Args:
-        said: the lines.
-        program: what comes then.
-        shared: whether there are variables, which :func:`exports` writes.
-        but: the name of the machine that leaves the lines out.
-        file: where they are, and are removed; by default :data:`EXPORTS` has them.
+        setup: the setup lines.
+        program: the command line of the program.
+        shared: True if there are variables, which :func:`exports` writes.
+        except_on: the name of the machine that leaves the lines out.
+        file: the file with the variables, which is removed; by default :data:`EXPORTS` has them.
 
-    >>> print(prepared(["module load cuda"], ["python", "a.py"])[2])
+    >>> print(wrap_in_bash(["module load cuda"], ["python", "a.py"])[2])
     { module load cuda
     } || { echo "grace launch: on $(uname -n) this failed:" 'module load cuda' >&2; exit 1; }
     exec "$@"
     """
-    if not said and not shared:
+    if not setup and not shared:
         return list(program)
     failed = 'echo "grace launch: on $(uname -n) this failed:"'
-    script = [f"{{ {line}\n}} || {{ {failed} {shlex.quote(line)} >&2; exit 1; }}" for line in said]
-    if script and but:
-        script = [f'if [ "$(uname -n)" != {shlex.quote(but)} ]; then', *script, "fi"]
+    script = [f"{{ {line}\n}} || {{ {failed} {shlex.quote(line)} >&2; exit 1; }}" for line in setup]
+    if script and except_on:
+        script = [f'if [ "$(uname -n)" != {shlex.quote(except_on)} ]; then', *script, "fi"]
     if shared:  # the file is gone before the lines, which may fail
         script = [*([f"{EXPORTS}=$(cat {file}) || exit 1; rm -f {file}"] if file else []), *script]
         script.append(f'eval "${EXPORTS}"; unset {EXPORTS}')
@@ -71,35 +73,36 @@ def prepared(
 
 
 def exports(variables: Mapping[str, str]) -> str:
-    """What a shell evaluates to set variables.
+    """Return the line that sets variables in a shell.
 
     >>> print(exports({"LIBS": "$LIBS:/more", "TOKEN": "a b"}))
     export LIBS="${LIBS}":/more TOKEN='a b'
     """
-    return " ".join(["export", *(f"{name}={word(value)}" for name, value in variables.items())])
+    return " ".join(["export", *(f"{name}={quote_word(value)}" for name, value in variables.items())])
 
 
-def keeping(file: str, text: str) -> str:
-    """The line for a node's shell that puts text from stdin into a file, says so, and removes it when stdin ends."""
-    length = len(os.fsencode(text))  # stdin stays open when all has come
+def receive_exports_line(file: str, text: str) -> str:
+    """Return the line for a node's shell that writes text from stdin into a file, prints ``ready``, and removes the
+    file when stdin ends."""
+    length = len(os.fsencode(text))  # stdin stays open behind the text, so head counts its bytes
     keep = f"head -c {length} > {file} && echo ready && cat > /dev/null; code=$?; rm -f {file}; exit $code"
     return shlex.join(["sh", "-c", f"trap : HUP PIPE; umask 077; {keep}"])
 
 
-def unprepared(said: str) -> str:
-    """Which line failed before the program, and where; empty if launchers tell of none.
+def setup_failure(output: str) -> str:
+    """Return the message about a line that failed before the program, and its node; empty if launchers report none.
 
-    >>> unprepared("[1,0]<stderr>:grace launch: on b this failed: module load cuda")
+    >>> setup_failure("[1,0]<stderr>:grace launch: on b this failed: module load cuda")
     'on b this failed before the program began: module load cuda'
     """
-    found = re.search(r"grace launch: on (\S+) this failed: ([^\r\n]+)", said)
+    found = re.search(r"grace launch: on (\S+) this failed: ([^\r\n]+)", output)
     return f"on {found[1]} this failed before the program began: {found[2]}" if found else ""
 
 
-def word(value: str) -> str:
-    """A value as a word for a shell, which puts in what it refers to and leaves all else as it is.
+def quote_word(value: str) -> str:
+    """Return a value as a word for a shell, which expands its references and nothing else.
 
-    >>> print(word("$HOME/my lib:$$1"), word("x y"), word("`id`"))
+    >>> print(quote_word("$HOME/my lib:$$1"), quote_word("x y"), quote_word("`id`"))
     "${HOME}"'/my lib:$1' 'x y' '`id`'
     """
     pieces, end = [], 0
@@ -117,24 +120,24 @@ def word(value: str) -> str:
     return "".join([*pieces, *([shlex.quote(literal)] if literal or not pieces else [])])
 
 
-def here(value: str) -> str:
-    """A value as this machine's environment makes it; what is not set is empty.
+def expand_locally(value: str) -> str:
+    """Return a value with references expanded by this machine's environment; variables that are not set are empty.
 
-    >>> here("a$$b${NOT_SET_ANYWHERE}c")
+    >>> expand_locally("a$$b${NOT_SET_ANYWHERE}c")
     'a$bc'
     """
     return REFERENCE.sub(lambda found: os.environ.get(found[1] or found[2], "") if found[1] or found[2] else "$", value)
 
 
-def refers(value: str) -> bool:
-    """Whether a value has something to put in.
+def has_references(value: str) -> bool:
+    """Return True if a value has references to expand.
 
-    >>> refers("$LD_LIBRARY_PATH:/usr/local/cuda/lib64"), refers("5$")
+    >>> has_references("$LD_LIBRARY_PATH:/usr/local/cuda/lib64"), has_references("5$")
     (True, False)
     """
     return REFERENCE.search(value) is not None
 
 
 def this_machine() -> str:
-    """The name by which :func:`prepared` knows the machine that the launcher runs on."""
+    """Return the name by which :func:`wrap_in_bash` knows the machine that the launcher runs on."""
     return platform.node()

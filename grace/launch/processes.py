@@ -1,6 +1,6 @@
-"""Processes that start others: ending all of them, whoever ends first, and however.
+"""Processes that start others: ending all of them, whichever ends first, and however.
 
-This file is also a program, which needs nothing but Python: see :func:`kept`.
+This file is also a program, which needs nothing but Python: see :func:`guarded`.
 """
 
 import contextlib
@@ -17,12 +17,13 @@ from typing import Any
 GRACE_PERIOD = 10
 """Seconds that a launcher gets to end its ranks."""
 KILLING = 2
-"""Seconds that killing takes which did not end."""
+"""Seconds that it takes to kill processes that did not end."""
 
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that what we have started ends too."""
+    """Return a context in which SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that our child processes
+    end too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -39,7 +40,7 @@ def signals_raise() -> Iterator[None]:
 
 
 def end(*launchers: subprocess.Popen) -> None:
-    """End launchers, which end their ranks; whatever is left of their sessions is killed."""
+    """End launchers, which end their ranks; processes that are left of their sessions are killed."""
     for launcher in launchers:
         if launcher.poll() is None:
             launcher.terminate()
@@ -70,7 +71,7 @@ def no_orphans() -> Iterator[None]:
         yield
     finally:
         while ours := [pid for pid in _children().get(os.getpid(), []) if pid not in before]:
-            for pid in ours:  # their children become ours then, and are killed next
+            for pid in ours:  # the kernel makes their children ours, which the next round kills
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):
@@ -78,24 +79,26 @@ def no_orphans() -> Iterator[None]:
         libc.prctl(adopt, 0, 0, 0, 0)
 
 
-def kept(argv: Sequence[str]) -> list[str]:
-    """The command line that runs another and ends all that it started when it ends, when it is told to end, and when
-    whoever started it is gone, even killed. To be started with ``stdin=subprocess.PIPE``: the pipe has an end then.
+def guarded(argv: Sequence[str]) -> list[str]:
+    """Return the command line that runs another one and ends all processes that it started.
+
+    They are ended when it ends, when it receives SIGTERM, and when its parent is gone, even killed. It must be started
+    with ``stdin=subprocess.PIPE``: the parent's end shows as the end of that pipe.
     """
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), *argv]
 
 
-def _keep(argv: Sequence[str]) -> int:
-    """Run a command; its exit code, or a signal's number below zero."""
+def _run_guarded(argv: Sequence[str]) -> int:
+    """Run a command, and return its exit code, or a signal's number below zero."""
     child = None
     with no_orphans():
         try:
             with signals_raise():
                 child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
-                threading.Thread(target=_heed, args=(os.getpid(),), daemon=True).start()
+                threading.Thread(target=_wait_for_parent, args=(os.getpid(),), daemon=True).start()
                 return child.wait()
         except KeyboardInterrupt:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told once is enough
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the end
             if child is not None:
                 child.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -103,15 +106,15 @@ def _keep(argv: Sequence[str]) -> int:
             return -signal.SIGKILL
 
 
-def _heed(pid: int) -> None:
-    """Wait for the end of stdin, which nobody writes to."""
+def _wait_for_parent(pid: int) -> None:
+    """Wait for the end of stdin, which nobody writes to, and send SIGTERM to this process."""
     while os.read(0, 1):
         pass
     os.kill(pid, signal.SIGTERM)
 
 
 def _children() -> dict[int, list[int]]:
-    """The processes that each process has started."""
+    """Return the child processes of each process."""
     found: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -121,8 +124,8 @@ def _children() -> dict[int, list[int]]:
 
 
 if __name__ == "__main__":
-    code = _keep(sys.argv[1:])
-    if code < 0:  # end as it did
+    code = _run_guarded(sys.argv[1:])
+    if code < 0:  # end by the same signal as the command
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -13,22 +13,22 @@ from grace.memories.residual import Residual
 
 @dataclass
 class DGCMemory(Memory):
-    """Accumulates velocities instead of gradients, so that a late entry arrives with its momentum.
+    """Memory that accumulates velocities instead of gradients, so that a late entry arrives with its momentum.
 
         g = g min(1, clip / sqrt(W) / ||g||_2)      local clipping, per variable, if ``clip`` is given
         u = momentum u + g                          velocity
         v = v + u                                   accumulated;  nesterov: v = v + momentum u + g
         x = v
 
-    After compression v = v - C(x), which is 0 where a sparsifier sent, and u = 0 there too (momentum factor
-    masking). Nesterov's variant is that of the paper's code. The optimizer's own momentum must be 0, as it would
+    After compression v = v - C(x), which is 0 at the entries that a sparsifier sent, and u = 0 at these, too (momentum
+    factor masking). Nesterov's variant is that of the paper's code. The optimizer's own momentum must be 0, as it would
     be applied twice. Source: Lin et al., ICLR 2018, arXiv 1712.01887, algorithm 4.
 
     Args:
-        momentum: of the velocity.
+        momentum: factor of the velocity.
         clip: largest norm of a variable's gradient, for W = 1; None for no clipping. It is in the units of the
             gradient; a loss scale is accounted for.
-        nesterov: look ahead by one momentum step.
+        nesterov: True to look ahead by one momentum step.
 
     >>> import numpy as np
     >>> from grace.compressors.topk import TopK
@@ -54,19 +54,19 @@ class DGCMemory(Memory):
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:
-        """Why this memory cannot serve the compressor; None if it can."""
+        """Return the reason why this memory cannot serve the compressor; None if it can."""
         if compressor.traits.category not in ("sparsification", "hybrid"):
             return "it clears the momentum of the entries that were sent, so it is for sparsifiers"
         return None
 
     def answering(self) -> Memory:
-        """The momentum is in what ranks send, and clipping too: a destination keeps what its answers leave out."""
+        """Return a residual for a destination's answers: payloads contain momentum and clipping already."""
         return Residual()
 
     def keeps(self, shape: tuple[int, ...]) -> Any:
         return {"velocity": shape, "accumulated": shape}
 
-    def held(self, name: str) -> list[Tensor]:
+    def residual_tensors(self, name: str) -> list[Tensor]:
         return [self.state[name]["accumulated"]] if name in self.state else []
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
@@ -87,7 +87,8 @@ class DGCMemory(Memory):
         return v
 
     def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
-        # both tensors are this step's own, so they may be changed while what is committed stays
+        # Both tensors were made in this step, so they may be changed; committed state must not change before the
+        # commit.
         k = kernels_of(tensor)
         shape, u = tuple(tensor.shape), self.state[name]["velocity"]
         u = k.reshape(k.zero_at(k.flat(u), _sent(compressor, payload, ctx, shape)), shape)
@@ -96,7 +97,7 @@ class DGCMemory(Memory):
 
 
 def _sent(compressor: Compressor, payload: Payload, ctx: Any, shape: tuple[int, ...]) -> Tensor:
-    """Flat indices of what was sent; a compressor that does not say sent what decodes to non-zero."""
+    """Return the flat indices of sent entries; if the compressor does not know them, those that decode to non-zero."""
     indices = compressor.sent_indices(payload, ctx)
     if indices is not None:
         return indices

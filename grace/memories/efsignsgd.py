@@ -9,12 +9,12 @@ from grace.core.memory import ErrorFeedback
 
 @dataclass
 class EFSignSGDMemory(ErrorFeedback):
-    """The paper's error feedback e_{t+1} = p - C(p), p = lr g + e, divided by the learning rate.
+    """Memory of the paper's error feedback e_{t+1} = p - C(p), p = lr g + e, divided by the learning rate.
 
         x = r lr_prev / lr + g,    r = x - C(x)
 
     ``lr`` is read from the optimizer at every step, so schedules are followed. While lr is 0 no update
-    reaches the weights, so the gradient alone is sent and r waits. Source: Karimireddy et al., ICML 2019,
+    reaches the weights, so the gradient alone is sent and r stays. Source: Karimireddy et al., ICML 2019,
     arXiv 1901.09847, algorithm 1.
 
     >>> import numpy as np

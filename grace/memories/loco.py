@@ -11,16 +11,16 @@ from grace.kernels import kernels_of
 
 @dataclass
 class LoCo(Memory):
-    """Adds a moving average of what was left out: x = e + g, then e = (1 - beta) e + beta (x - C(x)).
+    """Memory of a moving average of compression errors: x = e + g, then e = (1 - beta) e + beta (x - C(x)).
 
-    Where errors are noise of rounding, as quantizers' are, the average has less of it than the last error. Unlike a
-    residual it does not give back all that was left out. Every ``reset`` steps e begins at 0 again, so that old errors
-    do not stay; where that step overflows, or leaves a variable out, at the variable's next one. Source: Xie et al.,
-    "LoCo", arXiv 2407.04480, algorithm 1, which keeps e in 8 bits; here it is float32.
+    If errors are rounding noise, as those of quantizers, the average has less noise than the last error. Unlike a
+    residual it does not return everything that was left out. Every ``reset`` steps e begins at 0 again, so that old
+    errors do not stay; if that step overflows, or leaves a variable out, at the variable's next step. Source: Xie et
+    al., "LoCo", arXiv 2407.04480, algorithm 1, which keeps e in 8 bits; here it is float32.
 
     Args:
         beta: weight of the newest error; 1 is the last error alone, a residual.
-        reset: steps after which e begins anew; 0 for never.
+        reset: number of steps after which e is reset to 0; 0 for never.
 
     >>> import numpy as np
     >>> from grace.compressors.topk import TopK
@@ -43,20 +43,21 @@ class LoCo(Memory):
     def keeps(self, shape: tuple[int, ...]) -> Any:
         return {"error": shape, "resets": float}
 
-    def _recalled(self, name: str) -> Tensor | None:
+    def _recall(self, name: str) -> Tensor | None:
+        """Return e of a variable; None if it is 0."""
         kept = self.state.get(name)
         return None if kept is None or kept["resets"] != self._resets() else kept["error"]
 
     def _resets(self) -> int:
-        """How often e should have begun anew by this step."""
+        """Return the number of resets of e that are due until this step."""
         return self.context.step // self.reset if self.reset else 0
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
-        k, error = kernels_of(tensor), self._recalled(name)
+        k, error = kernels_of(tensor), self._recall(name)
         return k.combine(1.0, tensor, 0.0, tensor) if error is None else k.combine(1.0, error, 1.0, tensor)
 
     def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
-        k, error = kernels_of(tensor), self._recalled(name)
+        k, error = kernels_of(tensor), self._recall(name)
         left_out = compressor.accumulate(payload, ctx, tensor, -1.0)
         if error is None:
             error = k.zeros(tuple(left_out.shape), "float32", left_out)

@@ -9,7 +9,7 @@ from grace.core.memory import Memory
 
 @dataclass
 class NoMemory(Memory):
-    """Forgets what compression left out: x = g.
+    """Memory that keeps nothing: x = g.
 
     >>> NoMemory().compensate(3.0, "w")
     3.0

@@ -9,7 +9,7 @@ from grace.core.memory import ErrorFeedback
 
 @dataclass
 class Residual(ErrorFeedback):
-    """Adds what earlier steps left out: x = beta r + gamma g, then r = x - decompress(compress(x)).
+    """Memory of the compression error of earlier steps: x = beta r + gamma g, then r = x - decompress(compress(x)).
 
     r starts at 0. With beta = gamma = 1, sent + new residual = gradient + old residual at every step.
     Sources: Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018, arXiv 1809.07599.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.core import documents
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.partition.graph import Graph
@@ -189,7 +189,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, as JSON."""
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod

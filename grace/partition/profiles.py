@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grace.core import documents
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.partition.graph import Graph, Node
@@ -56,7 +56,7 @@ def read(path: str | Path, rows: int | None = None) -> Graph:
 
 def write(graph: Graph, path: str | Path) -> None:
     """Write a graph as a document of Grace's."""
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(json.dumps(to_dict(graph), indent=1) + "\n")
 
 

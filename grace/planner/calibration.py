@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.core import documents
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.core.documents import shown
 from grace.core.user_cache import user_cache
@@ -201,7 +201,7 @@ class Calibration:
     def write(self, path: Path) -> None:
         """To a file, which is there whole or not at all; its folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 

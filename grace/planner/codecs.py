@@ -244,7 +244,7 @@ class _Timing:
                     between += 1
                 row.append((self._now() - began - mirror.spent) / between if between else 0.0)
                 mirror.spent, began = 0.0, self._now()
-                runner.finish(lambda bucket: outs)
+                runner.finish_step(lambda bucket: outs)
                 row.append(self._now() - began - mirror.spent)
                 if step >= WARM:
                     took.append((row[0], row[1], row[2]))
@@ -284,7 +284,7 @@ class _Losses:
         for draw in range(DRAWS):
             with _runner(self.alone(False), taken, SimulatedRanks(1), self.seed + draw) as (runner, _):
                 runner.start(runner.buckets[0], list(taken.values()), [True] * len(taken))
-                found = {o.variable.name: o.value for o in runner.finish(lambda bucket: [None] * len(taken))}
+                found = {o.variable.name: o.value for o in runner.finish_step(lambda bucket: [None] * len(taken))}
             drawn.append({name: _relative_error(taken[name], found[name]) for name in taken})
             if draw and drawn[0] == drawn[1]:  # it draws nothing
                 break
@@ -295,7 +295,7 @@ class _Losses:
         with _runner(self.alone(True), tensors, SimulatedRanks(1), self.seed) as (runner, _):
             for _ in range(steps):
                 runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
-                runner.finish(lambda bucket: [None] * len(tensors))
+                runner.finish_step(lambda bucket: [None] * len(tensors))
             sent = sum(runner.traffic.payload_bytes.values())
         return 8 * sent / steps / sum(map(numel, tensors.values()))
 
@@ -307,7 +307,7 @@ def _runner(communicator: Communicator, tensors: Mapping[str, Any], mirror: Simu
     shards = [Shard(variable, variable, communicator) for variable in variables]
     context = Context(seed=seed, step=BEHIND_WARMUPS)
     runner = StepRunner(variables, shards, mirror, context, communicator.describe())
-    runner.claim()
+    runner.claim_components()
     try:
         runner.agree()
         yield runner, mirror

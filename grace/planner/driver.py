@@ -23,7 +23,7 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError, GraceError
 from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.strategy.plan import Strategy
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Driver:
         """Measure the links and the most promising codecs, plan, and begin to try."""
         timeline, plain = self.timeline, self.timer.seconds()
         seen = bool(plain and timeline and self.gradients)
-        told = tell(self.backend, "steps to plan by", (timeline, undisturbed(plain)) if seen else None)
+        told = gather_or_raise(self.backend, "steps to plan by", (timeline, undisturbed(plain)) if seen else None)
         if None in told:
             self._give_up(f"rank {told.index(None)} has seen no whole step: one backward pass, then optimizer.step()")
             return
@@ -296,7 +296,7 @@ class Driver:
     def _share_results(self) -> bool:
         """Let all ranks know the slowest rank's seconds of each that had turns; return False if planning ended."""
         medians = {name: statistics.median(seconds) for name, seconds in self.took.items() if seconds}
-        everyone = tell(self.backend, "what trials took", medians)
+        everyone = gather_or_raise(self.backend, "what trials took", medians)
         shared = [name for name in everyone[0] if all(name in one for one in everyone)]
         self.results.update({name: max(one[name] for one in everyone) for name in shared})
         if self.baseline not in shared:
@@ -408,7 +408,7 @@ class Driver:
         """Return what every rank has computed. If it failed on any, planning ends on all, and None is returned."""
         found: list[Any] = []
         why = self._failure(lambda: found.append(compute()))
-        answers = tell(self.backend, what, (found[0] if found else None, why))
+        answers = gather_or_raise(self.backend, what, (found[0] if found else None, why))
         whose = "rank {}: " if len(answers) > 1 else ""
         failed = next((f"{whose.format(rank)}{reason}" for rank, (_, reason) in enumerate(answers) if reason), "")
         if failed:
@@ -432,7 +432,7 @@ class Driver:
         assert watch is not None
         if not watch.due(self.timer):
             return
-        answers = tell(self.backend, "waits", watch.seen())
+        answers = gather_or_raise(self.backend, "waits", watch.seen())
         # the least wait is that of the rank which comes last: it waits for no other, only for the network
         grown = watch.compare(min(wait for wait, _ in answers), max(step for _, step in answers))
         if not grown:

@@ -24,7 +24,7 @@ from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import Codec
 from grace.planner.network import KINDS, Network
 from grace.planner.step import Transfer, Work
-from grace.session.sharding import Shard, bucketed
+from grace.session.sharding import Shard, make_buckets
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
 
@@ -103,7 +103,7 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
     described = {id(shard.communicator): shard.communicator.describe() for shard in shards}
     found, carried = [], set[bool]()
     for averaged in (False, True):
-        for bucket in bucketed([shard for shard in shards if bool(shard.period) == averaged]):
+        for bucket in make_buckets([shard for shard in shards if bool(shard.period) == averaged]):
             if not averaged:  # one bucket of a step carries the header, and one beside training
                 bucket.carries = bucket.communicator.delayed not in carried
                 carried.add(bucket.communicator.delayed)
@@ -163,7 +163,7 @@ class _Exchange:
         payloads = payloads_of(bytes_of(self.bucket, engine, self.codec.bits, self.costs.rows), self.ranks)
         gaps, usual = len(payloads) - 1, sum(not payload.hop for payload in payloads) - 1
         size = len(self.bucket.variables), self.elements, self.ranks
-        stateful = [(kind, part) for kind, part in self.communicator.keepers.items() if part.stateful]
+        stateful = [(kind, part) for kind, part in self.communicator.stateful_parts.items() if part.stateful]
         return Work(
             names=self.names,
             start=self.codec.start.seconds(*size),

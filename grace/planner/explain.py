@@ -306,7 +306,7 @@ def _part_of(entry: Mapping[str, Any]) -> ShardPlan:
     said = dict(entry["sync"])
     kind = said.pop("type")
     group = {} if kind in FIELDS else {"group": said.pop("group")}
-    sync = Sync.of({"name": kind, **said}, **group)
+    sync = Sync.from_spec({"name": kind, **said}, **group)
     return ShardPlan(sync, entry["compressor"], entry["memory"], entry["priority"])
 
 

@@ -12,7 +12,7 @@ from grace.core.backend import Backend, Handle
 from grace.errors import ConfigError
 from grace.planner.costs import Curve
 from grace.planner.step_timer import undisturbed
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 
 KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 SIZES = tuple(1024 * 4**i for i in range(10))
@@ -191,7 +191,7 @@ class _Tests:
 
     def told(self, value: Any, error: BaseException | None = None) -> list[Any]:
         """What all ranks tell; or all raise. (A rank on which a collective fails comes here no more: its end tells.)"""
-        return tell(self.backend, "times of collectives", value, error, "could not measure the network")
+        return gather_or_raise(self.backend, "times of collectives", value, error, "could not measure the network")
 
     def agreed(self, value: float) -> float:
         """Rank 0's."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from grace.core.backend import Backend
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 
 
 def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
@@ -20,7 +20,7 @@ def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
     >>> oversubscription(LocalBackend(), ["here"])
     1.0
     """
-    told = tell(backend, "cores", cores())
+    told = gather_or_raise(backend, "cores", cores())
     found = 1.0
     for node in set(nodes):
         here = [mine for name, mine in zip(nodes, told, strict=True) if name == node]

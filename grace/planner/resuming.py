@@ -7,7 +7,7 @@ from grace.core.communicator import Communicator
 from grace.planner.driver import Driver, Resumed
 from grace.session import checkpoint
 from grace.session.step_runner import StepRunner
-from grace.session.switching import replaced
+from grace.session.switching import build_replacement
 from grace.strategy.execution import StrategyPlan
 
 
@@ -36,7 +36,7 @@ def load(
     if resumed is None:
         checkpoint.load(former, lambda: saved, "keep" if memory == "strict" else memory, inside)
         return former, None
-    runner = replaced(former, StrategyPlan(resumed.strategy), check)
+    runner = build_replacement(former, StrategyPlan(resumed.strategy), check)
     try:
         checkpoint.load(runner, lambda: saved, memory, inside)
     except BaseException:

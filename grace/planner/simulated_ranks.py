@@ -97,7 +97,7 @@ class SimulatedRanks(Backend):
         return self._done(self._copies(tensor), began)
 
     def duplicate(self) -> "SimulatedRanks":
-        return self.like(_given=None)  # type: ignore[no-any-return]
+        return self.copy_with(_given=None)  # type: ignore[no-any-return]
 
     def split(self, ranks: Sequence[int]) -> "SimulatedRanks | None":
         return SimulatedRanks(len(ranks), list(ranks).index(self.rank)) if self.rank in ranks else None

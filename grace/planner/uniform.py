@@ -8,7 +8,7 @@ from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
-from grace.session.sharding import Chooser, Shard, bucketed
+from grace.session.sharding import Chooser, Shard, make_buckets
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 LIMITS = Limits()
@@ -53,12 +53,12 @@ def assigned_strategy(
     """
     carrier_of = dict(zip((variable.name for variable in variables), wanted, strict=True))
     parts: dict[str, ShardPlan] = {}
-    for bucket in bucketed(shards_of(variables, wanted, Chooser(), limits)):
+    for bucket in make_buckets(shards_of(variables, wanted, Chooser(), limits)):
         for variable in bucket.variables:
             carrier = carrier_of[variable.name]
             part = DENSE
             if bucket.communicator is carrier or variable.sparse:
-                part = ShardPlan(Sync.of(carrier.to_dict()), carrier.compressor.spec, carrier.memory.spec)
+                part = ShardPlan(Sync.from_spec(carrier.to_dict()), carrier.compressor.spec, carrier.memory.spec)
             has_group = "group" in part.sync.to_dict()
             parts[variable.name] = replace(part, sync=replace(part.sync, group=bucket.index)) if has_group else part
     plans = tuple(VariablePlan(variable, (parts[variable.name],)) for variable in variables)

@@ -1,1 +1,1 @@
-"""A step of a whole model, in no framework's terms: what is exchanged, by whom, and what is kept of it."""
+"""Steps of a whole model, independent of the framework: plans, buckets, agreement of ranks, and checkpoints."""

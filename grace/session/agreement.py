@@ -1,4 +1,4 @@
-"""Agreement: before anything is exchanged, the ranks compare what they are about to do."""
+"""Agreement: before gradients are exchanged, the ranks compare their versions, settings and variables."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,32 +15,35 @@ DRIFTED = (
 )
 
 
-def tell(
+def gather_or_raise(
     backend: Backend, what: str, value: Any, error: BaseException | None = None, failed: str = "refused to start"
 ) -> list[Any]:
-    """Every rank's small value of this kind; a rank that failed to set up passes its error instead.
+    """Return every rank's value of one kind, which must be small. A rank that failed passes its error instead.
 
-    Every rank must call this the same number of times, failed ones too, so that nobody waits in vain. What travels
-    is made of Python's own types and says first whose it is, so that a rank with another Grace can be told of it.
+    Every rank must call this the same number of times, failed ones too, so that no rank waits in vain. The message
+    holds built-in types only, and Grace's version, so that ranks with another version can report the difference.
 
     Args:
-        what: the kind: "a strategy" where a rank was given one, "none" where it was not, or what is compared else.
-        failed: what a rank with an error did.
+        backend: the ranks.
+        what: the kind, which must be equal on all ranks, such as "a strategy", or "none" without one.
+        value: this rank's value.
+        error: the error of this rank, if it failed.
+        failed: phrase for messages that says in which operation a rank with an error failed.
 
     Raises:
         RankError: on every rank but the failed one, if some rank failed, runs another Grace, or came with a value of
             another kind.
 
     >>> from grace.core.backend import LocalBackend
-    >>> tell(LocalBackend(), "none", 3)
+    >>> gather_or_raise(LocalBackend(), "none", 3)
     [3]
     """
     mine = {"grace": version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
     answers = backend.allgather_object(mine)
     if error is not None:
-        raise error
+        raise error  # after the collective: the other ranks wait in it, and have received the error
     for rank, answer in enumerate(answers):
-        if not isinstance(answer, dict) or "grace" not in answer:
+        if not isinstance(answer, dict) or "grace" not in answer:  # from a version with another message
             raise RankError(
                 f"rank {rank} runs a Grace that rank {backend.rank}'s ({mine['grace']}) does not understand. "
                 "Install the same version on every rank"
@@ -61,29 +64,31 @@ def tell(
     return [answer["value"] for answer in answers]
 
 
-def agree(
+def compare_facts(
     backend: Backend, facts: Sequence[tuple[str, str]], error: BaseException | None = None, beside: Any = None
 ) -> list[Any]:
     """Compare (what, value) facts over all ranks; a rank that failed to set up passes its error instead.
 
-    Every rank must call this the same number of times, failed ones too, so that nobody waits in vain.
+    Every rank must call this the same number of times, failed ones too, so that no rank waits in vain.
 
     Args:
-        beside: anything small that is not compared.
+        beside: a small object that is gathered, but not compared.
 
     Returns:
-        what every rank gave as ``beside``.
+        every rank's ``beside``.
 
     Raises:
         RankError: on every rank but the failed one, if some rank failed or the facts differ; the message
             names the first fact that differs and each side's value.
 
     >>> from grace.core.backend import LocalBackend
-    >>> agree(LocalBackend(), [("variable w", "float32[3]")], beside="a word")
+    >>> compare_facts(LocalBackend(), [("variable w", "float32[3]")], beside="a word")
     ['a word']
     """
+    # Ranks exchange digests, and the facts themselves, which are large, only if the digests differ. All ranks see that,
+    # so all run the second collective.
     digest = hashlib.sha256(repr(list(facts)).encode()).hexdigest()
-    answers = tell(backend, "no strategy", (digest, beside), error)
+    answers = gather_or_raise(backend, "no strategy", (digest, beside), error)
     if any(other != digest for other, _ in answers):
         raise RankError(first_difference(backend.allgather_object(list(facts))))
     return [given for _, given in answers]
@@ -94,7 +99,7 @@ def first_difference(
     begin: str = DIFFERENT,
     end: str = "Run the same script with the same arguments on every rank",
 ) -> str:
-    """What to say of facts that differ: the first that does, and each side's value."""
+    """Return a description of the first fact that differs between rank 0 and another rank, with both values."""
     mine = all_facts[0]
     for rank, theirs in enumerate(all_facts):
         for i in range(max(len(mine), len(theirs))):

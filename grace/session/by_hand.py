@@ -1,4 +1,4 @@
-"""A communicator that the user calls by hand, GRACE's way: its steps, outside of any optimizer."""
+"""Steps of a communicator that the user calls by hand, as in GRACE, without an optimizer."""
 
 import contextlib
 import hashlib
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from grace.backends import runtime
+from grace.core.api_names import BY_HAND
 from grace.core.backend import Backend
-from grace.core.calls import BY_HAND
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
@@ -19,59 +19,68 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
-from grace.session import checkpoint, saved_form
-from grace.session.agreement import agree
+from grace.session import checkpoint, state_schema
+from grace.session.agreement import compare_facts
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner
 
-_joined = itertools.count(1)
-"""Counts communicators that join a run, which they do in one order on all ranks."""
+_run_numbers = itertools.count(1)
+"""Numbers of the communicators that join a run, in the same order on all ranks."""
 FORM = "tensors, step by step"
-"""What a saved state says that it is of."""
+"""Mark of a saved state of a communicator that is called by hand."""
 
 
-class AsGiven(UniformPlan):
-    """The plan of tensors that are exchanged as they come: whole, and all by the one communicator, however small."""
+class WholeTensorPlan(UniformPlan):
+    """Plan that exchanges every tensor whole, and by the one communicator, however small the tensor is."""
 
     def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
-        communicator = self._made()
+        communicator = self._build()
         self.name = communicator.describe()
         return [Shard(variable, variable, communicator) for variable in variables]
 
 
-class Begun:
-    """An exchange that :meth:`grace.Communicator.send_step` began."""
+class PendingStep:
+    """Exchange that :meth:`grace.Communicator.send_step` began.
+
+    Args:
+        bucket: the bucket of the tensors.
+        dtypes: their dtypes, which the means get.
+        single: True if the user gave one tensor, and no list.
+    """
 
     def __init__(self, bucket: Bucket, dtypes: list[str], single: bool):
-        self.bucket, self.dtypes, self.single = bucket, dtypes, single
+        self.bucket = bucket
+        self.dtypes = dtypes
+        self.single = single
         self.means: list[Any] | None = None
+        """The means, once the step has ended, until the user receives them."""
 
 
 class ByHand:
-    """The steps of one communicator. It joins the run at its first step, and leaves it at ``grace.shutdown()``.
+    """Runner of one communicator's steps. It joins the run at its first step, and leaves it at ``grace.shutdown()``.
 
-    Tensors that are exchanged together are one bucket. The first time that some names come together, the ranks compare
-    them, so that they must come in the same order on all ranks.
+    Tensors that are exchanged together are one bucket. At the first step of such a set the ranks compare its names, so
+    these must have the same order on all ranks.
 
     Args:
-        communicator: whose.
+        communicator: the communicator, which holds this object.
     """
 
     def __init__(self, communicator: Communicator):
         self._communicator = weakref.ref(communicator)
         self.runner: StepRunner | None = None
         self.buckets: dict[tuple[str, ...], Bucket] = {}
-        self.begun: list[Begun] = []
+        self.begun: list[PendingStep] = []
         self.first = True
-        """Whether it was in no run yet: then the context that it has may say seed, step and learning rate."""
+        """True until the first run: the communicator's context may then set seed, step and learning rate."""
         self.number = 0
-        """Of this communicator in the run: several exchanges are under way at once, and some engines go by names."""
+        """Number of this communicator in the run, for the labels of its exchanges, which some engines pair by."""
 
     @property
     def communicator(self) -> Communicator:
-        """Whose steps these are; it holds this object."""
+        """The communicator whose steps these are."""
         communicator = self._communicator()
         assert communicator is not None
         return communicator
@@ -79,80 +88,87 @@ class ByHand:
     # -- steps -----------------------------------------------------------------------------------------
 
     def step(self, tensors: Any, names: Any) -> Any:
-        """See :meth:`grace.Communicator.step`."""
+        """Run one blocking step; see :meth:`grace.Communicator.step`."""
         given = [tensors] if isinstance(names, str) else list(tensors)
         try:
             run = kernels_of(given[0]).eagerly
-        except (TypeError, IndexError):  # what is wrong the other ranks are told too, if they are to agree
-            return self._whole_step(given, names)
-        means = run(lambda eager: self._whole_step(eager, names), given)
+        except (TypeError, IndexError):
+            # The step itself refuses these tensors, and reports the error to ranks that are about to compare names.
+            return self._run_step(given, names)
+        means = run(lambda eager: self._run_step(eager, names), given)
         return means[0] if isinstance(names, str) else means
 
-    def _whole_step(self, tensors: list[Tensor], names: Any) -> list[Tensor]:
-        means = self.finish(self.start(tensors[0] if isinstance(names, str) else tensors, names))
+    def _run_step(self, tensors: list[Tensor], names: Any) -> list[Tensor]:
+        means = self.receive(self.start(tensors[0] if isinstance(names, str) else tensors, names))
         return [means] if isinstance(names, str) else list(means)
 
-    def start(self, tensors: Any, names: Any) -> Begun:
-        """Begin to exchange tensors; see :meth:`grace.Communicator.send_step`."""
+    def start(self, tensors: Any, names: Any) -> PendingStep:
+        """Start the exchange of tensors; see :meth:`grace.Communicator.send_step`."""
         single = isinstance(names, str)
         given, called = ([tensors], (names,)) if single else (list(tensors), tuple(names))
         backend = runtime.joined()
         if self.runner is not None and self.runner.backend is not backend:
-            self.free()  # of a run that has ended, or that began since
-        runner, bucket = self.runner, self.buckets.get(called)
-        if runner is not None and bucket is not None:  # a rank refuses what it is given alone, and may try again
-            given, variables = described(given, called, backend)
+            self.leave_run()  # the runner's run has ended, or a new one has begun
+        runner = self.runner
+        bucket = self.buckets.get(called)
+        # Known names are checked before any collective, so that a rank that refuses its tensors may try again.
+        if runner is not None and bucket is not None:
+            given, variables = validate_tensors(given, called, backend)
             _check_same(bucket, variables)
             if runner.under_way(bucket):
                 raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
         _compare(backend, called, 0 if runner is None else runner.context.step)
         if runner is None or bucket is None:
-            runner, bucket, given = self._new(given, called, backend)
-        begun = Begun(bucket, [variable.dtype for variable in bucket.variables], single)
+            runner, bucket, given = self._add_names(given, called, backend)
+        begun = PendingStep(bucket, [variable.dtype for variable in bucket.variables], single)
         runner.start(bucket, given, [True] * len(given))
         self.begun.append(begun)
         return begun
 
-    def finish(self, begun: Begun) -> Any:
-        """The means of what was begun; they end the step for all that is under way."""
+    def receive(self, begun: PendingStep) -> Any:
+        """End the step for all exchanges under way, unless it has ended, and return the means of one of them."""
         if begun.means is None:
             if self.runner is None or begun not in self.begun:
                 raise ConfigError("receive_step() is given what send_step() returned, once, in the same run")
             together, self.begun = self.begun, []
             try:
-                outcomes = self.runner.finish(lambda bucket: [None] * len(bucket.variables))
+                outcomes = self.runner.finish_step(lambda bucket: [None] * len(bucket.variables))
             except BaseException:
                 self.runner.abandon()
                 raise
-            left = iter(outcomes)
+            remaining = iter(outcomes)
             for other in together:
-                other.means = [next(left).value for _ in other.bucket.variables]
+                other.means = [next(remaining).value for _ in other.bucket.variables]
         means, begun.means = begun.means or [], None
         means = [kernels_of(mean).cast(mean, dtype) for mean, dtype in zip(means, begun.dtypes, strict=True)]
         return means[0] if begun.single else means
 
     # -- the run ---------------------------------------------------------------------------------------
 
-    def _new(
+    def _add_names(
         self, given: list[Any], names: tuple[str, ...], backend: Backend
     ) -> tuple[StepRunner, Bucket, list[Tensor]]:
-        """The runner, a bucket of names that are new, which the ranks agree on, and the tensors as it takes them."""
+        """Agree with the other ranks on a bucket of new names, and make it.
+
+        Returns:
+            the runner, the bucket, and the tensors in the form that the runner takes.
+        """
         tensors: list[Tensor] = []
 
         def variables_of() -> list[Variable]:
-            found, variables = described(given, names, backend)
+            found, variables = validate_tensors(given, names, backend)
             tensors.extend(found)
             return variables
 
         if self.runner is None:
-            self.runner, bucket = self._joined(variables_of, backend)
+            self.runner, bucket = self._join_run(variables_of, backend)
         else:
-            bucket = self._added(self.runner, variables_of)
+            bucket = self._add_bucket(self.runner, variables_of)
         self.buckets[names] = bucket
         return self.runner, bucket, tensors
 
-    def _joined(self, variables: Any, backend: Backend) -> tuple[StepRunner, Bucket]:
-        """The first step in a run."""
+    def _join_run(self, variables: Any, backend: Backend) -> tuple[StepRunner, Bucket]:
+        """Build the runner for a run that the communicator joins, and its first bucket."""
         communicator = self.communicator
 
         def check(communicator: Communicator) -> None:
@@ -169,22 +185,25 @@ class ByHand:
                 )
 
         context = communicator.context if self.first else Context(seed=communicator.context.seed)
-        usual, self.first, context.calls = context.lr, False, BY_HAND
+        usual = context.lr
+        self.first = False
+        context.api_names = BY_HAND
 
         def lr(name: str) -> float:
             return usual(name) if communicator.lr is None else communicator.lr
 
         context.lr = lr
-        plan, self.number = AsGiven(None, None, communicator), next(_joined)
+        plan = WholeTensorPlan(None, None, communicator)
+        self.number = next(_run_numbers)
         runner = build_step_runner(variables, lambda: plan, backend, context, [("called", "by hand")], check)
         (bucket,) = runner.buckets
-        self._name(bucket)
-        free = weakref.WeakMethod(self.free)
-        backend.at_shutdown(lambda: (free() or bool)())
+        self._label(bucket)
+        leave_run = weakref.WeakMethod(self.leave_run)  # the backend must not keep the communicator alive
+        backend.at_shutdown(lambda: (leave_run() or bool)())
         return runner, bucket
 
-    def _added(self, runner: StepRunner, variables: Any) -> Bucket:
-        """One more bucket."""
+    def _add_bucket(self, runner: StepRunner, variables: Any) -> Bucket:
+        """Agree with the other ranks on a further bucket, and add it to the runner."""
         found, error = [], None
         try:
             found = variables()
@@ -196,16 +215,16 @@ class ByHand:
         except Exception as raised:
             error = raised
         step = ("the number of steps", str(runner.context.step))
-        agree(runner.backend, [step, *((f"the tensor {v.name!r}", v.describe()) for v in found)], error)
-        bucket = _extend(runner, AsGiven(None, None, self.communicator).shards(found))
-        self._name(bucket)
+        compare_facts(runner.backend, [step, *((f"the tensor {v.name!r}", v.describe()) for v in found)], error)
+        bucket = _append_bucket(runner, WholeTensorPlan(None, None, self.communicator).shards(found))
+        self._label(bucket)
         return bucket
 
-    def _name(self, bucket: Bucket) -> None:
+    def _label(self, bucket: Bucket) -> None:
         bucket.label = f"grace.hand{self.number}.{bucket.index}"
 
-    def free(self) -> None:
-        """Leave the run: nothing is remembered of it."""
+    def leave_run(self) -> None:
+        """Leave the run, and drop the runner and its state."""
         runner, self.runner, self.buckets, self.begun = self.runner, None, {}, []
         if runner is not None:
             if runner.begun:
@@ -215,7 +234,7 @@ class ByHand:
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def state_dict(self, everyone: bool = False) -> dict[str, Any]:
-        """See :meth:`grace.Communicator.state_dict`."""
+        """Return the saved state; see :meth:`grace.Communicator.state_dict`."""
         if self.runner is None:
             raise ConfigError("nothing was exchanged yet, so that there is nothing to save")
         saved = checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
@@ -223,49 +242,52 @@ class ByHand:
         return {"of": FORM, "tensors": groups, "grace": saved}
 
     def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
-        """See :meth:`grace.Communicator.load_state_dict`."""
+        """Restore a saved state; see :meth:`grace.Communicator.load_state_dict`."""
         backend, groups, error = runtime.joined(), list[list[Variable]](), None
         if self.runner is not None and self.runner.backend is not backend:
-            self.free()
+            self.leave_run()
         try:
             groups = _groups(state)
             for group in groups:
-                if (bucket := self.buckets.get(tuple(v.name for v in group))) is not None:
+                bucket = self.buckets.get(tuple(v.name for v in group))
+                if bucket is not None:
                     _check_same(bucket, group)
             checkpoint.undamaged(state["grace"], memory, BY_HAND)
             _check_pieces(state["grace"], groups)
         except Exception as raised:
             error = raised
-        told = [f"{v.name!r} {v.describe()}" for group in groups for v in group]
-        agree(backend, [("the tensors of a state", ", ".join(told))], error)
+        tensors = [f"{v.name!r} {v.describe()}" for group in groups for v in group]
+        compare_facts(backend, [("the tensors of a state", ", ".join(tensors))], error)
         before, first = set(self.buckets), self.first
         try:
             for group in groups:
                 names = tuple(variable.name for variable in group)
                 if self.runner is None:
-                    self.runner, self.buckets[names] = self._joined(lambda group=group: group, backend)
+                    self.runner, self.buckets[names] = self._join_run(lambda group=group: group, backend)
                 elif names not in self.buckets:
-                    self.buckets[names] = self._added(self.runner, lambda group=group: group)
+                    self.buckets[names] = self._add_bucket(self.runner, lambda group=group: group)
             assert self.runner is not None
             checkpoint.load(self.runner, lambda: state["grace"], memory)
-        except BaseException:  # of all ranks: nothing was changed
+        # raised on all ranks, before any state was changed: take back the buckets that were added
+        except BaseException:
             if not before:
-                self.free()
+                self.leave_run()
                 self.first = first
             elif self.runner is not None:
                 self.buckets = {names: bucket for names, bucket in self.buckets.items() if names in before}
-                _shrink(self.runner, {name for names in before for name in names})
+                _remove_variables(self.runner, {name for names in before for name in names})
             raise
 
 
 def _compare(backend: Backend, names: tuple[Any, ...], step: int) -> None:
-    """Refuse to exchange what other ranks do not exchange now.
+    """Refuse names of tensors that differ from those of other ranks in this exchange.
 
-    An engine that pairs collectives by their order would average one tensor with another, or end all ranks where their
-    sizes differ. One small all-gather, whose size never differs, comes first, before new names are agreed on too.
+    An engine that pairs collectives by their order would average one tensor with another, or end all ranks if their
+    sizes differ. So a small all-gather of a digest, whose size never differs, precedes each exchange, and the agreement
+    on new names.
 
     Raises:
-        RankError: (on all ranks) tensors of other names come; nothing was exchanged.
+        RankError: (on all ranks) the names differ; no tensor was exchanged.
     """
     if backend.size == 1 or backend.pairs_by_name:
         return
@@ -273,27 +295,31 @@ def _compare(backend: Backend, names: tuple[Any, ...], step: int) -> None:
     place = f"{called} in step {step}"
     digest = np.frombuffer(hashlib.blake2b(called.encode(), digest_size=16).digest(), np.uint8)
     before = backend.sent_bytes
-    with backend.awaiting(lambda: f"the exchange by hand of {place}"):
+    with backend.waiting_for_ranks(lambda: f"the exchange by hand of {place}"):
         parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
         digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
-        told = backend.all_objects((called, place)) if len(digests) > 1 else []
-    backend.sent_bytes = before
-    for rank, (theirs, where) in enumerate(told):
-        if theirs != told[0][0]:
+        received = backend.allgather_pickled((called, place)) if len(digests) > 1 else []
+    backend.sent_bytes = before  # comparisons are not counted as traffic
+    for rank, (theirs, where) in enumerate(received):
+        if theirs != received[0][0]:
             raise RankError(
-                f"ranks exchange different tensors by hand: rank 0 {told[0][1]}, and rank {rank} {where}. Every "
+                f"ranks exchange different tensors by hand: rank 0 {received[0][1]}, and rank {rank} {where}. Every "
                 "rank must exchange the same names, in the same order, and as often; nothing was exchanged"
             )
 
 
 def _groups(state: Any) -> list[list[Variable]]:
-    """The tensors that a state is of, as they were exchanged together."""
+    """Return the variables of a saved state, in groups that were exchanged together.
+
+    Raises:
+        ConfigError: it is no state of a communicator that is called by hand, or it is damaged.
+    """
     if not isinstance(state, dict) or state.get("of") != FORM:
         raise ConfigError(
             "this is no state of a communicator that is called by hand: give what its state_dict() returned"
         )
     try:
-        saved_form.TENSORS(state.get("tensors"), "'tensors'")
+        state_schema.TENSORS(state.get("tensors"), "'tensors'")
     except ConfigError:
         given = []
     else:
@@ -306,14 +332,14 @@ def _groups(state: Any) -> list[list[Variable]]:
 
 
 def _check_pieces(saved: dict[str, Any], groups: list[list[Variable]]) -> None:
-    """Refuse tensors that are not those of the state itself, which is sealed."""
+    """Refuse a state whose list of tensors differs from its sealed part, which has a checksum."""
     pieces, given = saved.get("pieces"), {v.name: list(v.shape) for group in groups for v in group}
     if pieces is not None and {name: list(cut.get("shape", given.get(name))) for name, cut in pieces.items()} != given:
         raise ConfigError("the state of the communicator is damaged: its tensors are not those that it remembers")
 
 
 def _check_same(bucket: Bucket, variables: Sequence[Variable]) -> None:
-    """Refuse other tensors than the names stood for before; they may lie on another device."""
+    """Refuse tensors whose type or shape changed since their first step. The device may change."""
     for before, now in zip(bucket.variables, variables, strict=True):
         if before.describe() != now.describe():
             raise ConfigError(
@@ -322,8 +348,8 @@ def _check_same(bucket: Bucket, variables: Sequence[Variable]) -> None:
             )
 
 
-def _extend(runner: StepRunner, shards: Sequence[Shard]) -> Bucket:
-    """One more bucket of a runner's; every rank must add the same at the same moment."""
+def _append_bucket(runner: StepRunner, shards: Sequence[Shard]) -> Bucket:
+    """Add a bucket to a runner, and return it. Every rank must add the same bucket between the same steps."""
     for shard in shards:
         runner.variables.append(shard.variable)
         runner.shards[shard.variable.name] = shard
@@ -334,8 +360,8 @@ def _extend(runner: StepRunner, shards: Sequence[Shard]) -> Bucket:
     return bucket
 
 
-def _shrink(runner: StepRunner, names: set[str]) -> None:
-    """Take away what :func:`_extend` added, but for these names."""
+def _remove_variables(runner: StepRunner, names: set[str]) -> None:
+    """Remove all variables that :func:`_append_bucket` added, except those with these names."""
     runner.variables = [variable for variable in runner.variables if variable.name in names]
     runner.shards = {name: shard for name, shard in runner.shards.items() if name in names}
     runner.shards_of = {name: shards for name, shards in runner.shards_of.items() if name in names}
@@ -343,11 +369,11 @@ def _shrink(runner: StepRunner, names: set[str]) -> None:
     runner.numel = sum(variable.numel for variable in runner.variables)
 
 
-def described(given: list[Any], names: tuple[str, ...], backend: Backend) -> tuple[list[Tensor], list[Variable]]:
-    """A user's tensors as an exchange takes them, and what the ranks compare of them.
+def validate_tensors(given: list[Any], names: tuple[str, ...], backend: Backend) -> tuple[list[Tensor], list[Variable]]:
+    """Return a user's tensors in the form that an exchange takes, and their variables, which ranks compare.
 
     Raises:
-        ConfigError: they are no tensors that could travel together.
+        ConfigError: the names or tensors are wrong, or the tensors cannot share a bucket.
     """
     if len(given) != len(names) or not names:
         raise ConfigError(f"there are {len(given)} tensors and {len(names)} names; give one name for each")
@@ -356,7 +382,7 @@ def described(given: list[Any], names: tuple[str, ...], backend: Backend) -> tup
         raise ConfigError(f"names must be strings, each another; they are {', '.join(map(repr, names))}")
     tensors, variables = [], []
     for tensor, name in zip(given, names, strict=True):
-        with _about(name):
+        with _named_errors(name):
             k = kernels_of(tensor)
             tensors.append(k.given(tensor))
             device = str(getattr(tensor, "device", ""))
@@ -374,11 +400,12 @@ def described(given: list[Any], names: tuple[str, ...], backend: Backend) -> tup
 
 
 @contextlib.contextmanager
-def _about(name: Any) -> Iterator[None]:
+def _named_errors(name: Any) -> Iterator[None]:
+    """Add the tensor's name to errors that are raised in this context."""
     try:
         yield
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"cannot exchange {name!r}: {error}") from None
 
 
-Communicator.hand = ByHand
+Communicator.by_hand_factory = ByHand

@@ -1,22 +1,22 @@
-"""Saving and restoring what a runner remembers.
+"""Saving and restoring the state of a runner.
 
-The rules: state is keyed by variable name; what torch's wrappers put into names is no part of them. Each component
-says whether its state is the same on every rank (PowerSGD's Q), which loads anywhere, or a rank's own (residuals),
-which loads on that rank of a run of the same size. From a checkpoint that holds all ranks it also loads on a
-different number of ranks, where every rank starts with the mean over the saved ranks, which keeps the mean over ranks
-of what is still to be sent; what shards' memories held goes back to residuals, and a communicator that nobody named is
-chosen anew (:mod:`grace.communicators.choice`). What a destination keeps of its answers goes to the rank that is the
-destination now. Where variables are cut otherwise memories are cut and joined as the new parts are
+The rules: state is keyed by variable name, without the parts of names that torch's wrappers add. Each component
+declares whether its state is the same on every rank (PowerSGD's Q), which loads anywhere, or a rank's own (residuals),
+which loads on that rank of a run of the same size. From a checkpoint of all ranks a rank's own state also loads on
+another number of ranks: every rank starts with the mean over the saved ranks, so that the mean over ranks of the
+unsent gradients stays the same. State of shards' memories is then added to residuals, and a communicator that the user
+did not name is chosen again (:mod:`grace.communicators.choice`). The memory for a destination's answers goes to the
+rank that is the destination now. If variables are cut into other parts, memories are joined and cut likewise
 (:mod:`grace.session.reshard`).
-Parameters of a compressor may change; what it kept itself starts anew if it does not fit them. Everything comes into
-the units of this run's loss scale. A variable that is new starts with nothing.
+Parameters of a compressor may change; its own state starts empty if it does not fit them. All state is converted to
+the units of this run's loss scale. A new variable starts without state.
 
-``memory`` says what becomes of the rest: "strict" refuses it before anything is changed; "keep" keeps each memory that
-fits (the same name and shape, and the same kind of memory, whatever else changed), and a warning says what was dropped;
-"reset" starts with empty memories. The step counter is restored in each case.
+``memory`` decides how state that does not fit is handled: "strict" refuses the checkpoint before anything is changed;
+"keep" keeps each memory that fits (the same name and shape, and the same kind of memory), and a warning lists the
+dropped ones; "reset" starts with empty memories. The step counter is restored in each case.
 
-Every save has an id, the same on all ranks, and the ranks compare what they are about to load: it must be of one save.
-What a state looks like, and how it is known to be whole, stands in :mod:`grace.session.saved_form`.
+Every save has an id, the same on all ranks. Ranks compare the ids that they are about to load, which must be equal.
+The form of a state, and its checksums, are in :mod:`grace.session.state_schema`.
 """
 
 import warnings
@@ -26,14 +26,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.communicators.choice import took_default
+from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
-from grace.core.calls import Calls
-from grace.core.kept import Keeping
+from grace.core.transactional_dict import StatefulComponent
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import SparseRows
-from grace.session import saved_form
-from grace.session.agreement import tell
-from grace.session.reshard import Misfit, Partitions, Resharding, bare
+from grace.session import state_schema
+from grace.session.agreement import gather_or_raise
+from grace.session.reshard import Misfit, Partitions, Resharding, without_parameters
 from grace.session.step_runner import StepRunner
 
 MODES = ("strict", "keep", "reset")
@@ -41,21 +41,23 @@ WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimize
 
 
 def save(runner: StepRunner) -> dict[str, Any]:
-    """This rank's state: plain numbers, text, and tensors.
+    """Return this rank's state: plain numbers, text, and tensors.
 
     Raises:
         ExchangeError: a step is under way.
     """
-    return saved_form.seal(_saved(runner))
+    return state_schema.seal(_saved(runner))
 
 
 def _saved(runner: StepRunner) -> dict[str, Any]:
     check_settled(runner)
-    _say_unsaved(runner)
+    _warn_unsaved(runner)
     context = runner.context
-    pending = runner.pending()  # first: what is on its way may still change what a destination keeps
+    # Delayed round trips must end before the state is read: they may still change a destination's memory.
+    pending = runner.pending()
+    plan = runner.planned()
     return {
-        "version": saved_form.VERSION,
+        "version": state_schema.VERSION,
         "id": f"{runner.run}.{context.step}",
         "components": runner.name,
         "pieces": partitions_of(runner),
@@ -68,15 +70,15 @@ def _saved(runner: StepRunner) -> dict[str, Any]:
         "shared": shared(runner),
         "state": runner.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
-        **({"plan": plan} if (plan := runner.planned()) else {}),
+        **({"plan": plan} if plan else {}),
     }
 
 
-def _say_unsaved(runner: StepRunner) -> None:
-    """Warn once of what users' parts keep elsewhere than in their state."""
+def _warn_unsaved(runner: StepRunner) -> None:
+    """Warn once of attributes of users' parts that change during training and are not saved."""
     for communicator in runner.communicators:
-        for part in communicator.whole().values():
-            attributes = part.unsaved() if isinstance(part, Keeping) else []
+        for part in communicator.named_components().values():
+            attributes = part.unsaved() if isinstance(part, StatefulComponent) else []
             if attributes:
                 warnings.warn(
                     f"the {part.kind} {part.spec} keeps something in its attribute {', '.join(attributes)} that is not "
@@ -87,13 +89,13 @@ def _say_unsaved(runner: StepRunner) -> None:
 
 
 def check_settled(runner: Any) -> None:
-    """Refuse to save or load in the middle of a step.
+    """Refuse to save or load during a step.
 
     Args:
-        runner: or a session, which knows more.
+        runner: a runner, or a session, which also knows of steps that the runner does not.
 
     Raises:
-        ExchangeError: exchanges were begun, and the step that they belong to may still be dropped.
+        ExchangeError: exchanges are under way, whose step may still be dropped.
     """
     if runner.begun:
         raise ExchangeError(
@@ -103,7 +105,7 @@ def check_settled(runner: Any) -> None:
 
 
 def partitions_of(runner: StepRunner) -> Partitions:
-    """How each variable is cut, and what carries each shard, in plain words and numbers."""
+    """Return, by variable, how it is cut, and the description of each shard's communicator; built-in types only."""
     return {
         name: {
             "axis": shards[0].axis,
@@ -118,29 +120,35 @@ def partitions_of(runner: StepRunner) -> Partitions:
 
 
 def shared(runner: StepRunner) -> dict[str, list[str]]:
-    """By kind of state, the shards of which any rank's copy restores all, as the components that serve them say."""
+    """Return, by kind of state, the shards whose state is the same on all ranks; see ``Component.shared_state``."""
     found: dict[str, list[str]] = {}
     for name, shard in runner.shards.items():
-        for kind, component in shard.communicator.keepers.items():
+        for kind, component in shard.communicator.stateful_parts.items():
             names = found.setdefault(kind, [])
             if component.shared_state:
                 names.append(name)
     return found
 
 
-def own_state(runner: StepRunner) -> bool:
-    """Whether some component may remember something that is this rank's alone."""
+def has_own_state(runner: StepRunner) -> bool:
+    """Return True if a component may keep state that differs by rank."""
     several = runner.backend.size > 1
     return several and any(
         part.shared_state is False and getattr(part, "stateful", False) for _, part in runner.components
     )
 
 
-def say_whose(runner: StepRunner, called: str, better: str, between: int = 0) -> None:
-    """Warn once, on rank 0, that a state holds this rank's memories only; ``between`` functions of Grace's lie between
-    the user's and the one that calls this."""
-    if runner.backend.rank == 0 and not runner.told and own_state(runner):
-        runner.told = True
+def warn_own_state(runner: StepRunner, called: str, better: str, between: int = 0) -> None:
+    """Warn once, on rank 0, that a state holds this rank's memories only.
+
+    Args:
+        runner: the runner whose state was saved.
+        called: the call that saved it.
+        better: the call that saves the state of all ranks.
+        between: number of Grace's functions on the stack between the user's function and the caller of this one.
+    """
+    if runner.backend.rank == 0 and not runner.warned_own_state and has_own_state(runner):
+        runner.warned_own_state = True
         warnings.warn(
             f"{called} holds the memories of this rank alone. That is right if every rank saves its own; for one file "
             f"that rank 0 saves let every rank call {better}, which holds those of all ranks",
@@ -149,10 +157,10 @@ def say_whose(runner: StepRunner, called: str, better: str, between: int = 0) ->
 
 
 def gather(runner: StepRunner, settle: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """All ranks' state in one; every rank must call it.
+    """Return the state of all ranks in one; every rank must call it.
 
     Args:
-        settle: called first; it raises if a step is under way of which the runner does not know.
+        settle: called first; it raises an error if a step is under way that the runner does not know.
 
     Raises:
         ExchangeError: a step is under way.
@@ -171,12 +179,22 @@ def gather(runner: StepRunner, settle: Callable[[], Any] = lambda: None) -> dict
         }
     except Exception as raised:
         error = raised
-    return saved_form.seal({**saved, "ranks": tell(runner.backend, "a state to save", own, error, "could not save")})
+    ranks = gather_or_raise(runner.backend, "a state to save", own, error, "could not save")
+    return state_schema.seal({**saved, "ranks": ranks})
 
 
 @dataclass
 class Loaded:
-    """What a checkpoint brings, once it is known to fit: state by kind and shard, and the rest."""
+    """Values of a checkpoint that fit this run, ready to be applied.
+
+    Attributes:
+        step: the step counter; None if the checkpoint has no state.
+        id: the id of the save.
+        loss_scale: the loss scale in whose units the values are.
+        values: state by kind and shard.
+        pending: means that are still to be applied, oldest step first.
+        dropped: descriptions of state that does not fit, for a warning.
+    """
 
     step: int | None
     id: str | None = None
@@ -193,19 +211,19 @@ def load(
     inside: Callable[[Any], Any] = lambda saved: saved,
     beside: Sequence[Backend] = (),
 ) -> None:
-    """Restore, by the rules above; nothing changes if that is refused on some rank. Every rank must call it.
+    """Restore a checkpoint by the rules of this module; nothing changes if a rank refuses it. Every rank must call it.
 
     Args:
-        read: gives what was saved; it raises if that cannot be read, or a step is under way of which the runner
-            does not know.
-        inside: what was saved, as the exchange computes with it.
-        beside: other groups of ranks of which all load, or none; see :func:`compare_everywhere`.
+        read: returns the saved state; it raises an error if that cannot be read, or if a step is under way that the
+            runner does not know.
+        inside: converts the saved state to the tensors that the exchange computes with.
+        beside: backends over other groups of ranks that must load, or refuse, together; see :func:`compare_everywhere`.
 
     Raises:
         ConfigError: the checkpoint has no state, or it belongs to other components, another rank or
             another number of ranks; the message says what to do.
         ExchangeError: a step is under way.
-        RankError: it was refused on another rank, or the ranks load different ones.
+        RankError: another rank refused its checkpoint, or the ranks load different ones.
     """
     saved, loaded, error = None, None, None
     try:
@@ -219,22 +237,23 @@ def load(
 
 
 NOTHING: dict[str, Any] = {}
-"""Instead of a checkpoint, where a rank loads none."""
+"""Placeholder for the checkpoint of a rank that loads none."""
 
 
 def compare_everywhere(
     backends: Sequence[Backend], saved: Any, memory: str, error: Exception | None = None, alike: bool = True
 ) -> None:
-    """Compare what is about to be loaded over several groups of ranks, one after the other, as the shards and replicas
-    of a model are, or a pipeline's stages: what one of them refuses all refuse. Every rank must call it.
+    """Compare checkpoints that are about to be loaded over several groups of ranks, one after the other, such as the
+    shards and replicas of a model, or a pipeline's stages. If one rank refuses its checkpoint all refuse. Every rank
+    must call it.
 
     Args:
-        backends: first the ranks that exchange with each other, whose states are of one save; then the others.
-        saved, memory, error: as :func:`compare` takes them.
-        alike: False if the others' states may be of other steps.
+        backends: first the ranks that exchange with each other, whose states are of one save; then other groups.
+        saved, memory, error: see :func:`compare`.
+        alike: False if states of the other groups may be of other steps.
 
     Raises:
-        RankError: another rank refused, or they are not of one save.
+        RankError: another rank refused its checkpoint, or the checkpoints are not of one save.
     """
     for i, backend in enumerate(backends):
         try:
@@ -248,19 +267,23 @@ def compare_everywhere(
 def compare(
     backend: Backend, saved: Any, memory: str, error: BaseException | None = None, one_save: bool = True
 ) -> None:
-    """Compare over the ranks what they are about to load; every rank must call it, with the error if it refused.
+    """Compare the checkpoints that ranks are about to load. Every rank must call it, with its error if it refused.
 
     Args:
-        one_save: True if the ranks gave their states one id, as those do that exchange with each other; else the step
-            must be the same.
+        backend: the ranks.
+        saved: this rank's checkpoint; None if a plain optimizer saved it.
+        memory: the mode of loading.
+        error: this rank's error, if it refused the checkpoint.
+        one_save: True if the ranks exchange with each other, so that their states have one id; else only the step
+            must be equal.
 
     Raises:
-        RankError: another rank refused, or they are not of one save.
+        RankError: another rank refused its checkpoint, or the checkpoints are not of one save.
     """
     facts = ["no checkpoint"] if saved is NOTHING else ["a checkpoint of a plain optimizer"]
-    if error is None and saved:  # runs that plan their strategy come here before anything else was looked at
+    if error is None and saved:  # a run with strategy='auto' calls this before it has checked the state
         try:
-            saved_form.check(saved)
+            state_schema.check(saved)
         except ConfigError as raised:
             error = raised
     if error is None and saved:
@@ -268,9 +291,9 @@ def compare(
         if one_save:
             known += [f"of {saved['size']} ranks", f"of the save {saved.get('id')}"]
         facts = [f"a checkpoint {fact}" for fact in (*known, f"with memory={memory!r}")]
-    told = tell(backend, "a checkpoint", facts, error, "did not load its checkpoint")
-    for rank, other in enumerate(told):
-        for mine, theirs in zip(told[0], other, strict=False):
+    received = gather_or_raise(backend, "a checkpoint", facts, error, "did not load its checkpoint")
+    for rank, other in enumerate(received):
+        for mine, theirs in zip(received[0], other, strict=False):
             if mine != theirs:
                 raise RankError(
                     f"rank 0 loads {mine}, rank {rank} {theirs}. Let every rank load what was saved at the same "
@@ -284,25 +307,34 @@ def prepare(
     memory: str = "strict",
     inside: Callable[[Any], Any] = lambda saved: saved,
 ) -> Loaded:
-    """What :func:`load` would load; it changes nothing."""
+    """Return the values that :func:`load` applies, and change nothing.
+
+    Args:
+        runner, memory, inside: see :func:`load`.
+        saved: the saved state; None if a plain optimizer saved the checkpoint.
+    """
     check_mode(memory)
     check_settled(runner)
     if saved is None:
         if memory == "strict":
-            raise ConfigError(WITHOUT + runner.context.calls.reset)
+            raise ConfigError(WITHOUT + runner.context.api_names.reset)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
-    strict, how = memory == "strict", runner.context.calls.otherwise
-    saved, dropped = undamaged(saved, memory, runner.context.calls)
+    strict = memory == "strict"
+    how = runner.context.api_names.otherwise
+    saved, dropped = undamaged(saved, memory, runner.context.api_names)
     loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
         return loaded
     saved = inside(saved)
-    saved, context, now = saved_form.renamed(saved, list(runner.shards_of)), runner.context, runner.name
+    saved = state_schema.rename_variables(saved, list(runner.shards_of))
+    context = runner.context
+    now = runner.name
     if strict:
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
-        by_default = any(took_default(c, bare(saved["components"]), bare(now)) for c in runner.communicators)
-        if bare(saved["components"]) != bare(now) and not by_strategy and not by_default:
+        before, after = without_parameters(saved["components"]), without_parameters(now)
+        by_default = any(took_default(communicator, before, after) for communicator in runner.communicators)
+        if before != after and not by_strategy and not by_default:
             raise ConfigError(
                 f"the checkpoint was saved with {saved['components']}, this run uses {now}. Use the same, {how}"
             )
@@ -312,7 +344,8 @@ def prepare(
                 f"{how}"
             )
     resharding = Resharding(saved, partitions_of(runner), runner, strict)
-    loaded.values, loaded.pending = resharding.values(), resharding.pending()
+    loaded.values = resharding.values()
+    loaded.pending = resharding.pending()
     loaded.dropped += resharding.dropped
     try:
         _check_leader(runner, saved, loaded.values)
@@ -324,44 +357,48 @@ def prepare(
     return loaded
 
 
-def undamaged(saved: Any, memory: str, calls: Calls) -> tuple[dict[str, Any], list[str]]:
-    """Return a state that is what was saved, and what was left out of it for being damaged (if ``memory`` is "keep").
+def undamaged(saved: Any, memory: str, calls: ApiNames) -> tuple[dict[str, Any], list[str]]:
+    """Return a state without damaged values, and descriptions of these values (which only ``memory="keep"`` drops).
 
-    Whoever takes a state apart, or joins several, does so with what this returns, and seals the result.
+    A caller that splits a state, or joins several, must use the state that this function returns, and seal the result.
 
     Raises:
-        ConfigError: it is damaged; with "reset" the values that it holds do not matter.
+        ConfigError: the state is damaged; with "reset" damaged values are ignored.
     """
-    saved_form.check(saved)
-    spoilt = saved_form.spoilt(saved, calls.partial) if memory != "reset" else {}
+    state_schema.check(saved)
+    spoilt = state_schema.damaged_values(saved, calls.partial) if memory != "reset" else {}
     if spoilt and memory == "strict":
         more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
         raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {calls.otherwise}")
-    saved_form.check_facts(saved)
-    return (saved_form.without(saved, spoilt) if spoilt else saved), list(spoilt.values())
+    state_schema.check_facts(saved)
+    return (state_schema.without_values(saved, spoilt) if spoilt else saved), list(spoilt.values())
 
 
 def apply(runner: StepRunner, loaded: Loaded) -> None:
-    """Go on from what :func:`prepare` gave."""
-    say_dropped(loaded.dropped)
+    """Apply the values that :func:`prepare` returned to the runner."""
+    warn_dropped(loaded.dropped)
     for _, component in runner.components:  # two communicators may share one, for dense gradients and for rows
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            runner.shards[name].communicator.keepers[kind].state[name] = value
+            runner.shards[name].communicator.stateful_parts[kind].state[name] = value
     for _, component in runner.components:
         component.state.commit()
     if loaded.step is None:
         return
-    runner.run = f"{zlib.crc32(f'{runner.run} {loaded.id}'.encode()):08x}"  # what follows has other ids
+    runner.run = f"{zlib.crc32(f'{runner.run} {loaded.id}'.encode()):08x}"  # later saves need other ids
     runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
     runner.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
-    runner.resumed()
+    runner.on_resume()
 
 
-def say_dropped(dropped: Sequence[str], between: int = 2) -> None:
-    """Warn of what is not loaded; ``between`` functions of Grace's lie between the user's and the one that calls
-    this."""
+def warn_dropped(dropped: Sequence[str], between: int = 2) -> None:
+    """Warn of state that was not loaded.
+
+    Args:
+        dropped: descriptions of that state.
+        between: number of Grace's functions on the stack between the user's function and the caller of this one.
+    """
     if dropped:
         more = f", and {len(dropped) - 3} things more" if len(dropped) > 3 else ""
         warnings.warn(
@@ -371,26 +408,32 @@ def say_dropped(dropped: Sequence[str], between: int = 2) -> None:
 
 
 def check_mode(memory: str) -> None:
-    """Refuse a word that is none of ``MODES``."""
+    """Raise ConfigError if ``memory`` is none of ``MODES``."""
     if memory not in MODES:
         raise ConfigError(f"memory must be 'strict', 'keep' or 'reset', not {memory!r}")
 
 
 def plain(value: Any) -> Any:
-    """A mean as it is saved: rows as a dict of tensors."""
+    """Return a mean in the form that is saved: rows become a dict of tensors."""
     return {"values": value.values, "rows": value.rows} if isinstance(value, SparseRows) else value
 
 
 def rich(value: Any) -> Any:
-    """The inverse of :func:`plain`."""
+    """Return a mean from its saved form; the inverse of :func:`plain`."""
     return SparseRows(value["values"], value["rows"]) if isinstance(value, dict) else value
 
 
 def _check_leader(runner: StepRunner, saved: dict[str, Any], values: dict[str, dict[str, Any]]) -> None:
-    """With hierarchical reduction memories live where a rank speaks for its node."""
-    hierarchy, before, now = runner.hierarchy, saved.get("hierarchical", False), runner.hierarchical
-    told = [runner.shards if some is True else some or () for some in (before, now)]
-    led = [name for some in told for name in some]
+    """Refuse memories of hierarchical reduction, which only the leaders of nodes have, if leaders or nodes changed.
+
+    Raises:
+        Misfit: they changed, or the reduction did.
+    """
+    hierarchy = runner.hierarchy
+    before = saved.get("hierarchical", False)
+    now = runner.hierarchical
+    reduced_by_node = [runner.shards if some is True else some or () for some in (before, now)]
+    led = [name for some in reduced_by_node for name in some]
     held = any(f"{key}/".startswith(f"{name}/") for kind in values.values() for key in kind for name in led)
     moved = hierarchy is not None and (not hierarchy.leads or saved["size"] != runner.backend.size)
     if held and (moved or before != now):

@@ -1,30 +1,30 @@
-"""A file that one rank writes for all."""
+"""Files that one rank writes for all ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from grace.backends.runtime import current
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 
 
 def save_from_root(
     path: str | Path, write: Callable[[Path], Any], root: int = 0, backend: Backend | None = None
 ) -> None:
-    """Write a file on one rank, whole or not at all. Every rank must call it, and goes on when the file is there.
+    """Write a file atomically on one rank. Every rank must call it; it returns when the file is complete.
 
-    A program that is killed meanwhile leaves the file that was there before.
+    If the program is killed meanwhile, an earlier file of that name is unchanged.
 
     Args:
-        path: of the file.
-        write: called on the root alone, with a path beside it to write to.
-        root: the rank.
+        path: the path of the file.
+        write: called on the root only, with the path of a draft to write to.
+        root: the rank that writes.
         backend: the ranks; those of ``grace.init()`` if left out.
 
     Raises:
-        RankError: it failed on the root, where the error itself is raised.
+        RankError: (on other ranks) writing failed on the root, which raises the error itself.
 
     >>> import grace, tempfile
     >>> _ = grace.init("local")
@@ -37,8 +37,8 @@ def save_from_root(
     backend, error = backend or current(), None
     if backend.rank == root:
         try:
-            with replacing(path) as draft:
+            with atomic_write(path) as draft:
                 write(draft)
         except Exception as raised:
             error = raised
-    tell(backend, f"{path} to save", None, error, f"could not save {path}")
+    gather_or_raise(backend, f"{path} to save", None, error, f"could not save {path}")

@@ -1,10 +1,10 @@
-"""Hierarchical reduction: the ranks of a node reduce among themselves first, and one of them speaks for the node.
+"""Hierarchical reduction: the ranks of each node reduce first, then one leader of each node exchanges with the others.
 
     1. the ranks of each node average their gradients, uncompressed
-    2. the leaders of the nodes exchange these, compressed, each weighted by the ranks that it speaks for
-    3. every leader hands the result to its node
+    2. the leaders of the nodes exchange these means, compressed, each weighted by the number of ranks on its node
+    3. every leader broadcasts the result to its node
 
-The result is the mean over all ranks, equally weighted, whatever the nodes' sizes. Memories live at the leaders.
+The result is the mean over all ranks, equally weighted, whatever the nodes' sizes. Only leaders have memories.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
 from grace.core.compressor import Tensor
-from grace.core.context import Among, Context
+from grace.core.context import Context, SubgroupContext
 from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket, Contribution, Outcome
@@ -30,43 +30,44 @@ from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
 OUT_OF_STEP = 1 + REFUSED
-"""A leader's status of every variable if the ranks, here or on other nodes, are out of step."""
+"""Status that a leader sends for every variable if ranks, on its node or on others, are out of step."""
 
 
 class Hierarchy:
-    """The nodes of a run, their leaders, and what each is for communicators.
+    """The nodes of a run, their leaders, and the contexts and backends of communicators over them.
 
     Args:
-        backend: over all ranks.
-        names: of the node of each rank.
+        backend: the backend over all ranks.
+        names: the name of each rank's node.
     """
 
     def __init__(self, backend: Backend, names: Sequence[str]):
         self.node_groups = node_groups(backend, names)
         node = self.node_groups.node
         self.weight = node.size * self.node_groups.nodes / backend.size
-        """The factor of this node's mean in the mean of all nodes' means, which makes it that of all ranks."""
+        """Weight of this node's mean in the mean over nodes, with which that is the mean over all ranks."""
         self.inside = Allreduce("none")
         members = [rank for rank, leader in enumerate(self.node_groups.leader_of) if leader == self.node_groups.own]
         self.inside.bind(Context(rank=node.rank, size=node.size, names=members), node)
 
     @property
     def leaders_of_nodes(self) -> list[int]:
-        """The ranks that speak for the nodes."""
+        """Ranks that lead the nodes, by node."""
         return [self.node_groups.leader_of.index(number) for number in range(self.node_groups.nodes)]
 
     def context(self, whole: Context) -> Any:
-        """Return the context of what the leaders exchange: they are numbered among themselves; others are alone."""
-        return Among(whole, self.backend.rank, self.backend.size, self.leaders_of_nodes)
+        """Return the context of exchanges between leaders, which are numbered among themselves; other ranks are
+        alone."""
+        return SubgroupContext(whole, self.backend.rank, self.backend.size, self.leaders_of_nodes)
 
     @property
     def leads(self) -> bool:
-        """True if this rank speaks for its node."""
+        """True if this rank leads its node."""
         return self.node_groups.leaders is not None
 
     @property
     def backend(self) -> Backend:
-        """The backend that communicators run over: of the leaders; elsewhere of nobody."""
+        """Backend of the exchanges between leaders; on other ranks a local one."""
         return self.node_groups.leaders or LocalBackend()
 
     def node_bucket(self, bucket: Bucket) -> Bucket:
@@ -83,7 +84,7 @@ class Hierarchy:
 
 
 class HierarchicalRoundTrip:
-    """The round trip of a bucket whose nodes reduce first. To make it is to start it.
+    """Round trip of a bucket whose nodes reduce first. To make it is to start it.
 
     It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, around up to two such round trips:
 
@@ -99,7 +100,8 @@ class HierarchicalRoundTrip:
     error: PayloadError | None = None
     """None: errors are raised by :meth:`finish`, once the ranks of the node know of them."""
     deferred = next_step = False
-    """No matter here: headers are read at once, since the other ranks of the node are told what they say."""
+    """False, whatever the session wants: headers are read at once, because the leader sends their contents to its
+    node."""
 
     def __init__(self, contribution: Contribution, hierarchy: Hierarchy):
         self.bucket, gradients, self.present, _, self.traffic = contribution
@@ -112,7 +114,7 @@ class HierarchicalRoundTrip:
         self.over_leaders: RoundTrip | None = None
         if hierarchy.leads:
             self.over_leaders = start_round_trip(contribution._replace(gradients=reduced, present=found))
-        # elsewhere the node's, to which finish() adds what the leader knows of the other nodes
+        # Other ranks have the header of the node's round trip; finish() adds the facts that the leader sends.
         self.header = within.header if self.over_leaders is None else self.over_leaders.header
 
     # -- within the node -------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class HierarchicalRoundTrip:
         """Make the whole round trip over the node."""
         gradients = contribution.gradients
         if not (self.bucket.variables[0].sparse or _is_exact(self.bucket)):
-            # leaders compress float32; rows are summed up in that anyway
+            # Leaders compress float32. Rows are summed in float32 anyway.
             gradients = [kernels_of(gradient).cast(gradient, "float32") for gradient in gradients]
         if self.bucket.node is None:
             self.bucket.node = self.hierarchy.node_bucket(self.bucket)
@@ -131,17 +133,17 @@ class HierarchicalRoundTrip:
         return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guard=False))
 
     def _means_of_node(self, within: RoundTrip, gradients: Sequence[Any]) -> tuple[list[Any], list[bool]]:
-        """Wait for the sum over the node, and return the gradients that its leader contributes, and of which variables
-        there are any."""
+        """Wait for the sum over the node, and return the gradients that its leader contributes, and True for each
+        variable that a rank of the node has a gradient of."""
         outcomes = within.finish([None] * len(gradients))
         if within.header.out_of_step:
-            # the leaders' step stamps tell the other nodes, with which all collectives of this step go on
+            # All collectives of this step must still be run with the other nodes; the leaders' stamps inform these.
             self.communicator.context.out_of_step = within.header.out_of_step
             return list(gradients), [False] * len(gradients)
         reduced = []
         for given, outcome in zip(gradients, outcomes, strict=True):
             value = scaled(given if outcome.value is None else outcome.value, self.hierarchy.weight)
-            # a view of the node's buffer, which the next step fills; a leader's memory may keep its gradient for longer
+            # The value is a view of the node's buffer, which the next step overwrites, and a memory may keep it: copy.
             reduced.append(self._copy(value) if value is outcome.value else value)
         return reduced, [outcome.value is not None for outcome in outcomes]
 
@@ -153,12 +155,12 @@ class HierarchicalRoundTrip:
 
     # -- over the leaders ------------------------------------------------------------------------------
 
-    def place(self) -> str:
+    def describe_wait(self) -> str:
         """Return the description of this round trip that error messages use for a blocked rank."""
         return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
 
     def advance(self) -> bool:
-        """Start the next leg of the leaders' round trip; False if there is none, or none left."""
+        """Start the next leg of the leaders' round trip; return False if no leg is left, or this rank leads no node."""
         return self.over_leaders is not None and self.over_leaders.advance()
 
     def wait(self) -> None:
@@ -166,8 +168,9 @@ class HierarchicalRoundTrip:
         if self.over_leaders is not None:
             self.over_leaders.wait()
 
-    def look_at_stamps(self) -> None:
-        """Finish, and forget the outcomes: other ranks of the node may not discard the step, and await them."""
+    def read_step_stamps(self) -> None:
+        """Finish the round trip, and drop its outcomes. Other ranks of the node may not discard the step, and wait for
+        the leader's outcomes."""
         with contextlib.suppress(PayloadError):
             self.finish([None] * len(self.names), wait=False)
 
@@ -179,7 +182,7 @@ class HierarchicalRoundTrip:
             wait: False if the leaders' collective is known to be done.
 
         Raises:
-            PayloadError: what a rank sent cannot be decoded, here or by the rank that speaks for this node.
+            PayloadError: this rank, or the leader of its node, could not decode a payload.
         """
         outcomes: list[Outcome] | None = None
         if self.over_leaders is not None:
@@ -197,15 +200,15 @@ class HierarchicalRoundTrip:
     # -- from the leader to its node -------------------------------------------------------------------
 
     def _tell_of_error(self) -> None:
-        """Tell the node, whose ranks wait for outcomes, that there are none."""
+        """Send refused statuses to the ranks of the node, which wait for outcomes."""
         if self.node_groups.node.size > 1:
             statuses = self.kernels.full([REFUSED] * len(self.names), "float32", self.like)
             with self._sharing():
                 self._broadcast(statuses)
 
     def _sharing(self) -> Any:
-        """Return the context that says where a rank is that waits for the leader, or for the node's other ranks."""
-        return self.node_groups.node.awaiting(lambda: f"what leaders hand on of {self.bucket.describe()}")
+        """Return a context in which this rank waits for its node; error messages name the wait."""
+        return self.node_groups.node.waiting_for_ranks(lambda: f"what leaders hand on of {self.bucket.describe()}")
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """Return the leader's tensor on all ranks of the node; blocks."""
@@ -219,9 +222,10 @@ class HierarchicalRoundTrip:
         """
         node, header, k = self.node_groups.node, self.header, self.kernels
         header.out_of_step = header.out_of_step or self.communicator.context.out_of_step
-        if node.size == 1:
+        if node.size == 1:  # the leader is alone on its node
             return outcomes or []
         before = node.sent_bytes
+        # Statuses are broadcast first: by them all ranks of the node know which means follow.
         statuses = k.to_list(self._broadcast(k.full(self._statuses(outcomes), "float32", self.like)))
         if OUT_OF_STEP in statuses:
             header.out_of_step = (
@@ -242,7 +246,8 @@ class HierarchicalRoundTrip:
         return shared
 
     def _statuses(self, outcomes: list[Outcome] | None) -> list[float]:
-        """Return the status of each variable that a leader tells its node; other ranks only need room for them."""
+        """Return the status of each variable, which a leader sends to its node; on other ranks the numbers are room for
+        the leader's."""
         if outcomes is None:
             return [MISSING] * len(self.names)
         if self.header.out_of_step:
@@ -264,7 +269,7 @@ class HierarchicalRoundTrip:
         return k.reshape(self._broadcast(k.flat(value)), variable.shape)
 
     def _share_rows(self, variable: Variable, value: SparseRows | None) -> SparseRows:
-        """Return the leader's mean of a sparse gradient: first the number of rows, then these."""
+        """Return the leader's mean of a sparse gradient: the number of rows is broadcast first, then the rows."""
         k = self.kernels
         count = k.full([0 if value is None else value.rows.shape[0]], "int64", self.like)
         n = int(k.to_list(self._broadcast(count))[0])
@@ -273,7 +278,7 @@ class HierarchicalRoundTrip:
             rows, values = k.zeros((n,), "int32", self.like), k.zeros((math.prod(shape),), "float32", self.like)
         else:
             rows, values = k.cast(value.rows, "int32"), k.flat(value.values)
-        if n > 0:  # no engine need broadcast nothing
+        if n > 0:  # engines need not support broadcasts of empty tensors
             rows = self._broadcast(rows)
             values = self._broadcast(values)
         return SparseRows(k.reshape(values, shape), rows)

@@ -1,33 +1,34 @@
-"""An optimizer's hyperparameters, which all ranks must have the same of: its numbers, as they are called."""
+"""Hyperparameters of an optimizer, which must be equal on all ranks: its numeric settings, by name."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from grace.core.calls import TORCH
+from grace.core.api_names import TORCH
 
 WITHOUT_EFFECT = {"foreach", "fused", "differentiable", "capturable", "jit_compile"}
-"""How an optimizer computes, not what."""
+"""Settings that change how an optimizer computes, but not its result."""
 
 Numbers = tuple[tuple[str, Any], ...]
 
 
-def numbers(settings: Mapping[str, Any]) -> Numbers:
-    """Those settings that are numbers, or made of numbers; in the order of their names.
+def numeric_settings(settings: Mapping[str, Any]) -> Numbers:
+    """Return the settings that are numbers, or tuples of numbers, sorted by name.
 
-    >>> numbers({"lr": 1, "betas": (0.9, 0.999), "nesterov": False, "fused": True, "params": [], "clipnorm": None})
+    >>> settings = {"lr": 1, "betas": (0.9, 0.999), "nesterov": False, "fused": True, "params": [], "clipnorm": None}
+    >>> numeric_settings(settings)
     (('betas', (0.9, 0.999)), ('clipnorm', None), ('lr', 1.0), ('nesterov', False))
     """
-    return tuple(_found(settings))
+    return tuple(_iterate_numbers(settings))
 
 
-def _found(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_numbers(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name in sorted(settings):
         value = settings[name]
         if name in WITHOUT_EFFECT:
             continue
-        if isinstance(value, Mapping):  # a schedule's
-            yield from _found(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping):  # the settings of a schedule
+            yield from _iterate_numbers(value, f"{prefix}{name}.")
         elif isinstance(value, (tuple, list)):
             if value and all(_is_number(item) for item in value):
                 yield prefix + name, tuple(map(_plain, value))
@@ -44,7 +45,12 @@ def _plain(value: Any) -> Any:
 
 
 def facts(kind: str, groups: Sequence[Numbers], group: str = TORCH.group) -> list[tuple[str, str]]:
-    """For :func:`grace.session.agreement.agree`; ``group`` is what each dict is called, by its number.
+    """Return the facts of hyperparameters that :func:`grace.session.agreement.compare_facts` compares.
+
+    Args:
+        kind: the optimizer's class.
+        groups: the numeric settings of each parameter group.
+        group: name of a parameter group, with a place for its number.
 
     >>> facts("SGD", [(("lr", 0.1),)])
     [('optimizer SGD', ''), ('optimizer SGD, param group 0, lr', '0.1')]

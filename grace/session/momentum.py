@@ -1,4 +1,4 @@
-"""Momentum is applied once: by the optimizer, or by a memory or compressor that has its own."""
+"""Checks that momentum is applied once: by the optimizer, or by a memory or compressor."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,25 +7,25 @@ from grace.core.component import Component
 from grace.errors import ConfigError
 
 
-def owners(communicators: Iterable[Component]) -> list[Any]:
-    """The parts of communicators that apply momentum themselves.
+def momentum_owners(communicators: Iterable[Component]) -> list[Any]:
+    """Return the parts of communicators that apply momentum themselves.
 
     >>> from grace.communicators import Allgather
-    >>> [part.spec for part in owners([Allgather("dgc(ratio=0.1)"), Allgather("signum"), Allgather("topk")])]
+    >>> [part.spec for part in momentum_owners([Allgather("dgc(ratio=0.1)"), Allgather("signum"), Allgather("topk")])]
     ['dgc', 'signum']
     """
-    parts = [part for communicator in communicators for part in communicator.whole().values()]
+    parts = [part for communicator in communicators for part in communicator.named_components().values()]
     return [part for part in parts if getattr(part, "owns_momentum", False)]
 
 
-def doubled(part: Any, where: str, momentum: Any, later: bool) -> ConfigError:
-    """The error that momentum would be applied twice, to be raised by the caller.
+def double_momentum_error(part: Any, where: str, momentum: Any, later: bool) -> ConfigError:
+    """Return the error for momentum that would be applied twice, which the caller raises.
 
     Args:
-        part: a memory or compressor that applies it.
-        where: what applies it as well: "the optimizer".
-        momentum: how much of it.
-        later: it had none when it was made distributed.
+        part: a memory or compressor that applies momentum.
+        where: name of the other part that applies it, such as "the optimizer".
+        momentum: its momentum.
+        later: True if its momentum was 0 when it was made distributed.
     """
     cause = ""
     if later:

@@ -1,4 +1,4 @@
-"""How each variable is exchanged: the contract of plans, and the plan of one method for all."""
+"""Exchange plans: the contract, and the plan with one method for all variables."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,46 +12,52 @@ from grace.session.sharding import Shard, uniform
 
 
 class ExchangePlan(Protocol):
-    """What the user chose: how each variable is exchanged."""
+    """The user's choice of how each variable is exchanged."""
 
     name: str
-    """For messages and checkpoints."""
+    """Name of the choice, for messages and checkpoints."""
     strategy: Any
-    """The strategy that is executed, if it is one."""
+    """The strategy that is executed; None if the plan is none."""
 
     def hand_out(
         self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
     ) -> list[Variable]:
-        """A collective before anything else, if one is needed; ``error`` is what went wrong on this rank so far.
+        """Broadcast the plan to all ranks before any other collective, if it is not known on all of them.
+
+        Args:
+            variables: the variables of this rank.
+            backend: the ranks.
+            error: the error of this rank so far, if it failed.
+            later: True if no collective may run now.
 
         Returns:
-            the variables, with what the plan knows better.
+            the variables, with facts that the plan corrects.
         """
         ...
 
     def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
-        """How they are cut, and what carries each shard.
+        """Return the shards of variables, with their communicators.
 
         Args:
-            variables: in declaration order.
-            ranks: how many exchange with each other, for defaults that depend on it; 1 where that is not known yet, or
-                changes.
+            variables: the variables in declaration order.
+            ranks: number of ranks that exchange with each other, for defaults that depend on it; 1 if it is unknown
+                yet, or may change.
         """
         ...
 
     def options(self) -> dict[str, Any]:
-        """The choice, as DistributedOptimizer takes it again."""
+        """Return the choice as arguments of DistributedOptimizer."""
         ...
 
 
 class UniformPlan:
-    """One compressor, memory and communicator for all variables.
+    """Plan of one compressor, memory and communicator for all variables.
 
     Args:
-        compressor, memory, communicator: as the user gave them; a communicator that is not named is chosen by the
+        compressor, memory, communicator: the user's arguments; a communicator that is not named is chosen by the
             number of ranks (:func:`~grace.communicators.choice.break_even`).
-        limits: of what travels in one collective; None for all that there is.
-        together: names of variables that may share a collective; asked for once the variables are known.
+        limits: limits of a bucket; None for one bucket of all variables.
+        together: returns names of variables that may share a collective; called once the variables are known.
     """
 
     def __init__(
@@ -62,28 +68,31 @@ class UniformPlan:
         limits: Limits | None = None,
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
     ):
-        self.choices, self.limits, self.together = (compressor, memory, communicator), limits, together
-        self.name, self.strategy = "", None
+        self.choices = compressor, memory, communicator
+        self.limits = limits
+        self.together = together
+        self.name = ""
+        self.strategy = None
         self.communicator: Communicator | None = None
 
     def hand_out(
         self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
     ) -> list[Variable]:
-        """Nothing: every rank was given the same."""
+        """Return the variables unchanged: every rank has the user's arguments."""
         return variables
 
     def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
-        """Whole variables: by the communicator what its compressor shrinks, and the others dense."""
-        self.communicator = self._made(ranks)
+        """Return a shard for each whole variable: compressed if the compressor makes it smaller, else dense."""
+        self.communicator = self._build(ranks)
         self.name = self.communicator.describe()
         return uniform(variables, self.communicator, self.limits, self.together())
 
-    def _made(self, ranks: int = 1) -> Communicator:
+    def _build(self, ranks: int = 1) -> Communicator:
         return build_communicator(*self.choices, ranks) if self.communicator is None else self.communicator
 
     def options(self) -> dict[str, Any]:
-        """The three, as dict specs; None for a communicator that was not named."""
-        chosen = self._made()
+        """Return the three parts as dict specs; None for a communicator that the user did not name."""
+        chosen = self._build()
         named = None if chosen.by_default else chosen
         parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": named}
         return {kind: None if part is None else part.to_dict() for kind, part in parts.items()}

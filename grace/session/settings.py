@@ -1,4 +1,4 @@
-"""How gradients are exchanged whatever the method: checked, and compared between ranks, once for all frameworks."""
+"""Settings of the exchange that do not depend on the method, with their checks, for all frameworks."""
 
 import sys
 from collections.abc import Iterable
@@ -12,18 +12,18 @@ from grace.session.bucketing import Limits
 
 @dataclass
 class ReduceOp:
-    """What the exchange makes of the ranks' gradients, without changing what a method computes.
+    """Reduction over ranks. It does not change the computation of a method.
 
-    Compressors and memories get every rank's gradient as the optimizer holds it, whatever is chosen here, so that
-    thresholds and clipping norms are in its units (the gradient's of one step: the sum over
-    ``backward_passes_per_step`` in torch, the mean over Keras's ``gradient_accumulation_steps``).
+    Compressors and memories get every rank's gradient unchanged, whatever the reduction, so that thresholds and
+    clipping norms are in the units of the gradient of one step (the sum over ``backward_passes_per_step`` in torch, the
+    mean over Keras's ``gradient_accumulation_steps``).
 
     Args:
         op: "average" or "sum", or Horovod's constants of these names. A sum is the aggregate times the number of ranks;
-            a vote (signsgd, signum) is a direction and no mean, and stays what it is.
-        predivide: payloads that an engine sums (Allreduce, and ReduceBroadcast of summable payloads) are divided by
-            this, and their sum by ranks / predivide, which keeps a sum of 16-bit numbers in their range. What is
-            gathered is added in float32, and not divided.
+            a vote (signsgd, signum) is a direction and no mean, and is not multiplied.
+        predivide: divisor of payloads that an engine sums (Allreduce, and ReduceBroadcast of summable payloads); their
+            sum is divided by ranks / predivide. This keeps a sum of 16-bit numbers in range. Payloads that are gathered
+            are added in float32, and not divided.
     """
 
     op: Any = "average"
@@ -41,7 +41,7 @@ class ReduceOp:
                 return
 
     def check(self) -> None:
-        """Raise ConfigError if it makes no sense."""
+        """Raise ConfigError if the settings cannot work."""
         if self.op == "adasum":
             raise ConfigError("op=Adasum combines whole gradients, not compressed ones; use op='average' or 'sum'")
         if self.op not in ("average", "sum"):
@@ -52,7 +52,7 @@ class ReduceOp:
             raise ConfigError("gradient_predivide_factor goes with op='average' only")
 
     def factor(self, votes: bool, size: int) -> float:
-        """What the aggregate of a method, which votes or not, is multiplied with on ``size`` ranks.
+        """Return the factor of a method's aggregate on ``size`` ranks.
 
         >>> average, total = ReduceOp("average", 4.0), ReduceOp("sum")
         >>> average.factor(False, 2), total.factor(False, 2), total.factor(True, 2)
@@ -65,7 +65,7 @@ def reduction(op: Any, average: Any) -> str:
     """Return "average" or "sum" for the ``op`` and ``average`` that Horovod's allreduce takes.
 
     Raises:
-        ConfigError: both are given, or it is something else.
+        ConfigError: both are given, or the value is neither.
 
     >>> reduction(None, None), reduction("sum", None), reduction(None, False)
     ('average', 'sum', 'sum')
@@ -79,18 +79,18 @@ def reduction(op: Any, average: Any) -> str:
 
 @dataclass
 class Settings:
-    """What the user chose beside method and strategy; the same on every rank.
+    """Settings of the user besides method and strategy, equal on every rank.
 
     Args:
         reduction: mean or sum.
         bucket_bytes: bytes on the wire per collective.
         group_bytes: bytes of gradient per collective. Without either, :class:`~grace.session.bucketing.Limits` has the
             rule.
-        seed: of the random numbers of stochastic methods.
-        sparse_as_dense: exchange sparse gradients as dense ones.
-        broadcast: start from rank 0's values.
-        hierarchical: the ranks of a node reduce among themselves first.
-        compress_after: steps that are exchanged uncompressed first.
+        seed: seed of the random numbers of stochastic methods.
+        sparse_as_dense: True to exchange sparse gradients as dense ones.
+        broadcast: True to start from rank 0's values.
+        hierarchical: True to reduce over the ranks of a node first.
+        compress_after: number of first steps that are exchanged uncompressed.
     """
 
     reduction: ReduceOp = field(default_factory=ReduceOp)
@@ -103,7 +103,7 @@ class Settings:
     compress_after: int = 0
 
     def check(self) -> None:
-        """Raise ConfigError if they make no sense."""
+        """Raise ConfigError if a setting cannot work."""
         for name in ("bucket_bytes", "group_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name))
@@ -111,14 +111,14 @@ class Settings:
         check_integer("compress_after", self.compress_after, low=0)
 
     def check_auto(self) -> None:
-        """Refuse what a strategy that is chosen while training runs does not go with."""
+        """Raise ConfigError for a setting that does not go with ``strategy="auto"``."""
         if self.compress_after:
             raise ConfigError(
                 "compress_after does not go with strategy='auto', which begins uncompressed and tries methods at once"
             )
 
     def check_votes(self, communicators: Iterable[Communicator]) -> None:
-        """Refuse sums that become votes when compression begins, which are smaller by the number of ranks.
+        """Refuse op='sum' with a method that votes after uncompressed steps: votes are smaller by the number of ranks.
 
         Raises:
             ConfigError: a communicator's method votes.
@@ -132,11 +132,11 @@ class Settings:
 
     @property
     def limits(self) -> Limits:
-        """How much a bucket may hold."""
+        """Limits of a bucket."""
         return Limits(self.bucket_bytes, self.group_bytes)
 
     def arguments(self) -> dict[str, Any]:
-        """As a DistributedOptimizer takes them.
+        """Return the settings as arguments of DistributedOptimizer.
 
         >>> list(Settings().arguments())[:2]
         ['op', 'gradient_predivide_factor']
@@ -154,12 +154,12 @@ class Settings:
         }
 
     def facts(self) -> list[tuple[str, str]]:
-        """For the ranks to compare, but the seed, which every runner compares."""
+        """Return the facts that ranks compare. The seed is not among them: every runner compares it."""
         return [(name, str(value)) for name, value in self.arguments().items() if name != "seed"]
 
 
 def check_integer(name: str, value: Any, low: int = 1) -> None:
-    """Refuse what is not a whole number of at least ``low``.
+    """Raise ConfigError if a value is no whole number of at least ``low``.
 
     >>> check_integer("group_bytes", 0)
     Traceback (most recent call last):

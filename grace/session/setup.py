@@ -1,4 +1,4 @@
-"""Setting up: each rank checks what it was given, and either all of them start or none."""
+"""Setup: each rank checks its variables and choices, and either all ranks start or none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
-from grace.core.kept import Keeping
+from grace.core.transactional_dict import StatefulComponent
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.session.agreement import agree
-from grace.session.momentum import owners
+from grace.session.agreement import compare_facts
+from grace.session.momentum import momentum_owners
 from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 
@@ -26,20 +26,22 @@ def build_step_runner(
     hierarchical: bool = False,
     compress_after: int = 0,
 ) -> StepRunner:
-    """Check everything on this rank, then compare it with the others: either every rank goes on or none.
+    """Build a runner: check everything on this rank, then compare it with the others. Either all ranks succeed or none.
 
     Args:
-        variables: lists the variables, or raises what is wrong with them.
-        choose: what the user chose, or raises why it cannot be.
-        check: raises if this communicator does not suit the run.
-        later: no collective now; the ranks compare when somebody calls the runner's ``agree()``.
-        hierarchical: the ranks of a node reduce among themselves first.
-        compress_after: steps that are exchanged uncompressed first, where the plan does not say it.
-        settings: further (what, value) facts that all ranks must share.
+        variables: returns the variables, or raises an error.
+        choose: returns the plan of the user's choice, or raises an error.
+        backend: the ranks.
+        context: the context that all components share.
+        settings: further (what, value) facts that must be equal on all ranks.
+        check: raises an error if a communicator does not suit the run.
+        later: True to run no collective now; the caller runs the runner's ``agree()`` later.
+        hierarchical: True to reduce over the ranks of a node first.
+        compress_after: number of first steps that are exchanged uncompressed, unless the plan sets it.
 
     Raises:
-        ConfigError: this rank's choices or variables are wrong.
-        RankError: another rank's are, or they differ.
+        ConfigError: choices or variables of this rank are wrong.
+        RankError: choices or variables of another rank are wrong, or they differ between ranks.
     """
     runner: StepRunner | None = None
     plan: ExchangePlan | None = None
@@ -51,6 +53,7 @@ def build_step_runner(
     except Exception as raised:
         error = raised
     if plan is not None:
+        # A collective: every rank runs it, also with an error, so that no rank waits in vain.
         found = plan.hand_out(found, backend, error, later)
     try:
         if error is not None or plan is None:
@@ -63,18 +66,19 @@ def build_step_runner(
             _begin_after(communicator, compress_after)
             check(communicator)
         runner = StepRunner(found, shards, backend, context, plan.name)
-        runner.claim()
+        runner.claim_components()
         for communicator in runner.communicators:
-            for part in communicator.whole().values():
-                if isinstance(part, Keeping):
-                    part.look()
+            for part in communicator.named_components().values():
+                if isinstance(part, StatefulComponent):
+                    part.record_attributes()
         _check_delays(runner, later)
-        runner.settings, runner.compress_after = list(settings), compress_after
+        runner.settings = list(settings)
+        runner.compress_after = compress_after
     except Exception as raised:
         if runner is not None:
             runner.close()
         if not later:
-            agree(backend, [], raised)
+            compare_facts(backend, [], raised)  # the other ranks wait here for this one: pass them its error
         raise
     if not later:
         try:
@@ -86,14 +90,14 @@ def build_step_runner(
 
 
 def _begin_after(communicator: Communicator, compress_after: int) -> None:
-    """Let a communicator compress after so many steps, unless its plan has said after how many.
+    """Set the number of uncompressed steps of a communicator, unless its plan has set it.
 
     Raises:
-        ConfigError: it applies momentum, which the optimizer then does not.
+        ConfigError: a part applies momentum, which the uncompressed steps would lack.
     """
     exact = communicator.compressor.traits.exact and not communicator.memory.stateful
     communicator.compress_after = 0 if exact else communicator.compress_after or compress_after
-    parts = owners([communicator]) if communicator.compress_after else []
+    parts = momentum_owners([communicator]) if communicator.compress_after else []
     if parts:
         raise ConfigError(
             f"compress_after={communicator.compress_after}: the {parts[0].kind} {parts[0].spec} replaces the "
@@ -103,7 +107,7 @@ def _begin_after(communicator: Communicator, compress_after: int) -> None:
 
 
 def _check_delays(runner: StepRunner, later: bool) -> None:
-    """Refuse what cannot be delayed."""
+    """Refuse delayed means, and hierarchical reduction, in runs that do not support them."""
     delayed = [shard for shard in runner.shards.values() if shard.communicator.delayed]
     delayed = [shard for shard in delayed if later or shard.hierarchical]
     if delayed:

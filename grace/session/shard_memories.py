@@ -1,9 +1,9 @@
-"""What second compressions of shards left out, given back to residuals where a run has other shards, or none.
+"""Memories of shards' second compressions, added to residuals if a run has other shards, or none.
 
-Under scatter_reduce rank j keeps e_j, what its shard of the mean lacked. A run on another number of ranks cuts other
-shards, and one with another communicator none. Nothing is lost if every rank adds e = (e_0, ..., e_{W-1}) to its own
-residual, because the mean over ranks then has e once more; or, where only a rank's own state is at hand, if rank j
-adds W e_j in its shard.
+Under scatter_reduce rank j keeps e_j, the part that was left out of its shard of the mean. A run on another number of
+ranks cuts other shards, and a run with another communicator none. Nothing is lost if every rank adds
+e = (e_0, ..., e_{W-1}) to its own residual, because the mean over ranks then contains e once; or, if only the rank's
+own state is available, if rank j adds W e_j in its shard.
 """
 
 import math
@@ -14,16 +14,16 @@ from grace.core.variable import equal_bounds
 from grace.kernels import kernels_of
 
 
-def joined(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) -> Any:
-    """One value of the whole tensor, of what the ranks kept of its shards; None if these are not of such shards.
+def join_shards(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) -> Any:
+    """Return the value of a whole tensor from the ranks' values of its shards; None if the shards are cut otherwise.
 
     Args:
-        kept: by rank: a tensor, or a dict of tensors and numbers; None where that is zeros, or not known.
-        shape: of the whole.
-        weight: of what is joined.
+        kept: values by rank: a tensor, or a dict of tensors and numbers; None for zeros, or an unknown value.
+        shape: the shape of the whole tensor.
+        weight: factor of the values.
 
     >>> import numpy as np
-    >>> joined([np.float32([1, 2]), None], (3,), weight=2.0)
+    >>> join_shards([np.float32([1, 2]), None], (3,), weight=2.0)
     array([2., 4., 0.], dtype=float32)
     """
     some = next(value for value in kept if value is not None)
@@ -31,7 +31,7 @@ def joined(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) -> An
         found = {}
         for key, one in some.items():
             each = [None if value is None else value.get(key) for value in kept]
-            found[key] = joined(each, shape, weight) if hasattr(one, "shape") else one
+            found[key] = join_shards(each, shape, weight) if hasattr(one, "shape") else one
         return None if any(value is None for value in found.values()) else found
     k = kernels_of(some)
     pieces = []
@@ -45,10 +45,10 @@ def joined(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) -> An
     return k.reshape(k.join(pieces), tuple(shape))
 
 
-def added(own: Any, more: Any) -> Any:
-    """Two values of a memory in one, as their tensors add up; None if numbers beside them differ.
+def add_values(own: Any, more: Any) -> Any:
+    """Return the sum of two values of a memory; None if they hold numbers that differ.
 
-    >>> added({"residual": 1.0, "lr": 0.5}, {"residual": 2.0, "lr": 0.25}) is None
+    >>> add_values({"residual": 1.0, "lr": 0.5}, {"residual": 2.0, "lr": 0.25}) is None
     True
     """
     if own is None:

@@ -1,4 +1,4 @@
-"""Shards: what the exchange sees of each variable, how each travels, and which of them travel together."""
+"""Shards: the parts of variables that are exchanged, their communicators, and their buckets."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from grace.session.bucketing import Limits
 
 @dataclass(frozen=True)
 class Shard:
-    """A variable, or a part of one, as it is exchanged.
+    """Variable, or part of one, that is exchanged.
 
     Attributes:
         variable: the shard: the variable itself, or ``name/part_i``.
-        whole: the variable.
-        communicator: what carries it; that of the averages now and then, if ``period`` is set.
-        travels: shards may share a collective if this is equal.
-        limits: how much may share one; None for all.
-        priority: shards of a lower one start first.
-        period: not exchanged; the variable itself is averaged every so many steps.
-        hierarchical: the ranks of a node reduce it among themselves first; all shards of a communicator, or none.
-        axis, start, stop: where the shard lies in the variable; axis None if it is all of it.
+        whole: the whole variable.
+        communicator: the communicator of its gradients; that of its averages, if ``period`` is set.
+        travels: key of shards that may share a collective: they have equal keys.
+        limits: limits of a bucket; None for none.
+        priority: shards of a lower priority start first.
+        period: 0 if gradients are exchanged; else the variable itself is averaged each time after ``period`` steps.
+        hierarchical: True if the ranks of a node reduce first; equal for all shards of a communicator.
+        axis, start, stop: the range of the shard in the variable; axis is None if the shard is the whole variable.
     """
 
     variable: Variable
@@ -46,33 +46,33 @@ class Shard:
 
     @property
     def wire_bytes(self) -> float:
-        """What a rank sends of it; as much as its gradient has, where that is not known."""
+        """Bytes that a rank sends of this shard; the bytes of its gradient if the payload's size is unknown."""
         compressor = self.communicator.compressor
         bits = None if compressor.traits.exact else compressor.wire_bits(self.variable.shape)
         return float(self.variable.nbytes) if bits is None else bits * self.variable.numel / 8
 
-    def of(self, tensor: Any) -> Any:
-        """This shard of a tensor of the whole variable: a view where the framework has views; of :class:`SparseRows`,
-        those whose rows lie in it.
+    def slice_of(self, tensor: Any) -> Any:
+        """Return this shard of a tensor of the whole variable, a view if the framework has views; of
+        :class:`SparseRows`, the rows inside the shard.
 
         >>> import numpy as np
         >>> part, whole = Variable("w/part_1", (2, 1)), Variable("w", (2, 3))
-        >>> Shard(part, whole, Allreduce(), axis=1, start=2, stop=3).of(np.arange(6).reshape(2, 3)).tolist()
+        >>> Shard(part, whole, Allreduce(), axis=1, start=2, stop=3).slice_of(np.arange(6).reshape(2, 3)).tolist()
         [[2], [5]]
         """
         if self.axis is None:
             return tensor
         if isinstance(tensor, SparseRows):
-            return tensor.between(self.start, self.stop)
+            return tensor.slice_rows(self.start, self.stop)
         return tensor[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
 
-    def back(self, slices: SparseRows) -> SparseRows:
-        """Rows of this shard, numbered as those of the whole variable."""
+    def to_whole(self, slices: SparseRows) -> SparseRows:
+        """Return rows of this shard with the row numbers of the whole variable."""
         return slices if self.axis is None else SparseRows(slices.values, slices.rows + self.start)
 
 
 def hierarchical(shards: Sequence[Shard]) -> bool | list[str]:
-    """Whether the ranks of a node reduce shards among themselves first; which, if only some.
+    """Return True if the ranks of a node reduce all shards first, False if none; the names of the shards if only some.
 
     >>> flat, led = (Shard(Variable(n, (1,)), Variable(n, (1,)), Allreduce(), hierarchical=n == "b") for n in "ab")
     >>> hierarchical([flat]), hierarchical([led]), hierarchical([flat, led])
@@ -88,37 +88,38 @@ def uniform(
     limits: Limits | None = None,
     together: Sequence[Sequence[str]] | None = None,
 ) -> list[Shard]:
-    """One communicator for all variables that its compressor shrinks; the others ride dense, together.
+    """Return shards of whole variables: with one communicator for all variables that its compressor makes smaller, and
+    dense for the others, together.
 
     Args:
-        variables: in declaration order.
-        communicator: the user's.
-        limits: of a bucket; None for all variables in one.
-        together: names of variables that may share a bucket; all may, if left out.
+        variables: the variables in declaration order.
+        communicator: the user's communicator.
+        limits: limits of a bucket; None for one bucket.
+        together: sets of names of variables that may share a bucket; all variables may, if left out.
     """
     place = {name: i for i, names in enumerate(together or []) for name in names}
     choose = Chooser()
     shards = []
     for variable in variables:
         chosen = choose(variable, communicator)
-        own = None if variable.sparse else limits  # its rows are few, whatever the variable's size
+        own = None if variable.sparse else limits  # a sparse gradient has few rows, whatever the variable's size
         shards.append(Shard(variable, variable, chosen, place.get(variable.name), own))
     return shards
 
 
 class Chooser:
-    """What carries a variable, given what the user wants: that, if it makes the gradient smaller, else one dense
-    communicator for all such variables; an exchange of rows where the gradient is sparse."""
+    """Choice of the communicator of each variable: the user's, if it makes the gradient smaller, else one dense
+    communicator for all such variables; a communicator of rows for sparse gradients."""
 
     def __init__(self) -> None:
         self.dense = Allreduce("none")
         self.rows: dict[int, Communicator] = {}
 
     def __call__(self, variable: Variable, wanted: Communicator) -> Communicator:
-        """The communicator for one variable.
+        """Return the communicator for one variable.
 
         Raises:
-            ConfigError: it has too many elements, or rows, for 32-bit positions.
+            ConfigError: the variable has too many elements, or rows, for 32-bit positions.
         """
         if variable.sparse:
             check_positions(
@@ -134,21 +135,21 @@ class Chooser:
             return wanted
         bits = wanted.compressor.wire_bits(variable.shape)
         if variable.numel == 0 or (bits is not None and bits >= variable.bits):
-            return wanted.dense(self.dense)
+            return wanted.dense_communicator(self.dense)
         if wanted.compressor.by_position:
             check_positions(variable.numel, f"variable {variable.name!r}", wanted.compressor.spec)
         return wanted
 
 
 def uncompressed(communicator: Communicator) -> Communicator:
-    """Return what carries a communicator's variables while it does not compress them: a plain all-reduce, or plain
-    payloads to and from the rank that reduces; of sparse variables, their rows.
+    """Return the communicator that exchanges a communicator's variables uncompressed: a plain all-reduce, or plain
+    payloads to and from the rank that reduces; for sparse variables one of rows.
 
     >>> from grace.communicators import Allgather
     >>> uncompressed(Allgather("topk")).describe()
     'allreduce, none, none'
     """
-    plain = communicator.dense(Allreduce("none"))
+    plain = communicator.dense_communicator(Allreduce("none"))
     if not isinstance(communicator.compressor, RowCompressor):
         return plain
     rows: Any = row_communicator(plain, "")
@@ -156,34 +157,35 @@ def uncompressed(communicator: Communicator) -> Communicator:
     return rows  # type: ignore[no-any-return]
 
 
-def bucketed(shards: Sequence[Shard]) -> list[Bucket]:
-    """The buckets, in the order in which all ranks start them, whatever becomes ready first.
+def make_buckets(shards: Sequence[Shard]) -> list[Bucket]:
+    """Return the buckets in the order in which all ranks start them, whatever becomes ready first.
 
-    Shards are taken in reverse order of declaration, as backward produces gradients. Buckets with the lowest priority
-    come first; among equals those with the earliest complete gradients.
+    Shards are assigned in reverse order of declaration, the order in which backward produces gradients. Buckets with
+    the lowest priority are first; of equal ones, those whose gradients are complete first.
     """
     position = {shard.variable.name: i for i, shard in enumerate(shards)}
     kinds: dict[Hashable, list[Shard]] = {}
     for shard in reversed(shards):
         variable, communicator = shard.variable, shard.communicator
         exact = communicator.compressor.traits.exact and not communicator.memory.stateful
-        dtype = variable.dtype if exact or communicator.compress_after else "float32"  # one is summed as it is
+        # Uncompressed gradients are summed in their own dtype, so a bucket must not mix dtypes.
+        dtype = variable.dtype if exact or communicator.compress_after else "float32"
         kind = (id(communicator), dtype, variable.device, shard.travels, shard.priority, shard.limits)
         kinds.setdefault(kind, []).append(shard)
     ordered = sorted(
-        (members[::-1] for alike in kinds.values() for members in cut(alike, alike[0].limits)),
+        (members[::-1] for alike in kinds.values() for members in cut_into_buckets(alike, alike[0].limits)),
         key=lambda members: (members[0].priority, -position[members[0].variable.name]),
     )
     return [Bucket(i, members[0].communicator, [p.variable for p in members]) for i, members in enumerate(ordered)]
 
 
-def cut(shards: Sequence[Shard], limits: Limits | None, first: bool = True) -> list[Sequence[Shard]]:
-    """Shards that may travel together, in the order in which they become ready, in buckets.
+def cut_into_buckets(shards: Sequence[Shard], limits: Limits | None, first: bool = True) -> list[Sequence[Shard]]:
+    """Return shards that may share collectives, in the order in which they become ready, cut into buckets.
 
     Args:
-        shards: of one communicator.
-        limits: of a bucket; None for all in one.
-        first: whether a smaller one goes first.
+        shards: the shards, of one communicator.
+        limits: limits of a bucket; None for one bucket.
+        first: True if the first bucket is smaller.
     """
     if limits is None:
         return [shards]

@@ -1,8 +1,8 @@
-"""Another plan in the middle of training: a new runner goes on from what the former one remembers.
+"""Change of the plan during training: a new runner takes over the state of the former one.
 
-All ranks switch after the same step. Memories go along by the rules of checkpoints (:mod:`grace.session.checkpoint`,
-"keep"). What a residual holds that the new plan has no place for is not lost: its mean over ranks is added to what the
-next exchange brings.
+All ranks switch after the same step. Memories are carried over by the rules of checkpoints
+(:mod:`grace.session.checkpoint`, "keep"). Residuals that the new plan has no memory for are not lost: their mean over
+ranks is added to the means of the next exchange.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from grace.exchange.sparse_rows import add
 from grace.kernels import kernels_of
 from grace.session import checkpoint
 from grace.session.plan import ExchangePlan
-from grace.session.reshard import bare
+from grace.session.reshard import without_parameters
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard, bucketed
+from grace.session.sharding import Shard, make_buckets
 from grace.session.step_runner import StepRunner
 
-FOLLOWED = ("hyperparameters", "planned", "follows_scaler", "computing", "told", "traffic")
-"""What a runner takes over from the former one, beside what checkpoints hold."""
+FOLLOWED = ("hyperparameters", "planned", "follows_scaler", "computing", "warned_own_state", "traffic")
+"""Attributes that a runner takes over from the former one, besides those that checkpoints hold."""
 
 
-def switched(
+def switch_plan(
     former: StepRunner,
     plan: ExchangePlan,
     like: Callable[[str], Any],
@@ -32,22 +32,23 @@ def switched(
     check_plan: Callable[[StepRunner], None] = lambda made: None,
     inside: Callable[[StepRunner, Any], Any] = lambda made, saved: saved,
 ) -> StepRunner:
-    """The runner of the plan, for the same variables and ranks; the former one is closed. Every rank must call it,
-    between two steps.
+    """Return the runner of a new plan for the same variables and ranks, and close the former one. Every rank must call
+    it, between two steps.
 
     Args:
-        plan: rank 0's counts, where it is a strategy.
-        like: a tensor like a variable's gradient, by name.
-        check, check_plan: raise if a communicator, or what is made of the plan, does not suit the run.
-        inside: what the former one remembers, as the new one computes with it.
+        former: the runner so far.
+        plan: the new plan; if it is a strategy, rank 0's is used.
+        like: returns a tensor like a variable's gradient, by name.
+        check, check_plan: raise an error if a communicator, or the new runner, does not suit the run.
+        inside: converts the former runner's state to the tensors that the new one computes with.
 
     Raises:
-        ConfigError: the plan does not suit this model or run; the former runner goes on as if nothing had been.
+        ConfigError: the plan does not suit this model or run; the former runner is unchanged.
         ExchangeError: a step is under way.
-        RankError: another rank refuses it.
+        RankError: another rank refuses the plan.
     """
     saved = checkpoint.save(former)
-    made = replaced(former, plan, check)
+    made = build_replacement(former, plan, check)
     try:
         error = None
         loaded = checkpoint.Loaded(None)
@@ -58,23 +59,23 @@ def switched(
             error = raised
         checkpoint.compare(former.backend, saved, "keep", error)
         loaded.dropped = []
-        owed = inside(made, _left(former, made, like, made.mean))
+        carried_over = inside(made, _lost_residuals(former, made, like, made.mean))
     except BaseException:
         made.close()
         raise
     checkpoint.apply(made, loaded)
-    for name, value in owed.items():
-        made.owed[name] = add(made.owed[name], value) if name in made.owed else value
+    for name, value in carried_over.items():
+        made.carried_over[name] = add(made.carried_over[name], value) if name in made.carried_over else value
     former.close()
     return made
 
 
-def replaced(former: StepRunner, plan: ExchangePlan, check: Callable[[Communicator], None]) -> StepRunner:
-    """The runner of a plan that remembers nothing, beside the former one: for a checkpoint to be loaded into. Every
-    rank must call it, between two steps; the caller closes one of the two.
+def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[Communicator], None]) -> StepRunner:
+    """Return a runner of a new plan without state, into which a checkpoint is loaded. Every rank must call it, between
+    two steps; the caller closes this runner or the former one.
 
     Raises:
-        ConfigError, RankError: as :func:`switched`.
+        ConfigError, RankError: see :func:`switch_plan`.
     """
     made = build_step_runner(
         lambda: former.variables,
@@ -90,24 +91,24 @@ def replaced(former: StepRunner, plan: ExchangePlan, check: Callable[[Communicat
     return made
 
 
-def _left(
+def _lost_residuals(
     former: StepRunner, made: StepRunner, like: Callable[[str], Any], mean: Callable[..., list[Any]]
 ) -> dict[str, Any]:
-    """Means over ranks of what residuals hold that the new plan has no place for, by its shards."""
+    """Return the means over ranks of residuals that the new plan has no memory for, by its shards."""
     lost: dict[str, list[Shard]] = {}
     for name, parts in former.shards_of.items():
-        before = {bare(memory.spec) for memory in map(_feedback, parts) if memory is not None}
-        after = {bare(shard.communicator.memory.spec) for shard in made.shards_of[name]}
+        before = {without_parameters(memory.spec) for memory in map(_feedback, parts) if memory is not None}
+        after = {without_parameters(shard.communicator.memory.spec) for shard in made.shards_of[name]}
         if before and before != after and not parts[0].variable.sparse:  # checkpoints carry all parts' or none
             own = [shard for shard in made.shards_of[name] if not shard.period]
             lost.update({name: own} if own else {})
     whole = [dataclasses.replace(former.shards_of[name][0].whole, dtype="float32") for name in lost]
     found: dict[str, Any] = {}
-    for bucket in bucketed([Shard(variable, variable, made.averaging) for variable in whole]):
+    for bucket in make_buckets([Shard(variable, variable, made.averaging) for variable in whole]):
         values = [_residual(former.shards_of[name], like(name)) for name in bucket.names]
         means = mean(dataclasses.replace(bucket, communicator=made.averaging), values)
         found.update(zip(bucket.names, means, strict=True))
-    return {shard.variable.name: shard.of(found[name]) for name, shards in lost.items() for shard in shards}
+    return {shard.variable.name: shard.slice_of(found[name]) for name, shards in lost.items() for shard in shards}
 
 
 def _feedback(shard: Shard) -> ErrorFeedback | None:
@@ -116,7 +117,7 @@ def _feedback(shard: Shard) -> ErrorFeedback | None:
 
 
 def _residual(shards: Sequence[Shard], like: Any) -> Any:
-    """What a variable's next compensation would add, of a whole variable; zeros where nothing is kept."""
+    """Return the residual that a whole variable's next compensation would add; zeros if there is none."""
     k = kernels_of(like)
     parts = []
     for shard in shards:

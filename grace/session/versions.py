@@ -1,13 +1,13 @@
-"""What ranks must have the same of, whatever their script says: versions, formats, engine and kernels."""
+"""Versions, formats, engine and kernels, which must be equal on all ranks."""
 
 from grace.core.backend import Backend
 from grace.exchange import layout
 from grace.kernels.fused.availability import missing
-from grace.session import saved_form
+from grace.session import state_schema
 
 
 def public(version: str) -> str:
-    """A version without what it was built for.
+    """Return a version without its build tag.
 
     >>> public("2.13.0+cpu")
     '2.13.0'
@@ -15,14 +15,16 @@ def public(version: str) -> str:
     return version.split("+")[0]
 
 
-def fused() -> str:
-    """Whether tensors on CPUs are computed with by compiled kernels, which may round otherwise."""
+def uses_compiled_kernels() -> str:
+    """Return "yes" if compiled kernels compute on CPUs, else "no" and the reason. Compiled kernels may round
+    differently."""
     why = missing()
     return f"no ({why})" if why else "yes"
 
 
 def versions(backend: Backend) -> list[tuple[str, str]]:
-    """Facts for :func:`grace.session.agreement.agree`, which compares Grace's own version itself.
+    """Return the facts that ranks compare, except Grace's version, which :func:`grace.session.agreement.compare_facts`
+    compares.
 
     >>> from grace.core.backend import LocalBackend
     >>> versions(LocalBackend())[0]
@@ -32,6 +34,6 @@ def versions(backend: Backend) -> list[tuple[str, str]]:
     return [
         ("the backend", f"{kind.__module__}.{kind.__qualname__}"),
         ("wires of version", str(layout.WIRE_FORMAT)),
-        ("checkpoints of version", str(saved_form.VERSION)),
-        ("compiled kernels:", fused()),
+        ("checkpoints of version", str(state_schema.VERSION)),
+        ("compiled kernels:", uses_compiled_kernels()),
     ]

@@ -15,21 +15,21 @@ from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 
 class Machine(Protocol):
-    """What builders may ask of a node; see :class:`grace.launch.cluster.Node`."""
+    """Node as builders see it; see :class:`grace.launch.cluster.Node`."""
 
     @property
     def address(self) -> str:
-        """Its host's name or address."""
+        """Host name or address of the node."""
         ...
 
     @property
     def gpus(self) -> Sequence[int]:
-        """The numbers of its GPUs; none where no file tells them."""
+        """Numbers of the node's GPUs; none where no file tells them."""
         ...
 
     @property
     def cpus(self) -> Sequence[int]:
-        """The numbers of its CPUs, likewise."""
+        """Numbers of the node's CPUs; none where no file tells them."""
         ...
 
     @property
@@ -39,27 +39,27 @@ class Machine(Protocol):
 
 
 class Cluster(Protocol):
-    """What builders ask of a resource spec; see :class:`grace.launch.cluster.Resources`."""
+    """Cluster as builders see it; see :class:`grace.launch.cluster.Resources`."""
 
     @property
     def nodes(self) -> Sequence[Machine]:
-        """The machines."""
+        """Machines of the cluster."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The number of the node that each rank runs on."""
+        """For each rank, the number of its node."""
         ...
 
 
 @dataclass(frozen=True)
 class OneNode:
-    """A cluster of one node, for examples and for runs without a resource spec.
+    """Cluster of one node, for examples and for runs without a resource spec.
 
     >>> OneNode(3).ranks
     [0, 0, 0]
@@ -74,7 +74,7 @@ class OneNode:
 
     @property
     def ranks(self) -> list[int]:
-        """The number of the node that each rank runs on."""
+        """For each rank, the number of its node."""
         return [0] * self.world_size
 
 
@@ -101,40 +101,39 @@ class Builder(Component):
 
     kind = "builder"
     _world_size: ClassVar[int] = 1
-    """Ranks of the cluster that it builds for."""
+    """Number of ranks of the cluster that it builds for."""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         if "build" in vars(cls):
-            cls.build = _knowing_ranks(cls.build)  # type: ignore[method-assign]
+            cls.build = _with_world_size(cls.build)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        """Parameters are checked here; see ``check_integer`` and the like."""
+        """Check parameters; see ``check_integer`` and the like."""
 
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
-        """The strategy for these variables, in their order, on this cluster.
+        """Return the strategy for these variables, in their order, on this cluster.
 
         Args:
-            variables: what the model knows of them: ``name``, ``shape``, ``dtype``, ``sparse``, ``nbytes``, ``device``;
-                in the order of declaration, which :meth:`ready` turns into that in which gradients come.
-            resources: how many ranks, the node of each, and the nodes: addresses, devices, ``network_bandwidth``.
+            variables: the model's variables with ``name``, ``shape``, ``dtype``, ``sparse``, ``nbytes``, ``device``; in
+                the order of declaration, which :meth:`ready` turns into that in which gradients come.
+            resources: the number of ranks, the node of each, and the nodes: addresses, devices, ``network_bandwidth``.
         """
         raise TypeError(f"{type(self).__name__} must define build(variables, resources)")
 
     @staticmethod
     def ready(variables: Sequence[Variable]) -> list[Variable]:
-        """The variables in the order in which their gradients are expected: backward goes from the last declared to
-        the first, and so do exchanges of equal ``priority``.
-
+        """Return the variables in the order in which their gradients are expected: backward goes from the last declared
+        to the first, and so do exchanges of equal ``priority``.
         >>> [variable.name for variable in Builder.ready([Variable("first", (1,)), Variable("last", (1,))])]
         ['last', 'first']
         """
         return list(reversed(variables))
 
-    # -- what builders are made of ---------------------------------------------------------------------
+    # -- helpers for builders --------------------------------------------------------------------------
 
     def choice(self, variable: Variable) -> tuple[Any, Any]:
-        """Compressor and memory for a variable, as the user said."""
+        """Return compressor and memory for a variable, as the user chose them."""
         if not isinstance(self.compressor, (list, tuple)):
             return self.compressor, self.memory
         from grace.strategy.matching import chosen
@@ -143,34 +142,34 @@ class Builder(Component):
         return compressor, self.memory if memory is None and compressor != "none" else memory
 
     def choosing(self, compressor: Any, memory: Any = None) -> "Builder":
-        """One for the same cluster that gives variables another compressor and memory."""
+        """Return a builder for the same cluster that gives variables another compressor and memory."""
         other = Builder(compressor, memory)
         vars(other)["_world_size"] = self._world_size
         return other
 
     def collective(self, variable: Variable, group: int) -> ShardPlan:
-        """A part that travels in a group: summed where the method can be, else by its default communicator for the
-        cluster's number of ranks."""
+        """Return the plan of a part that travels in a group: by a sum where the method allows it, else by the method's
+        default communicator for the cluster's number of ranks."""
         compressor, memory = self.choice(variable)
-        made: Any = make("compressor", compressor)
-        summed = "allreduce" in legal_communicators(made)
-        kind = "allreduce" if summed else default_communicator(made, memory, self._world_size)
+        method: Any = make("compressor", compressor)
+        summed = "allreduce" in legal_communicators(method)
+        kind = "allreduce" if summed else default_communicator(method, memory, self._world_size)
         return ShardPlan(Sync(kind, group=group), compressor, memory)
 
     def reduced(self, variable: Variable, destination: int) -> ShardPlan:
-        """A part that one rank reduces."""
+        """Return the plan of a part that one rank reduces."""
         compressor, memory = self.choice(variable)
         return ShardPlan(Sync("reduce_broadcast", destination=destination), compressor, memory)
 
     def strategy(self, plans: Sequence[VariablePlan], resources: Cluster) -> Strategy:
-        """The plans, with this builder's name and parameters."""
-        params = {key: _said(value) for key, value in self.to_dict().items() if key not in ("name", "seed")}
-        made = {"name": self.name, "params": params, "seed": getattr(self, "seed", 0)}
-        return Strategy(tuple(plans), resources.world_size, len(set(resources.ranks)), made)
+        """Return the strategy with these plans, and with this builder's name and parameters."""
+        params = {key: _to_plain(value) for key, value in self.to_dict().items() if key not in ("name", "seed")}
+        builder = {"name": self.name, "params": params, "seed": getattr(self, "seed", 0)}
+        return Strategy(tuple(plans), resources.world_size, len(set(resources.ranks)), builder)
 
 
-def _knowing_ranks(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
-    """``build``, during which the builder knows for how many ranks."""
+def _with_world_size(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
+    """Wrap ``build`` so that the builder knows the number of ranks while it builds."""
 
     @functools.wraps(build)
     def run(self: Any, variables: Sequence[Variable], resources: Cluster) -> Strategy:
@@ -180,17 +179,17 @@ def _knowing_ranks(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
     return run
 
 
-def _said(value: Any) -> Any:
-    """A parameter as a file has it: components as specs."""
+def _to_plain(value: Any) -> Any:
+    """Return a parameter in its form in a file: components as specs."""
     if isinstance(value, dict):
-        return {key: _said(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_said(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value.spec if isinstance(value, Component) else value
 
 
 class Kinds:
-    """Numbers of groups, for variables of so many kinds that never share one.
+    """Numbering of groups, for several kinds of variables that never share a group.
 
     >>> kinds = Kinds(2, chunk_size=2)
     >>> [kinds.group(kind) for kind in (0, 1, 0, 0, 1)]
@@ -198,37 +197,38 @@ class Kinds:
     """
 
     def __init__(self, kinds: int, chunk_size: int | None):
-        self.counts, self.chunk_size = [0] * kinds, chunk_size
+        self.counts = [0] * kinds
+        self.chunk_size = chunk_size
 
     def group(self, kind: int) -> int:
-        """That of the next variable of this kind: each has ``chunk_size`` of them, or all."""
+        """Return the group of the next variable of a kind: each group has ``chunk_size`` of them, or all."""
         count = self.counts[kind]
         self.counts[kind] += 1
         return kind + len(self.counts) * (count // self.chunk_size if self.chunk_size else 0)
 
 
 def bandwidths(resources: Cluster) -> list[float] | None:
-    """Gbit/s that each rank has for itself: its node's, divided among the node's ranks. A node of which nothing is
-    said counts as the slowest of the others; None if nothing is said of any.
+    """Return each rank's share of its node's bandwidth, in Gbit/s. A node without a bandwidth counts as the slowest of
+    the others; None if no node has one.
 
     >>> from grace.launch.cluster import Resources
     >>> nodes = [{"address": "a", "chief": True, "cpus": [0, 1], "network_bandwidth": 10}, {"address": "b"}]
     >>> nodes[1]["ssh_config"] = "x"
-    >>> bandwidths(Resources.of({"nodes": nodes, "ssh": {"x": {}}})), bandwidths(OneNode(2))
+    >>> bandwidths(Resources.from_document({"nodes": nodes, "ssh": {"x": {}}})), bandwidths(OneNode(2))
     ([5.0, 5.0, 10.0], None)
     """
-    told = [node.network_bandwidth for node in resources.nodes if node.network_bandwidth is not None]
-    if not told:
+    known = [node.network_bandwidth for node in resources.nodes if node.network_bandwidth is not None]
+    if not known:
         return None
     ranks = Counter(resources.ranks)
-    return [(resources.nodes[node].network_bandwidth or min(told)) / ranks[node] for node in resources.ranks]
+    return [(resources.nodes[node].network_bandwidth or min(known)) / ranks[node] for node in resources.ranks]
 
 
 class Loads:
-    """Bytes given to each destination so far, and how fast each takes them.
+    """Bytes assigned to each destination so far, with the destinations' speeds.
 
     >>> loads = Loads(OneNode(2))
-    >>> [loads.place(nbytes) for nbytes in (8, 4, 3, 2)]
+    >>> [loads.assign(nbytes) for nbytes in (8, 4, 3, 2)]
     [0, 1, 1, 1]
     """
 
@@ -236,9 +236,11 @@ class Loads:
         self.bytes = [0] * resources.world_size
         self.speed = bandwidths(resources) or [1.0] * resources.world_size
 
-    def place(self, nbytes: int) -> int:
-        """The destination that will have these too soonest, the first of several; where nothing is known of
-        bandwidths, the one with the fewest bytes. It gets them."""
+    def assign(self, nbytes: int) -> int:
+        """Assign bytes to the destination that would have received all of its bytes first, and return it.
+
+        It is the first of several. Where no bandwidths are known, it is the one with the fewest bytes.
+        """
         soonest = min(range(len(self.bytes)), key=lambda rank: (self.bytes[rank] + nbytes) / self.speed[rank])
         self.bytes[soonest] += nbytes
         return soonest

@@ -1,4 +1,4 @@
-"""What the user chose, one method for all variables or a strategy, as an exchange plan."""
+"""The user's choices, one method for all variables or a strategy, as an exchange plan."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from grace.strategy.builder import Builder
 from grace.strategy.execution import StrategyPlan
 
 STRATEGY = "GRACE_STRATEGY"
-"""Where ``grace launch --strategy`` says which file."""
+"""Environment variable by which ``grace launch --strategy`` names the file."""
 
 
 class Choices(NamedTuple):
-    """What the user gave: specs, objects, or None where nothing was said."""
+    """Arguments of the user: specs, objects, or None where none was given."""
 
     compressor: Any = None
     memory: Any = None
@@ -39,12 +39,12 @@ class Choices(NamedTuple):
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
         sparse_known: bool = True,
     ) -> ExchangePlan:
-        """What is meant.
+        """Return the exchange plan of these choices.
 
         Args:
-            limits: of what travels in one collective, where no strategy says it.
-            together: names of variables that may share a collective, likewise.
-            sparse_known: whether the variables tell which gradients are sparse; else a strategy does.
+            limits: bounds of the bytes in one collective, where no strategy says them.
+            together: returns names of variables that may share a collective, where no strategy says them.
+            sparse_known: True if the variables tell which gradients are sparse; else a strategy does.
 
         Raises:
             ConfigError: a strategy, and one method for all as well; or resources, and no strategy to build for them.
@@ -53,7 +53,8 @@ class Choices(NamedTuple):
         given = [key for key in ("compressor", "memory", "communicator") if getattr(self, key) is not None]
         source = "strategy="
         if strategy is None and os.environ.get(STRATEGY):
-            strategy, source = os.environ[STRATEGY], f"the strategy of {STRATEGY} ({os.environ[STRATEGY]})"
+            strategy = os.environ[STRATEGY]
+            source = f"the strategy of {STRATEGY} ({strategy})"
         if strategy is None and self.resources is not None:
             raise ConfigError("resources= is what a strategy's builder builds for: give strategy= too")
         if strategy is None:

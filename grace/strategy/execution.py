@@ -1,4 +1,4 @@
-"""Strategies executed: rank 0's is handed to all ranks, checked against the model, and made into an exchange plan."""
+"""Execution of strategies: rank 0's is sent to all ranks, checked against the model, and made into an exchange plan."""
 
 import dataclasses
 import os
@@ -13,78 +13,81 @@ from grace.core.communicator import Communicator
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
 from grace.strategy.plan import VERSION, ShardPlan, Strategy, communicator_of
-from grace.strategy.resources import cluster_of, plain
+from grace.strategy.resources import cluster_of, to_plain
 
 
 class StrategyPlan:
-    """The plan of a strategy; see :class:`grace.session.plan.ExchangePlan`.
+    """Exchange plan of a strategy; see :class:`grace.session.plan.ExchangePlan`.
 
     Args:
         given: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
-        sparse_known: whether the model's variables tell which are sparse; else the strategy does.
-        resources: what a builder builds for, beside the ranks that there are; likewise. By default the file that
+        sparse_known: True if the model's variables tell which are sparse; else the strategy does.
+        resources: the nodes that a builder builds for; only rank 0's count. By default the file that
             ``grace launch -r`` names.
     """
 
     def __init__(self, given: Any, sparse_known: bool = True, resources: Any = None):
-        self.given, self.sparse_known, self.resources = given, sparse_known, resources
+        self.given = given
+        self.sparse_known = sparse_known
+        self.resources = resources
         self.name = ""
         self.strategy: Strategy | None = None
 
     def hand_out(
         self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
     ) -> list[Variable]:
-        """Rank 0 makes the strategy, and gives it to all.
+        """Make the strategy on rank 0, and send it to all ranks.
 
         Raises:
-            ConfigError: it is not there, or wrong (on rank 0), or it is for another number of ranks.
-            RankError: (on the others) rank 0 could not make it, or another rank has no strategy.
+            ConfigError: (on rank 0) it is missing or wrong; or it is for another number of ranks.
+            RankError: (on other ranks) rank 0 could not make it, or another rank has no strategy.
         """
         if later:
             raise ConfigError("a strategy is for a fixed number of ranks: it cannot be executed in elastic mode")
         what = f"a strategy of version {VERSION}"
-        nodes = tell(backend, what, node_name(), error)
-        made: Strategy | None = None
+        nodes = gather_or_raise(backend, what, node_name(), error)
+        resolved: Strategy | None = None
         if backend.rank == 0:
             try:
-                made = resolve(self.given, variables, Topology(nodes), self.sparse_known, self.resources)
+                resolved = resolve(self.given, variables, Topology(nodes), self.sparse_known, self.resources)
             except Exception as raised:
                 error = raised
-        self.strategy = strategy = tell(backend, what, made, error)[0]
+        self.strategy = strategy = gather_or_raise(backend, what, resolved, error)[0]
         if self.sparse_known:
             return variables
         sparse = {plan.variable.name for plan in strategy.plans if plan.variable.sparse}
         return [dataclasses.replace(v, sparse=v.name in sparse) for v in variables]
 
     def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
-        """What is exchanged, and how.
+        """Return the shards of all variables, each with its communicator.
 
         Raises:
             ConfigError: the strategy is for another model, or has methods that this rank does not know.
         """
         assert self.strategy is not None
-        self.name = f"strategy {self.strategy.id}"  # where this rank knows its methods
+        self.name = f"strategy {self.strategy.id}"  # raises if this rank does not know its methods
         self.strategy.check_model(variables)
         return compiled(self.strategy, variables)
 
     def options(self) -> dict[str, Any]:
-        """The strategy as a document."""
+        """Return the arguments of an optimizer that has this strategy, as a document."""
         given = self.given if self.strategy is None else self.strategy
         options = {"strategy": given.to_dict() if isinstance(given, (Strategy, Builder)) else given}
         if self.strategy is None and self.resources is not None:
-            options["resources"] = plain(self.resources)
+            options["resources"] = to_plain(self.resources)
         return options
 
 
 def resolve(
     given: Any, variables: Sequence[Variable], cluster: Topology, sparse_known: bool = True, resources: Any = None
 ) -> Strategy:
-    """The strategy that is meant: rules are resolved, and builders build, for the resources if there are any.
+    """Return the strategy that the user means: rules are resolved, and builders build, for the resources if there are
+    any.
 
     Raises:
         ConfigError: there is no such file or builder, or the strategy is for another number of ranks.
@@ -122,19 +125,21 @@ def resolve(
 
 
 def _is_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml", ".json")) or os.path.exists(text)  # which a name may be too long for
+    return text.endswith((".yaml", ".yml", ".json")) or os.path.exists(text)
 
 
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
-    """The shards of all variables; parts that are exchanged alike share one communicator."""
+    """Return the shards of all variables; parts with equal exchanges share one communicator."""
     made: dict[Any, Communicator] = {}
     keys: dict[Any, Any] = {}
-    choosers, shards = {flat: Chooser() for flat in (False, True)}, []
+    choosers = {hierarchical: Chooser() for hierarchical in (False, True)}
+    shards = []
     for plan, variable in zip(strategy.plans, variables, strict=True):
         if plan.variable != variable:
-            plan = dataclasses.replace(plan, variable=variable)  # which knows its device
+            plan = dataclasses.replace(plan, variable=variable)  # the model's variable knows its device
         bounds = plan.bounds() or [(0, 0)]
         for part, own, (start, stop) in zip(plan.parts, plan.part_variables(), bounds, strict=True):
+            # Keys are found by identity first: parts of a large model are often one object, and specs take long.
             key = keys.get(id(part))
             if key is None:
                 chosen = part.sync, str(part.compressor), str(part.memory), part.compress_after
@@ -143,15 +148,18 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
                 key = keys[id(part)] = keys[chosen]
             if key not in made:
                 made[key] = communicator_of(part)
-            sync, choose = part.sync, choosers[part.sync.hierarchical]
+            sync = part.sync
+            choose = choosers[sync.hierarchical]
             place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop}
             if sync.type == "none":
                 shards.append(Shard(own, variable, made[key], sync.period, period=sync.period, **place))
                 continue
             reduced = sync.type == "reduce_broadcast"
             limits = Limits() if reduced and not own.sparse else None
+            # Shards with equal ``travels`` may share a bucket: those of one destination, or of one group.
             travels = key if reduced else (sync.type, sync.group)
-            carrier, place["hierarchical"] = choose(own, made[key]), sync.hierarchical
+            carrier = choose(own, made[key])
+            place["hierarchical"] = sync.hierarchical
             shards.append(Shard(own, variable, carrier, travels, limits, part.priority, **place))
     return shards
 

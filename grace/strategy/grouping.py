@@ -1,16 +1,18 @@
-"""Groups that overlap with backward: as an optimizer without a strategy cuts its buckets."""
+"""Groups that overlap with backward, cut as an optimizer without a strategy cuts its buckets."""
 
 from dataclasses import replace
 
 from grace.session.bucketing import Limits
-from grace.session.sharding import bucketed
+from grace.session.sharding import make_buckets
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
 
 
 def in_buckets(strategy: Strategy) -> Strategy:
-    """The strategy with its groups cut where :class:`~grace.session.bucketing.Limits` cut buckets. A group travels when
-    the last of its gradients is there; so of one for a whole model nothing would travel beside backward.
+    """Return the strategy with its groups cut where :class:`~grace.session.bucketing.Limits` cut buckets.
+
+    A group travels when the last of its gradients is there, so a single group of a whole model would not overlap with
+    backward.
 
     >>> from grace.core.variable import Variable
     >>> from grace.strategy.plan import ShardPlan, VariablePlan
@@ -19,10 +21,10 @@ def in_buckets(strategy: Strategy) -> Strategy:
     [2, 1, 0]
     """
     shards = [
-        shard if shard.variable.sparse else replace(shard, limits=Limits())  # of whose rows there are few
+        shard if shard.variable.sparse else replace(shard, limits=Limits())  # a sparse gradient has few rows
         for shard in compiled(strategy, strategy.variables)
     ]
-    groups = {variable.name: bucket.index for bucket in bucketed(shards) for variable in bucket.variables}
+    groups = {variable.name: bucket.index for bucket in make_buckets(shards) for variable in bucket.variables}
     plans = []
     for plan in strategy.plans:
         parts = [

@@ -1,4 +1,4 @@
-"""Which variables a rule is for: in files of rules, and in the rules of builders."""
+"""Matching of variables by rules: in files of rules, and in the rules of builders."""
 
 import re
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ Spec = StrictStr | dict[str, Any]
 
 
 class Strict(BaseModel):
-    """An object of a file, whose fields' docstrings are their descriptions in its JSON Schema."""
+    """Object of a file, whose fields' docstrings are their descriptions in its JSON Schema."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -43,22 +43,22 @@ class Strict(BaseModel):
 
 
 class Match(Strict):
-    """Which variables a rule is for: all that is given must hold; an empty one is for all."""
+    """Condition on variables: all keys that are given must hold; an empty one matches all variables."""
 
     name: StrictStr | None = None
     """A glob, as in `encoder.*.weight`."""
     regex: StrictStr | None = None
     """A regular expression that the whole name matches."""
     min_bytes: Natural | None = None
-    """The least size of the gradient."""
+    """The least size of the gradient, in bytes."""
     max_bytes: Natural | None = None
-    """The largest."""
+    """The largest size of the gradient, in bytes."""
     ndim: Natural | None = None
     """The number of dimensions."""
     dtype: StrictStr | None = None
-    """As in `float16`."""
+    """The gradient's dtype, as in `float16`."""
     sparse: StrictBool | None = None
-    """Whether its gradient is rows, as those of embeddings are."""
+    """True if the gradient is rows, as for embeddings."""
     rule: Spec | None = None
     """A registered rule's spec, as in `rows(least=1000)`."""
 
@@ -72,7 +72,7 @@ class Match(Strict):
         return rule
 
     def fits(self, variable: Variable) -> bool:
-        """Whether the rule is for this variable."""
+        """Return True if the condition holds for this variable."""
         return (
             (self.name is None or fnmatchcase(variable.name, self.name))
             and (self.regex is None or re.fullmatch(self.regex, variable.name) is not None)
@@ -93,7 +93,7 @@ def _fits(rule: str | dict[str, Any], variable: Variable) -> bool:
 
 
 class Choice(Strict):
-    """A rule of a builder's."""
+    """Rule of a builder."""
 
     match: Match = Match()
     compressor: Any = "none"
@@ -101,7 +101,8 @@ class Choice(Strict):
 
 
 def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
-    """Compressor and memory of the first of a builder's rules, ``{"match": {...}, "compressor": ...}``, that matches.
+    """Return compressor and memory of the first of a builder's rules, ``{"match": {...}, "compressor": ...}``, that
+    matches.
 
     Raises:
         ConfigError: a rule cannot be read.
@@ -116,8 +117,8 @@ def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
                 return choice.compressor, choice.memory
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, schema_words.location(first))) or "as a whole"
-            raise ConfigError(f"rule {i}, {place}: {schema_words.in_words(first)}") from None
+            field = ".".join(map(str, schema_words.location(first))) or "as a whole"
+            raise ConfigError(f"rule {i}, {field}: {schema_words.in_words(first)}") from None
         except re.error as error:
             raise ConfigError(f"rule {i}, match.regex: it cannot be read: {error}") from None
     return "none", None

@@ -1,4 +1,4 @@
-"""How partitioning builders cut variables."""
+"""Base of builders that cut variables."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from grace.strategy.plan import ShardPlan, VariablePlan
 
 
 def smallest_divisor(n: int) -> int:
-    """The smallest divisor of n that is at least 2; n itself for primes.
+    """Return the smallest divisor of n that is at least 2; n itself for primes.
 
     >>> [smallest_divisor(n) for n in (2, 9, 13, 12)]
     [2, 3, 13, 2]
@@ -17,10 +17,10 @@ def smallest_divisor(n: int) -> int:
     return next((d for d in range(2, int(n**0.5) + 1) if n % d == 0), n)
 
 
-def smallest_other(n: int) -> int:
-    """The smallest number of at least 2 that does not divide n.
+def smallest_nondivisor(n: int) -> int:
+    """Return the smallest number of at least 2 that does not divide n.
 
-    >>> [smallest_other(n) for n in (2, 9, 12)]
+    >>> [smallest_nondivisor(n) for n in (2, 9, 12)]
     [3, 2, 5]
     """
     return next(d for d in range(2, n + 2) if n % d)
@@ -28,11 +28,11 @@ def smallest_other(n: int) -> int:
 
 @dataclass
 class Sharding(Builder):
-    """A builder that cuts variables.
+    """Builder that cuts variables.
 
     Args:
-        max_shards: a variable that would be cut into more stays whole.
-        min_shard_bytes: likewise if its shards would be smaller.
+        max_shards: a variable that would have more shards is not cut.
+        min_shard_bytes: a variable whose shards would be smaller is not cut.
     """
 
     max_shards: int = 32
@@ -50,9 +50,9 @@ class Sharding(Builder):
         axis: int = 0,
         count: Callable[[int], int] = smallest_divisor,
     ) -> VariablePlan:
-        """The variable cut along an axis into ``count(dimension)`` shards, or whole where the caps say so.
+        """Return the variable cut along an axis into ``count(dimension)`` shards, or uncut where the caps say so.
 
-        ``part_for`` is asked for each shard, in order, with the shard as a variable of its own.
+        ``part_for`` is called for each shard, in order, with the shard as a variable of its own.
         """
         n = variable.shape[axis] if axis < len(variable.shape) else 0
         shards = count(n) if n >= 2 else 0

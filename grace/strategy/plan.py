@@ -1,4 +1,4 @@
-"""Strategies as objects: what each variable's parts are, and how each part is exchanged.
+"""Strategies as objects: the parts of each variable, and the exchange of each part.
 
 Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.schema` reads and writes files.
 """
@@ -20,37 +20,38 @@ from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
 
 VERSION = 1
-"""Of a strategy's document."""
+"""Version of a strategy's document."""
 MOST_ELEMENTS = 2**56
+"""Largest number of a variable's elements: more than any memory holds."""
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge")
 FIELDS = {
     **dict.fromkeys(COLLECTIVES, ("group", "hierarchical")),
     "reduce_broadcast": ("destination", "sync", "staleness", "local_replication", "ahead"),
     "none": ("period",),
 }
-"""The fields that each type of synchronization has; that of another registered communicator has a group, and its
-parameters."""
-OF_PARTS = ("group", "hierarchical")
-"""Those of them that are not the communicator's own parameters."""
+"""Fields of each type of synchronization; another registered communicator has a group, and its parameters."""
+PART_FIELDS = ("group", "hierarchical")
+"""Fields that are not parameters of the communicator."""
 
 
 @dataclass(frozen=True)
 class Sync:
-    """How a part's gradient gets from all ranks to all ranks.
+    """Synchronization of a part's gradient over all ranks.
 
     Attributes:
         type: a collective of :data:`COLLECTIVES`; "reduce_broadcast" (a rank of its own adds up and sends the mean
-            round: a parameter server); or "none" (ranks train on their own and average now and then).
+            round: a parameter server); or "none" (ranks train on their own and average periodically).
         group: parts of one group, type, compressor and memory travel in one collective.
         destination: the rank that reduces.
         sync: False to apply means as they come.
-        staleness: how many steps a rank may run ahead.
-        local_replication: send the destination's answer once to each node, where one rank hands it on.
-        ahead: how many steps' means may be under way with ``sync: false``.
-        period: average every so many steps.
-        hierarchical: the ranks of each node average among themselves first, uncompressed, and one of them exchanges
-            with the other nodes; else all ranks exchange with each other.
-        options: parameters of a communicator that is not Grace's own, all of them.
+        staleness: number of steps that a rank may run ahead.
+        local_replication: True to send the destination's answer once to each node, where one rank sends it to the
+            others.
+        ahead: number of steps whose means may be under way with ``sync: false``.
+        period: number of steps between two averages.
+        hierarchical: True if the ranks of each node average among themselves first, uncompressed, and one of them
+            exchanges with the other nodes; else all ranks exchange with each other.
+        options: all parameters of a communicator that is not Grace's own.
     """
 
     type: str = "allreduce"
@@ -67,29 +68,29 @@ class Sync:
     def __post_init__(self) -> None:
         own = known("communicator").get(self.type) if self.type not in FIELDS else None
         if own is not None:
-            usual = {key: value for key, value in own.parameters().items() if value is not MISSING}
-            object.__setattr__(self, "options", {**usual, **self.options})
+            defaults = {key: value for key, value in own.parameters().items() if value is not MISSING}
+            object.__setattr__(self, "options", {**defaults, **self.options})
 
     @classmethod
-    def of(cls, spec: str | dict[str, Any], group: int = 0) -> "Sync":
-        """What a spec means, for parts of a group.
+    def from_spec(cls, spec: str | dict[str, Any], group: int = 0) -> "Sync":
+        """Return the synchronization of a spec, for parts of a group.
 
         Raises:
             ConfigError: there is no such type, or it has no such field.
 
-        >>> Sync.of("reduce_broadcast(destination=1)").to_dict()["destination"]
+        >>> Sync.from_spec("reduce_broadcast(destination=1)").to_dict()["destination"]
         1
         """
-        kind, said = specs.parse(spec)
+        kind, arguments = specs.parse(spec)
         if kind not in FIELDS:
-            return cls(kind, group, options=checked("communicator", kind, said))
-        for key in said:
+            return cls(kind, group, options=checked("communicator", kind, arguments))
+        for key in arguments:
             if key not in FIELDS[kind]:
                 raise ConfigError(f"sync {kind} has no field {key!r}; it has: {', '.join(FIELDS[kind])}")
-        return cls(kind, **({"group": group} if "group" in FIELDS[kind] else {}) | said)
+        return cls(kind, **({"group": group} if "group" in FIELDS[kind] else {}) | arguments)
 
     def to_dict(self) -> dict[str, Any]:
-        """The type and the fields that it has; ``hierarchical`` only where it is.
+        """Return the type and its fields; ``hierarchical`` only where it is True.
 
         >>> Sync("allgather", group=3).to_dict()
         {'type': 'allgather', 'group': 3}
@@ -102,12 +103,12 @@ class Sync:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How one part is exchanged.
+    """Plan of one part's exchange.
 
     Attributes:
         sync: the synchronization.
         compressor, memory: specs; the compressor's default memory if None.
-        priority: parts of a lower one start first; among equals those whose gradients are ready first.
+        priority: parts of a lower priority start first; among equals those whose gradients are ready first.
         compress_after: steps that are exchanged uncompressed first.
     """
 
@@ -118,7 +119,7 @@ class ShardPlan:
     compress_after: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The form in which it stands in a file, specs in their shortest form; ``compress_after`` only where it is."""
+        """Return the part's form in a file, specs in their shortest form; ``compress_after`` only where it is not 0."""
         compressor = make("compressor", self.compressor)
         memory = make("memory", compressor.traits.memory if self.memory is None else self.memory)
         return {
@@ -132,10 +133,10 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class VariablePlan:
-    """One variable: how it is cut, and what becomes of each part.
+    """Plan of one variable: its cut, and the exchange of each part.
 
     Attributes:
-        variable: what it is.
+        variable: the variable.
         parts: one per size, in order; a single one of an uncut variable.
         axis, sizes: the cut: lengths along the axis, which add up to the dimension. None and () if uncut.
     """
@@ -146,7 +147,7 @@ class VariablePlan:
     sizes: tuple[int, ...] = ()
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Where each part begins and ends along the axis.
+        """Return the begin and the end of each part along the axis.
 
         >>> VariablePlan(Variable("w", (5, 2)), (ShardPlan(), ShardPlan()), axis=0, sizes=(3, 2)).bounds()
         [(0, 3), (3, 5)]
@@ -154,7 +155,7 @@ class VariablePlan:
         return list(pairwise(accumulate(self.sizes, initial=0)))
 
     def part_variables(self) -> list[Variable]:
-        """Each part as a variable of its own: ``name/part_i``, or the variable itself if it is uncut."""
+        """Return each part as a variable of its own: ``name/part_i``, or the variable itself if it is uncut."""
         v, axis = self.variable, self.axis
         if axis is None:
             return [v]
@@ -162,7 +163,7 @@ class VariablePlan:
         return [Variable(f"{v.name}/part_{i}", shape, v.dtype, v.device, v.sparse) for i, shape in enumerate(shapes)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The form in which it stands in a file."""
+        """Return the variable's form in a file."""
         v = self.variable
         entry: dict[str, Any] = {"shape": list(v.shape), "dtype": v.dtype, "sparse": v.sparse}
         if self.axis is None:
@@ -172,7 +173,7 @@ class VariablePlan:
 
 
 def fingerprint(variables: Sequence[Variable]) -> str:
-    """The sha256 over the ordered (name, shape, dtype, sparse) of a model's variables.
+    """Return the sha256 over the ordered (name, shape, dtype, sparse) of a model's variables.
 
     >>> fingerprint([Variable("w", (2,))])[:8]
     'a72549b6'
@@ -183,15 +184,15 @@ def fingerprint(variables: Sequence[Variable]) -> str:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy for the variables of one model on one cluster; immutable, and checked when it is made.
+    """Strategy for the variables of one model on one cluster; immutable, and checked when it is made.
 
     Attributes:
         plans: one per variable, in the model's order.
-        world_size, nodes: of the cluster it is for.
-        builder: name and parameters of what built it.
+        world_size, nodes: the numbers of ranks and nodes of its cluster.
+        builder: name and parameters of the builder.
 
     Raises:
-        ConfigError: it cannot work; the message names the variable and the field.
+        ConfigError: the strategy cannot work; the message names the variable and the field.
 
     >>> strategy = Strategy((VariablePlan(Variable("w", (4, 2)), (ShardPlan(compressor="topk"),)),))
     Traceback (most recent call last):
@@ -206,21 +207,22 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.nodes > self.world_size:
             raise ConfigError(f"cluster.nodes: {self.nodes} nodes cannot have {self.world_size} ranks; a node has some")
-        seen, made = set(), dict[Any, Communicator]()
+        seen = set()
+        communicators: dict[Any, Communicator] = {}
         for plan in self.plans:
             if plan.variable.name in seen:
                 raise ConfigError(f"variable {plan.variable.name!r} stands in the strategy twice")
             seen.add(plan.variable.name)
-            for where, message in faults(plan, self.world_size, made):
+            for where, message in faults(plan, self.world_size, communicators):
                 raise ConfigError(f"variable {plan.variable.name!r}, {where}: {message}")
 
     @property
     def variables(self) -> list[Variable]:
-        """What it is for."""
+        """Variables that the strategy is for."""
         return [plan.variable for plan in self.plans]
 
     def to_dict(self) -> dict[str, Any]:
-        """The document: what a file holds."""
+        """Return the strategy's document, as in a file."""
         return {
             "version": VERSION,
             "builder": self.builder or None,
@@ -231,16 +233,16 @@ class Strategy:
 
     @property
     def id(self) -> str:
-        """The sha256 of the canonical form: the document as JSON, keys sorted, variables in the model's order."""
+        """sha256 of the canonical form: the document as JSON, keys sorted, variables in the model's order."""
         document = self.to_dict()
         document["variables"] = list(document["variables"].items())
         return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def check_model(self, variables: Sequence[Variable]) -> None:
-        """Compare with a model's variables.
+        """Compare the strategy's variables with a model's.
 
         Raises:
-            ConfigError: it is for another model; the message names the first variable that differs.
+            ConfigError: the strategy is for another model; the message names the first variable that differs.
         """
         ours = [(v.name, v.shape, v.dtype, v.sparse) for v in self.variables]
         theirs = [(v.name, v.shape, v.dtype, v.sparse) for v in variables]
@@ -258,11 +260,11 @@ class Strategy:
 def faults(
     plan: VariablePlan, world_size: int, made: dict[Any, Communicator] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with a variable's plan: where, and what would be right.
+    """Yield the faults of a variable's plan: the field, and what would be right.
 
     Args:
-        plan, world_size: the plan, and the cluster's ranks.
-        made: communicators of other variables' parts, which are not made again for the same.
+        plan, world_size: the plan, and the cluster's number of ranks.
+        made: communicators of other variables' parts, which are used again for equal parts.
     """
     v, axis = plan.variable, plan.axis
     if v.numel > MOST_ELEMENTS:
@@ -296,7 +298,7 @@ def faults(
 def part_faults(
     part: ShardPlan, variable: Variable, world_size: int, made: dict[Any, Communicator]
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with a part."""
+    """Yield the faults of a part's plan."""
     sync = part.sync
     if sync.type not in FIELDS and sync.type not in known("communicator"):
         names = ", ".join({**FIELDS, **known("communicator")})
@@ -320,9 +322,11 @@ def part_faults(
             yield "compressor", "ranks that train on their own average variables, uncompressed: use none"
         return
     own = sync.type not in FIELDS
-    if own and (taken := {"type", "group"} & known("communicator")[sync.type].parameters().keys()):
-        yield "sync.type", f"{sync.type} has a parameter {min(taken)!r}, which a strategy's sync has too: rename it"
+    clashing = {"type", "group"} & known("communicator")[sync.type].parameters().keys() if own else set()
+    if clashing:
+        yield "sync.type", f"{sync.type} has a parameter {min(clashing)!r}, which a strategy's sync has too: rename it"
         return
+    # A large model has thousands of equal parts: their communicator is made once. Only specs are compared.
     plain = all(isinstance(spec, str | None) for spec in (part.compressor, part.memory)) and not sync.options
     key = (replace(sync, group=0, destination=0), part.compressor, part.memory) if plain else None
     communicator = made.get(key)
@@ -337,7 +341,8 @@ def part_faults(
             communicator = communicator_of(part)
         if key is not None:
             made[key] = communicator
-    except (ValueError, TypeError) as error:  # ConfigError, or what a communicator of the user's raises
+    except (ValueError, TypeError) as error:  # ConfigError, or an error of a user's own communicator
+        # build_communicator checks all three parts: the message tells which field of the file is wrong
         of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
         yield ("sync" if of_sync else "compressor"), str(error)
         return
@@ -346,7 +351,7 @@ def part_faults(
 
 
 def communicator_of(part: ShardPlan) -> Communicator:
-    """What carries a part; of one that is not exchanged, its averages now and then.
+    """Return the communicator that carries a part; for a part that is not exchanged, the one of its periodic averages.
 
     Raises:
         ConfigError: its synchronization, compressor and memory do not go together.
@@ -354,7 +359,7 @@ def communicator_of(part: ShardPlan) -> Communicator:
     sync = part.sync
     if sync.type == "none":
         return build_communicator("none", "none", "allreduce")
-    options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key not in OF_PARTS} or sync.options
-    made = build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
-    made.compress_after = part.compress_after
-    return made
+    options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key not in PART_FIELDS} or sync.options
+    communicator = build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
+    communicator.compress_after = part.compress_after
+    return communicator

@@ -1,4 +1,4 @@
-"""What builders that send variables to destinations have in common."""
+"""Base of builders that send variables to destinations."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,13 +11,13 @@ from grace.strategy.plan import ShardPlan
 
 @dataclass
 class Reducing(Builder):
-    """A builder that sends variables, or some, to destinations.
+    """Builder that sends variables, or some, to destinations.
 
     Args:
         sync: False to apply means as they come.
-        staleness: how many steps a rank may run ahead.
-        local_replication: send the answer once to each node, where one rank hands it to the others.
-        ahead: how many steps' means may be under way with ``sync=False``.
+        staleness: number of steps that a rank may run ahead.
+        local_replication: True to send the answer once to each node, where one rank sends it to the others.
+        ahead: number of steps whose means may be under way with ``sync=False``.
 
     >>> Reducing(staleness=2).reduced(Variable("w", (4,)), destination=1).sync.staleness
     2
@@ -30,12 +30,13 @@ class Reducing(Builder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ReduceBroadcast(**self._said())  # refuses what cannot be
+        ReduceBroadcast(**self._sync_fields())  # raises if they do not go together
 
     def reduced(self, variable: Variable, destination: int) -> ShardPlan:
-        """A part that one rank reduces, as the builder's parameters say."""
+        """Return the plan of a part that one rank reduces, with the builder's parameters."""
         part = super().reduced(variable, destination)
-        return replace(part, sync=replace(part.sync, **self._said()))
+        return replace(part, sync=replace(part.sync, **self._sync_fields()))
 
-    def _said(self) -> dict[str, Any]:
+    def _sync_fields(self) -> dict[str, Any]:
+        """Return the fields of ``sync`` that the builder's parameters give."""
         return {key: getattr(self, key) for key in ("sync", "staleness", "local_replication", "ahead")}

@@ -1,4 +1,4 @@
-"""The cluster that builders build for when a program runs: the ranks' hosts, and what a file knows of them."""
+"""Cluster that builders build for when a program runs: the ranks' hosts, and facts of them from a file."""
 
 import os
 from pathlib import Path
@@ -9,19 +9,19 @@ from grace.errors import ConfigError
 from grace.strategy.builder import Cluster
 
 RESOURCES = "GRACE_RESOURCES"
-"""Where ``grace launch -r`` says which file."""
+"""Environment variable by which ``grace launch -r`` names the file."""
 
 
 def cluster_of(resources: Any, ranks: Topology) -> Cluster:
-    """What builders get: the nodes of a file, where it describes the ranks that there are; else the ranks' hosts.
+    """Return the cluster for builders: the nodes of a file, where it describes this run's ranks; else the ranks' hosts.
 
     Args:
-        resources: a file's path, a document, or :class:`~grace.launch.cluster.Resources`. If None, what
-            :data:`RESOURCES` names counts, which is for the whole run: an optimizer over some ranks does without.
-        ranks: on which hosts they are.
+        resources: a file's path, a document, or :class:`~grace.launch.cluster.Resources`. If None, the file of
+            :data:`RESOURCES` counts, which is for the whole run: an optimizer over some ranks does not use it.
+        ranks: the ranks with their hosts.
 
     Raises:
-        ConfigError: they cannot be read, or are of other ranks, or of ranks on other nodes.
+        ConfigError: resources cannot be read, or are of other ranks, or of ranks on other nodes.
 
     >>> two = {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}
     >>> cluster_of(two, Topology(["here", "here"])).nodes[0].cpus
@@ -40,7 +40,7 @@ def cluster_of(resources: Any, ranks: Topology) -> Cluster:
     if isinstance(resources, (str, Path)):
         read = Resources.load(resources)
     elif isinstance(resources, dict):
-        read = Resources.of(resources)
+        read = Resources.from_document(resources)
     elif isinstance(resources, Resources):
         read = resources
     else:
@@ -54,6 +54,7 @@ def cluster_of(resources: Any, ranks: Topology) -> Cluster:
             "or else per CPU that is listed; start as many, as grace launch -r does"
         )
     hosts = ranks.ranks
+    # Two ranks must share a node in the file if, and only if, they share a host.
     for rank, node in enumerate(read.ranks):
         for other in range(rank):
             if (read.ranks[other] == node) != (hosts[other] == hosts[rank]):
@@ -67,6 +68,6 @@ def cluster_of(resources: Any, ranks: Topology) -> Cluster:
     return read
 
 
-def plain(resources: Any) -> Any:
-    """Resources as what JSON can hold."""
+def to_plain(resources: Any) -> Any:
+    """Return resources in a form that JSON can hold."""
     return str(resources) if isinstance(resources, Path) else getattr(resources, "model_dump", lambda: resources)()

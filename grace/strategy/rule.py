@@ -1,4 +1,4 @@
-"""The rule contract: which variables a strategy's template is for, where name, size and shape do not say it."""
+"""Contract of rules: conditions on a strategy's variables where name, size and shape do not suffice."""
 
 from grace.core.component import Component
 from grace.core.variable import Variable
@@ -19,5 +19,5 @@ class Rule(Component):
     kind = "rule"
 
     def fits(self, variable: Variable) -> bool:
-        """Whether the rule is for this variable."""
+        """Return True if the rule is for this variable."""
         raise TypeError(f"{type(self).__name__} must define fits(variable)")

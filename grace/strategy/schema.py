@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents, schema_words
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.registry import checked, known, unusable
 from grace.core.variable import equal_sizes
 from grace.errors import ConfigError, missing_extra
@@ -39,15 +39,15 @@ from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, Sync, 
 
 
 class Entry(Strict):
-    """What stands as ``sync``."""
+    """Form of ``sync``."""
 
-    def made(self) -> Sync:
-        """The same as an object."""
+    def to_sync(self) -> Sync:
+        """Return the synchronization as an object."""
         return Sync(**self.model_dump())
 
 
 class Collective(Entry):
-    """By a collective."""
+    """Synchronization by a collective."""
 
     type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge"]
     """The communicator."""
@@ -58,7 +58,7 @@ class Collective(Entry):
 
 
 class ReduceBroadcast(Entry):
-    """By a rank that reduces and sends the mean round: a parameter server."""
+    """Synchronization by a rank that reduces and sends the mean round: a parameter server."""
 
     type: Literal["reduce_broadcast"]
     """This word."""
@@ -67,32 +67,32 @@ class ReduceBroadcast(Entry):
     sync: StrictBool = True
     """False to apply means as they come."""
     staleness: Natural = 0
-    """So many steps later means are applied; a rank may run that far ahead. With `sync: true` only."""
+    """Steps that means are applied later; a rank may run as many steps ahead. With `sync: true` only."""
     local_replication: StrictBool = False
-    """Send the answer once to each node, where one rank hands it on."""
+    """True to send the answer once to each node, where one rank sends it to the others."""
     ahead: Positive = AHEAD
     """Steps whose means may be under way, with `sync: false` only."""
 
 
 class Alone(Entry):
-    """Not at all: ranks train on their own, and average the variable now and then."""
+    """No synchronization of gradients: ranks train on their own, and average the variable periodically."""
 
     type: Literal["none"]
     """This word."""
     period: Positive = 1
-    """Average after every so many steps."""
+    """Steps between two averages."""
 
 
 class Own(Entry):
-    """By another communicator, which is registered; its parameters stand beside these."""
+    """Synchronization by another communicator, which is registered; its parameters are further keys."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
 
     type: Annotated[StrictStr, Field(json_schema_extra={"not": {"enum": list(FIELDS)}})]
-    """Its name."""
+    """The communicator's name."""
     group: Natural = 0
-    """As with a collective."""
+    """Parts of one group, type, compressor and memory travel in one collective."""
 
     @model_validator(mode="after")
     def _registered(self) -> "Own":
@@ -107,7 +107,7 @@ class Own(Entry):
             raise PydanticCustomError("sync", "{what}", {"what": str(error)}) from None
         return self
 
-    def made(self) -> Sync:
+    def to_sync(self) -> Sync:
         return Sync(self.type, self.group, options=dict(self.model_extra or {}))
 
 
@@ -129,63 +129,63 @@ Synchronization = Annotated[
 
 
 class PartEntry(Strict):
-    """How a part is exchanged."""
+    """Exchange of a part."""
 
     sync: Synchronization
-    """How it is synchronized."""
+    """The part's synchronization."""
     compressor: Spec = "none"
     """A spec, as in `topk(ratio=0.01)`."""
     memory: Spec | None = None
     """A spec; the compressor's default if left out."""
     priority: StrictInt = 0
-    """Parts of a lower one start first."""
+    """Parts of a lower priority start first."""
     compress_after: Natural = 0
     """Steps that are exchanged uncompressed first."""
 
     def part(self) -> ShardPlan:
-        """The same as an object."""
-        return ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority, self.compress_after)
+        """Return the part's plan as an object."""
+        return ShardPlan(self.sync.to_sync(), self.compressor, self.memory, self.priority, self.compress_after)
 
 
 class Cut(Strict):
     """Lengths along an axis."""
 
     axis: Natural
-    """Which dimension is cut; 0 of a sparse variable."""
+    """The dimension that is cut; 0 for a sparse variable."""
     sizes: Annotated[list[Positive], Field(min_length=1)]
-    """The lengths, which add up to the dimension."""
+    """The parts' lengths, which add up to the dimension."""
 
 
 class VariableEntry(Strict):
-    """A variable: what it is, and either its parts or, if it is whole, the keys of its only part."""
+    """A variable, with either its parts or, if it is not cut, the keys of its only part."""
 
     model_config = ConfigDict(
         json_schema_extra={"oneOf": [{"required": ["sync"]}, {"required": ["partition", "parts"]}]}
     )
 
     shape: list[Natural]
-    """Its dimensions; none for a scalar."""
+    """The variable's dimensions; none for a scalar."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
-    """Of its gradient."""
+    """The gradient's dtype."""
     sparse: StrictBool = False
-    """Whether its gradient is rows, as those of embeddings are."""
+    """True if the gradient is rows, as for embeddings."""
     partition: Cut | None = None
-    """How it is cut; a whole variable has none."""
+    """The cut into parts; none if the variable is not cut."""
     parts: list[PartEntry] | None = None
-    """One for each size of the partition."""
+    """The parts, one for each size of the partition."""
     sync: Synchronization | None = None
-    """How it is synchronized, if it is whole; the next four likewise."""
+    """The synchronization of a variable that is not cut, as are the next four keys."""
     compressor: Spec = "none"
     """A spec, as in `topk(ratio=0.01)`."""
     memory: Spec | None = None
     """A spec; the compressor's default if left out."""
     priority: StrictInt = 0
-    """Variables of a lower one start first."""
+    """Variables of a lower priority start first."""
     compress_after: Natural = 0
     """Steps that are exchanged uncompressed first."""
 
     def plan(self, name: str) -> VariablePlan:
-        """The same as an object.
+        """Return the variable's plan as an object.
 
         Raises:
             ConfigError: both forms are mixed, or neither is there.
@@ -203,29 +203,29 @@ class VariableEntry(Strict):
             raise ConfigError(f"variable {name!r}, parts: there is no partition that they would be parts of")
         if self.sync is None:
             raise ConfigError(f"variable {name!r}, sync: is missing")
-        part = ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority, self.compress_after)
+        part = ShardPlan(self.sync.to_sync(), self.compressor, self.memory, self.priority, self.compress_after)
         return VariablePlan(variable, (part,))
 
 
 class Shards(Strict):
-    """A rule's partition: as many parts of (nearly) equal lengths."""
+    """A rule's partition into parts of (nearly) equal lengths."""
 
     axis: Natural = 0
-    """Which dimension is cut; a variable that has no such one stays whole."""
+    """The dimension that is cut; a variable without it is not cut."""
     shards: Positive
-    """How many parts, at most the dimension."""
+    """The number of parts, at most the dimension."""
 
 
 class Rule(PartEntry):
-    """What the variables that it matches get."""
+    """The exchange of the variables that a rule matches."""
 
     match: Match
-    """Which variables it is for."""
+    """The condition that variables of this rule fulfil."""
     partition: Shards | None = None
-    """How they are cut; left out, they stay whole."""
+    """The cut of each variable; if left out, it is not cut."""
 
     def plan(self, variable: Variable) -> VariablePlan:
-        """The plan of a variable that it matches."""
+        """Return the plan of a variable that the rule matches."""
         if self.partition is None or self.partition.axis >= len(variable.shape):
             return VariablePlan(variable, (self.part(),))
         n = variable.shape[self.partition.axis]
@@ -234,21 +234,21 @@ class Rule(PartEntry):
 
 
 class BuilderEntry(Strict):
-    """What built the strategy."""
+    """The builder of the strategy."""
 
     name: StrictStr
-    """The builder."""
+    """The builder's name."""
     params: dict[str, JsonValue] = {}
-    """Its parameters."""
+    """The builder's parameters."""
     seed: StrictInt = 0
-    """Of what it drew."""
+    """The seed of the builder's random draws."""
 
 
 class Cluster(Strict):
-    """What the strategy is for; what is left out is as in the run."""
+    """The cluster that the strategy is for; keys that are left out are as in the run."""
 
     world_size: Positive | None = None
-    """The number of ranks; a run of another is refused."""
+    """The number of ranks; a run of another number is refused."""
     nodes: Positive | None = None
     """The number of machines, for the record."""
 
@@ -257,21 +257,22 @@ class Document(Strict):
     """A file: a strategy, with an entry for every variable, or rules for variables of any model; or both."""
 
     version: Annotated[Literal[1], BeforeValidator(lambda version: None if version is True else version)]
-    """Of this form."""
+    """The version of the form of these files."""
     builder: BuilderEntry | None = None
-    """What built it; for the record."""
+    """The builder of the strategy, for the record."""
     model: StrictStr | None = None
-    """The fingerprint of the variables: a file whose variables were changed by hand is refused, unless this goes."""
+    """The fingerprint of the variables: a file whose variables were changed by hand is refused, unless this is removed.
+    """
     cluster: Cluster = Cluster()
-    """The ranks that it is for; any number if left out."""
+    """The ranks that the strategy is for; any number if left out."""
     variables: dict[StrictStr, VariableEntry] = {}
-    """By name, in the model's order: each one has its entry, or a rule matches it."""
+    """The variables by name, in the model's order: each one has its entry, or a rule matches it."""
     rules: list[Rule] = []
-    """For the variables that have no entry; the first that matches counts, and one must."""
+    """Rules for the variables that have no entry; the first that matches counts, and one must match."""
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of strategy files, for editors.
+    """Return the JSON Schema of strategy files, for editors.
 
     >>> json_schema()["properties"]["rules"]["items"]
     {'$ref': '#/$defs/Rule'}
@@ -286,13 +287,13 @@ def parse(
     variables: Sequence[Variable] | None = None,
     cluster: Any = None,
 ) -> Strategy:
-    """A strategy from a document.
+    """Return the strategy of a document.
 
     Args:
         document: nested dicts, as JSON and YAML give them.
-        where: what messages call it: the file.
-        variables: the model's, which rules are resolved for and which the strategy must be for.
-        cluster: what a document that names no cluster is for; by default as few ranks as it can be for.
+        where: the document's name in messages: the file.
+        variables: the model's variables, which rules are resolved for and which the strategy must be for.
+        cluster: the cluster of a document that names none; by default the smallest one that the document allows.
 
     Raises:
         ConfigError: the message names the file, the variable and the field, and what would be right.
@@ -305,25 +306,26 @@ def parse(
         read = Document.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        place = _place(schema_words.location(first))
-        raise ConfigError(f"{where}{place and ', '}{place}: {schema_words.in_words(first)}") from None
+        field = _format_location(schema_words.location(first))
+        raise ConfigError(f"{where}{field and ', '}{field}: {schema_words.in_words(first)}") from None
     except RecursionError:
         raise ConfigError(f"{where}: it is nested too deeply") from None
     try:
-        return _compiled(read, variables, cluster)
+        return _to_strategy(read, variables, cluster)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     except re.error as error:
         raise ConfigError(f"{where}, rules: a regex cannot be read: {error}") from None
 
 
-def _place(location: Sequence[Any]) -> str:
+def _format_location(location: Sequence[Any]) -> str:
     words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    # pydantic puts the tag of a union's member into the location: it is no key of the file
     tags = {f".{tag}" for tag in [*TAGS.values(), "own"]}
     return "".join(word for i, word in enumerate(words) if not (word in tags and words[i - 1] == ".sync")).lstrip(".")
 
 
-def _compiled(read: Document, variables: Sequence[Variable] | None, cluster: Any) -> Strategy:
+def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: Any) -> Strategy:
     if read.rules and variables is None:
         raise ConfigError("rules: they need a model whose variables they match (--model)")
     plans = {name: entry.plan(name) for name, entry in read.variables.items()}
@@ -332,13 +334,13 @@ def _compiled(read: Document, variables: Sequence[Variable] | None, cluster: Any
         for name in plans:
             if name not in named:
                 raise ConfigError(f"variable {name!r}: the model has none of this name")
-        plans = {v.name: plans[v.name] if v.name in plans else _ruled(read.rules, v) for v in variables or ()}
-    by = {} if read.builder is None else read.builder.model_dump()
+        plans = {v.name: plans[v.name] if v.name in plans else _plan_by_rules(read.rules, v) for v in variables or ()}
+    builder = {} if read.builder is None else read.builder.model_dump()
     destinations = [part.sync.destination for plan in plans.values() for part in plan.parts]
     least = max([read.cluster.nodes or 1, *(destination + 1 for destination in destinations)])
     size = read.cluster.world_size or (cluster.world_size if cluster else least)
     nodes = read.cluster.nodes or (len(set(cluster.ranks)) if cluster and cluster.world_size == size else 1)
-    strategy = Strategy(tuple(plans.values()), size, nodes, by)
+    strategy = Strategy(tuple(plans.values()), size, nodes, builder)
     if variables is not None:
         strategy.check_model(variables)
     if read.model is not None and not read.rules and read.model != fingerprint(strategy.variables):
@@ -349,7 +351,7 @@ def _compiled(read: Document, variables: Sequence[Variable] | None, cluster: Any
     return strategy
 
 
-def _ruled(rules: Sequence[Rule], variable: Variable) -> VariablePlan:
+def _plan_by_rules(rules: Sequence[Rule], variable: Variable) -> VariablePlan:
     for rule in rules:
         if rule.match.fits(variable):
             return rule.plan(variable)
@@ -359,7 +361,7 @@ def _ruled(rules: Sequence[Rule], variable: Variable) -> VariablePlan:
 
 
 def load(path: str | Path, variables: Sequence[Variable] | None = None, cluster: Any = None) -> Strategy:
-    """The strategy in a file: JSON if its name ends in .json, else YAML; see :func:`parse`."""
+    """Return the strategy in a file: JSON if its name ends in .json, else YAML; see :func:`parse`."""
     return parse(documents.parse(documents.read(Path(path)), str(path)), str(path), variables, cluster)
 
 
@@ -370,5 +372,5 @@ def dump(strategy: Strategy, path: str | Path) -> None:
         text = json.dumps(document, indent=1) + "\n"
     else:
         text = yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(text)

@@ -1,4 +1,4 @@
-"""The bytes that a strategy sends, by part, by rank and by direction; headers are not counted."""
+"""Bytes that a strategy sends, by part, by rank and by direction; headers are not counted."""
 
 import math
 from collections.abc import Iterator
@@ -13,15 +13,18 @@ from grace.strategy.plan import ShardPlan, Strategy, communicator_of
 
 
 class PartTraffic(NamedTuple):
-    """One part's payload in bytes; an upper bound where the data decide."""
+    """Bytes of one part's payload; an upper bound where they depend on the data."""
 
     nbytes: int
     exact: bool
 
 
 def legs_of(part: ShardPlan, variable: Variable, world: int) -> list[LegBytes]:
-    """Return the legs of a part on so many ranks, and their bytes; of a part that is averaged now and then, those of a
-    step that averages. What its compressor would not shrink is summed, dense."""
+    """Return the legs of a part on so many ranks, and their bytes.
+
+    For a part that is averaged periodically they are those of a step that averages. A part that its compressor would
+    not shrink is summed, dense.
+    """
     carrier = communicator_of(part)
     if part.sync.type != "none":
         carrier = Chooser()(variable, carrier)
@@ -70,15 +73,17 @@ def links(strategy: Strategy) -> list[list[float]]:
 
 
 def kinds(strategy: Strategy) -> list[tuple[list[int], float]]:
-    """Return the ranks that send as much in a step as each other, and how many bytes: each root of a rooted collective
-    by itself, and last all others alike, as an empty list, if there are any. What a rank sends it also receives.
+    """Return the ranks that send equally many bytes in a step, and the bytes: each root of a rooted collective by
+    itself, and last all other ranks, as an empty list, if there are any. Each rank receives as many bytes as it sends.
 
     >>> from grace.strategy.plan import VariablePlan, Sync
     >>> part = ShardPlan(Sync("reduce_broadcast", destination=7))
     >>> kinds(Strategy((VariablePlan(Variable("w", (25,)), (part,)),), world_size=10**9))
     [([7], 99999999900.0), ([], 100.0)]
     """
-    world, usual, more = strategy.world_size, 0.0, dict[int, float]()
+    world = strategy.world_size
+    usual = 0.0
+    more: dict[int, float] = {}
     for leg, nbytes in _legs(strategy):
         other = leg.sent(nbytes, world, rank=-1)  # of a rank that is no root
         usual += other

@@ -1,4 +1,4 @@
-"""Averages now and then of what ranks train on their own, in TensorFlow."""
+"""Periodic averages, in TensorFlow, of variables that ranks train on their own."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from grace.tensorflow.variables import value_of
 
 
 def average(session: Any) -> None:
-    """After the optimizer's step: average what is due, eagerly or in a graph."""
+    """Average the variables that are due, eagerly or in a graph. Called after the optimizer's step."""
     runner = session.runner
     for bucket in [] if runner is None else runner.averages:
         shards = [runner.shards[variable.name] for variable in bucket.variables]
@@ -29,14 +29,15 @@ def average(session: Any) -> None:
 
 
 def _is_due(session: Any, bucket: Bucket) -> bool:
-    if bucket is session.runner.averages[0]:
-        session.due = [id(other) for other in session.runner.due()]
+    if bucket is session.runner.averages[0]:  # once a step: due() counts steps
+        session.due = [id(other) for other in session.runner.due_averages()]
     return id(bucket) in session.due
 
 
 def _means(session: Any, values: list[tf.Tensor], label: str) -> list[tf.Tensor]:
-    """Of each, the mean over ranks, in its own dtype."""
-    backend, sizes = session.backend, [value.shape.num_elements() for value in values]
+    """Return the mean over ranks of each tensor, in its own dtype."""
+    backend = session.backend
+    sizes = [value.shape.num_elements() for value in values]
     flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
     flat = summed(backend, flat, label)
     flat = flat / tf.cast(backend.size, flat.dtype)

@@ -7,16 +7,16 @@ from typing import Any
 import keras
 
 from grace.backends.runtime import current
+from grace.core.arguments import keras_backend, keras_backend_error
 from grace.core.backend import Backend
-from grace.core.given import keras_backend, keras_runs_on
 from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import distributed_in
-from grace.tensorflow.variables import broadcast_as, broadcast_variables, names_of_slots
+from grace.tensorflow.variables import broadcast_named, broadcast_variables, names_of_slots
 
 
 class OnRanks(keras.callbacks.Callback):
-    """What callbacks for several ranks have in common.
+    """Base class of callbacks for training on several ranks.
 
     Args:
         backend: the engine; that of ``grace.init()`` if left out.
@@ -28,26 +28,26 @@ class OnRanks(keras.callbacks.Callback):
 
     @property
     def ranks(self) -> Backend:
-        """The engine."""
+        """Engine of the ranks."""
         return current() if self.backend is None else self.backend
 
     def set_model(self, model: Any) -> None:
-        """Keras hands over the model, before anything else.
+        """Check the model that Keras hands over, before anything else.
 
         Raises:
-            ConfigError: it was made under a strategy of tf.distribute, or Keras does not run on TensorFlow.
+            ConfigError: the model was made under a strategy of tf.distribute, or Keras does not run on TensorFlow.
         """
         if keras_backend() != "tensorflow":
-            raise keras_runs_on(keras_backend())
+            raise keras_backend_error(keras_backend())
         super().set_model(model)
         refuse_distribute(getattr(model, "distribute_strategy", None))
 
 
 class BroadcastCallback(OnRanks):
-    """Starts every rank from the root's weights, all of them (batch statistics too), and optimizer variables.
+    """Callback that starts every rank from the root's weights (batch statistics too) and optimizer variables.
 
     So it is enough that the root restored a model. Layers that were adapted to data, or given a vocabulary, become the
-    root's. What compressors and memories remember stays each rank's own.
+    root's. The state of compressors and memories stays each rank's own.
 
     Args:
         root: the rank whose values count.
@@ -56,23 +56,25 @@ class BroadcastCallback(OnRanks):
 
     def __init__(self, root: int = 0, backend: Backend | None = None):
         super().__init__(backend)
-        self.root, self.unbuilt = root, False
+        self.root = root
+        self.unbuilt = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, before the first batch.
+        """Broadcast the model and the optimizer, before the first batch.
 
         Raises:
             RankError: the ranks have other models or optimizers, or not all are built.
         """
-        optimizer, trained = self.model.optimizer, self.model.trainable_variables
-        if trained and not optimizer.built:  # a restored one is
+        optimizer = self.model.optimizer
+        trained = self.model.trainable_variables
+        if trained and not optimizer.built:  # built on all ranks: a rank that restored its optimizer has built it
             with keras.name_scope(optimizer.name):
                 optimizer.build(trained)
         self.unbuilt = not self.model.built
         self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first batch what that has built."""
+        """Broadcast the variables that the first batch has built, after it."""
         if self.unbuilt:
             self.unbuilt = False
             self._broadcast()
@@ -80,34 +82,35 @@ class BroadcastCallback(OnRanks):
     def _broadcast(self) -> None:
         optimizer, backend = self.model.optimizer, self.ranks
         broadcast_variables(self.model, self.root, backend)
-        broadcast_as(names_of_slots(optimizer.variables), optimizer.variables, self.root, backend)
+        broadcast_named(names_of_slots(optimizer.variables), optimizer.variables, self.root, backend)
 
 
 class MetricAverageCallback(OnRanks):
-    """Replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks, each rank weighted by
-    how many examples it had.
+    """Callback that replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks.
 
-    So the mean of a loss or an accuracy is the one over all ranks' examples, also where shards of data are uneven. The
-    examples are those that Keras's loss tracker counts; where a model of some rank has none (a ``train_step`` of its
-    own), ranks count alike, as they do in Horovod's callback. A metric that is no mean over examples (``AUC``) is the
-    mean of the ranks' values, not its value over all examples.
+    Each rank is weighted by the number of its examples. So the mean of a loss or an accuracy is the one over all ranks'
+    examples, also where shards of data are uneven. The examples are those that Keras's loss tracker counts; where a
+    model of some rank has none (a ``train_step`` of its own), ranks count alike, as they do in Horovod's callback. A
+    metric that is no mean over examples (``AUC``) becomes the mean of the ranks' values, not its value over all
+    examples.
 
-    Put it before callbacks that use them (early stopping, checkpoints), so that all ranks decide alike.
+    Put it before callbacks that use metrics (early stopping, checkpoints), so that all ranks decide alike.
 
     Args:
         backend: the engine; that of ``grace.init()`` if left out.
     """
 
     trained: float | None = None
+    """Number of examples of the epoch under way, if an evaluation has begun since: Keras counts anew for that."""
     tested: float | None = None
-    """Examples of the epoch under way, if an evaluation has begun since, for which Keras counts anew, and of that."""
+    """Number of examples of the last evaluation."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Keras begins to count."""
+        """Forget the examples of the former epoch: Keras begins to count."""
         self.trained = None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Keras is about to begin to count anew."""
+        """Note the epoch's examples so far: Keras is about to begin to count anew."""
         self.trained = self._examples()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -120,7 +123,7 @@ class MetricAverageCallback(OnRanks):
         self._average(logs, self.tested)
 
     def _examples(self) -> float | None:
-        """How many went into the loss; None if nobody counts them."""
+        """Return the number of examples that went into the loss; None if no metric counts them."""
         means = [metric for metric in self.model.metrics if isinstance(metric, keras.metrics.Mean)]
         return next((float(mean.count) for mean in means if mean.name == "loss"), None)
 
@@ -139,15 +142,16 @@ class MetricAverageCallback(OnRanks):
 
 
 class TrafficCallback(keras.callbacks.Callback):
-    """Adds what was exchanged in an epoch to its logs, for what comes behind it (History, CSVLogger, TensorBoard).
+    """Callback that adds counts of an epoch's exchange to its logs, for callbacks behind it (History, CSVLogger,
+    TensorBoard).
 
     The numbers are those of ``metrics()`` (:mod:`grace.session.metrics`), of this rank, under names that begin with
     ``grace_``: ``grace_bytes_sent``, ``grace_ratio``, ... No collective. Put it behind ``MetricAverageCallback``, which
     would average them over ranks.
 
     Args:
-        source: what has ``metrics()``, such as a :class:`~grace.tensorflow.GradientExchange`; the model's optimizer, or
-            all distributed ones in it, if left out.
+        source: an object with ``metrics()``, such as a :class:`~grace.tensorflow.GradientExchange`; the model's
+            optimizer, or all distributed ones in it, if left out.
     """
 
     def __init__(self, source: Any = None):
@@ -165,7 +169,7 @@ class TrafficCallback(keras.callbacks.Callback):
                 "TrafficCallback logs what a distributed optimizer exchanges, and the model's is not: compile it with "
                 "grace.DistributedOptimizer(...), or give a GradientExchange, TrafficCallback(exchange)"
             )
-        self._numbers()  # of what was exchanged before
+        self._numbers()  # drops what was counted before
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log the epoch's numbers."""

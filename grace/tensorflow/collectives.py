@@ -1,4 +1,5 @@
-"""Horovod's operations on TensorFlow's tensors, eagerly and in graphs: uncompressed, and compared before they begin."""
+"""Horovod's operations on TensorFlow's tensors, eagerly and in graphs, uncompressed: ranks compare their calls before
+one begins."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,18 +7,18 @@ from typing import Any
 import tensorflow as tf
 
 from grace.backends.together import chosen_root, compared, engine_for, named
+from grace.core.arguments import do_not_convert
 from grace.core.backend import Backend
-from grace.core.given import unconverted
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 from grace.session.settings import reduction
 from grace.tensorflow.variables import value_of
 
 SUMMED = (tf.float32, tf.float64, tf.int32, tf.int64)
-"""Dtypes that every engine sums; others are widened."""
+"""Dtypes that every engine sums; tensors of other dtypes are widened."""
 
 
-@unconverted
+@do_not_convert
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -33,8 +34,8 @@ def allreduce(
         tensor: a tensor or variable of any shape, of floats or whole numbers; the same shape and dtype on every rank.
         average: Horovod's older spelling of ``op``.
         name: for messages; the same on every rank.
-        op: ``grace.Average``, which is what is left out, or ``grace.Sum`` (or Horovod's constants).
-        prescale_factor, postscale_factor: what the tensor, and the result, are multiplied with.
+        op: ``grace.Average``, the default, or ``grace.Sum`` (or Horovod's constants).
+        prescale_factor, postscale_factor: factors of the tensor, and of the result.
 
     Returns:
         A tensor of that shape and dtype, the same bits on every rank. 16-bit floats are summed in float32. Averages of
@@ -57,12 +58,12 @@ def allreduce(
             return _scaled(_reduced(_scaled(x, prescale_factor), reduction(op, average), backend), postscale_factor)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
-        return _now(run, [dy], dy.dtype, dy.shape)
+        return _run_eagerly(run, [dy], dy.dtype, dy.shape)
 
     return _differentiable(run, gradient, tensor)
 
 
-@unconverted
+@do_not_convert
 def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     """Concatenate all ranks' tensors along their first dimension. Every rank must call it.
 
@@ -100,17 +101,17 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
 
     @tf.custom_gradient
     def called(x: tf.Tensor) -> Any:
-        counts = _now(count, [x], tf.int64, [backend.size])  # a tensor: one traced call may run several times
+        counts = _run_eagerly(count, [x], tf.int64, [backend.size])  # a tensor: one traced call may run several times
 
         def gradient(dy: tf.Tensor) -> tf.Tensor:
-            return tf.reshape(_now(own_rows, [dy, counts], dy.dtype, [None, *dy.shape[1:]]), tf.shape(x))
+            return tf.reshape(_run_eagerly(own_rows, [dy, counts], dy.dtype, [None, *dy.shape[1:]]), tf.shape(x))
 
-        return _now(run, [x, counts], x.dtype, [None, *(x.shape[1:] if x.shape.rank else [])]), gradient
+        return _run_eagerly(run, [x, counts], x.dtype, [None, *(x.shape[1:] if x.shape.rank else [])]), gradient
 
     return called(tf.convert_to_tensor(value_of(tensor)))  # type: ignore[no-any-return]
 
 
-@unconverted
+@do_not_convert
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     """Give every rank the root's tensor. Every rank must call it.
 
@@ -139,15 +140,15 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor
         with compared(backend, "broadcast", describe, True):
             if not x.shape.num_elements():
                 return x
-            return _from_raw(backend.broadcast(_raw(x), root_rank).wait(), x.dtype, x.shape)
+            return _from_bytes(backend.broadcast(_to_bytes(x), root_rank).wait(), x.dtype, x.shape)
 
-    def roots(dy: tf.Tensor) -> tf.Tensor:
+    def gradient_of_root(dy: tf.Tensor) -> tf.Tensor:
         with compared(backend, "gradient of broadcast", lambda: _described_sum(dy, name), True):
             mean = _reduced(dy, "average", backend)
         return mean if backend.rank == root_rank else tf.zeros_like(mean)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
-        return _now(roots, [dy], dy.dtype, dy.shape)
+        return _run_eagerly(gradient_of_root, [dy], dy.dtype, dy.shape)
 
     return _differentiable(run, gradient, tensor)
 
@@ -157,12 +158,14 @@ def _differentiable(run: Callable, gradient: Callable, tensor: Any) -> tf.Tensor
 
     @tf.custom_gradient
     def called(x: tf.Tensor) -> Any:
-        return _now(run, [x], x.dtype, x.shape), gradient
+        return _run_eagerly(run, [x], x.dtype, x.shape), gradient
 
     return called(tf.convert_to_tensor(value_of(tensor)))
 
 
-def _now(function: Callable[..., tf.Tensor], tensors: list[tf.Tensor], dtype: tf.DType, shape: Any) -> tf.Tensor:
+def _run_eagerly(
+    function: Callable[..., tf.Tensor], tensors: list[tf.Tensor], dtype: tf.DType, shape: Any
+) -> tf.Tensor:
     """Return ``function(*tensors)``, which computes eagerly; in a graph when it runs, in the order of the program."""
     if tf.executing_eagerly():
         return function(*tensors)
@@ -172,14 +175,17 @@ def _now(function: Callable[..., tf.Tensor], tensors: list[tf.Tensor], dtype: tf
 
 
 def _reduced(tensor: tf.Tensor, op: str, backend: Backend) -> tf.Tensor:
-    whole = tensor.dtype.is_integer
-    dtype = tensor.dtype if tensor.dtype in SUMMED else tf.int64 if whole else tf.float32
+    integer = tensor.dtype.is_integer
+    if tensor.dtype in SUMMED:
+        dtype = tensor.dtype
+    else:
+        dtype = tf.int64 if integer else tf.float32
     total = tf.cast(tensor, dtype)
     if tensor.shape.num_elements():
         total = tf.reshape(backend.allreduce(tf.reshape(tf.identity(total), [-1])).wait(), tensor.shape)
     if op == "average" and backend.size > 1:
         size = tf.cast(backend.size, dtype)
-        total = total // size if whole else total / size
+        total = total // size if integer else total / size
     return tf.cast(total, tensor.dtype)
 
 
@@ -188,40 +194,40 @@ def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 def _gathered(rows: tf.Tensor, counts: Sequence[int], backend: Backend) -> tf.Tensor:
-    whole = [sum(counts), *rows.shape[1:]]
+    shape = [sum(counts), *rows.shape[1:]]
     length = rows.shape[1:].num_elements()
     if not sum(counts) or not length:
-        return tf.zeros(whole, rows.dtype)
-    padded = tf.pad(_sent(rows), [[0, max(counts) - rows.shape[0]], *([0, 0] for _ in rows.shape[1:])])
+        return tf.zeros(shape, rows.dtype)
+    padded = tf.pad(_as_sendable(rows), [[0, max(counts) - rows.shape[0]], *([0, 0] for _ in rows.shape[1:])])
     parts = backend.allgather(kernels_of(padded).to_bytes(padded)).wait()
     width = length * padded.dtype.size
     raw = tf.concat([part[: count * width] for part, count in zip(parts, counts, strict=True)], 0)
-    return _from_raw(raw, rows.dtype, whole)
+    return _from_bytes(raw, rows.dtype, shape)
 
 
-def _sent(tensor: tf.Tensor) -> tf.Tensor:
+def _as_sendable(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.uint8) if tensor.dtype == tf.bool else tensor
 
 
-def _raw(tensor: tf.Tensor) -> tf.Tensor:
+def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
     """Return a tensor's bytes: engines do not know every dtype."""
-    return kernels_of(tensor).to_bytes(_sent(tensor))
+    return kernels_of(tensor).to_bytes(_as_sendable(tensor))
 
 
-def _from_raw(raw: tf.Tensor, dtype: tf.DType, shape: Any) -> tf.Tensor:
+def _from_bytes(raw: tf.Tensor, dtype: tf.DType, shape: Any) -> tf.Tensor:
     if dtype == tf.bool:
         return tf.cast(tf.reshape(raw, shape), tf.bool)
     return kernels_of(raw).from_bytes(raw, dtype.name, tuple(shape))
 
 
 def _described(tensor: tf.Tensor, name: str | None, rows: bool = False) -> str:
-    """Return what must be the same on all ranks, for people.
+    """Return a tensor's dtype, shape and name, which must be the same on all ranks, for error messages.
 
     Args:
-        rows: all but the first dimension.
+        rows: True if ranks may differ in the first dimension.
 
     Raises:
-        ConfigError: it is no tensor that can be sent.
+        ConfigError: the tensor cannot be sent.
     """
     if tensor.dtype == tf.string:
         raise ConfigError("it takes numbers, and this tensor holds strings: grace.allgather_object sends any object")

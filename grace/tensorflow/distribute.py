@@ -1,4 +1,4 @@
-"""tf.distribute's strategies, which exchange gradients in their own way: refused by name."""
+"""Refusal of tf.distribute's strategies, which exchange gradients in their own way."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import tensorflow as tf
 from grace.errors import ConfigError
 
 PUBLIC = {"CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy"}
-"""What a class is called by those who use it, where that is not its name."""
+"""Public name of a class whose own name differs."""
 REASONS = {
     "MirroredStrategy": "averages gradients over the devices of one process itself, uncompressed",
     "MultiWorkerMirroredStrategy": "averages gradients over its workers itself, uncompressed",
@@ -19,7 +19,7 @@ REASONS = {
 
 
 def refusal(name: str) -> ConfigError:
-    """The error for a strategy's class.
+    """Return the error for a strategy's class.
 
     >>> print(str(refusal("TPUStrategyV2"))[:92])
     Grace does not go under tf.distribute's TPUStrategy, which compiles steps by XLA, which cann
@@ -36,13 +36,13 @@ def refusal(name: str) -> ConfigError:
 
 
 def refuse_distribute(*made: Any) -> None:
-    """Raise under a strategy's scope, or for what was made under one.
+    """Raise under a strategy's scope, or for models and optimizers that were made under one.
 
     Args:
         made: the strategies that models and optimizers were made under, as Keras keeps them.
 
     Raises:
-        ConfigError: that names the strategy.
+        ConfigError: a strategy was found; the message names it.
     """
     found = [tf.distribute.get_strategy()] if tf.distribute.has_strategy() else []
     for strategy in [*found, *made]:
@@ -51,5 +51,5 @@ def refuse_distribute(*made: Any) -> None:
 
 
 def strategy_of(variable: Any) -> Any:
-    """What a variable was made under, if that has copied it to its devices; or else None."""
+    """Return the strategy that a variable was made under, if the strategy has copied it to its devices; else None."""
     return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None

@@ -1,4 +1,4 @@
-"""An exchange inside a graph: Python functions of eager tensors, and the engine's collectives between them."""
+"""Exchanges inside graphs: Python functions of eager tensors, and the engine's collectives between them."""
 
 import contextlib
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.waiting import Wait, waits
+from grace.core.waits import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.header import Header
@@ -18,63 +18,70 @@ from grace.kernels import kernels_of
 from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner
 from grace.tensorflow.graph_sums import GraphSums, all_sums
-from grace.tensorflow.graph_tensors import concatenated, cut_up, dtypes_of, flags, packed, zeros
+from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flags, packed, split_by_counts, zeros
 from grace.tensorflow.sharding import Pair, cut, joined
 from grace.tensorflow.switching import check_current
 
 SMALL = 1 << 20
-"""Bytes of gradient that are sent sooner with others than by a Python function of their own."""
+"""Bytes of gradient below which a bucket shares its Python functions with a neighbour: a call costs as much as to
+compress a small variable."""
 
 
 class Run:
-    """One step's exchange, as often as the step is run.
+    """Exchange of one step's gradients, which is run as often as the graph.
 
     Args:
-        session: whose gradients.
-        runner: its runner.
-        present: which variables have a gradient on this rank.
+        session: the session that has the gradients.
+        runner: the session's runner.
+        present: True for each variable that has a gradient on this rank.
     """
 
     def __init__(self, session: Any, runner: StepRunner, present: Sequence[bool]):
-        self.session, self.runner = session, runner
+        self.session = session
+        self.runner = runner
         self.place = {variable.name: i for i, variable in enumerate(runner.variables)}
         self.present = list(present)
         self.shards = [shard for shard in runner.shards.values() if not shard.period]
         self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
 
-    def of(self, bucket: Bucket, given: Sequence[Any]) -> list[Any]:
-        """A bucket's shards of the variables' gradients."""
+    def bucket_gradients(self, bucket: Bucket, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients of a bucket's shards, cut from the variables' gradients."""
         shards = [self.runner.shards[variable.name] for variable in bucket.variables]
-        return [cut(shard, given[self.place[shard.whole.name]]) for shard in shards]
+        return [cut(shard, gradients[self.place[shard.whole.name]]) for shard in shards]
 
     def begin(self, bucket: Bucket, shards: Sequence[Any], rate: Any) -> Any:
-        """Start a bucket, with eager tensors."""
+        """Start the exchange of a bucket, with eager tensors."""
         wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
         return self.session.start(bucket, shards, [self.present[self.place[name]] for name in wholes], rate)
 
-    def wholes(self, pairs: dict[str, Pair], given: Sequence[Any]) -> list[Pair]:
-        """What the exchange brought for each variable, from what it brought for each shard."""
+    def wholes(self, pairs: dict[str, Pair], gradients: Sequence[Any]) -> list[Pair]:
+        """Return the mean of each variable, joined from the means of its shards.
 
-        def own(shard: Shard) -> Pair:
-            place = self.place[shard.whole.name]
-            return cut(shard, given[place]), self.present[place]
+        Args:
+            pairs: aggregates by the names of shards.
+            given: this rank's gradients, for shards that are not exchanged.
+        """
+
+        def own_gradient(shard: Shard) -> Pair:
+            index = self.place[shard.whole.name]
+            return cut(shard, gradients[index]), self.present[index]
 
         pairs = {name: (self._scaled(name, value), found) for name, (value, found) in pairs.items()}
-        return [joined(self.runner.shards_of[v.name], pairs, own) for v in self.runner.variables]
+        return [joined(self.runner.shards_of[v.name], pairs, own_gradient) for v in self.runner.variables]
 
     def _scaled(self, name: str, value: Any) -> Any:
-        """The aggregate of a shard, as a mean or a sum."""
+        """Return the aggregate of a shard, scaled to a mean or a sum, as the user chose."""
         votes = self.runner.shards[name].communicator.compressor.votes
         factor = self.session.settings.reduction.factor(votes, self.runner.backend.size)
         return None if value is None else scaled(value, factor)
 
     def outs(self, bucket: Bucket) -> list[Any]:
-        """Where the aggregates of a bucket are written."""
+        """Return the arrays that the aggregates of a bucket are written to."""
         return self.session.medium.outs(bucket)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """The context of what an exchange computes; what one that fails has begun is forgotten."""
+        """Return the context of an exchange's computations; an error drops all that this step has begun."""
         check_current(self.session, self.runner)
         try:
             with self.session.medium.computing():
@@ -85,8 +92,8 @@ class Run:
             raise
 
     def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
-        """What a Python function hands back to the graph: each variable's value (and rows), and whether any rank had
-        a gradient; see :func:`dtypes_of`."""
+        """Return the tensors that a Python function returns to the graph: each variable's value (and rows), and a flag
+        that is True if any rank had a gradient; see :func:`dtypes_of`."""
         flat: list[Any] = []
         for outcome in outcomes:
             variable, found = outcome.variable, outcome.value is not None
@@ -99,54 +106,55 @@ class Run:
         return flat
 
     def outside(self, value: Any) -> Any:
-        """What an exchange brought, as tensors."""
+        """Convert a result of the exchange to tensors."""
         outside = self.session.medium.outside
         return SparseRows(*map(outside, value)) if isinstance(value, SparseRows) else outside(value)
 
 
 class HostRun(Run):
-    """For engines that Python drives: buckets start one after the other, in one order on all ranks."""
+    """Exchange by an engine that Python drives: buckets start one after the other, in one order on all ranks."""
 
-    def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
-        """At once, eagerly; a value is None where no rank had a gradient."""
+    def run(self, gradients: Sequence[Any], rate: Any) -> list[Pair]:
+        """Exchange at once, eagerly, and return the means; a value is None where no rank had a gradient."""
         with self.computing():
             for bucket in self.runner.buckets:
-                self.begin(bucket, self.of(bucket, given), rate)
-            outcomes = self.runner.finish(self.outs)
+                self.begin(bucket, self.bucket_gradients(bucket, gradients), rate)
+            outcomes = self.runner.finish_step(self.outs)
         pairs: dict[str, Pair] = {
             o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
         }
-        return self.wholes(pairs, given)
+        return self.wholes(pairs, gradients)
 
-    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
-        """Operations that do it when the graph runs."""
-        token: list[tf.Tensor] = []
+    def in_graph(self, gradients: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+        """Add the operations to a graph that exchange when it runs, and return the means."""
+        token: list[tf.Tensor] = []  # keeps the order in which buckets start, which is the same on all ranks
         for bucket in self.runner.buckets:
-            mine = self.of(bucket, given)
+            shard_gradients = self.bucket_gradients(bucket, gradients)
 
-            def start(*tensors: Any, bucket: Bucket = bucket, mine: list[Any] = mine) -> int:
+            def start(*tensors: Any, bucket: Bucket = bucket, shard_gradients: list[Any] = shard_gradients) -> int:
                 self.session.start_equal()
                 with self.computing():
-                    self.begin(bucket, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
+                    self.begin(bucket, tf.nest.pack_sequence_as(shard_gradients, tensors[:-1]), tensors[-1])
                 return 0
 
             with tf.control_dependencies(token):
-                token = [tf.py_function(start, [*tf.nest.flatten(mine), rate], tf.int32)]
+                token = [tf.py_function(start, [*tf.nest.flatten(shard_gradients), rate], tf.int32)]
 
-        def finish() -> list[tf.Tensor]:
+        def finish_step() -> list[tf.Tensor]:
             with self.computing():
-                outcomes = self.runner.finish(self.outs)
+                outcomes = self.runner.finish_step(self.outs)
                 outcomes.sort(key=lambda outcome: self.order[outcome.variable.name])
                 return [*self.tensors(outcomes), tf.constant(True)]
 
         variables = [shard.variable for shard in self.shards]
         with tf.control_dependencies(token):
-            flat = tf.py_function(finish, [], [*dtypes_of(variables), tf.bool])
-        return self.wholes(packed(variables, flat[:-1]), given)
+            flat = tf.py_function(finish_step, [], [*dtypes_of(variables), tf.bool])
+        return self.wholes(packed(variables, flat[:-1]), gradients)
 
 
 class GraphRun(Run):
-    """For engines whose operations a graph runs, which find each other by name: buckets go their ways side by side.
+    """Exchange by an engine whose operations are part of the graph and find each other by name: buckets run side by
+    side.
 
     The routes of buckets say which collectives the graph has: one operation for each leg.
     """
@@ -158,120 +166,129 @@ class GraphRun(Run):
         self.running: dict[int, Any] = {}
         self.operations: dict[int, list[Any]] = {}
         self.outcomes: list[Outcome] = []
-        self.alone = False
-        """Whether there is one exchange, whose end is the step's."""
+        self.single_group = False
+        """True if there is one group of buckets, whose end is the end of the step."""
 
-    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
-        """Operations that do it when the graph runs."""
+    def in_graph(self, gradients: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+        """Add the operations to a graph that exchange when it runs, and return the means."""
         if all_sums(self.runner):
-            self.alone = True
-            pairs, done = self._sums(GraphSums(self.runner), given, rate)
+            self.single_group = True
+            pairs, done = self._add_sums(GraphSums(self.runner), gradients, rate)
         else:
             groups, pairs = grouped(self.runner.buckets), {}
-            self.alone = len(groups) == 1
+            self.single_group = len(groups) == 1
             for buckets in groups:
-                pairs.update(self._group(buckets, given, rate))
+                pairs.update(self._add_group(buckets, gradients, rate))
             ends = [found for _, found in pairs.values()]
-            done = ends[0] if self.alone else tf.py_function(self._settle, ends, tf.int32)
-        wholes = self.wholes(pairs, given)
+            done = ends[0] if self.single_group else tf.py_function(self._end_step, ends, tf.int32)
+        wholes = self.wholes(pairs, gradients)
         with tf.control_dependencies([done]):  # the next step must find this one ended
             values = tf.nest.map_structure(tf.identity, [value for value, _ in wholes])
         return [(value, found) for value, (_, found) in zip(values, wholes, strict=True)]
 
-    def _sums(self, sums: GraphSums, given: Sequence[Any], rate: tf.Tensor) -> tuple[dict[str, Pair], tf.Tensor]:
-        """Buckets of plain sums, and what is there when the step has ended."""
-        mine = [self.of(bucket, given) for bucket in sums.buckets]
+    def _add_sums(
+        self, sums: GraphSums, gradients: Sequence[Any], rate: tf.Tensor
+    ) -> tuple[dict[str, Pair], tf.Tensor]:
+        """Add the operations of buckets of plain sums, and return their pairs and a tensor that is computed when the
+        step has ended."""
+        shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in sums.buckets]
         present = [
             [self.present[self.place[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
             for bucket in sums.buckets
         ]
 
         def start(rate: tf.Tensor) -> tf.Tensor:
-            sums.count()
-            (told,) = self._start(sums.places, sums.empty, rate)
-            return told
+            sums.count_traffic()
+            (stamps,) = self._start(sums.stamp_bucket, sums.empty, rate)
+            return stamps
 
-        with tf.control_dependencies([mine[0][-1]]):  # one of the first: the forward pass has read all variables
-            told = tf.py_function(start, [rate], tf.float32)
-        received, pairs = sums.run(mine, present, told)
-        last = self._last([sums.places], [1])
+        # One of the first gradients: when it is computed, the forward pass has read all variables, which start_equal
+        # may then overwrite.
+        with tf.control_dependencies([shard_gradients[0][-1]]):
+            stamps = tf.py_function(start, [rate], tf.float32)
+        received, pairs = sums.run(shard_gradients, present, stamps)
+        finish_stamps = self._finish_function([sums.stamp_bucket], [1])
 
-        def finish(received: tf.Tensor) -> bool:
+        def finish_step(received: tf.Tensor) -> bool:
             with self.lock:
-                owing = sums.borrow()
-            last(received)
-            return owing
+                has_carried_over = sums.pop_carried_over()
+            finish_stamps(received)
+            return has_carried_over
 
-        owing = tf.py_function(finish, [received], tf.bool)
-        return sums.with_owed(pairs, owing), owing
+        has_carried_over = tf.py_function(finish_step, [received], tf.bool)
+        return sums.add_carried_over(pairs, has_carried_over), has_carried_over
 
-    def _group(self, buckets: Sequence[Bucket], given: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
-        """Buckets whose functions are one: each costs as much as to compress a small variable."""
+    def _add_group(self, buckets: Sequence[Bucket], gradients: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
+        """Add the operations of buckets that share their Python functions, and return their pairs: each call costs as
+        much as to compress a small variable."""
         backend: Any = self.runner.backend
         with tf.init_scope():
             plans = [[] if bucket.communicator.delayed else self._operations_of(bucket) for bucket in buckets]
-        mine = [self.of(bucket, given) for bucket in buckets]
+        shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in buckets]
         variables = [variable for bucket in buckets for variable in bucket.variables]
-        inputs: list[Any] = [*tf.nest.flatten(mine), rate]
+        inputs: list[Any] = [*tf.nest.flatten(shard_gradients), rate]
 
         def start(*tensors: Any) -> list[tf.Tensor]:
-            given = tf.nest.pack_sequence_as(mine, tensors[:-1])
+            gradients = tf.nest.pack_sequence_as(shard_gradients, tensors[:-1])
             return concatenated(
-                self._start(bucket, own, tensors[-1]) for bucket, own in zip(buckets, given, strict=True)
+                self._start(bucket, own, tensors[-1]) for bucket, own in zip(buckets, gradients, strict=True)
             )
 
-        def start_and_go_on(*tensors: Any) -> list[tf.Tensor]:
+        def start_and_finish(*tensors: Any) -> list[tf.Tensor]:
             start(*tensors)
-            return self._last(buckets, [0])()
+            return self._finish_function(buckets, [0])()
 
-        if not any(plans):  # their collectives are started beside training
-            return packed(variables, tf.py_function(start_and_go_on, inputs, dtypes_of(variables)))
+        if not any(plans):  # delayed buckets: their collectives are started outside of the graph, during training
+            return packed(variables, tf.py_function(start_and_finish, inputs, dtypes_of(variables)))
+        # Each leg is a Python function, which returns the wires, and then one collective for each wire. Buckets whose
+        # routes have fewer legs keep what their last leg received.
         function: Callable[..., list[tf.Tensor]] = start
         received: list[list[tf.Tensor]] = [[] for _ in buckets]
         for i in range(max(map(len, plans))):
-            going = [n for n, plan in enumerate(plans) if len(plan) > i]
-            dtypes = [kernels_of(each.tensor).dtype(each.tensor) for n in going for each in plans[n][i]]
+            active = [n for n, plan in enumerate(plans) if len(plan) > i]
+            dtypes = [kernels_of(each.tensor).dtype(each.tensor) for n in active for each in plans[n][i]]
             sent = iter(tf.py_function(function, inputs, dtypes))
-            for n in going:
+            for n in active:
                 received[n] = []
                 for j, operation in enumerate(plans[n][i]):
                     tensor = next(sent)
                     tensor.set_shape([None])
                     received[n].append(backend.run(operation, tensor, f"{buckets[n].label}.{i}.{j}"))
-            on = [n for n in going if len(plans[n]) > i + 1]
-            inputs = concatenated(received[n] for n in on)
-            function = self._next([buckets[n] for n in on], [len(received[n]) for n in on])
-        last = self._last(buckets, list(map(len, received)))
-        return packed(variables, tf.py_function(last, concatenated(received), dtypes_of(variables)))
+            remaining = [n for n in active if len(plans[n]) > i + 1]
+            inputs = concatenated(received[n] for n in remaining)
+            function = self._advance_function([buckets[n] for n in remaining], [len(received[n]) for n in remaining])
+        finish = self._finish_function(buckets, list(map(len, received)))
+        return packed(variables, tf.py_function(finish, concatenated(received), dtypes_of(variables)))
 
     # -- what the graph calls ----------------------------------------------------------------------------
 
     def _start(self, bucket: Bucket, gradients: list[Any], rate: Any) -> list[tf.Tensor]:
         with self.lock:
-            if self.runner.under_way(bucket):  # the step before failed on its way
+            if self.runner.under_way(bucket):  # the step before failed before it ended
                 self.runner.abandon()
                 self.outcomes = []
             self.session.start_equal()
             backend: Any = self.runner.backend
             with self.computing(), backend.recording() as operations:
                 self.running[bucket.index] = self.begin(bucket, gradients, rate)
-            waits.setdefault(id(self), Wait(self.running[bucket.index].place, backend.timeout, backend.give_up))
+            waits.setdefault(id(self), Wait(self.running[bucket.index].describe_wait, backend.timeout, backend.give_up))
             self.operations[bucket.index] = operations
-            return self._sent(operations)
+            return self._wires(operations)
 
-    def _next(self, buckets: Sequence[Bucket], counts: Sequence[int]) -> Callable[..., list[tf.Tensor]]:
-        """What goes on with the collectives that brought so many tensors for each bucket."""
+    def _advance_function(self, buckets: Sequence[Bucket], counts: Sequence[int]) -> Callable[..., list[tf.Tensor]]:
+        """Return the function that starts the next leg of buckets, from the tensors that the last one received for
+        them."""
 
-        def go_on(*received: tf.Tensor) -> list[tf.Tensor]:
+        def advance(*received: tf.Tensor) -> list[tf.Tensor]:
             with self.lock:
                 sent: list[tf.Tensor] = []
-                for bucket, own in zip(buckets, cut_up(received, counts), strict=True):
-                    sent += self._advanced(bucket, own)
+                for bucket, own in zip(buckets, split_by_counts(received, counts), strict=True):
+                    sent += self._advance(bucket, own)
                 return sent
 
-        return go_on
+        return advance
 
-    def _advanced(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _advance(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         backend: Any = self.runner.backend
         self._receive(bucket, received)
         with self.computing(), backend.recording() as operations:
@@ -279,15 +296,16 @@ class GraphRun(Run):
             if self.running[bucket.index].error:  # as on all ranks
                 raise self.running[bucket.index].error
         self.operations[bucket.index] = operations
-        return self._sent(operations)
+        return self._wires(operations)
 
-    def _last(self, buckets: Sequence[Bucket], counts: Sequence[int]) -> Callable[..., list[tf.Tensor]]:
-        """What ends these exchanges, likewise."""
+    def _finish_function(self, buckets: Sequence[Bucket], counts: Sequence[int]) -> Callable[..., list[tf.Tensor]]:
+        """Return the function that finishes the round trips of buckets, from the tensors that the last legs received
+        for them."""
 
-        def finish(*received: tf.Tensor) -> list[tf.Tensor]:
+        def finish_buckets(*received: tf.Tensor) -> list[tf.Tensor]:
             with self.lock, self.computing():
-                brought: list[Outcome] = []
-                for bucket, own in zip(buckets, cut_up(received, counts), strict=True):
+                group_outcomes: list[Outcome] = []
+                for bucket, own in zip(buckets, split_by_counts(received, counts), strict=True):
                     self._receive(bucket, own)
                     exchange = self.running[bucket.index]
                     if exchange.advance():
@@ -295,33 +313,36 @@ class GraphRun(Run):
                             f"the exchange of {bucket.describe()} takes more collectives than it did before"
                         )
                     outcomes = exchange.finish(self.outs(bucket))
-                    self.runner.with_owed(outcomes)
-                    brought += outcomes
-                self.outcomes += brought
-                if self.alone:
-                    self._end()
-                return self.tensors(brought)
+                    self.runner.add_carried_over(outcomes)
+                    group_outcomes += outcomes
+                self.outcomes += group_outcomes
+                if self.single_group:
+                    self._commit()
+                return self.tensors(group_outcomes)
 
-        return finish
+        return finish_buckets
 
     def _receive(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> None:
         for operation, tensor in zip(self.operations[bucket.index], received, strict=True):
             operation.received = self.session.medium.inside(tensor)
 
-    def _sent(self, operations: Sequence[Any]) -> list[tf.Tensor]:
+    def _wires(self, operations: Sequence[Any]) -> list[tf.Tensor]:
         return [self.session.medium.outside(operation.tensor) for operation in operations]
 
-    def _settle(self, *flags: tf.Tensor) -> int:
+    def _end_step(self, *flags: tf.Tensor) -> int:
+        """End the step, after the last of several groups. The graph passes the groups' flags to order the calls."""
         with self.lock:
             check_current(self.session, self.runner)
-            self._end()
+            self._commit()
             return 0
 
-    def _end(self) -> None:
-        waits.pop(id(self), None)
+    def _commit(self) -> None:
+        waits.pop(id(self), None)  # the watch reports no wait of a step that has ended
         outcomes = self.outcomes
-        self.running, self.operations, self.outcomes = {}, {}, []
-        self.runner.settle(outcomes)
+        self.running = {}
+        self.operations = {}
+        self.outcomes = []
+        self.runner.end_step(outcomes)
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 
@@ -329,7 +350,7 @@ class GraphRun(Run):
         """Return the engine's operations for each leg of a bucket's route; nothing is sent."""
         backend: Any = self.runner.backend
         sent = backend.sent_bytes
-        bucket.compares = True  # a graph has the same operations at every step
+        bucket.compares = True  # digests are compared at every step: a graph has the same operations each time
         program = self._program_of(bucket)
         found = []
         like = values_of(self.session.inside(zeros(bucket.variables[0])))
@@ -342,19 +363,20 @@ class GraphRun(Run):
         return found
 
     def _program_of(self, bucket: Bucket) -> BucketProgram:
-        """Return a bucket's program, whose layouts are known: of methods that do not say them, from zeros."""
-        given = [self.session.inside(zeros(variable)) for variable in bucket.variables]
-        program = BucketProgram(bucket, values_of(given[0]))
+        """Return a bucket's program with known layouts; methods that do not declare sizes encode zeros once, to find
+        them."""
+        gradients = [self.session.inside(zeros(variable)) for variable in bucket.variables]
+        program = BucketProgram(bucket, values_of(gradients[0]))
         if not program.codec.layouts:
             with self.computing(), recorder.paused():
-                program.codec.encode(given, Header(program, [True] * len(given)))
+                program.codec.encode(gradients, Header(program, [True] * len(gradients)))
             for _, component in self.runner.components:
                 component.state.rollback()
         return program
 
 
 def grouped(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """Neighbours that are started and awaited together, since one of them is small."""
+    """Return buckets in groups that are started and awaited together: neighbours of which one is small."""
     groups: list[list[Bucket]] = []
     for bucket in buckets:
         delayed = bucket.communicator.delayed

@@ -1,4 +1,4 @@
-"""Plain sums in a graph: gradients that nothing compresses and nobody remembers never enter Python."""
+"""Plain sums in a graph: gradients without compression and memory never enter Python."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from grace.tensorflow.sharding import Pair
 
 
 def all_sums(runner: StepRunner) -> bool:
-    """Whether a step is sums of gradients and nothing else: no state is there that they could spoil."""
-    traced = recorder.run is not None  # which wants each variable's times
+    """Return True if a step consists of plain sums of gradients: it has no state that an error could spoil."""
+    traced = recorder.run is not None  # a trace has each variable's times, which sums in a graph do not
     if runner.stateful or traced or not runner.buckets:
         return False
     return all(map(_is_plain, runner.buckets))
@@ -31,104 +31,118 @@ def _is_plain(bucket: Bucket) -> bool:
 
 
 class GraphSums:
-    """The plain sums of one step.
+    """Plain sums of one step.
 
-    A bucket's gradients travel in one tensor, and behind them a 1 or 0 for each: whether this rank has it. Where the
-    ranks are is an exchange of its own, of a variable without elements, whose wire travels behind the first bucket.
+    A bucket's gradients travel in one tensor, and behind them a 1 or 0 for each: 1 if this rank has it. The step stamps
+    are an exchange of their own, of a variable without elements, whose wire travels behind the first bucket.
 
     Args:
-        runner: one of which :func:`all_sums` holds.
+        runner: a runner for which :func:`all_sums` is True.
     """
 
     def __init__(self, runner: StepRunner):
-        self.runner, self.buckets = runner, runner.buckets
+        self.runner = runner
+        self.buckets = runner.buckets
         self.variables = [variable for bucket in self.buckets for variable in bucket.variables]
         first = self.buckets[0]
         empty = dataclasses.replace(first.variables[0], shape=(0,), dtype="float32")
-        self.places = dataclasses.replace(first, variables=[empty])
-        """The bucket of the exchange that tells where the ranks are."""
+        self.stamp_bucket = dataclasses.replace(first, variables=[empty])
+        """Bucket of the exchange that carries the step stamps."""
         self.empty = [np.zeros(0, np.float32)]
-        self.owed: dict[str, Any] = {}
+        self.carried_over: dict[str, Any] = {}
+        """Means of a checkpoint's run that were not applied yet, by name."""
 
-    def count(self) -> None:
-        """Count what a run of the graph sends."""
-        traffic, backend, before = self.runner.traffic, self.runner.backend, self.runner.backend.sent_bytes
+    def count_traffic(self) -> None:
+        """Count the bytes that one run of the graph sends."""
+        traffic = self.runner.traffic
+        backend = self.runner.backend
+        before = backend.sent_bytes
         for variable in self.variables:
             counted = traffic.payload_bytes.get(variable.name, 0)
             traffic.payload_bytes[variable.name] = counted + variable.nbytes
             traffic.header_bytes += variable.bits // 8
-        held = sum(variable.nbytes + variable.bits // 8 for variable in self.variables)
-        backend.count(2 * (backend.size - 1) / backend.size * held)
+        nbytes = sum(variable.nbytes + variable.bits // 8 for variable in self.variables)
+        backend.count(2 * (backend.size - 1) / backend.size * nbytes)  # a ring's all-reduce
         traffic.sent_bytes += backend.sent_bytes - before
 
-    def run(self, given: Sequence[Sequence[tf.Tensor]], present: Sequence[Sequence[bool]], told: tf.Tensor) -> Any:
-        """The operations.
+    def run(
+        self, gradients: Sequence[Sequence[tf.Tensor]], present: Sequence[Sequence[bool]], stamps: tf.Tensor
+    ) -> Any:
+        """Add the operations to the graph.
 
         Args:
             given: each bucket's gradients.
-            present: whether this rank has them.
-            told: the wire of the exchange of places, which has begun.
+            present: True for each of them that this rank has.
+            stamps: the wire of the step stamps' exchange, which has begun.
 
         Returns:
-            what came of that wire, and each shard's mean with whether any rank has one, by name.
+            The received wire of step stamps, and the pairs of all shards by name.
         """
-        from grace.backends.horovod_tensorflow import Operation  # which needs Horovod
+        from grace.backends.horovod_tensorflow import Operation  # here, because it needs Horovod
 
         backend: Any = self.runner.backend
         predivide = self.runner.context.predivide
-        told.set_shape([None])
+        stamps.set_shape([None])
         received, pairs = None, dict[str, Pair]()
         for i, bucket in enumerate(self.buckets):
-            like = given[i][0]
-            parts = [self._over(tf.reshape(gradient, [-1]), predivide) for gradient in given[i]]
-            parts.append(tf.constant([float(here) for here in present[i]], like.dtype))
+            like = gradients[i][0]
+            parts = [self._divide(tf.reshape(gradient, [-1]), predivide) for gradient in gradients[i]]
+            parts.append(tf.constant([float(is_present) for is_present in present[i]], like.dtype))
+            # Step stamps are float32: they travel in the first buffer if it is too, else by themselves.
             rides = i == 0 and like.dtype == tf.float32
             if rides:
-                parts.append(told)
+                parts.append(stamps)
             buffer = tf.concat(parts, 0)
             label = f"{bucket.label}.sum"
             total = backend.run(Operation("allreduce", buffer), buffer, label)
             if i == 0 and not rides:
-                received = backend.run(Operation("allreduce", told), told, f"{label}.places")
+                received = backend.run(Operation("allreduce", stamps), stamps, f"{label}.places")
             sizes = [variable.numel for variable in bucket.variables]
-            held, count = sum(sizes), len(sizes)
+            total_numel, count = sum(sizes), len(sizes)
             if rides:
-                received = total[held + count :]
-            found = tf.unstack(total[held : held + count] > 0, count)
-            total = self._over(total[:held], self.runner.context.size / predivide)
-            for variable, value, there in zip(bucket.variables, tf.split(total, sizes), found, strict=True):
-                pairs[variable.name] = tf.reshape(value, variable.shape), there
+                received = total[total_numel + count :]
+            found = tf.unstack(total[total_numel : total_numel + count] > 0, count)
+            total = self._divide(total[:total_numel], self.runner.context.size / predivide)
+            for variable, value, flag in zip(bucket.variables, tf.split(total, sizes), found, strict=True):
+                pairs[variable.name] = tf.reshape(value, variable.shape), flag
         return received, pairs
 
-    def borrow(self) -> bool:
-        """Take what a checkpoint's run still had to apply to these variables; whether there is something."""
-        owed = self.runner.owed
-        self.owed = {v.name: owed.pop(v.name) for v in self.variables if v.name in owed}
-        return bool(self.owed)
+    def pop_carried_over(self) -> bool:
+        """Take the means that a checkpoint's run had still to apply to these variables.
 
-    def with_owed(self, pairs: dict[str, Pair], owing: tf.Tensor) -> dict[str, Pair]:
-        """The means and what was taken, if there is something."""
+        Returns:
+            True if there are any.
+        """
+        owed = self.runner.carried_over
+        self.carried_over = {v.name: owed.pop(v.name) for v in self.variables if v.name in owed}
+        return bool(self.carried_over)
+
+    def add_carried_over(self, pairs: dict[str, Pair], has_carried_over: tf.Tensor) -> dict[str, Pair]:
+        """Add the operations that add carried-over means, if there are any, to this step's means."""
         values = [pairs[variable.name][0] for variable in self.variables]
         found = [pairs[variable.name][1] for variable in self.variables]
         dtypes = [value.dtype for value in values]
 
         def added(*values: tf.Tensor) -> list[tf.Tensor]:
-            owed = [self.owed.get(variable.name, 0.0) for variable in self.variables]
+            owed = [self.carried_over.get(variable.name, 0.0) for variable in self.variables]
             return [value + tf.cast(more, value.dtype) for value, more in zip(values, owed, strict=True)]
 
-        def there() -> list[tf.Tensor]:
-            return tf.py_function(lambda: [variable.name in self.owed for variable in self.variables], [], flags)
+        def carried() -> list[bool]:
+            return [variable.name in self.carried_over for variable in self.variables]
 
-        flags = [tf.bool] * len(found)
-        values = tf.cond(owing, lambda: tf.py_function(added, values, dtypes), lambda: values)
-        found = tf.cond(owing, lambda: [a | b for a, b in zip(found, there(), strict=True)], lambda: found)
+        def found_or_carried() -> list[tf.Tensor]:
+            flags = tf.py_function(carried, [], [tf.bool] * len(found))
+            return [a | b for a, b in zip(found, flags, strict=True)]
+
+        values = tf.cond(has_carried_over, lambda: tf.py_function(added, values, dtypes), lambda: values)
+        found = tf.cond(has_carried_over, found_or_carried, lambda: found)
         for variable, value, flag in zip(self.variables, values, found, strict=True):
             value.set_shape(variable.shape)
             flag.set_shape([])
         return {v.name: (value, flag) for v, value, flag in zip(self.variables, values, found, strict=True)}
 
-    def _over(self, flat: tf.Tensor, by: float) -> tf.Tensor:
-        """Divided, in float32 where the dtype is narrower."""
+    def _divide(self, flat: tf.Tensor, by: float) -> tf.Tensor:
+        """Divide a flat tensor by a number, in float32 where the dtype is narrower."""
         if by == 1:
             return flat
         wide = tf.float32 if flat.dtype.size == 2 else flat.dtype

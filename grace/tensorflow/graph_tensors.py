@@ -12,7 +12,7 @@ from grace.tensorflow.sharding import Pair
 
 
 def concatenated(lists: Iterable[Sequence[Any]]) -> list[Any]:
-    """One list.
+    """Return the items of all lists as one list.
 
     >>> concatenated([[1], [2, 3]])
     [1, 2, 3]
@@ -20,10 +20,10 @@ def concatenated(lists: Iterable[Sequence[Any]]) -> list[Any]:
     return [item for some in lists for item in some]
 
 
-def cut_up(items: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
-    """Lists of these lengths.
+def split_by_counts(items: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    """Split items into lists of these lengths.
 
-    >>> cut_up([1, 2, 3], [1, 2])
+    >>> split_by_counts([1, 2, 3], [1, 2])
     [[1], [2, 3]]
     """
     return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
@@ -31,20 +31,20 @@ def cut_up(items: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
 
 @functools.cache
 def flags() -> list[tf.Tensor]:
-    """False and True; to make a tensor takes as long as to compress a small one."""
+    """Return the tensors False and True, made once: to make a tensor takes as long as to compress a small one."""
     return [tf.constant(False), tf.constant(True)]
 
 
 def zeros(variable: Any) -> Any:
-    """Of a variable's shape; no rows of a sparse one."""
+    """Return zeros of a variable's shape; no rows for a sparse variable."""
     if variable.sparse:
         return SparseRows(tf.zeros([0, *variable.shape[1:]], tf.float32), tf.zeros([0], tf.int64))
     return tf.zeros(variable.shape, variable.dtype)
 
 
 def dtypes_of(variables: Sequence[Any]) -> list[tf.DType]:
-    """Of what a Python function hands back: each variable's value (and rows), in float32 or its own dtype, and
-    whether any rank had a gradient."""
+    """Return the dtypes of what a Python function returns to the graph for these variables: each variable's value (and
+    rows), in float32 or its own dtype, and a flag that is True if any rank had a gradient."""
     kinds: list[tf.DType] = []
     for variable in variables:
         kinds += [tf.float32, tf.int32] if variable.sparse else [tf.as_dtype(variable.dtype)]
@@ -53,7 +53,7 @@ def dtypes_of(variables: Sequence[Any]) -> list[tf.DType]:
 
 
 def packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> dict[str, Pair]:
-    """What such a function handed back, by the variables' names."""
+    """Return the tensors that such a function returned to the graph, as pairs by the variables' names."""
     rest, pairs = iter(flat), {}
     for variable in variables:
         value: Any = next(rest)

@@ -1,4 +1,4 @@
-"""Loss scaling: whether a gradient overflowed is for all ranks to say together."""
+"""Loss scaling: all ranks decide together whether a gradient overflowed."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import keras
 from grace.tensorflow.optimizer_state import distributed_in
 
 
-def finite_everywhere() -> None:
-    """Make ``LossScaleOptimizer`` ask all ranks, where the optimizer in it is a distributed one, or has some in it.
+def patch_check_finite() -> None:
+    """Patch ``LossScaleOptimizer``: all ranks decide, where the optimizer in it is distributed or has some in it.
 
-    It decides before the exchange whether a step is made, on the rank's own gradients; a rank that skipped alone
+    Keras decides before the exchange whether a step is made, on the rank's own gradients; a rank that skipped alone
     would leave the others waiting. The class is changed, because ``compile`` makes such optimizers by itself.
     """
     cls = keras.optimizers.LossScaleOptimizer
     plain = cls.check_finite
-    if getattr(plain, "everywhere", False):
+    if getattr(plain, "everywhere", False):  # patched already
         return
 
     def check_finite(self: Any, grads: Any) -> Any:

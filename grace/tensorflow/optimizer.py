@@ -11,21 +11,21 @@ import keras
 import tensorflow as tf
 
 from grace.backends.horovod import Once, compressor_for
+from grace.core.api_names import KERAS
+from grace.core.arguments import accept_grace_argument, keras_backend, keras_backend_error, optimizer_type_error
 from grace.core.backend import Backend
-from grace.core.calls import KERAS
-from grace.core.given import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
-from grace.session.checkpoint import say_whose
-from grace.session.hyperparameters import facts, numbers
+from grace.session.checkpoint import warn_own_state
+from grace.session.hyperparameters import facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.loss_scale import finite_everywhere
-from grace.tensorflow.optimizer_state import FILE, Remembered, save_as, started_alike
+from grace.tensorflow.loss_scale import patch_check_finite
+from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast
 from grace.tensorflow.reductions import engine_of
-from grace.tensorflow.refusals import check_momentum, left_out, not_reached, refuse_multi
+from grace.tensorflow.refusals import check_momentum, delayed_variables_left_out, not_exchanged, refuse_multi_optimizer
 from grace.tensorflow.session import Mean, Session
 from grace.tensorflow.switching import use_strategy
 from grace.tensorflow.variables import is_overwritten, value_of
@@ -36,12 +36,12 @@ if TYPE_CHECKING:  # the planner is loaded only by who asks for it
 
 @dataclass
 class _Step:
-    """The step that is being made: what its gradients belong to, by the ids of variables.
+    """State of the step that is being made, by the ids of variables.
 
     Attributes:
-        absent: those that have no gradient on this rank.
-        variables: those that Keras applies gradients to.
-        found: for the absent ones, whether another rank had one (a bool, or a scalar tensor).
+        absent: ids of variables that have no gradient on this rank.
+        variables: the variables that Keras applies gradients to.
+        found: for each absent variable, True if another rank had a gradient (a bool, or a scalar tensor).
     """
 
     absent: Set[int] = frozenset()
@@ -50,7 +50,7 @@ class _Step:
 
 
 LEAST = float("-inf")
-"""In a maximum over ranks, the value of a rank that has none."""
+"""Value, in a maximum over ranks, of a rank that has no gradient."""
 
 
 def _key(variable: Any) -> int:
@@ -58,7 +58,7 @@ def _key(variable: Any) -> int:
 
 
 class DistributedMixin(Once):
-    """What a distributed optimizer does instead of, or beside, the user's.
+    """Overrides of a Keras optimizer's methods that make it exchange its gradients.
 
     Keras calls ``_clip_gradients`` when it is about to use gradients: after the last of
     ``gradient_accumulation_steps``, and before clipping. That is where they are exchanged. A class whose ``apply``
@@ -77,14 +77,14 @@ class DistributedMixin(Once):
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Exchange the gradients, and update the variables with their means."""
-        return self._applied("apply_gradients", super().apply_gradients, grads_and_vars)  # type: ignore[misc]
+        return self._call_checked("apply_gradients", super().apply_gradients, grads_and_vars)  # type: ignore[misc]
 
-    def _applied(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call what applies gradients, and raise if these were not exchanged on the way."""
+    def _call_checked(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that applies gradients, and raise ConfigError if they were not exchanged on the way."""
         self._reached = False
         result = function(*args)
         if not self._reached:
-            raise not_reached(self, name)
+            raise not_exchanged(self, name)
         return result
 
     @tf.autograph.experimental.do_not_convert
@@ -99,43 +99,46 @@ class DistributedMixin(Once):
                 with keras.name_scope(self.name):  # type: ignore[attr-defined]
                     self.build(trainable_variables)  # type: ignore[attr-defined]
         variables = list(self._trainable_variables)
-        given = variables if trainable_variables is None else trainable_variables
+        wanted = variables if trainable_variables is None else trainable_variables
         known = {_key(variable) for variable in variables}
-        usable = len(given) == len(grads) and all(_key(variable) in known for variable in given)
+        usable = len(wanted) == len(grads) and all(_key(variable) in known for variable in wanted)
         if not usable or all(gradient is None for gradient in grads):
-            super().apply(grads, trainable_variables)  # type: ignore[misc]  # which says what is wrong
+            super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
             self._reached = not grads
             return
-        gradient_of = {_key(v): g for v, g in zip(given, grads, strict=True) if g is not None}
+        # Keras drops variables without a gradient, but another rank may have one: all variables take part, with zeros
+        # where this rank has none, and update_step skips those that no rank has a gradient for.
+        gradient_of = {_key(v): g for v, g in zip(wanted, grads, strict=True) if g is not None}
         step = _Step(absent=known - gradient_of.keys())
         object.__setattr__(self, "_step", step)
-        filled = [gradient_of[_key(v)] if _key(v) in gradient_of else self._nothing(v) for v in variables]
+        filled = [gradient_of[_key(v)] if _key(v) in gradient_of else self._missing_gradient(v) for v in variables]
         try:
-            self._applied("apply", super().apply, filled, variables)  # type: ignore[misc]
+            self._call_checked("apply", super().apply, filled, variables)  # type: ignore[misc]
             self._grace.average()
         finally:
             object.__setattr__(self, "_step", _Step())
 
-    def _nothing(self, variable: Any) -> Any:
-        """What stands for a gradient that this rank does not have."""
+    def _missing_gradient(self, variable: Any) -> Any:
+        """Return the tensor that stands for a gradient that this rank does not have."""
         return tf.fill(variable.shape, tf.cast(LEAST if is_overwritten(variable) else 0.0, variable.dtype))
 
     def _overwrite_variables_directly_with_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
-        """Keras's, with the largest of all ranks' values: Keras takes the largest of several batches', too."""
+        """Overwrite variables as Keras does, with the largest of all ranks' values: Keras takes the largest of several
+        batches', too."""
         found: list[Any] = list(grads)
-        places = [i for i, variable in enumerate(vars) if is_overwritten(variable)]
-        if places:
-            largest = self._grace.largest([found[i] for i in places])
-            with tf.control_dependencies(largest):  # the exchange comes after it, on every rank
+        overwritten = [i for i, variable in enumerate(vars) if is_overwritten(variable)]
+        if overwritten:
+            largest = self._grace.largest([found[i] for i in overwritten])
+            with tf.control_dependencies(largest):  # the order of collectives: the exchange follows, on every rank
                 found = tf.nest.map_structure(tf.identity, found, expand_composites=True)
-            for i, value in zip(places, largest, strict=True):
-                found[i] = tf.where(value == self._nothing(vars[i]), vars[i].value, value)
+            for i, value in zip(overwritten, largest, strict=True):
+                found[i] = tf.where(value == self._missing_gradient(vars[i]), vars[i].value, value)
         grads, vars = super()._overwrite_variables_directly_with_gradients(found, vars)  # type: ignore[misc]
         self._reached = self._reached or not grads
         return grads, vars
 
     def _backend_increment_gradient_accumulators(self, *args: Any) -> None:
-        self._reached = True  # in a later step
+        self._reached = True  # gradients are accumulated, and exchanged in a later step
         super()._backend_increment_gradient_accumulators(*args)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
@@ -143,29 +146,31 @@ class DistributedMixin(Once):
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        step, self._reached = self._step, True
+        self._reached = True
+        step = self._step
         variables = [v for v in self._trainable_variables if not is_overwritten(v)]
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
+        # Keras may pass some variables only. The exchange takes all of them at every step, in one order.
         gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
-        brought = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
-        if self._grace.late - gradient_of.keys():
-            raise left_out(self)
-        means = dict(zip(map(_key, variables), brought, strict=True))
+        exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
+        if self._grace.late - gradient_of.keys():  # their means come in a later step, which this call would lose
+            raise delayed_variables_left_out(self)
+        means = dict(zip(map(_key, variables), exchanged, strict=True))
         step.found = {key: means[key].found for key in means if key in step.absent | self._grace.late}
-        return super()._clip_gradients([_usable(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
+        return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
-    def _where_found(self, variable: Any, update: Any) -> None:
+    def _update_if_found(self, variable: Any, update: Any) -> None:
         """Update a variable, unless no rank had a gradient for it."""
         found = self._step.found.get(_key(variable), True)
         if tf.is_tensor(found):
-            tf.cond(found, lambda: (update(), 0)[1], lambda: 0)
+            tf.cond(found, lambda: (update(), 0)[1], lambda: 0)  # both branches must return a tensor
         elif found:
             update()
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """The user's optimizer's, for variables that some rank had a gradient for."""
+        """Update a variable by the user's optimizer, if some rank had a gradient for it."""
         parent: Any = super()
-        self._where_found(variable, lambda: parent.update_step(gradient, variable, learning_rate))
+        self._update_if_found(variable, lambda: parent.update_step(gradient, variable, learning_rate))
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         parent: Any = super()
@@ -173,14 +178,15 @@ class DistributedMixin(Once):
         parent._apply_weight_decay(certain)
         for variable in variables:
             if _key(variable) in self._step.found:
-                self._where_found(variable, lambda variable=variable: parent._apply_weight_decay([variable]))
+                self._update_if_found(variable, lambda variable=variable: parent._apply_weight_decay([variable]))
 
     def close(self) -> None:
-        """End the exchange, and be the plain optimizer again that this was, with its momenta and settings.
+        """End the exchange, and make this the plain optimizer again that it was, with its momenta and settings.
 
         Compressors and memories given by you may serve another optimizer, and this one may be made distributed anew.
-        What was traced before exchanges no more either, but raises: call ``model.compile`` again. Around it, a
-        LossScaleOptimizer stays what it is: call ``optimizer.inner_optimizer.close()``."""
+        Graphs that were traced before raise when they run: call ``model.compile`` again. Of a LossScaleOptimizer close
+        the optimizer in it, by ``optimizer.inner_optimizer.close()``.
+        """
         self._grace.close()
         del self.grace_state
         for name in ("_grace", "_step", "_reached"):
@@ -188,26 +194,26 @@ class DistributedMixin(Once):
         self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
 
     def save_own_variables(self, store: Any) -> None:
-        """Keras saves the optimizer's variables, alone or with the model."""
+        """Save the optimizer's variables, alone or with the model. Called by Keras."""
         super().save_own_variables(store)  # type: ignore[misc]
         self.grace_state.save_beside(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Keras loads them."""
+        """Load the optimizer's variables. Called by Keras."""
         super().load_own_variables(store)  # type: ignore[misc]
         self.grace_state.load_beside(store)
 
     def save_assets(self, dir_path: str) -> None:
-        """Keras saves the model: put what this rank remembers beside the optimizer's variables."""
+        """Write this rank's state beside the optimizer's variables. Called when Keras saves the model."""
         Path(dir_path, FILE).write_bytes(self.grace_state.serialize())
 
     def load_assets(self, dir_path: str) -> None:
-        """Keras loads what it saved into this very optimizer."""
+        """Load this rank's state, if the file holds one. Called when Keras loads into this very optimizer."""
         if Path(dir_path, FILE).exists():
             self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: copies and pickles."""
+        """Refuse copies and pickles."""
         raise ConfigError(
             "a distributed optimizer cannot be copied or pickled: it has a place among the ranks. Save its model with "
             "grace.tensorflow.save_model, or make a copy by from_config(optimizer.get_config()) distributed"
@@ -215,14 +221,14 @@ class DistributedMixin(Once):
 
     @property
     def strategy(self) -> Any:
-        """The :class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all, or before
-        the first exchange."""
+        """:class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all, or before the
+        first exchange."""
         return self._grace.strategy
 
     @property
     def plan(self) -> "Plan | None":
-        """Why ``strategy="auto"`` chose what it did; prints as a table. None as long as it measures, and where the user
-        chose."""
+        """Reasons of ``strategy="auto"`` for its choice; prints as a table. None as long as it measures, and where the
+        user chose."""
         auto = self._grace.auto
         if auto is None or auto.plan is None:
             return None
@@ -231,9 +237,9 @@ class DistributedMixin(Once):
         return Plan.from_dict(auto.plan)
 
     def use_strategy(self, strategy: Any, resources: Any = None) -> None:
-        """Go on by another strategy. Memories go along; what a residual holds that the new strategy has no memory for
-        is applied, as its mean over ranks, at the next step. Every rank must call it, between two steps; rank 0's
-        counts. Before the first exchange it is the choice that exchange begins with.
+        """Continue with another strategy. Memories are kept; a residual that the new strategy has no memory for is
+        applied, as its mean over ranks, at the next step. Every rank must call it, between two steps; rank 0's
+        strategy counts. Before the first exchange it is the choice that the exchange begins with.
 
         Graphs that were traced before raise when they run, rather than exchange by the former strategy: in
         ``model.fit`` call ``model.make_train_function(force=True)`` after it, and make a ``tf.function`` of your own
@@ -250,32 +256,33 @@ class DistributedMixin(Once):
 
     @property
     def traffic(self) -> Traffic:
-        """What was exchanged so far, counted."""
+        """Counts of all that was exchanged so far."""
         return self._grace.traffic
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
+        """Return numbers of this rank for a logger, counted since the last call; see :mod:`grace.session.metrics`. No
+        collective.
 
         Where TensorFlow's graph waits (over Horovod), ``seconds_wait`` is NaN.
         """
         return self._grace.metrics()
 
     def state(self) -> dict[str, Any] | None:
-        """What this rank's compressor and memory remember: plain numbers, text and tensors; None before the
-        first exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
+        """Return the state of this rank's compressor and memory: plain numbers, text and tensors; None before the first
+        exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
         if self._grace.runner is not None:
-            say_whose(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
+            warn_own_state(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
         return self._grace.state()
 
     def full_state(self) -> dict[str, Any] | None:
-        """Like ``state()``, of all ranks, which loads on any number of them. Every rank must call it."""
+        """Return the ``state()`` of all ranks, which loads on any number of ranks. Every rank must call it."""
         return self._grace.state(everyone=True)
 
     def load_state(self, state: dict[str, Any] | None, memory: str = "strict") -> None:
-        """Go on from ``state()`` of the same rank, or from ``full_state()``.
+        """Continue from ``state()`` of the same rank, or from ``full_state()``.
 
         Args:
-            state: what was saved.
+            state: the saved state.
             memory: "strict"; "keep" to keep the memories that fit this run, and drop the others with a warning; or
                 "reset" to start with empty ones.
 
@@ -286,11 +293,11 @@ class DistributedMixin(Once):
         self._grace.restore(state, memory)
 
 
-def _usable(mean: Mean, variable: Any) -> Any:
+def _mean_or_zeros(mean: Mean, variable: Any) -> Any:
     return tf.zeros(variable.shape, variable.dtype) if mean.value is None else mean.value
 
 
-@as_in_grace
+@accept_grace_argument
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     compressor: Any = None,
@@ -323,11 +330,11 @@ def DistributedOptimizer(
     Args:
         optimizer: any Keras optimizer (TensorFlow backend).
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
-        memory: the same; the compressor's default if left out.
-        communicator: the same, or a Communicator object that holds all three; the compressor's default for so many
-            ranks (:func:`~grace.communicators.choice.break_even`). Such an object may also be given as in GRACE: in
-            the second place, or as ``grace=``.
-        strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
+        memory: spec, dict or object; the compressor's default if left out.
+        communicator: spec, dict or object, or a Communicator object that holds all three; the compressor's default
+            for so many ranks (:func:`~grace.communicators.choice.break_even`). Such an object may also be given as in
+            GRACE: as the second argument, or as ``grace=``.
+        strategy: the exchange of each variable, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.
         resources: the cluster that a builder builds for: a resource file's path, or
@@ -344,7 +351,7 @@ def DistributedOptimizer(
             GRACE_NODE) are the same. Not for Horovod.
         compress_after: steps that are exchanged uncompressed first; memories begin with the compression. Not for
             methods that apply momentum, and not for ``strategy="auto"``.
-        seed: of the random numbers of stochastic methods; the same on all ranks.
+        seed: the seed of stochastic methods' random numbers; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
             (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
         group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
@@ -367,17 +374,17 @@ def DistributedOptimizer(
     >>> grace.shutdown()
     """
     if keras_backend() != "tensorflow":
-        raise keras_runs_on(keras_backend())
+        raise keras_backend_error(keras_backend())
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise not_an_optimizer(optimizer)
+        raise optimizer_type_error(optimizer)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
-    refuse_multi(inner)
+    refuse_multi_optimizer(inner)
     compressor = compressor_for(inner, compression, compressor)
     refuse_distribute(inner._distribution_strategy)
     backend = engine_of(process_set, backend)
-    known: Any = weakref.ref(inner)  # which holds the session
+    optimizer_ref: Any = weakref.ref(inner)  # the optimizer holds the session: no circle
     cls: Any = type(inner)
     session = Session(
         Choices(compressor, memory, communicator, strategy, resources),
@@ -392,19 +399,19 @@ def DistributedOptimizer(
             hierarchical,
             compress_after,
         ),
-        check=lambda chosen: check_momentum([chosen], known()),
+        check=lambda chosen: check_momentum([chosen], optimizer_ref()),
         averages=True,
-        beside=lambda: started_alike(known()),
-        facts=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),
+        beside=lambda: variables_to_broadcast(optimizer_ref()),
+        facts=lambda: facts(cls.__name__, [numeric_settings(optimizer_ref().get_config())], KERAS.group),
         adaptive=is_adaptive(inner),
     )
     inner.__class__ = _distributed_class(cls)
-    save_as(inner.__class__, cls)
+    register_as(inner.__class__, cls)
     for name, value in (("_grace", session), ("_step", _Step()), ("_reached", False)):
-        object.__setattr__(inner, name, value)  # not Keras's, which would track and copy what is in them
+        object.__setattr__(inner, name, value)  # Keras's __setattr__ would track and copy what is in them
     inner.grace_state = Remembered(session)
     weakref.finalize(inner, session.close).atexit = False
-    finite_everywhere()
+    patch_check_finite()
     return optimizer
 
 

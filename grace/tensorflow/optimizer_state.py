@@ -1,4 +1,4 @@
-"""What a distributed optimizer remembers, as Keras and tf.train.Checkpoint save it beside the optimizer's variables."""
+"""State of a distributed optimizer, as Keras and tf.train.Checkpoint save it beside the optimizer's variables."""
 
 import io
 import json
@@ -11,14 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from grace.session.checkpoint import say_whose
-from grace.session.saved_form import MODEL, damaged
+from grace.session.checkpoint import warn_own_state
+from grace.session.state_schema import MODEL, damage_error
 from grace.tensorflow.variables import is_overwritten
 
 FILE = "grace_state.npz"
-"""In the archive that Keras saves, among the assets of the optimizer."""
+"""Name of the state's file in the archive that Keras saves, among the assets of the optimizer."""
 BESIDE = "grace_state"
-"""In the file of weights of Keras's BackupAndRestore."""
+"""Name of the state's data set in the file of weights of Keras's BackupAndRestore."""
 WEIGHTS_ALONE = (
     "save_weights leaves out what Grace's memories and compressors remember: training that goes on from this file "
     "loses it. model.save, grace.tensorflow.save_model and keras.callbacks.BackupAndRestore save it"
@@ -26,7 +26,7 @@ WEIGHTS_ALONE = (
 
 
 def encode(state: Any) -> bytes:
-    """Nested dicts and lists of numbers, text and tensors as bytes (JSON, and the tensors as .npy, in a zip).
+    """Encode nested dicts and lists of numbers, text and tensors as bytes (JSON, and the tensors as .npy, in a zip).
 
     >>> decode(encode({"step": 3, "state": {"w": tf.constant([1.0])}}))["state"]["w"]
     array([1.], dtype=float32)
@@ -49,10 +49,10 @@ def encode(state: Any) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """The inverse of :func:`encode`, with arrays for tensors.
+    """Decode the bytes of :func:`encode`, with arrays for tensors.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the bytes are damaged.
     """
     try:
         with np.load(io.BytesIO(raw), allow_pickle=False) as file:
@@ -65,64 +65,72 @@ def decode(raw: bytes) -> Any:
                 return [full(item) for item in value] if isinstance(value, list) else value
 
             found = full(json.loads(str(file["text"])))
-    except Exception as error:  # of whatever kind, by the readers of zip files, arrays and JSON
-        raise damaged(f"its bytes cannot be read: {error}") from error
+    except Exception as error:  # the readers of zip files, arrays and JSON raise errors of many kinds
+        raise damage_error(f"its bytes cannot be read: {error}") from error
     return found
 
 
 class Remembered(tf.train.experimental.PythonState):
-    """A session's state, as ``tf.train.Checkpoint`` finds it at the optimizer, and ``model.save`` through it.
+    """State of a session, as ``tf.train.Checkpoint`` finds it at the optimizer, and ``model.save`` through it.
 
     It lies beside the optimizer's own variables, so a program without Grace loads the same file.
 
     Args:
-        session: whose state.
-        everyone: the state of all ranks, gathered by :func:`save_model`.
+        session: the session that has the state.
+
+    Attributes:
+        everyone: the state of all ranks, gathered by :func:`save_model`; else None.
     """
 
     def __init__(self, session: Any):
         super().__init__()
         self.session = session
         self.everyone: Any = None
-        self.told = False
+        self.warned = False
 
     def serialize(self) -> bytes:
-        """The state, and the options that the session was made with."""
+        """Return the bytes of the state and of the options that the session was made with."""
         session = self.session
         if self.everyone is None and session.runner is not None:
-            say_whose(session.runner, "saving the model", "grace.tensorflow.save_model(model, path)")
+            warn_own_state(session.runner, "saving the model", "grace.tensorflow.save_model(model, path)")
         state = session.state() if self.everyone is None else self.everyone
         return encode({"options": session.options(), "state": state})
 
     def deserialize(self, string_value: bytes) -> None:
-        """Go on from there."""
-        found = decode(string_value)
-        MODEL(found, "")
-        if found["state"] is not None:
-            self.session.restore(found["state"])
+        """Continue from the state in the bytes of :meth:`serialize`."""
+        decoded = decode(string_value)
+        MODEL(decoded, "")
+        if decoded["state"] is not None:
+            self.session.restore(decoded["state"])
 
     def save_beside(self, store: Any) -> None:
-        """Keras writes the optimizer's variables to ``store``: for BackupAndRestore put this rank's state into the same
-        file, where plain Keras does not look; for whoever else saves weights alone say, once, that it is left out."""
+        """Write this rank's state into the file of the optimizer's variables, for Keras's BackupAndRestore.
+
+        Plain Keras does not read that part of the file. Other callers that save weights alone are warned, once, that
+        the state is left out.
+
+        Args:
+            store: the file that Keras writes the optimizer's variables to.
+        """
         runner, saver = self.session.runner, _saver_of_weights()
         if runner is None or not saver:
             return
         if saver == "_save_model":
             store.h5_file[BESIDE] = np.frombuffer(encode({"state": self.session.state()}), np.uint8)
-        elif not self.told and any(runner.state().values()):
-            self.told = True
+        elif not self.warned and any(runner.state().values()):
+            self.warned = True
             warnings.warn(WEIGHTS_ALONE, stacklevel=3)
 
     def load_beside(self, store: Any) -> None:
-        """Go on from there."""
+        """Continue from the state that :meth:`save_beside` wrote, if the file has one."""
         file: Any = getattr(store, "h5_file", ())
         if BESIDE in file:
             self.session.restore(decode(bytes(file[BESIDE]))["state"])
 
 
 def _saver_of_weights() -> str:
-    """The function on the stack that saves weights without the rest of a model: Keras's BackupAndRestore's, or
-    save_weights's; empty if there is none."""
+    """Return the name of the function on the stack that saves weights without the rest of a model: that of Keras's
+    BackupAndRestore, or save_weights; empty if there is none."""
     frame: Any = sys._getframe(2)
     found = ""
     while frame is not None:
@@ -134,17 +142,22 @@ def _saver_of_weights() -> str:
     return found
 
 
-def started_alike(optimizer: Any) -> list[Any]:
-    """List the variables that all ranks must begin with the same of, beside those that gradients are exchanged for:
-    what an optimizer keeps of each (some begin as copies of the model's), and what gradients overwrite."""
+def variables_to_broadcast(optimizer: Any) -> list[Any]:
+    """Return the variables that all ranks must begin with equal values of, besides those that gradients are exchanged
+    for.
+
+    They are the optimizer's slots of each variable (some begin as copies of the model's), and variables that gradients
+    overwrite.
+    """
+    # Counters and rates stay each rank's own: all ranks compare them at the first exchange, or restored them.
     own = [optimizer._iterations, optimizer._learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
     skipped = {id(variable) for variable in own}
     overwritten = [v for v in optimizer._trainable_variables if is_overwritten(v)]
     return [*overwritten, *(variable for variable in optimizer.variables if id(variable) not in skipped)]
 
 
-def save_as(made: type, cls: type) -> None:
-    """Let Keras save objects of a class that was made of a user's class as it saves those of the user's."""
+def register_as(made: type, cls: type) -> None:
+    """Register a class that was made of a user's class so that Keras saves its objects as it saves the user's."""
     name = keras.saving.get_registered_name(cls)
     if name != cls.__name__:  # registered: Keras finds the name by the class, and by the name the user's class
         package, _, short = name.partition(">")
@@ -153,8 +166,8 @@ def save_as(made: type, cls: type) -> None:
 
 
 def distributed_in(optimizer: Any) -> list[Any]:
-    """List the distributed optimizers that this is, or that are in it: in a LossScaleOptimizer, a MultiOptimizer, or a
-    wrapper of the user's."""
+    """Return the distributed optimizers that this is, or that are in it: in a LossScaleOptimizer, a MultiOptimizer, or
+    a wrapper of the user's."""
     found: list[Any] = []
     waiting, seen = [optimizer], set()
     while waiting:
@@ -173,7 +186,9 @@ def distributed_in(optimizer: Any) -> list[Any]:
 
 
 def distributed(optimizer: Any) -> Any:
-    """The distributed optimizer that this is, or that is inside this LossScaleOptimizer; None if there is none."""
+    """Return the optimizer if it is distributed, or else the distributed one inside this LossScaleOptimizer; None if
+    there is none.
+    """
     for candidate in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if isinstance(getattr(candidate, "grace_state", None), Remembered):
             return candidate

@@ -1,4 +1,4 @@
-"""Layers that were adapted to data: what they compute with, beside their variables, the same on all ranks."""
+"""Layers that were adapted to data: state that they compute with, besides their variables, made equal on all ranks."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ import numpy as np
 
 from grace.core.backend import Backend
 from grace.errors import RankError
-from grace.session.agreement import first_difference, tell
+from grace.session.agreement import first_difference, gather_or_raise
 
 MADE = ("mean", "variance", "bin_boundaries")
-"""Attributes of Keras's layers that adapt() sets, and call() computes with."""
+"""Attributes of Keras's layers that adapt() sets and call() computes with."""
 DIFFERENT = "the ranks' models have other layers that are adapted to data; the first difference: "
 
 
-def adapt_alike(model: Any, root: int, backend: Backend) -> None:
-    """Let layers that were adapted compute as the root's do, whose variables they have already.
+def broadcast_adapted_layers(model: Any, root: int, backend: Backend) -> None:
+    """Give layers that were adapted to data the state of the root's layers. Their variables were broadcast before.
 
-    Functions of the model that were traced with what a layer computed with before are dropped.
+    Functions of the model that were traced with a layer's former state are dropped.
 
     Raises:
         RankError: the ranks have other such layers.
@@ -24,13 +24,14 @@ def adapt_alike(model: Any, root: int, backend: Backend) -> None:
     layers = [layer for layer in model._flatten_layers() if callable(getattr(layer, "finalize_state", None))]
     kinds = [("the layer", type(layer).__name__) for layer in layers]
     states = [_state(layer) for layer in layers]
-    told = tell(backend, "layers to adapt alike", (kinds, states if backend.rank == root else None))
-    if any(other != kinds for other, _ in told):
-        raise RankError(first_difference([other for other, _ in told], DIFFERENT, "Make the same model on every rank"))
+    received = gather_or_raise(backend, "layers to adapt alike", (kinds, states if backend.rank == root else None))
+    every_kinds = [rank_kinds for rank_kinds, _ in received]
+    if any(rank_kinds != kinds for rank_kinds in every_kinds):
+        raise RankError(first_difference(every_kinds, DIFFERENT, "Make the same model on every rank"))
     stale = False
-    for layer, mine, roots in zip(layers, states, told[root][1], strict=True):
+    for layer, mine, roots in zip(layers, states, received[root][1], strict=True):
         if not mine or mine != roots:
-            _take(layer, roots)
+            _apply_state(layer, roots)
             stale = True
     if stale and getattr(model, "train_function", None) is not None:
         model.make_train_function(force=True)
@@ -39,7 +40,7 @@ def adapt_alike(model: Any, root: int, backend: Backend) -> None:
 
 
 def _state(layer: Any) -> dict[str, Any]:
-    """What a layer computes with that is no variable; empty if it is not known."""
+    """Return the state, other than variables, that a layer computes with; empty if it is not known."""
     if hasattr(layer, "lookup_table"):
         words = [word.item() if isinstance(word, np.generic) else word for word in layer.get_vocabulary()]
         weights = getattr(layer, "idf_weights_const", None)  # padded, where the layer is
@@ -49,15 +50,16 @@ def _state(layer: Any) -> dict[str, Any]:
     return {name: None if value is None else np.array(value).tolist() for name, value in values.items()}
 
 
-def _take(layer: Any, state: dict[str, Any]) -> None:
-    """Compute as the layer does that this is the state of."""
+def _apply_state(layer: Any, state: dict[str, Any]) -> None:
+    """Let a layer compute with a state that :func:`_state` returned."""
     if "vocabulary" in state:
         layer.set_vocabulary(**state)
         return
     layer.finalize_state()
-    for name in MADE if _state(layer) != state else ():
+    if _state(layer) == state:  # finalize_state has computed it from the layer's variables
+        return
+    for name in MADE:
         if state.get(name) is not None:
             before = getattr(layer, name)
-            setattr(
-                layer, name, state[name] if isinstance(before, list) else np.array(state[name], layer.compute_dtype)
-            )
+            value = state[name] if isinstance(before, list) else np.array(state[name], layer.compute_dtype)
+            setattr(layer, name, value)

@@ -1,4 +1,4 @@
-"""The engine, and sums and maxima over ranks beside the exchange, eagerly and in graphs."""
+"""The engine, and sums and maxima over ranks outside of the exchange, eagerly and in graphs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from grace.errors import ConfigError
 
 
 def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backend:
-    """The backend of a process set, or the one given; that of ``grace.init()`` if neither is."""
+    """Return the backend of a process set, or the given backend; that of ``grace.init()`` if neither is given."""
     if process_set is None:
         return current() if backend is None else backend
     if backend is not None:
@@ -26,7 +26,7 @@ def summed(backend: Any, tensor: tf.Tensor, label: str) -> tf.Tensor:
     """Return the sum over ranks of a tensor.
 
     Args:
-        label: of the operation, where the engine pairs them by name.
+        label: the operation's name, where the engine pairs operations by name.
     """
     if backend.pairs_by_name:
         return backend.sum_of(tensor, label)
@@ -34,7 +34,7 @@ def summed(backend: Any, tensor: tf.Tensor, label: str) -> tf.Tensor:
 
 
 def largest(backend: Any, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor]:
-    """Return, for each of the tensors, the largest of each element over ranks."""
+    """Return the maximum over ranks of each element of each tensor."""
     flat = tf.concat([tf.cast(tf.reshape(tensor, [-1]), tf.float64) for tensor in tensors], 0)
     if backend.pairs_by_name:
         everyone = backend.all_of(flat, label)

@@ -1,4 +1,4 @@
-"""Optimizers that cannot be distributed as they are, and why."""
+"""Checks of optimizers that cannot be distributed as they are, with the reasons."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,14 +7,14 @@ import keras
 
 from grace.core.communicator import Communicator
 from grace.errors import ConfigError
-from grace.session.momentum import doubled, owners
+from grace.session.momentum import double_momentum_error, momentum_owners
 
 
-def refuse_multi(optimizer: Any) -> None:
-    """Raise for Keras's MultiOptimizer, which only hands gradients on.
+def refuse_multi_optimizer(optimizer: Any) -> None:
+    """Raise for Keras's MultiOptimizer, which only passes gradients to the optimizers in it.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the optimizer is a MultiOptimizer.
     """
     kind = getattr(keras.optimizers, "MultiOptimizer", None)  # older Keras has none
     if kind is not None and isinstance(optimizer, kind):
@@ -25,8 +25,9 @@ def refuse_multi(optimizer: Any) -> None:
         )
 
 
-def not_reached(optimizer: Any, method: str) -> ConfigError:
-    """Return the error for a class whose method updates variables past the place where gradients are exchanged."""
+def not_exchanged(optimizer: Any, method: str) -> ConfigError:
+    """Return the error for a class whose method updates variables without passing the place where gradients are
+    exchanged."""
     name = type(optimizer).__name__
     inner = [key for key, value in vars(optimizer).items() if isinstance(value, keras.optimizers.Optimizer)]
     to = f"its {inner[0]}" if inner else "another optimizer"
@@ -37,7 +38,7 @@ def not_reached(optimizer: Any, method: str) -> ConfigError:
     )
 
 
-def left_out(optimizer: Any) -> ConfigError:
+def delayed_variables_left_out(optimizer: Any) -> ConfigError:
     """Return the error for a class whose ``apply`` applies some gradients only, where means come a step later."""
     name = type(optimizer).__name__
     return ConfigError(
@@ -51,9 +52,9 @@ def check_momentum(communicators: Iterable[Communicator], optimizer: Any, later:
     """Refuse a memory or compressor that applies momentum, for an optimizer that does so too.
 
     Raises:
-        ConfigError: it would be applied twice.
+        ConfigError: momentum would be applied twice.
     """
     momentum = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", 0.0))
-    parts = owners(communicators)
+    parts = momentum_owners(communicators)
     if parts and momentum:
-        raise doubled(parts[0], "the optimizer", momentum, later)
+        raise double_momentum_error(parts[0], "the optimizer", momentum, later)

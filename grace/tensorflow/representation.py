@@ -1,4 +1,4 @@
-"""What an exchange of eager tensors computes with: the tensors, or NumPy arrays of their memory.
+"""Representation of eager tensors in an exchange: the tensors themselves, or NumPy arrays of their memory.
 
 NumPy's arrays can change in place and be cut without a copy, and their operations start in a microsecond where
 TensorFlow's take tens. So methods of ours, on CPUs, run on arrays; a user's own get tensors.
@@ -24,27 +24,27 @@ from grace.session.step_runner import StepRunner
 
 
 class Tensors:
-    """The exchange computes with tensors."""
+    """Medium of an exchange that computes with tensors."""
 
     def computing(self) -> Any:
-        """The context that the exchange runs in."""
+        """Return the context that the exchange runs in."""
         return contextlib.nullcontext()
 
     def inside(self, value: Any) -> Any:
-        """A tensor as the exchange takes it; likewise what was saved."""
+        """Convert a tensor, or a saved array, to the tensor that the exchange computes with."""
         return tf.constant(value) if isinstance(value, np.ndarray) else value
 
     def outside(self, value: Any) -> tf.Tensor:
-        """The tensor of what the exchange gives."""
+        """Return the tensor of a result of the exchange."""
         return value
 
     def outs(self, bucket: Bucket) -> list[Any]:
-        """Where a bucket's aggregates are written; None where the exchange is to make something new."""
+        """Return the arrays that a bucket's aggregates are written to; None where the exchange allocates the result."""
         return [None] * len(bucket.variables)
 
 
 class Arrays(Tensors):
-    """The exchange computes with NumPy arrays, by the compiled kernels.
+    """Medium of an exchange that computes with NumPy arrays, by the compiled kernels.
 
     Memory that aggregates were written to is used again once their tensors are gone: to touch new memory costs more
     than to compute.
@@ -59,7 +59,7 @@ class Arrays(Tensors):
             yield
 
     def inside(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):  # of which TensorFlow takes longer to say that it is no tensor
+        if isinstance(value, np.ndarray):  # tested first: tf.is_tensor takes long to deny an array
             return value
         return as_array(value) if tf.is_tensor(value) else value
 
@@ -71,23 +71,25 @@ class Arrays(Tensors):
         return [None if v.sparse else self._out(v, v.dtype if exact else "float32") for v in bucket.variables]
 
     def _out(self, variable: Variable, dtype: str) -> np.ndarray:
-        kept, lent = self.memory.get(variable.name, (None, None))
-        if kept is None or lent is None or lent() is not None:
-            kept = aligned_empty(variable.numel, dtype)
-        loan = _Loan(kept)
-        self.memory[variable.name] = kept, weakref.ref(loan)
-        return np.asarray(loan).view(kept.dtype).reshape(variable.shape)
+        array, loan_ref = self.memory.get(variable.name, (None, None))
+        # a tensor of an earlier step still uses the memory, or there is none yet
+        if array is None or loan_ref is None or loan_ref() is not None:
+            array = aligned_empty(variable.numel, dtype)
+        loan = _Loan(array)
+        self.memory[variable.name] = array, weakref.ref(loan)
+        return np.asarray(loan).view(array.dtype).reshape(variable.shape)
 
 
 class _Loan:
-    """Owns an array's memory for as long as any view or tensor of it lives."""
+    """Owner of an array's memory for as long as any view or tensor of it lives."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.__array_interface__ = array, array.__array_interface__
 
 
 def inside(medium: Tensors, value: Any) -> Any:
-    """A gradient, or nested dicts and lists of what was saved, as an exchange computes with it."""
+    """Convert a gradient, or the tensors in nested dicts and lists of a saved state, to those that an exchange computes
+    with."""
     if isinstance(value, dict):
         return {key: inside(medium, item) for key, item in value.items()}
     if isinstance(value, SparseRows):
@@ -96,12 +98,12 @@ def inside(medium: Tensors, value: Any) -> Any:
 
 
 def medium_of(runner: StepRunner) -> Tensors:
-    """What a runner computes with."""
+    """Return the medium that a runner computes with."""
     return medium_for([*runner.communicators, *(part for _, part in runner.components)])
 
 
 def medium_for(components: Iterable[Component]) -> Tensors:
-    """Arrays where all components are Grace's own, on CPUs, with Numba; else tensors."""
+    """Return the medium for components: arrays where all are Grace's own, on CPUs, with Numba; else tensors."""
     ours = all(_is_ours(component) for component in components)
     return Arrays() if ours and not missing() and not tf.config.list_logical_devices("GPU") else Tensors()
 

@@ -9,7 +9,7 @@ import keras
 from grace.errors import ConfigError
 from grace.session.checkpoint import check_mode, compare
 from grace.session.files import save_from_root
-from grace.session.saved_form import MODEL
+from grace.session.state_schema import MODEL
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.optimizer_state import FILE, decode, distributed
 from grace.tensorflow.reductions import engine_of
@@ -18,15 +18,15 @@ from grace.tensorflow.reductions import engine_of
 def save_model(model: keras.Model, path: str | Path) -> None:
     """Save the whole model in one ``.keras`` file, with the memories of all ranks; every rank must call it.
 
-    Rank 0 writes it, beside what is there, and then puts it in its place: if that fails, or the program is killed, the
-    last good file stays. ``model.save`` writes in place, and on a single rank saves that rank's memories only.
+    Rank 0 writes a temporary file, and then renames it: if that fails, or the program is killed, the last good file
+    stays. ``model.save`` writes in place, and on a single rank saves that rank's memories only.
 
     Args:
         model: compiled with a distributed optimizer.
         path: ends in ``.keras``.
 
     Raises:
-        ConfigError: its optimizer is not a distributed one.
+        ConfigError: the model's optimizer is not a distributed one.
         RankError: rank 0, where the error itself is raised, could not write it.
     """
     optimizer = distributed(model.optimizer)
@@ -43,12 +43,12 @@ def save_model(model: keras.Model, path: str | Path) -> None:
 def load_model(
     path: str | Path, *choices: Any, memory_state: str = "strict", custom_objects: Any = None, **options: Any
 ):
-    """Load a model that was saved with a distributed optimizer; its optimizer is distributed again, and goes on.
+    """Load a model that was saved with a distributed optimizer, make its optimizer distributed again, and continue.
 
-    Every rank must call it. What is refused on one is refused on all.
+    Every rank must call it. A file that one rank refuses is refused on all ranks.
 
     Args:
-        path: what ``model.save`` wrote on this rank, or :func:`save_model` on rank 0.
+        path: the file that ``model.save`` wrote on this rank, or :func:`save_model` on rank 0.
         choices: compressor, memory and communicator; as they were, if all are left out (and ``strategy`` is).
         memory_state: "strict"; "keep" to keep the memories that fit this run, and drop the others with a warning; or
             "reset" to start with empty ones.
@@ -61,7 +61,7 @@ def load_model(
     """
     model = saved = error = None
     try:
-        saved = _saved_in(Path(path))
+        saved = _read_saved(Path(path))
         model = _loaded(path, saved, choices, memory_state, custom_objects, options)
     except Exception as raised:
         error = raised
@@ -73,7 +73,11 @@ def load_model(
 def _loaded(
     path: str | Path, saved: Any, choices: Any, memory_state: str, custom_objects: Any, options: dict[str, Any]
 ) -> Any:
-    """The model; ``saved`` is what its file holds of Grace's."""
+    """Load the model and continue from its saved state.
+
+    Args:
+        saved: the part of the model's file that Grace wrote; None if it has none.
+    """
     check_mode(memory_state)
     model = keras.saving.load_model(path, custom_objects=custom_objects)
     if model.optimizer is None:
@@ -85,7 +89,8 @@ def _loaded(
         )
     if saved is not None:
         parts = {"compressor", "memory", "communicator", "strategy"}
-        chosen = {*parts, "resources"} if choices or options.keys() & parts else set()  # all, or none of them
+        # The user chooses all of these, or none: a saved memory may not fit another compressor.
+        chosen = {*parts, "resources"} if choices or options.keys() & parts else set()
         options = {**{key: value for key, value in saved["options"].items() if key not in chosen}, **options}
     DistributedOptimizer(model.optimizer, *choices, **options)
     if saved is not None and saved["state"] is not None:
@@ -93,8 +98,8 @@ def _loaded(
     return model
 
 
-def _saved_in(path: Path) -> dict[str, Any] | None:
-    """What a model's file holds of Grace's; None if there is nothing.
+def _read_saved(path: Path) -> dict[str, Any] | None:
+    """Return the part of a model's file that Grace wrote; None if there is none.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -103,13 +108,14 @@ def _saved_in(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"there is no file {path}")
     try:
         with zipfile.ZipFile(path) as archive:
-            if (bad := archive.testzip()) is not None:
+            bad = archive.testzip()
+            if bad is not None:
                 raise ConfigError(f"its {bad} is not what was written")
-            for where in ("optimizer", "optimizer/inner_optimizer"):
-                if f"assets/{where}/{FILE}" in archive.namelist():
-                    found = decode(archive.read(f"assets/{where}/{FILE}"))
-                    MODEL(found, "")
-                    return found
-    except Exception as error:  # of whatever kind, by Python's zip reader
+            for folder in ("optimizer", "optimizer/inner_optimizer"):  # the latter of a LossScaleOptimizer
+                if f"assets/{folder}/{FILE}" in archive.namelist():
+                    saved = decode(archive.read(f"assets/{folder}/{FILE}"))
+                    MODEL(saved, "")
+                    return saved
+    except Exception as error:  # Python's zip reader raises errors of many kinds
         raise ConfigError(f"{path} is damaged or not complete: {error}") from error
     return None

@@ -1,4 +1,5 @@
-"""The variables of one model, their runner, and the way of gradients through it, eagerly and in graphs."""
+"""The session of one model in TensorFlow: its variables, the runner of its steps, and the exchange of its gradients,
+eagerly and in graphs."""
 
 import functools
 import re
@@ -9,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from grace.core.api_names import KERAS
 from grace.core.backend import Backend
-from grace.core.calls import KERAS
 from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.variable import Variable
@@ -20,7 +21,7 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.exchange.step_stamp import CYCLE, digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.metrics import metrics
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
@@ -35,17 +36,24 @@ from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
 from grace.tensorflow.reductions import largest, summed
 from grace.tensorflow.representation import Tensors, inside, medium_of
-from grace.tensorflow.variables import alike, described_as, names_as_saved, names_of, start_alike, value_of
+from grace.tensorflow.variables import (
+    broadcast_initial,
+    describe_variable,
+    names_as_saved,
+    names_match,
+    names_of,
+    value_of,
+)
 
 _sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many began over each set of ranks: the operations of one must not have another's names."""
+"""Number of sessions that began over each set of ranks: the operations of two sessions must have different names."""
 
 
 class Mean(NamedTuple):
-    """What the exchange made of one variable's gradients.
+    """Mean (or sum) over ranks of one variable's gradients.
 
-    ``found`` tells whether any rank had one: a bool, or a scalar tensor where a graph has none to give; ``value``
-    (a tensor or tf.IndexedSlices) is zeros if not, or None where that is known.
+    ``found`` is True if any rank had a gradient: a bool, or a scalar tensor where a graph computes it. ``value`` (a
+    tensor or tf.IndexedSlices) is zeros if no rank had one, or None where that is known.
     """
 
     value: Any
@@ -53,19 +61,19 @@ class Mean(NamedTuple):
 
 
 class Session:
-    """Exchanges the gradients of a list of variables, step by step.
+    """Exchange of the gradients of a list of variables, step by step.
 
-    Nothing happens before the first gradients are there: they tell which variables are sparse. Then the ranks
-    compare their variables and settings, and start from rank 0's values.
+    The exchange begins with the first gradients, which tell the sparse variables. Then the ranks compare their
+    variables and settings, and start from rank 0's values.
 
     Args:
         choices: compressor, memory, communicator and strategy as the user gave them.
         backend: the engine.
-        settings: what else the user chose.
+        settings: the user's other choices.
         check: raises if a communicator does not suit the optimizer.
-        averages: whether somebody calls :meth:`average` after each step.
-        beside: further variables that start from rank 0's, where ranks have different ones.
-        facts: further facts that all ranks must share, asked for at the first exchange.
+        averages: True if :meth:`average` is called after each step.
+        beside: returns further variables that start from rank 0's, where ranks have different ones.
+        facts: returns further facts that all ranks must share; called at the first exchange.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
 
@@ -86,12 +94,17 @@ class Session:
                 f"this run was joined for {backend.framework} ({backend.describe()}), and this is TensorFlow. Call "
                 "grace.init(framework='tensorflow') under horovodrun or mpirun"
             )
-        self.choices, self.backend, self.settings = choices, backend, settings
-        self.check, self.averages, self.facts, self.beside = check, averages, facts, beside
+        self.choices = choices
+        self.backend = backend
+        self.settings = settings
+        self.check = check
+        self.averages = averages
+        self.facts = facts
+        self.adaptive = adaptive
+        self.beside = beside
         self.lr = 1.0
         predivide = settings.reduction.predivide
-        self.adaptive = adaptive
-        self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, calls=KERAS)
+        self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
         self.variables: list[Any] = []
         self.names: list[str] = []
         self.runner: StepRunner | None = None
@@ -101,19 +114,21 @@ class Session:
         self.asked: Any = None
         self.auto: Any = None
         self.due: list[int] = []
-        """The ids of the buckets that are averaged after this step."""
+        """Ids of the buckets that are averaged after this step."""
         self.late: set[int] = set()
-        """The ids of variables of which a step may bring nothing yet."""
-        self.nowhere: list[bool] = []
-        """Of each, whether no rank had a gradient for it when the exchange began."""
+        """Ids of variables whose means are delayed: a step may bring no mean of them yet."""
+        self.missing_everywhere: list[bool] = []
+        """True for each variable that no rank had a gradient for when the exchange began."""
         self._function: Any = None
-        self.unequal, self.needs_lr = settings.broadcast, False
+        self.needs_broadcast = settings.broadcast
+        """True until all ranks have started from rank 0's values."""
+        self.needs_lr = False
         self.medium = Tensors()
 
     @functools.cached_property
     def label(self) -> str:
-        """What its operations' names begin with: by its number among those that began a collective, which all ranks
-        do in one order; one that a rank only made does not count."""
+        """Prefix of the names of this session's operations. It has the session's number among those that began a
+        collective, which all ranks do in one order; a session that exists on one rank only does not count."""
         ranks = getattr(self.backend, "process_set", self.backend)
         _sessions[ranks] = number = _sessions.get(ranks, 0) + 1
         return f"grace.{number}"
@@ -122,11 +137,11 @@ class Session:
 
     def _prepare(self, variables: Sequence[Any], gradients: Sequence[Any]) -> StepRunner:
         if self.runner is None:
-            with tf.init_scope():  # once, also while a graph is traced
+            with tf.init_scope():  # eagerly, also while a graph is traced: the collectives of the start run once
                 try:
                     self._build(variables, gradients)
                 except BaseException:
-                    self.runner = None
+                    self.runner = None  # the next call begins anew, on all ranks alike
                     raise
         assert self.runner is not None
         return self.runner
@@ -134,17 +149,19 @@ class Session:
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
         sparse_too = not self.settings.sparse_as_dense
-        mine = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
-        made = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
-        told = tell(self.backend, "TensorFlow's variables", (names, mine, bool(made)))
-        names = told[0][0] if alike(names, told[0][0]) else names
-        same = [flags for _, flags, _ in told if len(flags) == len(names)]  # others are refused below
-        sparse, present = ([any(rank[i][j] for rank in same) for i in range(len(names))] for j in (0, 1))
-        self.nowhere = [not found for found in present]
+        own_flags = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
+        initialized = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
+        received = gather_or_raise(self.backend, "TensorFlow's variables", (names, own_flags, bool(initialized)))
+        # Keras numbers layers by what a process made before: ranks whose names differ only so use rank 0's.
+        names = received[0][0] if names_match(names, received[0][0]) else names
+        same = [flags for _, flags, _ in received if len(flags) == len(names)]  # others are refused below
+        sparse = [any(rank[i][0] for rank in same) for i in range(len(names))]
+        present = [any(rank[i][1] for rank in same) for i in range(len(names))]
+        self.missing_everywhere = [not found for found in present]
 
         def described() -> list[Variable]:
             self.settings.check()
-            return [described_as(n, v, rows) for n, v, rows in zip(names, variables, sparse, strict=True)]
+            return [describe_variable(n, v, rows) for n, v, rows in zip(names, variables, sparse, strict=True)]
 
         facts = [
             ("TensorFlow", public(tf.__version__)),
@@ -164,20 +181,22 @@ class Session:
             compress_after=self.settings.compress_after,
         )
         self.check_plan(runner)
-        self.variables, self.names = list(variables), names
+        self.variables = list(variables)
+        self.names = names
         assert self.plan is not None
-        self.take(runner, self.plan)
-        runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
+        self.use_runner(runner, self.plan)
+        runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]  # for errors about ranks that differ
         self.auto = driver_of(self) if self.asked else None
-        if self.saved is None:
+        if self.saved is None:  # another rank may have loaded a checkpoint: all refuse together
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
         else:
             self._load(*self.saved)
-        if all(everywhere for *_, everywhere in told):
+        # where a graph initializes variables, it also starts them equal: they have no values yet
+        if all(rank_initialized for *_, rank_initialized in received):
             self.start_equal()
 
     def check_plan(self, runner: StepRunner) -> None:
-        """Raise if what was made of a plan does not suit this."""
+        """Raise ConfigError if the runner of a plan does not suit this session."""
         self.settings.check_votes(runner.communicators)
         if runner.averages and not self.averages:
             raise ConfigError(
@@ -185,14 +204,16 @@ class Session:
                 "grace.DistributedOptimizer"
             )
 
-    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
-        """Go on by this runner, which is of this plan, between two steps."""
-        self.runner, self.plan = runner, plan
-        self.medium, self._function = medium_of(runner), None
+    def use_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Continue with this runner, made from this plan. Called between two steps."""
+        self.runner = runner
+        self.plan = plan
+        self.medium = medium_of(runner)
+        self._function = None  # traced for the former runner
         runner.computing = self.medium.computing
         self.needs_lr = any(communicator.memory.needs_lr for communicator in runner.communicators)
         self.late = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
-        for bucket in runner.buckets:  # Horovod's errors name operations: let them say a variable
+        for bucket in runner.buckets:  # Horovod's errors name operations: put a variable's name into theirs
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
@@ -214,23 +235,26 @@ class Session:
         runner, resumed = load(former, auto, saved, memory, self.inside, self.check)
         if resumed is not None:
             former.close()
-            self.take(runner, StrategyPlan(resumed.strategy))
+            self.use_runner(runner, StrategyPlan(resumed.strategy))
             auto.resume(resumed)
 
     def _delayed(self, runner: StepRunner) -> list[int]:
-        """The places of variables of which a step may bring nothing yet."""
+        """Return the indices of variables that have a shard whose mean is delayed."""
         shards = runner.shards_of
-        late = [any(p.communicator.delayed for p in shards[v.name]) for v in runner.variables]
-        return [i for i, is_late in enumerate(late) if is_late]
+        return [
+            i
+            for i, variable in enumerate(runner.variables)
+            if any(shard.communicator.delayed for shard in shards[variable.name])
+        ]
 
     def close(self) -> None:
-        """End the exchange: components given by the user may serve another one. No collective."""
+        """End the exchange: components given by the user may then serve another one. No collective."""
         if self.runner is not None:
             self.runner.close()
         self.closed = True
 
     def check_open(self) -> None:
-        """Raise if it has ended, or cannot be in this graph."""
+        """Raise if the exchange has ended, or cannot be part of the graph that is being traced."""
         refuse_xla()
         refuse_distribute()
         if self.closed:
@@ -245,53 +269,55 @@ class Session:
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], lr: Any = None, updates: Any = None
     ) -> list[Mean]:
-        """Exchange the gradients of all ranks; the same variables at every call.
+        """Exchange the gradients of all ranks. Every call takes the same variables in the same order.
 
         Args:
             gradients: tensors, tf.IndexedSlices or None.
-            variables: whose they are.
+            variables: the variables of these gradients.
             lr: the learning rate, for memories that follow it; all ranks must have the same.
-            updates: how many steps the optimizer has made, likewise.
+            updates: number of steps that the optimizer has made; all ranks must have the same.
         """
         self.check_open()
         runner = self._prepare(variables, gradients)
-        place = {id(value_of(v)): i for i, v in enumerate(self.variables)}
-        if [place.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
+        index_of = {id(value_of(v)): i for i, v in enumerate(self.variables)}
+        if [index_of.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
             raise ConfigError(
                 f"the exchange was begun with {len(self.variables)} variables ({', '.join(self.names[:3])}, ...); give "
                 "it the same ones in the same order at every step, with None where there is no gradient"
             )
         present = tuple(gradient is not None for gradient in gradients)
-        given = [self._entering(i, gradient) for i, gradient in enumerate(gradients)]
-        number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE  # which a float32 holds
+        converted = [self._to_exchange(i, gradient) for i, gradient in enumerate(gradients)]
+        # Both numbers of the step stamp travel to Python in one tensor; a float32 holds any number below CYCLE.
+        number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE
         rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
-        if tf.executing_eagerly() and self._driven(runner):
+        if tf.executing_eagerly() and self._starts_from_python(runner):
             run = HostRun if self.auto is None else PlannedRun
-            return self._leaving(run(self, runner, present).run(given, rate))
+            return self._to_means(run(self, runner, present).run(converted, rate))
         if not tf.executing_eagerly():
-            return self._in_graph(given, present, rate)
-        # the engine's operations block when they are run one by one; in a graph they are under way together
+            return self._in_graph(converted, present, rate)
+        # Eagerly each of the engine's operations blocks; in a graph they are under way together.
         if self._function is None:
             self._function = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
-        means = self._function(given, present, rate)
+        means = self._function(converted, present, rate)
         return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
 
-    def _in_graph(self, given: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
+    def _in_graph(self, converted: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.runner is not None
         driven = HostRun if self.auto is None else PlannedRun
-        run = driven if self._driven(self.runner) else GraphRun
-        means = run(self, self.runner, present).in_graph(given, rate)
-        return [Mean(*self._typed(i, value, found)) for i, (value, found) in enumerate(means)]
+        run = driven if self._starts_from_python(self.runner) else GraphRun
+        means = run(self, self.runner, present).in_graph(converted, rate)
+        return [Mean(*self._to_own_dtype(i, value, found)) for i, (value, found) in enumerate(means)]
 
-    def _driven(self, runner: StepRunner) -> bool:
-        """Whether Python starts one collective after the other."""
+    def _starts_from_python(self, runner: StepRunner) -> bool:
+        """Return True if Python starts one collective after the other; False if a graph holds the engine's
+        operations."""
         if not self.backend.pairs_by_name or self.auto is not None:
             return True
-        # A graph's collectives are the same at every step.
+        # A graph has the same collectives at every step; these communicators have others in some steps.
         return any(c.moves_payloads or c.compress_after for c in runner.communicators)
 
-    def _entering(self, i: int, gradient: Any) -> Any:
-        """A gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""
+    def _to_exchange(self, i: int, gradient: Any) -> Any:
+        """Return a gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""
         assert self.runner is not None
         variable = self.runner.variables[i]
         if variable.sparse:
@@ -304,10 +330,12 @@ class Session:
             return tf.zeros(variable.shape, variable.dtype)
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
 
-    def _leaving(self, outcomes: list[tuple[Any, Any]]) -> list[Mean]:
-        return [Mean(None, False) if v is None else Mean(*self._typed(i, v, f)) for i, (v, f) in enumerate(outcomes)]
+    def _to_means(self, outcomes: list[tuple[Any, Any]]) -> list[Mean]:
+        return [
+            Mean(None, False) if v is None else Mean(*self._to_own_dtype(i, v, f)) for i, (v, f) in enumerate(outcomes)
+        ]
 
-    def _typed(self, i: int, value: Any, found: Any) -> tuple[Any, Any]:
+    def _to_own_dtype(self, i: int, value: Any, found: Any) -> tuple[Any, Any]:
         assert self.runner is not None
         variable = self.runner.variables[i]
         if isinstance(value, SparseRows):
@@ -317,70 +345,78 @@ class Session:
 
     @tf.autograph.experimental.do_not_convert
     def average(self) -> None:
-        """After the optimizer's step: average what ranks train on their own, if it is time to."""
+        """Average the variables that ranks train on their own, if it is time to. Called after the optimizer's step."""
         average(self)
 
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
-        """Whether the flag (a scalar) is true on all ranks, on all ranks."""
+        """Return, on all ranks, True if the flag (a scalar) is true on all ranks."""
         self.check_open()
         total = summed(self.backend, tf.reshape(tf.cast(flag, tf.float32), [1]), f"{self.label}.true")
         return tf.reshape(total, []) >= self.backend.size
 
     def largest(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return, for each of the tensors, the largest of each element over ranks."""
+        """Return the maximum over ranks of each element of each tensor."""
         self.check_open()
         return largest(self.backend, tensors, f"{self.label}.largest")
 
     # -- Python's side of a step -------------------------------------------------------------------------
 
     def start_equal(self) -> None:
-        """Let all ranks start from rank 0's values, once: after the agreement, or when the graph that makes variables
-        (of a model that was not built) first runs."""
-        if self.unequal:
-            self.unequal = False
-            start_alike(self.variables, self.beside(), self.backend)
+        """Start all ranks from rank 0's values, once.
+
+        Called after the agreement, or when the graph that initializes variables (of a model that was not built) first
+        runs.
+        """
+        if self.needs_broadcast:
+            self.needs_broadcast = False
+            broadcast_initial(self.variables, self.beside(), self.backend)
 
     def start(self, bucket: Bucket, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
-        """Begin the exchange of one bucket, with eager tensors."""
+        """Start the exchange of one bucket, with eager tensors."""
         assert self.runner is not None
         self.check_open()
+        # Only one bucket of a step carries the step stamp; reading the tensor costs as much as compressing a small one.
         if self.needs_lr or bucket.carries:
             self.lr, updates = map(float, np.asarray(rate))
-            self.context.updates, self.context.settings = int(updates), digest(self.lr)
+            self.context.updates = int(updates)
+            self.context.settings = digest(self.lr)
         return self.runner.start(bucket, [self.inside(gradient) for gradient in gradients], present)
 
     def inside(self, value: Any) -> Any:
-        """A gradient, or nested dicts and lists of what was saved, as the exchange computes with it."""
+        """Convert a gradient, or the tensors in nested dicts and lists of a saved state, to those that the exchange
+        computes with."""
         return inside(self.medium, value)
 
     @property
     def strategy(self) -> Any:
-        """The strategy that is executed; None if there is one method for all, or before the first exchange."""
+        """Strategy that is executed; None if there is one method for all, or before the first exchange."""
         return None if self.plan is None else self.plan.strategy
 
     @property
     def traffic(self) -> Traffic:
-        """What was exchanged so far, counted."""
+        """Counts of all that was exchanged so far."""
         return Traffic() if self.runner is None else self.runner.traffic
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
+        """Return numbers of this rank for a logger, counted since the last call; see :mod:`grace.session.metrics`. No
+        collective.
 
         Where TensorFlow's graph waits (over Horovod), ``seconds_wait`` is NaN.
         """
-        waits = self.runner is None or self._driven(self.runner)
+        waits = self.runner is None or self._starts_from_python(self.runner)
         return metrics(self.runner, self.traffic, waits)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
-        """The user's choices, as :func:`~grace.tensorflow.DistributedOptimizer` takes them."""
+        """Return the user's choices as arguments of :func:`~grace.tensorflow.DistributedOptimizer`."""
         plan = self.plan or self.choices.plan(self.settings.limits)
         chosen = plan.options() if self.asked is None else {"strategy": self.asked.options.spec}
         return {**chosen, **self.settings.arguments()}
 
     def state(self, everyone: bool = False) -> dict[str, Any] | None:
-        """What this rank (or, by a collective, everyone) remembers; None before anything was exchanged."""
+        """Return the state of this rank's compressor and memory (with ``everyone``, by a collective, of all ranks');
+        None before the first exchange."""
         if self.runner is None:
             return None if self.saved is None else self.saved[0]
         if self.runner.begun:  # in a step that failed: its state is dropped, as it never updated a variable
@@ -388,7 +424,8 @@ class Session:
         return checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
 
     def restore(self, saved: dict[str, Any] | None, memory: str = "strict") -> None:
-        """Go on from a state. If there was no exchange yet: at the first one, where all ranks hear of a refusal."""
+        """Continue from a saved state. Before the first exchange it is loaded at the first one, where all ranks receive
+        a refusal."""
         checkpoint.check_mode(memory)
         if self.runner is None:
             self.saved = (saved, memory)

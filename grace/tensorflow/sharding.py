@@ -1,4 +1,4 @@
-"""Shards of TensorFlow's tensors, and tensors of shards."""
+"""Shards of TensorFlow's tensors, and tensors joined from shards."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.session.sharding import Shard
 
 Pair = tuple[Any, Any]
-"""What an exchange brought for one variable or shard, and whether any rank had a gradient."""
+"""Mean of one variable or shard, and a flag that is True if any rank had a gradient."""
 
 
 def cut(shard: Shard, value: Any) -> Any:
-    """A shard of a variable's tensor, or of its rows.
+    """Return a shard of a variable's tensor, or of its rows.
 
     >>> from grace.communicators import Allreduce
     >>> from grace.core.variable import Variable
@@ -26,7 +26,7 @@ def cut(shard: Shard, value: Any) -> Any:
     if isinstance(value, SparseRows):
         inside = (value.rows >= shard.start) & (value.rows < shard.stop)
         return SparseRows(tf.boolean_mask(value.values, inside), tf.boolean_mask(value.rows, inside) - shard.start)
-    return shard.of(value)
+    return shard.slice_of(value)
 
 
 def put(shard: Shard, variable: Any, value: tf.Tensor) -> None:
@@ -42,12 +42,12 @@ def put(shard: Shard, variable: Any, value: tf.Tensor) -> None:
 
 
 def joined(shards: Sequence[Shard], pairs: dict[str, Pair], own: Callable[[Shard], Pair]) -> Pair:
-    """A variable's mean from those of its shards; of shards that are not exchanged, what ``own`` gives.
+    """Return a variable's mean, joined from those of its shards.
 
     Args:
-        shards: all of one variable, in order.
-        pairs: by the shards' names; a value of None is nothing.
-        own: this rank's own gradient of a shard.
+        shards: all shards of one variable, in order.
+        pairs: means by the shards' names; a value of None is no mean.
+        own: returns this rank's own gradient of a shard, for shards that are not exchanged.
     """
     got = [pairs[p.variable.name] if p.variable.name in pairs else own(p) for p in shards]
     if shards[0].axis is None:
@@ -57,7 +57,7 @@ def joined(shards: Sequence[Shard], pairs: dict[str, Pair], own: Callable[[Shard
     if all(value is None for value, _ in got):
         return None, False
     if shards[0].whole.sparse:
-        parts = [shard.back(value) for shard, (value, _) in zip(shards, got, strict=True) if value is not None]
+        parts = [shard.to_whole(value) for shard, (value, _) in zip(shards, got, strict=True) if value is not None]
         rows = tf.concat([tf.cast(part.rows, tf.int32) for part in parts], 0)
         return SparseRows(tf.concat([part.values for part in parts], 0), rows), found
     some = next(value for value, _ in got if value is not None)

@@ -1,4 +1,4 @@
-"""Another strategy in the middle of training, in TensorFlow."""
+"""Change of the strategy in the middle of training, in TensorFlow."""
 
 from typing import Any
 
@@ -7,16 +7,18 @@ import tensorflow as tf
 from grace.errors import ConfigError, ExchangeError
 from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
-from grace.session.switching import switched
+from grace.session.switching import switch_plan
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.tensorflow.representation import inside, medium_of
 
 
 def switch(session: Any, plan: ExchangePlan) -> None:
-    """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise.
+    """Continue with another plan. Every rank must call it between two steps. See :func:`switch_plan`, which may raise.
 
-    Where the one computes with tensors, and the other with arrays, what memories hold becomes the other."""
+    The values in memories are converted where the former runner computes with tensors and the new one with arrays, or
+    the other way round.
+    """
     variables = {variable.name: variable for variable in session.runner.variables}
 
     def like(name: str) -> Any:
@@ -26,12 +28,12 @@ def switch(session: Any, plan: ExchangePlan) -> None:
         return inside(medium_of(made), value)
 
     with session.medium.computing():
-        made = switched(session.runner, plan, like, session.check, session.check_plan, convert)
-        session.take(made, plan)
+        made = switch_plan(session.runner, plan, like, session.check, session.check_plan, convert)
+        session.use_runner(made, plan)
 
 
 def use_strategy(session: Any, strategy: Any, resources: Any = None) -> None:
-    """See :meth:`grace.tensorflow.optimizer.DistributedMixin.use_strategy`."""
+    """Implement :meth:`grace.tensorflow.optimizer.DistributedMixin.use_strategy`."""
     if not tf.executing_eagerly():
         raise ConfigError("use_strategy is called between two steps: call it outside of tf.function")
     session.check_open()
@@ -49,10 +51,10 @@ def use_strategy(session: Any, strategy: Any, resources: Any = None) -> None:
 
 
 def check_current(session: Any, runner: StepRunner) -> None:
-    """Refuse a graph that was traced for another runner than the one that the session goes on by.
+    """Refuse a graph that was traced for another runner than the one that the session uses now.
 
     Raises:
-        ExchangeError: it was.
+        ExchangeError: the graph was traced for a former runner.
     """
     if runner is not session.runner:
         raise ExchangeError(

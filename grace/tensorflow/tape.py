@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from grace.backends.horovod import compressor_for
 from grace.backends.runtime import current
+from grace.core.arguments import accept_grace_argument
 from grace.core.backend import Backend
-from grace.core.given import as_in_grace
 from grace.errors import ConfigError, ExchangeError
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
@@ -18,7 +18,7 @@ from grace.tensorflow.variables import value_of
 
 
 class GradientExchange(Session):
-    """What the tapes of a loop share: the exchange, and what it remembers from step to step.
+    """Exchange that the tapes of a loop share, with its state from step to step.
 
     Make it once, before the loop. ``tf.train.Checkpoint(model=model, exchange=exchange.grace_state)`` saves and
     restores what this rank remembers.
@@ -26,8 +26,8 @@ class GradientExchange(Session):
     Args:
         compressor, memory, communicator, strategy, resources: as for :func:`~grace.tensorflow.DistributedOptimizer`.
         backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, compress_after, seed:
-            likewise.
-        bucket_bytes, group_bytes: likewise.
+            as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        bucket_bytes, group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
 
     >>> import grace
     >>> engine = grace.init("local")
@@ -75,10 +75,10 @@ class GradientExchange(Session):
         )
         self.grace_state = Remembered(self)
 
-    def or_none(self, i: int, mean: Mean) -> Any:
-        """In a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when the
-        exchange began, and then none may have one later."""
-        if not self.nowhere[i]:
+    def mean_or_none(self, i: int, mean: Mean) -> Any:
+        """Return, in a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when
+        the exchange began. The graph then raises ExchangeError if a rank has one later."""
+        if not self.missing_everywhere[i]:
             return mean.value
 
         def check(found: tf.Tensor) -> None:
@@ -104,21 +104,22 @@ def _check(communicator: Any) -> None:
 
 
 class _Distributed(tf.GradientTape):
-    """A tape whose ``gradient`` is the mean over ranks."""
+    """GradientTape whose ``gradient`` is the mean over ranks."""
 
     @tf.autograph.experimental.do_not_convert
     def gradient(self, target, sources, *args, **kwargs):
-        """The mean over ranks of the gradients; None for a source that no path reaches on any rank. In a graph that is
-        known of the first step alone: a rank that has a gradient later for such a source is refused then."""
+        """Return the means over ranks of the gradients; None for a source that no path reaches on any rank. A graph
+        knows that from the first step alone: a rank that has a gradient for such a source later is refused."""
         gradients = super().gradient(target, sources, *args, **kwargs)
         flat, variables = tf.nest.flatten(gradients), tf.nest.flatten(sources)
         for source in variables:
             if not isinstance(value_of(source) if hasattr(source, "value") else source, tf.Variable):
                 raise ConfigError(f"gradients are exchanged for variables; a source is {type(source).__name__}")
         session = self._grace_session(variables)
-        means, known = session(flat, variables), tf.executing_eagerly()
+        means = session(flat, variables)
+        known = tf.executing_eagerly()
         values = [
-            mean.value if known or g is not None else session.or_none(i, mean)
+            mean.value if known or g is not None else session.mean_or_none(i, mean)
             for i, (g, mean) in enumerate(zip(flat, means, strict=True))
         ]
         return tf.nest.pack_sequence_as(gradients, values)
@@ -127,16 +128,16 @@ class _Distributed(tf.GradientTape):
         exchange, options = self._grace
         if exchange is not None:
             return exchange
-        # loops make a tape for every step: what the exchange remembers lies with the first of its variables
+        # Loops make a tape for every step, so the exchange (and its state) is an attribute of the first variable.
         owner = value_of(variables[0])
-        kept = owner.__dict__.setdefault("_grace_exchanges", {})
+        exchanges = owner.__dict__.setdefault("_grace_exchanges", {})
         key = (repr(sorted(options.items(), key=lambda item: item[0])), tuple(id(value_of(v)) for v in variables))
-        if key not in kept:
-            kept[key] = GradientExchange(**options)
-        return kept[key]
+        if key not in exchanges:
+            exchanges[key] = GradientExchange(**options)
+        return exchanges[key]
 
 
-@as_in_grace
+@accept_grace_argument
 def DistributedGradientTape(
     tape: tf.GradientTape, compressor: Any = None, *, exchange: GradientExchange | None = None, **options: Any
 ) -> Any:
@@ -171,6 +172,6 @@ def DistributedGradientTape(
     if exchange is not None and (compressor is not None or options):
         raise ConfigError("the exchange holds its compressor and options; do not pass them as well")
     tape.__class__ = type(type(tape).__name__, (_Distributed, type(tape)), {})
-    made: Any = tape
-    made._grace = exchange, {"compressor": compressor, **options}
+    distributed: Any = tape
+    distributed._grace = exchange, {"compressor": compressor, **options}
     return tape

@@ -1,4 +1,4 @@
-"""The learning rate's first epochs, where many ranks make a large one."""
+"""Warm-up of the learning rate over the first epochs, where many ranks make a large one."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -8,31 +8,31 @@ import keras
 
 from grace.core.backend import Backend
 from grace.errors import ConfigError, RankError
-from grace.session.agreement import first_difference, tell
+from grace.session.agreement import first_difference, gather_or_raise
 from grace.tensorflow.callbacks import OnRanks
 
 
 class LearningRateWarmupCallback(OnRanks):
-    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr``, batch by batch, over the first epochs.
+    """Callback that raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
 
-    In batch s (from 0) of epoch e, with n batches an epoch, it is
+    In batch s (from 0) of epoch e, with n batches an epoch, the learning rate is
 
         initial_lr / size * (1 + (size - 1) * (e + (s + 1) / n) / warmup_epochs)
 
-    (Goyal et al. 2017, arXiv 1706.02677; the numbers of Horovod's callback of this name.) Then it is left alone.
-    ``fit(initial_epoch=...)`` and ``BackupAndRestore`` go on in the middle.
+    (Goyal et al. 2017, arXiv 1706.02677; the numbers of Horovod's callback of this name.) Afterwards it is not changed.
+    ``fit(initial_epoch=...)`` and ``BackupAndRestore`` continue in the middle.
 
     Args:
-        initial_lr: where it ends: what one rank would take, times the number of ranks.
-        warmup_epochs: over how many epochs; it may be a fraction.
-        momentum_correction: where SGD's and RMSprop's velocities have the learning rate in them, scale them as it
+        initial_lr: the learning rate after the warm-up: that of one rank, times the number of ranks.
+        warmup_epochs: number of epochs of the warm-up; it may be a fraction.
+        momentum_correction: True to scale the velocities of SGD and RMSprop, which contain the learning rate, as it
             changes.
         steps_per_epoch: batches an epoch; as Keras counts them, if left out.
-        verbose: 1 to print where it ends, on rank 0.
+        verbose: 1 to print the end of the warm-up, on rank 0.
         backend: the engine; that of ``grace.init()`` if left out.
 
     Raises:
-        ConfigError: a number that cannot be.
+        ConfigError: a number is out of range.
 
     >>> LearningRateWarmupCallback(0.1 * 8).rate(done=0, ranks=8, steps=100)
     0.1014
@@ -55,20 +55,31 @@ class LearningRateWarmupCallback(OnRanks):
                 raise ConfigError(f"LearningRateWarmupCallback takes a positive number as {name}, not {value!r}")
         if steps_per_epoch is not None and (not isinstance(steps_per_epoch, int) or steps_per_epoch < 1):
             raise ConfigError(f"steps_per_epoch is a number of batches, not {steps_per_epoch!r}")
-        self.initial_lr, self.warmup_epochs = float(initial_lr), float(warmup_epochs)
-        self.momentum_correction, self.steps_per_epoch, self.verbose = momentum_correction, steps_per_epoch, verbose
-        self.steps, self.epoch, self.warming = 1, 0, False
+        self.initial_lr = float(initial_lr)
+        self.warmup_epochs = float(warmup_epochs)
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.verbose = verbose
+        self.steps = 1
+        self.epoch = 0
+        self.warming = False
 
     def rate(self, done: int, ranks: int, steps: int) -> float:
-        """The learning rate of a batch before which there were ``done``, of ``steps`` an epoch."""
+        """Return the learning rate of a batch.
+
+        Args:
+            done: number of batches before it, since training began.
+            ranks: number of ranks.
+            steps: number of batches an epoch.
+        """
         progress = min(1.0, (done + 1) / (self.warmup_epochs * steps))
         return self.initial_lr * (1 + (ranks - 1) * progress) / ranks
 
     def set_model(self, model: Any) -> None:
-        """Keras hands over the model.
+        """Check the model that Keras hands over.
 
         Raises:
-            ConfigError: its optimizer's learning rate is a schedule, which decides it itself.
+            ConfigError: the optimizer's learning rate is a schedule, which sets it at every step.
         """
         super().set_model(model)
         rate = getattr(self._optimizer, "_learning_rate", None)
@@ -85,24 +96,25 @@ class LearningRateWarmupCallback(OnRanks):
         """Compare the ranks' numbers, since all must have the same learning rate in a step.
 
         Raises:
-            ConfigError: nobody knows how many batches an epoch has.
+            ConfigError: the number of batches an epoch is not known.
             RankError: the ranks have different ones.
         """
-        steps, error = self.steps_per_epoch or self.params.get("steps"), None
+        steps = self.steps_per_epoch or self.params.get("steps")
+        error = None
         if not steps:
             error = ConfigError(
                 "LearningRateWarmupCallback must know how many batches an epoch has, which Keras does not before the "
                 "first has ended: pass steps_per_epoch=... to it"
             )
         own = [(name, f"{getattr(self, name)}") for name in ("initial_lr", "warmup_epochs", "momentum_correction")]
-        everyone = tell(self.ranks, "a warm-up", [*own, ("steps_per_epoch", f"{steps}")], error)
+        everyone = gather_or_raise(self.ranks, "a warm-up", [*own, ("steps_per_epoch", f"{steps}")], error)
         if any(other != everyone[0] for other in everyone):
             facts: list[Any] = [[(f"{name} =", value) for name, value in other] for other in everyone]
             raise RankError(first_difference(facts, DIFFERENT))
         self.steps = steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note which it is."""
+        """Note the number of the epoch."""
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -113,7 +125,7 @@ class LearningRateWarmupCallback(OnRanks):
             self._set(self.rate(done, self.ranks.size, self.steps))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log the learning rate; at the end say which it is."""
+        """Log the learning rate, and print it at the end of the warm-up."""
         if self.warming and epoch + 1 >= self.warmup_epochs:
             self.warming = False
             self._set(self.initial_lr)  # with steps_per_execution not every batch begins here
@@ -138,7 +150,7 @@ class LearningRateWarmupCallback(OnRanks):
 
 
 def _velocities(optimizer: Any) -> Sequence[Any]:
-    """Momenta that have the learning rate in them: v <- momentum * v - lr * g. Others are sums of gradients."""
+    """Return momenta that contain the learning rate: v <- momentum * v - lr * g. Others are sums of gradients."""
     if isinstance(optimizer, keras.optimizers.SGD):
         return getattr(optimizer, "momentums", ())
     return getattr(optimizer, "_momentums", ()) if isinstance(optimizer, keras.optimizers.RMSprop) else ()

@@ -14,8 +14,8 @@ from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
-from grace.torch.capturing import capture
 from grace.torch.collectives import allgather, allreduce, broadcast
+from grace.torch.cuda_graphs import capture
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.fsdp import FSDPState, register_fsdp_hook
 from grace.torch.memories import Memories
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``grace.torch.elastic`` needs no import of its own, but Horovod; ``Pipeline`` imports much of torch."""
+    """Return a lazily imported name: ``elastic`` needs Horovod, and ``Pipeline`` imports much of torch."""
     if name == "Pipeline":
         return importlib.import_module("grace.torch.pipeline.engine").Pipeline
     if name == "elastic":

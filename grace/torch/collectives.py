@@ -1,4 +1,5 @@
-"""Horovod's operations on torch tensors, over every engine: uncompressed, and compared before they begin."""
+"""Horovod's operations on torch tensors, over every engine: uncompressed, and compared among ranks before they
+begin."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from grace.errors import ConfigError
 from grace.session.settings import reduction
 
 SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
-"""Dtypes that every engine sums; others are widened."""
+"""Dtypes that every engine sums; all others are converted to wider ones."""
 
 
 def allreduce(
@@ -28,10 +29,10 @@ def allreduce(
     Args:
         tensor: a dense tensor of any shape, of floats or whole numbers; the same shape and dtype on every rank. It is
             not changed.
-        average: Horovod's older spelling of ``op``.
+        average: Horovod's former name of ``op``.
         name: for messages; the same on every rank.
-        op: ``grace.Average``, which is what is left out, or ``grace.Sum`` (or Horovod's constants).
-        prescale_factor, postscale_factor: what the tensor, and the result, are multiplied with.
+        op: ``grace.Average``, the default, or ``grace.Sum`` (or Horovod's constants).
+        prescale_factor, postscale_factor: factors of the tensor, and of the result.
 
     Returns:
         A new tensor of that shape, dtype and device, the same bits on every rank. 16-bit floats are summed in float32.
@@ -76,6 +77,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     backend = engine_for("torch")
     with compared(backend, "allgather", lambda: _described(tensor, name, rows=True), True):
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        # ranks may have different numbers of rows, and an all-gather needs them in advance
         counts: list[int] = backend.allgather_object(rows.shape[0])
         gathered: torch.Tensor = _AllGather.apply(rows, counts, backend)
     return gathered
@@ -105,6 +107,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     backend = engine_for("torch")
 
     def describe() -> str:
+        """Return the description that the ranks compare."""
         return f"{_described(tensor, name)} from rank {chosen_root(0, root_rank, backend.size)}"
 
     with compared(backend, "broadcast", describe, True):
@@ -113,11 +116,12 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 
 class _AllReduce(torch.autograd.Function):
-    """The mean or the sum; its gradient is reduced likewise, as Horovod's."""
+    """The mean or the sum over ranks. Its gradient is reduced by the same operation, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
-        ctx.op, ctx.backend = op, backend
+        ctx.op = op
+        ctx.backend = backend
         return _reduced(tensor, op, backend)
 
     @staticmethod
@@ -126,25 +130,29 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """The rows of all ranks; the gradient of a rank's rows is the mean over ranks, as Horovod's."""
+    """The rows of all ranks. The gradient of a rank's rows is the mean over ranks, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, counts: Sequence[int], backend: Backend) -> torch.Tensor:
-        ctx.counts, ctx.backend = counts, backend
+        ctx.counts = counts
+        ctx.backend = backend
         return _gathered(rows, counts, backend)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        rank, counts = ctx.backend.rank, ctx.counts
-        return _gradient(gradient, "average", ctx.backend).narrow(0, sum(counts[:rank]), counts[rank]), None, None
+        rank = ctx.backend.rank
+        counts = ctx.counts
+        mean = _gradient(gradient, "average", ctx.backend)
+        return mean.narrow(0, sum(counts[:rank]), counts[rank]), None, None
 
 
 class _Broadcast(torch.autograd.Function):
-    """The root's tensor; the root's gradient is the mean over ranks, as Horovod's, and the others' is zero."""
+    """The root's tensor. The root's gradient is the mean over ranks, as in Horovod; all other gradients are zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root: int, backend: Backend) -> torch.Tensor:
-        ctx.root, ctx.backend = root, backend
+        ctx.root = root
+        ctx.backend = backend
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         if sent.numel():
             backend.broadcast(_raw(sent), root).wait()
@@ -157,50 +165,54 @@ class _Broadcast(torch.autograd.Function):
 
 
 def _reduced(tensor: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
-    whole = not tensor.dtype.is_floating_point
-    dtype = tensor.dtype if tensor.dtype in SUMMED else torch.int64 if whole else torch.float32
+    """Return the sum or the mean of all ranks' tensors."""
+    is_integer = not tensor.dtype.is_floating_point
+    wide_dtype = torch.int64 if is_integer else torch.float32
+    dtype = tensor.dtype if tensor.dtype in SUMMED else wide_dtype
     total = tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
     if total.numel():
         total = backend.allreduce(total.view(-1)).wait().view(tensor.shape)
     if op == "average" and backend.size > 1:
-        total = total.floor_divide_(backend.size) if whole else total.div_(backend.size)
+        total = total.floor_divide_(backend.size) if is_integer else total.div_(backend.size)
     return total.to(tensor.dtype)
 
 
 def _gradient(gradient: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
-    """Reduce a gradient in backward, where all ranks must come."""
+    """Reduce a gradient in backward. All ranks must call it."""
     with compared(backend, "gradient of a collective", lambda: f"{_described(gradient, None)} ({op})", True):
         return _reduced(gradient, op, backend)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return a tensor times a factor, in the tensor's dtype."""
     return tensor if factor == 1 else (tensor * factor).to(tensor.dtype)
 
 
 def _gathered(rows: torch.Tensor, counts: Sequence[int], backend: Backend) -> torch.Tensor:
-    found = rows.new_empty((sum(counts), *rows.shape[1:]))
-    width = found[:1].nbytes if sum(counts) else 0
+    """Return the rows of all ranks, in the order of ranks."""
+    gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
+    width = gathered[:1].nbytes if sum(counts) else 0
     if width:
-        mine = rows.new_empty((max(counts), *rows.shape[1:]))
-        mine[: rows.shape[0]] = rows.detach()
-        parts = backend.allgather(_raw(mine)).wait()
-        torch.cat([part[: count * width] for part, count in zip(parts, counts, strict=True)], out=_raw(found))
-    return found
+        padded = rows.new_empty((max(counts), *rows.shape[1:]))  # an all-gather takes as many bytes of every rank
+        padded[: rows.shape[0]] = rows.detach()
+        parts = backend.allgather(_raw(padded)).wait()
+        torch.cat([part[: count * width] for part, count in zip(parts, counts, strict=True)], out=_raw(gathered))
+    return gathered
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's bytes: engines do not know every dtype."""
+    """Return the bytes of a contiguous tensor, since engines do not support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _described(tensor: Any, name: str | None, rows: bool = False) -> str:
-    """Return what must be the same on all ranks, for people.
+    """Return a description of a tensor that must be the same on all ranks.
 
     Args:
-        rows: all but the first dimension.
+        rows: True to leave out the first dimension, in which ranks may differ.
 
     Raises:
-        ConfigError: it is no tensor that can be sent.
+        ConfigError: it is not a tensor that can be sent.
     """
     if not isinstance(tensor, torch.Tensor):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
@@ -212,6 +224,7 @@ def _described(tensor: Any, name: str | None, rows: bool = False) -> str:
 
 
 def _described_sum(tensor: Any, average: Any, name: str | None, op: Any) -> str:
+    """Return a description of a tensor and a reduction that must be the same on all ranks."""
     described = _described(tensor, name)
     if tensor.dtype is torch.bool or tensor.dtype.is_complex:
         raise ConfigError(

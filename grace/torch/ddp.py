@@ -1,8 +1,9 @@
-"""The same exchange as a DistributedDataParallel communication hook."""
+"""Compressed exchange as a communication hook of DistributedDataParallel."""
 
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
-from grace.core.waiting import Wait, waits
+from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.header import resolve
@@ -20,32 +21,45 @@ from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
-from grace.session.momentum import owners
+from grace.session.momentum import momentum_owners
 from grace.session.plan import UniformPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard, cut
+from grace.session.sharding import Shard, cut_into_buckets
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
-from grace.torch.ddp_buckets import check_no_join, gradients_of, limits_of, to_send, trainable
-from grace.torch.fsdp_layout import before_steps
-from grace.torch.one_by_one import OneByOne
-from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters, variables
-from grace.torch.state_dict import check_not_saved_directly, on_devices, packed_up, unpacked
+from grace.torch.ddp_buckets import (
+    bucket_gradients,
+    bucket_limits,
+    check_no_join,
+    gradient_to_send,
+    trainable_parameters,
+)
+from grace.torch.fsdp_layout import subscribe_to_steps
+from grace.torch.parameters import (
+    check_momentum,
+    check_not_delayed,
+    check_optimizer,
+    hyperparameters,
+    make_variables,
+    scaler_enabled,
+)
+from grace.torch.python_reducer import PythonReducerMixin
+from grace.torch.state_dict import check_not_saved_directly, move_to_devices, pack_state, unpack_state
 from grace.torch.step_hooks import around_steps
 from grace.torch.uses import GradientUses
-from grace.torch.wrappers import bare, check_unwrapped, check_whole
+from grace.torch.wrappers import check_not_sharded, check_unwrapped, unwrap_compiled
 
 
 class EarlyState:
-    """A stand-in for a hook's state, registered by a framework before ``register_ddp_hook`` is called for the model."""
+    """Stand-in for a hook's state, which a framework registers before ``register_ddp_hook`` is called for the model."""
 
     state: Any = None
 
 
-def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none
-    """Exchange a bucket of DistributedDataParallel's: its communication hook, for a state or a stand-in.
+def grace_hook(state, bucket):  # DDP checks the annotations, which must be real types or absent
+    """Exchange a bucket of DistributedDataParallel. This is its communication hook, for a state or a stand-in.
 
     Raises:
         ConfigError: the stand-in was never given a state.
@@ -57,29 +71,31 @@ def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wa
                 "Lightning, give the Trainer callbacks=[callback] as well as the hook)"
             )
         state = state.state
-    return None if isinstance(bucket, tuple) else state.exchange(bucket)  # one by one: the parameters' own hooks do it
+    if isinstance(bucket, tuple):  # from the Python reducer, whose gradients the parameters' hooks exchange
+        return None
+    return state.exchange(bucket)
 
 
-def given_to_early(model: Any, state: Any) -> bool:
+def fill_early_states(model: Any, state: Any) -> bool:
     """Give the state to the stand-ins that the model was registered with; return True if there are any."""
-    early = [given for _, given in model._comm_hooks if isinstance(given, EarlyState)]
-    for given in early:
-        given.state = state
-    return bool(early)
+    stand_ins = [hook_state for _, hook_state in model._comm_hooks if isinstance(hook_state, EarlyState)]
+    for stand_in in stand_ins:
+        stand_in.state = state
+    return bool(stand_ins)
 
 
-class DDPState(OneByOne):
-    """What the hook keeps between steps, keyed by the parameters' names, and its traffic.
+class DDPState(PythonReducerMixin):
+    """The state of the hook between steps, keyed by the parameters' names, and its traffic.
 
-    DDP hands over buckets, and rebuilds them after the first step; the compressed and the dense variables of each are
-    exchanged in as many collectives as ``limits_of`` says, so that what is encoded travels while the rest is encoded,
-    started in an order that is the same on all ranks. Dependent reductions (PowerSGD's) are awaited inside the hook but
-    for the last.
+    DDP passes buckets to the hook, and rebuilds them after the first step. The compressed and the dense variables of a
+    bucket are exchanged in as many collectives as ``bucket_limits`` allows, so that encoded parts travel while the rest
+    is encoded. All ranks start the collectives in the same order. Reductions that depend on each other (PowerSGD's) are
+    awaited inside the hook, except for the last one.
     """
 
     registered_by = "register_ddp_hook"
     shared = True
-    """True where gradients lie in the memory that means are written to."""
+    """True if gradients share the memory that means are written to."""
 
     def __init__(
         self,
@@ -89,87 +105,101 @@ class DDPState(OneByOne):
         grad_scaler: Any,
         bucket_bytes: int | None,
     ):
-        self.runner, self.optimizer, self.grad_scaler = runner, optimizer, grad_scaler
-        self.limits = limits_of(runner, bucket_bytes)
-        runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
+        self.runner = runner
+        self.optimizer = optimizer
+        self.grad_scaler = grad_scaler
+        self.limits = bucket_limits(runner, bucket_bytes)
+        runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
         self.trips: list[RoundTrip] = []
-        """The round trips of this step, whose headers tell where the ranks are."""
+        """Round trips of this step; their headers hold the ranks' step stamps."""
         self.changes = -1
+        """Sum of the parameters' version counters at the last step; -1 before the first."""
         self.outcomes: list[Outcome] = []
-        self.momenta = owners(runner.communicators)
-        self.open, self.closed = False, False
+        self.momenta = momentum_owners(runner.communicators)
+        self.open = False
+        """True if gradients were exchanged whose changes to state are not committed yet."""
+        self.closed = False
         self.watched: list[Any] = []
-        """Hooks of the parameters that tell when gradients arrive; none where they come one by one."""
+        """Handles of the parameters' hooks that record arriving gradients; empty with the Python reducer."""
         self.uses = GradientUses(parameters, optimizer, self.registered_by)
         self.seen: set[str] = set()
-        """Of those that come one by one, or by modules: which came in this step."""
-        self.unhook = before_steps(self, parameters.values())
+        """Names of the gradients, or modules, that came in this step, where there are no buckets of DDP's."""
+        self.unhook = subscribe_to_steps(self, parameters.values())
         me = weakref.proxy(self)
-        self.exchange = torch.compiler.disable(lambda bucket: me.exchange_bucket(bucket))  # it may be called in one
+        # A compiled graph may call the hook, which cannot be traced; the state must not refer to itself.
+        self.exchange = torch.compiler.disable(lambda bucket: me.exchange_bucket(bucket))
         self.hooks = [] if optimizer is None else around_steps(optimizer, None, self._after_step)
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
-        runner.hyperparameters = lambda: in_words(type(optimizer).__name__, self.hyperparameters)
+        runner.hyperparameters = self._describe_hyperparameters
+
+    def _describe_hyperparameters(self) -> Any:
+        """Return the hyperparameters of the last step, as facts for the ranks to compare."""
+        return in_words(type(self.optimizer).__name__, self.hyperparameters)
 
     @property
     def traffic(self) -> Traffic:
-        """What was exchanged so far, counted; read it between steps."""
+        """The traffic counted so far. Read it between steps."""
         if not self.begun:
             self.close_step()
         return self.runner.traffic
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
+        """Return numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No
+        collective.
 
-        DDP waits for what Grace has begun, and not Grace: ``seconds_wait`` is NaN.
+        DDP waits for the collectives that Grace has begun, and not Grace: ``seconds_wait`` is NaN.
         """
         return metrics(self.runner, self.traffic, waits=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers.
+        """Return the state that this rank's memories and compressors hold.
 
         Raises:
             ExchangeError: an optimizer may still use the gradients that were exchanged.
         """
-        self._settle()
+        self._close_settled_step()
         check_not_saved_directly(self.runner, "the hook's state")
-        checkpoint.say_whose(self.runner, "state.state_dict()", "state.full_state_dict()")
+        checkpoint.warn_own_state(self.runner, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.runner)
 
     def full_state_dict(self, packed: bool = False) -> Any:
-        """What all ranks remember; every rank must call it. If ``packed``, as one value, bytes, which
-        ``torch.distributed.checkpoint`` loads whole."""
-        saved = checkpoint.gather(self.runner, self._settle)
-        return packed_up(saved) if packed else saved
+        """Return the state of all ranks' memories and compressors. Every rank must call it. If ``packed``, the result
+        is one value, bytes, which ``torch.distributed.checkpoint`` loads whole."""
+        saved = checkpoint.gather(self.runner, self._close_settled_step)
+        return pack_state(saved) if packed else saved
 
     def load_state_dict(self, state: Any, memory: str = "strict") -> None:
-        """Restore; :mod:`grace.session.checkpoint` has the rules, and says what ``memory`` may be. Every rank must call
-        it."""
+        """Restore a saved state; :mod:`grace.session.checkpoint` documents the rules and the values of ``memory``.
+        Every rank must call it."""
         parameters = {name: p for p, name in self.names.items()}
 
         def read() -> Any:
-            self._settle()
-            return unpacked(state)
+            """Return the state to load, unpacked."""
+            self._close_settled_step()
+            return unpack_state(state)
 
-        checkpoint.load(self.runner, read, memory, lambda saved: on_devices(saved, parameters))
+        checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, parameters))
 
-    def _settle(self) -> None:
+    def _close_settled_step(self) -> None:
+        """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
         checkpoint.check_settled(self)
         self.close_step()
 
     def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients that came: of those that come one by one the next one begins
-        another step."""
-        self.uses.step_begins(optimizer)
-        self.seen.clear()
+        """Record that an optimizer is about to use the gradients. Called before its ``step()``. With the Python
+        reducer, the next gradient then begins another step."""
+        self.uses.begin_step(optimizer)
+        self.seen.clear()  # the next gradient of the Python reducer is the first of its step
 
     def after_step(self, optimizer: Any) -> None:
-        """An optimizer has used the gradients."""
-        self.uses.step_ends(optimizer)
+        """Record that an optimizer has used the gradients. Called after its ``step()``."""
+        self.uses.end_step(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool) -> None:
-        if inner:
+        """Update the counters and the digest of hyperparameters that the next exchange compares."""
+        if inner:  # a step() that calls super().step() is one step
             return
         context = self.runner.context
         context.updates += 1
@@ -177,7 +207,8 @@ class DDPState(OneByOne):
         context.settings = digest(self.hyperparameters)
 
     def _count_updates(self) -> None:
-        """Without the optimizer: whether the parameters changed since the last step, by torch's own counts."""
+        """Count an update if parameters changed since the last step, by torch's version counters. Needed where the
+        optimizer is not known."""
         changes = sum(p._version for p in self.names)
         if self.optimizer is None and self.changes not in (-1, changes):
             self.runner.context.updates += 1
@@ -185,100 +216,109 @@ class DDPState(OneByOne):
 
     @property
     def begun(self) -> bool:
-        """Whether a step is under way that may still be dropped: an optimizer has not used its gradients yet."""
+        """True if a step is in progress that may still be dropped: no optimizer has used its gradients yet."""
         if self.runner.begun or not self.open or not self.runner.stateful:
             return self.runner.begun
         return self.uses.undecided and not self._overflowed()
 
     def _overflowed(self) -> bool:
-        """Whether a gradient of the step under way did, on any rank."""
+        """Return True if a gradient of the step in progress overflowed on any rank."""
         resolve(self.trips)
         return any([outcome.overflow for outcome in self.outcomes])
 
     def close(self) -> None:
-        """End the exchange: compressors and memories given by you may serve another one. Every rank must call it.
+        """End the exchange. Compressors and memories given by you may serve another one afterwards. Every rank must
+        call it.
 
-        DDP cannot take a hook off: from now on the model raises in backward. Delete it, and wrap ``model.module`` anew.
+        DDP cannot remove a hook: from now on the model raises in backward. Delete it, and wrap ``model.module`` anew.
         """
         self.close_step()
         self.closed = True
         self.unhook()
-        for hook in [*self.watched, *self.hooks]:
+        for hook in [*self.watched, *self.hooks]:  # not DDP's own, which cannot be removed
             hook.remove()
         self.runner.close()
 
     def close_step(self) -> None:
-        """Commit the last step, whose futures DDP has awaited at the end of backward. What was exchanged of gradients
-        that were thrown away changes nothing.
+        """Commit the last step, whose futures DDP has awaited at the end of backward. Changes by gradients that were
+        discarded are rolled back.
 
         Raises:
             StepError: the ranks' optimizers had different hyperparameters.
         """
-        if self.open:
-            self.open, outcomes, trips = False, self.outcomes, self.trips
-            self.outcomes, self.trips = [], []
-            try:
-                self.runner.check_step_stamps(trips, self.runner.channel)
-            except StepError:
-                self.runner.abandon()
-                self.uses.end(overflowed=True)
-                raise
-            thrown = self.uses.end(any([outcome.overflow for outcome in outcomes]))
-            for outcome in outcomes if thrown else ():
-                if self.runner.shards[outcome.variable.name].whole.name in thrown:
-                    outcome.value = None
-            self.runner.end_step(outcomes)
+        if not self.open:
+            return
+        outcomes = self.outcomes
+        trips = self.trips
+        self.open = False
+        self.outcomes = []
+        self.trips = []
+        try:
+            self.runner.check_step_stamps(trips, self.runner.channel)
+        except StepError:
+            self.runner.abandon()
+            self.uses.end_exchange(overflowed=True)
+            raise
+        discarded = self.uses.end_exchange(any([outcome.overflow for outcome in outcomes]))
+        for outcome in outcomes if discarded else ():
+            if self.runner.shards[outcome.variable.name].whole.name in discarded:
+                outcome.value = None  # end_step() then rolls back what the gradient changed
+        self.runner.commit_or_roll_back(outcomes)
 
-    def _without_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> set[str]:
-        """The names of those for which this rank has no gradient: DDP gives zeros for them, or what is left in
-        ``p.grad`` of an earlier step."""
+    def _missing_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> set[str]:
+        """Return the names of parameters for which this rank has no gradient. DDP passes zeros for them, or the tensor
+        that an earlier step left in ``p.grad``."""
         model = self.model()
-        skips = model.find_unused_parameters or model.static_graph  # else a backward pass reaches all of them
+        skips = model.find_unused_parameters or model.static_graph  # otherwise a backward pass reaches all parameters
         arrived = self.uses.arrived
         names = ((self.names[p], p) for p in parameters) if self.watched else ()
         return {name for name, p in names if p.grad is None or (skips and name not in arrived)}
 
-    def _drop(self) -> None:
-        """Nothing of this step is kept."""
+    def _discard_step(self) -> None:
+        """Discard all results of this step."""
         self.runner.abandon()
-        self.uses.end(overflowed=True)
-        self.outcomes, self.trips, self.open = [], [], False
+        self.uses.end_exchange(overflowed=True)
+        self.outcomes = []
+        self.trips = []
+        self.open = False
 
     def lr(self, name: str) -> float:
-        """The learning rate of a parameter, for memories that follow it."""
+        """Return the learning rate of a parameter, for memories that follow it."""
         for group in self.optimizer.param_groups:
             if any(self.names.get(p) == name for p in group["params"]):
                 return float(group["lr"])
         raise ConfigError(f"the optimizer does not hold the parameter {name!r}")
 
     def buckets(self, names: tuple[str, ...], first: bool) -> list[Bucket]:
-        """The buckets of one of DDP's: compressed variables, and dense ones by dtype. One of the first one's tells the
-        ranks' places."""
-        if (first, names) not in self.plans:
+        """Return Grace's buckets for one of DDP's: compressed variables, and dense ones by dtype. A bucket of DDP's
+        first one carries the ranks' step stamps."""
+        if (first, names) not in self.plans:  # DDP rebuilds its buckets after the first step
             kinds: dict[Any, list[Shard]] = {}
             for name in names:
                 for shard in self.runner.shards_of[name]:
                     kinds.setdefault((id(shard.communicator), shard.variable.dtype), []).append(shard)
             buckets: list[Bucket] = []
             for shards in kinds.values():
-                for part in cut(shards, self.limits[id(shards[0].communicator)], first=False):
-                    own = [shard.variable for shard in part]
-                    buckets.append(Bucket(len(buckets), part[0].communicator, own, carries=first and not buckets))
+                # the order of buckets is the same on all ranks, so that their collectives pair
+                for part in cut_into_buckets(shards, self.limits[id(shards[0].communicator)], first=False):
+                    variables = [shard.variable for shard in part]
+                    buckets.append(Bucket(len(buckets), part[0].communicator, variables, carries=first and not buckets))
             self.plans[first, names] = buckets
         return [bucket.at_step(self.runner.context.step) for bucket in self.plans[first, names]]
 
     @torch.no_grad()
     def exchange_bucket(self, grad_bucket: Any) -> torch.futures.Future:
-        """The hook proper."""
+        """Start the exchange of a bucket of DDP's; return the future of its buffer. This is the work of the
+        communication hook."""
         if self.closed:
             raise ExchangeError(
                 "the state of this DistributedDataParallel model's hook was closed, and DDP cannot take a hook off: "
                 "delete the model and make a new DistributedDataParallel(model.module)"
             )
-        if grad_bucket.index() == 0:
+        if grad_bucket.index() == 0:  # DDP's first bucket begins a step, and its futures of the last step are done
             check_no_join(self.model())
             self.close_step()
-            check_momentum(self.momenta, self.optimizer, later=True)
+            check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
             self._count_updates()
             self.open = True
             if self.runner.follows_scaler():
@@ -286,57 +326,80 @@ class DDPState(OneByOne):
         if recorder.run is not None:
             recorder.run.gradient()
         names = tuple(self.names[p] for p in grad_bucket.parameters())
-        views = dict(zip(names, gradients_of(grad_bucket), strict=True))
-        missing = self._without_gradients(grad_bucket.parameters())
-        self.uses.exchanged(names)
+        views = dict(zip(names, bucket_gradients(grad_bucket), strict=True))
+        missing = self._missing_gradients(grad_bucket.parameters())
+        self.uses.record_exchange(names)
         if grad_bucket.is_last():
             self.uses.arrived.clear()
-        guard, traffic, future_buffer = self.runner.stateful, self.runner.traffic, grad_bucket.buffer()
+        guard = self.runner.stateful
+        traffic = self.runner.traffic
+        future_buffer = grad_bucket.buffer()
         trips: list[RoundTrip] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
-            gradients = [to_send(views[v.name], v.name in missing) for v in bucket.variables]
+            gradients = [gradient_to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
             trips.append(start_round_trip(Contribution(bucket, gradients, present, guard, traffic)))
-        waits[id(self), grad_bucket.index()] = Wait(trips[0].place)
+        wait_key = id(self), grad_bucket.index()
+        # Messages say where this rank waits until the futures are done.
+        waits[wait_key] = Wait(trips[0].describe_wait)
         for trip in trips:
+            # Reading headers would wait for the device: they are read when the step is closed.
             trip.deferred = trip.next_step = True
-            while trip.advance():
+            while trip.advance():  # legs that need the result of an earlier one wait for it here
                 pass
         self.trips += trips
-
-        def finish(done: Any) -> torch.Tensor:
-            try:
-                done.value()  # raises if a collective failed: nothing that arrived may be decoded
-            except Exception as error:
-                raise trips[0].failure(error) from error
-            finally:  # after the failure has said where the ranks are, this one too
-                waits.pop((id(self), grad_bucket.index()), None)
-            try:
-                for trip in trips:
-                    self._write(trip, views)
-                    if trip.header.out_of_step:
-                        raise StepError(trip.header.out_of_step)
-            except (PayloadError, StepError):
-                self._drop()
-                raise
-            return future_buffer
-
+        complete = partial(self._complete_bucket, trips, views, future_buffer, wait_key)
         for trip in trips:
-            if trip.blocks:  # a communicator of the user's own, or a single process
+            if trip.blocks:  # a communicator of the user's own, or a single process: there is no future to wait for
                 trip.wait()
         works = [work for trip in trips if not trip.blocks for work in trip.handle.works]
         if not works:
-            waited: torch.futures.Future = torch.futures.Future()
-            waited.set_result(None)
-            return waited.then(finish)
-        return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
+            done: torch.futures.Future = torch.futures.Future()
+            done.set_result(None)
+            return done.then(complete)
+        return torch.futures.collect_all([work.get_future() for work in works]).then(complete)
+
+    def _complete_bucket(
+        self,
+        trips: list[RoundTrip],
+        views: dict[str, torch.Tensor],
+        future_buffer: torch.Tensor,
+        wait_key: tuple[int, int],
+        done: Any,
+    ) -> torch.Tensor:
+        """Write the means into a bucket of DDP's when its collectives are done, and return the bucket's buffer.
+
+        Args:
+            done: the future of the collectives.
+
+        Raises:
+            ExchangeError: a collective failed, or a payload cannot be decoded.
+            StepError: the ranks are at different steps.
+        """
+        try:
+            done.value()  # raises if a collective failed: then nothing that arrived may be decoded
+        except Exception as error:
+            raise trips[0].failure(error) from error
+        finally:  # failure() reads from `waits` where each rank is, this one too
+            waits.pop(wait_key, None)
+        try:
+            for trip in trips:
+                self._write(trip, views)
+                if trip.header.out_of_step:
+                    raise StepError(trip.header.out_of_step)
+        except (PayloadError, StepError):
+            self._discard_step()
+            raise
+        return future_buffer
 
     @torch.no_grad()
     def _write(self, trip: RoundTrip, views: dict[str, torch.Tensor]) -> None:
+        """Finish a round trip, and write its means into the views of the bucket."""
         traits = trip.traits
         outs = []
         for variable in trip.bucket.variables:
             view = views[variable.name]
+            # aggregates are float32, or exact in the gradient's dtype; all others are copied below
             usable = view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
             outs.append(view if usable else None)
         trip.arrived()
@@ -346,7 +409,7 @@ class DDPState(OneByOne):
             if outcome.value is not None and outcome.value is not view:
                 view.copy_(outcome.value)
             name = self.runner.shards[outcome.variable.name].whole.name
-            self.uses.brought(name, outcome.value, self.shared and self.runner.stateful)
+            self.uses.record_mean(name, outcome.value, self.shared and self.runner.stateful)
         self.outcomes += outcomes
 
 
@@ -362,37 +425,37 @@ def register_ddp_hook(
     seed: int = 0,
     bucket_bytes: int | None = None,
 ) -> DDPState:
-    """Compress what a DistributedDataParallel model exchanges.
+    """Compress the gradient exchange of a DistributedDataParallel model.
 
     Args:
         model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward; compiled or not.
-        compressor, memory, communicator: as for :func:`grace.DistributedOptimizer`.
-        optimizer: whose ``step()`` uses the gradients; what memories keep of those that are cleared instead is taken
-            back. Needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or compressor
-            (signum) applies momentum, which the optimizer's must not double.
+        compressor, memory, communicator: the same as for :func:`grace.DistributedOptimizer`.
+        optimizer: the optimizer whose ``step()`` uses the gradients. If gradients are cleared instead, their
+            residuals are rolled back. Needed by memories that follow the learning rate (efsignsgd), and where a
+            memory (dgc) or compressor (signum) applies momentum, which the optimizer's must not double.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         compress_after: steps that are exchanged uncompressed first, as with PowerSGDState's ``start_powerSGD_iter``;
             memories begin with the compression.
-        seed: of the random numbers of stochastic methods; the same on all ranks.
-        bucket_bytes: bytes on the wire that a collective carries; if left out, what
-            :class:`~grace.session.bucketing.Limits` finds best for the model, or one of DDP's buckets if that is less.
+        seed: seed of the random numbers of stochastic methods; the same on all ranks.
+        bucket_bytes: bytes on the wire that a collective carries; if left out, the best number that
+            :class:`~grace.session.bucketing.Limits` finds for the model, or one of DDP's buckets if that is less.
 
     Returns:
         The hook's state, with ``state_dict()``, ``full_state_dict()``, ``load_state_dict()``, ``traffic``.
 
     Raises:
-        ConfigError: what was given cannot work.
-        RankError: the ranks gave different things, or another rank's cannot work.
+        ConfigError: the arguments cannot work.
+        RankError: the ranks' arguments differ, or another rank's cannot work.
 
     Example::
 
         model = torch.nn.parallel.DistributedDataParallel(model)
         state = grace.torch.register_ddp_hook(model, compressor="topk(ratio=0.01)")
     """
-    model = bare(model)
+    model = unwrap_compiled(model)
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         if isinstance(model, torch.nn.Module):
-            check_whole(dict(model.named_parameters()))
+            check_not_sharded(dict(model.named_parameters()))
             check_unwrapped(dict(model.named_parameters()))
         raise ConfigError(
             f"register_ddp_hook needs a DistributedDataParallel model, not {type(model).__name__}: wrap it first, "
@@ -401,19 +464,22 @@ def register_ddp_hook(
     context = Context(seed=seed)
 
     def list_variables():
+        """Check the arguments and list the variables to exchange."""
         if bucket_bytes is not None:
             check_integer("bucket_bytes", bucket_bytes)
         check_integer("compress_after", compress_after, low=0)
-        return variables(trainable(model))
+        return make_variables(trainable_parameters(model))
 
     check_group(TorchBackend())
     backend = TorchBackend(model.process_group)
 
     def check(communicator):
+        """Refuse a communicator that does not go with the optimizer or the hook."""
         check_optimizer(communicator, optimizer)
-        check_prompt(communicator, "DDP's hook cannot: use grace.DistributedOptimizer")
+        check_not_delayed(communicator, "DDP's hook cannot: use grace.DistributedOptimizer")
 
     def choose():
+        """Return the plan; refuse a strategy from the environment."""
         if os.environ.get(STRATEGY):
             raise ConfigError(
                 f"{STRATEGY} names a strategy ({os.environ[STRATEGY]}), which DDP's hook cannot execute: use "
@@ -431,13 +497,14 @@ def register_ddp_hook(
     ]
     runner = build_step_runner(list_variables, choose, backend, context, facts, check, compress_after=compress_after)
     recorder.note(waits="DistributedDataParallel")
-    state = DDPState(trainable(model), runner, optimizer, grad_scaler, bucket_bytes)
+    state = DDPState(trainable_parameters(model), runner, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr
-    state.model = weakref.ref(model)  # whose reducer holds the state, where Python cannot collect it
+    state.model = weakref.ref(model)  # DDP's C++ reducer refers to the state, a cycle that Python could not collect
     if getattr(model, "_use_python_reducer", False):
-        state.take_one_by_one()
+        state.use_python_reducer()
     else:
-        state.watched, state.shared = state.uses.watch_arrivals(), model.gradient_as_bucket_view
-    if not given_to_early(model, state):
+        state.watched = state.uses.register_arrival_hooks()
+        state.shared = model.gradient_as_bucket_view
+    if not fill_early_states(model, state):
         model.register_comm_hook(state, grace_hook)
     return state

@@ -1,23 +1,23 @@
-"""What DistributedDataParallel hands over: which parameters, and buckets of their gradients."""
+"""The parameters and buckets of gradients that DistributedDataParallel passes to a communication hook."""
 
 from typing import Any
 
 import torch
 
-from grace.core.variable import unwrapped
+from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
 from grace.session.step_runner import StepRunner
 
 
-def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a DDP model that need gradients, by name."""
+def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a DDP model that need gradients, by name."""
     names, parameters = zip(*model.module.named_parameters(), strict=True)
-    return {name: p for name, p in zip(unwrapped(names), parameters, strict=True) if p.requires_grad}
+    return {name: p for name, p in zip(unwrap_names(names), parameters, strict=True) if p.requires_grad}
 
 
 def check_no_join(model: Any) -> None:
-    """Refuse DDP's ``join()``, on all ranks, where the first of them hands over a bucket.
+    """Refuse DDP's ``join()``. All ranks that still have batches come here with their first bucket.
 
     Raises:
         ConfigError: ranks that have no batches left would take part with zeros, of which memories know nothing.
@@ -32,36 +32,40 @@ def check_no_join(model: Any) -> None:
         )
 
 
-def gradients_of(bucket: Any) -> list[torch.Tensor]:
-    """Views of a bucket's gradients in their parameters' shapes.
+def bucket_gradients(bucket: Any) -> list[torch.Tensor]:
+    """Return views of a bucket's gradients in their parameters' shapes.
 
-    DDP lays out a gradient as its parameter lies in memory (transposed, channels_last), and gives it out in the
-    parameter's shape as if it lay in the order of that.
+    DDP lays out a gradient in the memory order of its parameter (transposed, channels_last), but returns it in the
+    parameter's shape as if it were contiguous.
     """
     gradients = list(bucket.gradients())
     if not isinstance(bucket, torch.distributed.GradBucket):
         return gradients
     for i, p in enumerate(bucket.parameters()):
-        if not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride():  # else it has gaps
+        if (
+            not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()
+        ):  # otherwise the memory has gaps
             gradients[i] = gradients[i].as_strided(p.shape, p.stride())
     return gradients
 
 
-def to_send(gradient: torch.Tensor, missing: bool) -> torch.Tensor:
-    """A gradient in the order of its shape. Of one that is missing an overflow of an earlier step may be left, which
-    was told then."""
+def gradient_to_send(gradient: torch.Tensor, missing: bool) -> torch.Tensor:
+    """Return a gradient in the order of its shape. A missing gradient may still hold an overflow of an earlier step,
+    which was reported then, so non-finite numbers of it become 0."""
     return torch.nan_to_num(gradient, 0.0, 0.0, 0.0) if missing else gradient.contiguous()
 
 
-def limits_of(runner: StepRunner, bucket_bytes: int | None) -> dict[int, Limits | None]:
-    """How much of one of DDP's buckets travels in one collective, by the communicator's id: of what is compressed as
-    much as in a bucket of a DistributedOptimizer's, and all of what is not."""
-    found: dict[int, Limits | None] = {}
+def bucket_limits(runner: StepRunner, bucket_bytes: int | None) -> dict[int, Limits | None]:
+    """Return the limits of the parts that one of DDP's buckets is cut into, by the communicator's id.
+
+    Compressed gradients are cut as in a DistributedOptimizer's buckets; uncompressed ones stay in one collective.
+    """
+    limits: dict[int, Limits | None] = {}
     for communicator in runner.communicators:
         shards = [shard for shard in runner.shards.values() if shard.communicator is communicator]
         sent = sum(shard.wire_bytes for shard in shards)
         compressed = sent < sum(shard.variable.nbytes for shard in shards)
-        wire = Limits(bucket_bytes).wire(sent, compressed)
+        wire = Limits(bucket_bytes).wire_bytes(sent, compressed)
         cuts = compressed or bucket_bytes is not None
-        found[id(communicator)] = Limits(bucket_bytes=max(1, round(wire))) if cuts else None
-    return found
+        limits[id(communicator)] = Limits(bucket_bytes=max(1, round(wire))) if cuts else None
+    return limits

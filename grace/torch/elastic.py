@@ -1,10 +1,10 @@
-"""Horovod elastic: training that goes on when ranks come and go.
+"""Horovod elastic: training continues when ranks come and go.
 
-What becomes of what Grace remembers when the number of ranks changes:
+Rules for Grace's state when the number of ranks changes:
 
-- residuals and other memories of a rank stay with it as long as it lives; those of a rank that ended are lost,
+- residuals and other memories of a rank stay with it as long as it lives. Memories of a rank that ended are lost,
   and a new rank starts with none. A warning says so.
-- what all ranks share (PowerSGD's factors, the step counter, the loss scale) a new rank gets from rank 0.
+- a new rank gets the shared state (PowerSGD's factors, the step counter, the loss scale) from rank 0.
 - ScatterReduce's memory of the second compression belongs to shards, which change: it starts anew.
 """
 
@@ -16,14 +16,15 @@ import horovod.torch as hvd
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from grace.backends.runtime import current
-from grace.session import saved_form
+from grace.session import state_schema
+from grace.torch.horovod_patches import unnamed_counts
 from grace.torch.parameters import broadcast_optimizer_state
-from grace.torch.routes import unnamed
 from grace.torch.state_dict import StateMixin, load_state, rank_state
 
 
 class OptimizerState(StateHandler):
-    """Commits, restores and synchronizes one distributed optimizer, memories and counters included."""
+    """Horovod's handler that commits, restores and synchronizes one distributed optimizer, with its memories and
+    counters."""
 
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
@@ -31,34 +32,39 @@ class OptimizerState(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """Commit."""
+        """Commit the current state."""
         self.saved = copy.deepcopy(rank_state(self.value))
 
     def restore(self) -> None:
-        """Back to the last commit."""
+        """Restore the last commit."""
         session = self.value._grace
-        session.abandon()
-        saved, context = self.saved["grace"], session.context
-        moved = (saved["rank"], saved["size"]) != (context.rank, context.size)  # the memories are this rank's own
-        saved = saved_form.seal({**saved, "rank": context.rank, "size": context.size})
+        session.abandon()  # exchanges in progress belong to the step that failed
+        saved = self.saved["grace"]
+        context = session.context
+        # The commit is of this process, so its memories fit, whatever number its rank has now.
+        moved = (saved["rank"], saved["size"]) != (context.rank, context.size)
+        saved = state_schema.seal({**saved, "rank": context.rank, "size": context.size})
         load_state(self.value, {**self.saved, "grace": saved}, "keep" if moved else "strict", alone=True)
 
     def rejoin(self) -> None:
-        """The ranks are others now. Said here: Horovod does not synchronize when ranks have only gone."""
-        former, context = self.size, self.value._grace.context
+        """Adapt to other ranks, and warn of lost memories. The warning is given here because Horovod does not
+        synchronize when ranks have only left."""
+        former = self.size
+        context = self.value._grace.context
         self.value._grace.rejoin()
-        self._say(former, context.size)
+        self._warn_lost_memories(former, context.size)
         self.size = context.size
 
     def sync(self) -> None:
-        """Bring every rank to rank 0's state, by the rules above."""
+        """Give every rank the state of rank 0, by the rules above."""
         session = self.value._grace
         session.runner.agree()
         broadcast_optimizer_state(self.value, 0, session.runner.backend)
-        session.runner.share(0)
+        session.runner.broadcast_state(0)
         self.save()
 
-    def _say(self, former: int, now: int) -> None:
+    def _warn_lost_memories(self, former: int, now: int) -> None:
+        """Warn, on rank 0, if the number of ranks changed and memories depend on it."""
         session = self.value._grace
         kept = {c.memory.spec for c in session.runner.communicators if c.memory.stateful}
         if former != now and session.context.rank == 0 and kept:
@@ -70,7 +76,7 @@ class OptimizerState(StateHandler):
             )
 
 
-# Horovod looks here for how to keep a value in step
+# Horovod chooses the first handler whose type fits, so Grace's must precede the one for torch's optimizers
 set_handler_registry([(StateMixin, OptimizerState), *get_handler_registry()])
 
 TorchState = hvd.elastic.TorchState
@@ -88,12 +94,12 @@ and when the ranks change the rules at the top of this module hold::
 
 
 def on_reset(self: Any) -> None:
-    """The ranks are others now."""
+    """Rejoin all distributed optimizers after the ranks changed. Replaces ``TorchState.on_reset``."""
     own = [handler for handler in self._handlers.values() if isinstance(handler, OptimizerState)]
     if own:
         backend: Any = current()
         backend.rejoin()
-    unnamed.clear()  # a new rank counts from 0
+    unnamed_counts.clear()  # a new rank counts from 0, so all others must
     for handler in own:
         handler.rejoin()
     super(TorchState, self).on_reset()

@@ -1,4 +1,4 @@
-"""FSDP2: compressed exchange over the replicate axis, of what was reduced within each shard group."""
+"""FSDP2: compressed exchange, over the replicate axis, of gradients that were reduced within each shard group."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,22 +24,24 @@ from grace.strategy.choices import Choices
 from grace.torch.ddp import DDPState
 from grace.torch.fsdp_layout import (
     ModuleLayout,
-    below,
-    groups_of,
-    know_each_other,
-    layouts_of,
-    whole_mesh,
+    connect_all_ranks,
+    find_layouts,
+    fsdp_param_groups,
+    model_mesh,
+    reduce_scatter_states,
 )
-from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters
-from grace.torch.state_dict import on_devices, unpacked
+from grace.torch.parameters import check_momentum, check_not_delayed, check_optimizer, hyperparameters
+from grace.torch.state_dict import move_to_devices, unpack_state
 
 
 class FSDPState(DDPState):
-    """What the hook keeps between steps, keyed by the parameters' full names; of each the part that this rank has.
+    """The state of the hook between steps, keyed by the parameters' full names; of each parameter the part that this
+    rank has.
 
-    FSDP2 reduces a module's gradients into one flat buffer, and hands it over; parameters are views of it. A step ends
-    where an optimizer makes one, or where a module comes a second time (a step that a scaler left out). Then the ranks
-    of a shard group tell each other whether one of theirs overflowed, so that all keep what they remember, or none.
+    FSDP2 reduces a module's gradients into one flat buffer, and passes it to the hook; parameters are views of it. A
+    step ends when an optimizer steps, or when a module comes a second time (a GradScaler left the step out). Then the
+    ranks of a shard group compare whether a gradient of theirs overflowed, so that all of them keep their state, or
+    none.
     """
 
     registered_by = "register_fsdp_hook"
@@ -60,32 +62,35 @@ class FSDPState(DDPState):
         }
         super().__init__(params, runner, optimizer, grad_scaler, None)
         self.limits = {id(communicator): None for communicator in runner.communicators}
-        self.layouts, self.mesh = layouts, mesh
+        self.layouts = layouts
+        self.mesh = mesh
         self.shard_groups = [TorchBackend(group).duplicate() for group in mesh.get_all_groups()]
-        self.spoilt: bool | None = None
+        self.any_overflow: bool | None = None
+        """True if a rank of the shard group overflowed in this step; None until the ranks have compared."""
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank exchanged over the replicate axis so far, counted; read it after the optimizer's step."""
+        """The traffic of this rank over the replicate axis so far. Read it after the optimizer's step."""
         return self.runner.traffic
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of this rank's exchange with its replicas, for a logger, since the last call; see
+        """Return numbers of this rank's exchange with its replicas, for a logger, since the last call; see
         :mod:`grace.session.metrics`. No collective."""
         return metrics(self.runner, self.traffic)
 
     @property
     def begun(self) -> bool:
-        """Whether the gradients of a step were exchanged, and no optimizer has used them yet."""
+        """True if the gradients of a step were exchanged, and no optimizer has used them yet."""
         waiting = self.open and self.runner.stateful and self.uses.unused
         return self.runner.begun or (waiting and not self._overflowed())
 
     def _count_updates(self) -> None:
-        """The optimizer's steps are seen."""
+        """Do nothing: the optimizer's steps are seen by hooks."""
 
     def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients; others may hold the other parameters."""
-        self.uses.step_begins(optimizer)
+        """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so
+        the step is closed when no gradient is unused."""
+        self.uses.begin_step(optimizer)
         if not self.uses.waiting:
             self.close_step()
         if self.optimizer is None:
@@ -93,43 +98,48 @@ class FSDPState(DDPState):
 
     @property
     def dropped(self) -> bool:
-        """Whether the step under way overflowed somewhere, so that nobody keeps what it changed."""
-        return self.open and self._guards() and self._overflowed()
+        """True if the step in progress overflowed on some rank, so that no rank keeps its changes."""
+        return self.open and self._has_state() and self._overflowed()
 
-    def _guards(self) -> bool:
-        """Whether anything is remembered, here or by reduce-scatters."""
-        return self.runner.stateful or any([state.communicator.stateful for state in below(self.layouts)])
+    def _has_state(self) -> bool:
+        """Return True if the exchange or a compressed reduce-scatter keeps state between steps."""
+        return self.runner.stateful or any(
+            [state.communicator.stateful for state in reduce_scatter_states(self.layouts)]
+        )
 
     def close_step(self) -> None:
-        """Commit what the last step changed, or drop it if a rank of the shard group overflowed. All of them must come
-        here.
+        """Commit the last step, or drop it if a rank of the shard group overflowed. All ranks of the group must call
+        it.
 
         Raises:
             StepError: the replicas are at different steps.
         """
-        if self.dropped:
+        if self.dropped:  # an outcome that overflowed makes the runner roll back the whole step
             self.outcomes.append(Outcome(self.runner.variables[0], None, True))
-            for state in below(self.layouts):
+            for state in reduce_scatter_states(self.layouts):
                 state.overflow = True
         self.seen.clear()
-        self.spoilt = None
+        self.any_overflow = None
         super().close_step()
 
     def _overflowed(self) -> bool:
-        """Whether a gradient of the step under way did, on any rank of the shard group; asked once a step."""
-        if self.spoilt is None:
+        """Return True if a gradient of the step in progress overflowed on a rank of the shard group. One collective a
+        step."""
+        if self.any_overflow is None:
             resolve(self.trips)
+            # a sum over the shard group, and over tensor parallelism's axis if there is one
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
             for group in self.shard_groups:
-                with group.awaiting(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
+                with group.waiting_for_ranks(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
                     flag = group.allreduce(flag).wait()
-            self.spoilt = bool(flag)
-        return self.spoilt
+            self.any_overflow = bool(flag)
+        return self.any_overflow
 
     def state_dict(self) -> dict[str, Any]:
-        """What all replicas remember of the parts that this rank has, as bytes under these parts' own key; every rank
-        must call it. ``torch.distributed.checkpoint`` saves and loads it whole: put this object into what is saved.
+        """Return the state that all replicas hold for the parts that this rank has, as bytes under the key of these
+        parts. Every rank must call it. Put this object into the dict that ``torch.distributed.checkpoint`` saves: it
+        saves and loads the bytes whole.
 
         Raises:
             ExchangeError: gradients were exchanged, and no optimizer has used them yet.
@@ -137,69 +147,73 @@ class FSDPState(DDPState):
         return {self._key: self.full_state_dict(packed=True)}
 
     def load_state_dict(self, state: Any, memory: str = "strict") -> None:
-        """Restore what :meth:`state_dict` gave, on as many shards, and any number of replicas;
-        :mod:`grace.session.checkpoint` has the rules, and says what ``memory`` may be. Every rank must call it.
+        """Restore a result of :meth:`state_dict`, on as many shards, and any number of replicas;
+        :mod:`grace.session.checkpoint` documents the rules and the values of ``memory``. Every rank must call it.
 
         Raises:
-            ConfigError: it is of another number of shards, is damaged, or does not fit.
-            RankError: it was refused on another rank, of replicas and shards, or they load different steps.
+            ConfigError: the state has another number of shards, is damaged, or does not fit.
+            RankError: another rank, replica or shard, refused its state, or they load different steps.
         """
         parameters = {name: p for p, name in self.names.items()}
 
         def read() -> Any:
-            self._settle()
+            """Return this rank's entry of the state to load."""
+            self._close_settled_step()
             if not isinstance(state, dict) or self._key not in state:
-                there = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
+                found = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
                 raise ConfigError(
-                    f"this rank needs what was remembered of {self._key}, and there is {there or 'nothing'}: memories "
+                    f"this rank needs what was remembered of {self._key}, and there is {found or 'nothing'}: memories "
                     "follow their parts of the parameters, and cannot be loaded with another number of shards. Start "
                     "without them"
                 )
-            return unpacked(state[self._key])
+            return unpack_state(state[self._key])
 
-        inside = lambda saved: on_devices(saved, parameters)  # noqa: E731
-        checkpoint.load(self.runner, read, memory, inside, self.shard_groups)
+        convert = lambda saved: move_to_devices(saved, parameters)  # noqa: E731
+        checkpoint.load(self.runner, read, memory, convert, self.shard_groups)
 
     @property
     def _key(self) -> str:
+        """Key of this rank's parts in a saved state."""
         ranks = self.mesh.mesh.flatten().tolist()
         return f"shard_{ranks.index(torch.distributed.get_rank())}_of_{len(ranks)}"
 
     def close(self) -> None:
-        """End the exchange: compressors and memories given by you may serve another one. Every rank must call it.
+        """End the exchange. Compressors and memories given by you may serve another one afterwards. Every rank must
+        call it.
 
         From now on the model's gradients are means of each shard group alone, until another hook is registered.
         """
         super().close()
         for layout in self.layouts:
-            layout.module.set_all_reduce_hook(_nothing)
+            layout.module.set_all_reduce_hook(_do_nothing)
 
     @torch.no_grad()
     def exchange_module(self, layout: ModuleLayout, flat: torch.Tensor) -> None:
-        """The hook proper: the mean over replicas takes the place of what one shard group has."""
-        if layout.name in self.seen:
+        """Replace the reduced gradients of a module by their means over replicas. This is the work of the hook."""
+        if layout.name in self.seen:  # a module's second gradients begin another step
             self.close_step()
         first = not self.seen
         self.seen.add(layout.name)
         if first:
-            check_momentum(self.momenta, self.optimizer, later=True)
+            check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
             self.open = True
             if self.runner.follows_scaler():
                 self.runner.rescale(self.grad_scaler.get_scale())
         if recorder.run is not None:
             recorder.run.gradient()
         pieces = layout.pieces(flat)
-        shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
-        views = {shard.variable.name: shard.of(whole) for shard, whole in shards}
-        guard, traffic = self._guards(), self.runner.traffic
+        shards = [(shard, piece.view(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
+        views = {shard.variable.name: shard.slice_of(whole) for shard, whole in shards}
+        guard = self._has_state()  # an overflow must be found wherever state would keep it
+        traffic = self.runner.traffic
         trips: list[RoundTrip] = []
         for bucket in self.buckets(tuple(piece.name for piece in pieces), first):
             gradients = [views[variable.name] for variable in bucket.variables]
             trip = start_round_trip(Contribution(bucket, gradients, [True] * len(gradients), guard, traffic))
-            trip.deferred = trip.next_step = True
+            trip.deferred = trip.next_step = True  # headers are read when the step is closed, to not wait here
             trips.append(trip)
         try:
-            while any([trip.advance() for trip in trips]):
+            while any([trip.advance() for trip in trips]):  # a list: every trip must advance each time
                 pass
             for trip in trips:
                 trip.wait()
@@ -208,15 +222,15 @@ class FSDPState(DDPState):
                     raise StepError(trip.header.out_of_step)
         except (PayloadError, StepError):
             self.seen.clear()
-            self.spoilt = None
-            self._drop()
+            self.any_overflow = None
+            self._discard_step()
             raise
         self.trips += trips
-        self.uses.exchanged(piece.name for piece in pieces)
+        self.uses.record_exchange(piece.name for piece in pieces)
 
 
-def _nothing(flat: torch.Tensor) -> None:
-    """What a closed hook does."""
+def _do_nothing(flat: torch.Tensor) -> None:
+    """Do nothing: the hook of a module whose state was closed."""
 
 
 def register_fsdp_hook(
@@ -232,31 +246,31 @@ def register_fsdp_hook(
     compress_after: int = 0,
     seed: int = 0,
 ) -> FSDPState:
-    """Compress what the replicas of a sharded model exchange.
+    """Compress the gradient exchange between the replicas of a sharded model.
 
-    ``fully_shard`` reduces gradients within each group of ranks that hold one copy of the model; here the copies
-    average what they have, each parameter's part as a variable of its own, compressed. Tensor parallelism may cut
-    parameters further. A parameter that no rank used in a step gets zeros for its gradient, not None, as by
+    ``fully_shard`` reduces gradients within each group of ranks that hold one copy of the model. This hook averages the
+    reduced gradients over the copies, each parameter's part as a separate variable, compressed. Tensor parallelism may
+    cut parameters further. A parameter that no rank used in a step gets zeros for its gradient, not None, as by
     ``set_reduce_scatter_unused_params(True)``. It needs torch 2.13.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on, with a mesh of one axis.
         mesh: the replicate axis, as ``mesh["replicate"]`` of a mesh of two axes; it may be left out where every rank
             holds a copy of its own (a shard axis of size 1).
-        compressor, memory, communicator, strategy: as for :func:`grace.DistributedOptimizer`.
-        optimizer: needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or
-            compressor (signum) applies momentum, which the optimizer's must not double.
+        compressor, memory, communicator, strategy: the same as for :func:`grace.DistributedOptimizer`.
+        optimizer: the optimizer of the model. Needed by memories that follow the learning rate (efsignsgd), and where
+            a memory (dgc) or compressor (signum) applies momentum, which the optimizer's must not double.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         compress_after: steps that are exchanged uncompressed first.
-        seed: of the random numbers of stochastic methods; the same on all ranks.
+        seed: seed of the random numbers of stochastic methods; the same on all ranks.
 
     Returns:
         The hook's state, with ``state_dict()`` and ``load_state_dict()``, which every rank must call, and ``traffic``;
-        ``torch.distributed.checkpoint`` saves and loads it beside the model.
+        ``torch.distributed.checkpoint`` saves and loads it along with the model.
 
     Raises:
-        ConfigError: what was given cannot work.
-        RankError: the replicas gave different things, or another one's cannot work.
+        ConfigError: the arguments cannot work.
+        RankError: the replicas' arguments differ, or another one's cannot work.
 
     Example::
 
@@ -264,18 +278,20 @@ def register_fsdp_hook(
         fully_shard(model, mesh=mesh["shard"])
         state = grace.torch.register_fsdp_hook(model, mesh["replicate"], compressor="topk(ratio=0.01)")
     """
-    layouts = layouts_of(model, "register_fsdp_hook")
-    whole = whole_mesh(layouts)
+    layouts = find_layouts(model, "register_fsdp_hook")
+    one_copy = model_mesh(layouts)
     check_group(TorchBackend())
-    backend = TorchBackend(_group(mesh, whole))
-    know_each_other(backend.size * whole.size())
+    backend = TorchBackend(_replicate_group(mesh, one_copy))
+    connect_all_ranks(backend.size * one_copy.size())
     context = Context(seed=seed)
 
-    def check(given):
-        check_optimizer(given, optimizer)
-        check_prompt(given, "FSDP's hook cannot")
+    def check(communicator):
+        """Refuse a communicator that does not go with the optimizer or the hook."""
+        check_optimizer(communicator, optimizer)
+        check_not_delayed(communicator, "FSDP's hook cannot")
 
     def choose():
+        """Return the plan; refuse planning during training."""
         choices = Choices(compressor, memory, communicator, strategy)
         if choices.asks_for_auto:
             raise ConfigError(
@@ -292,6 +308,7 @@ def register_fsdp_hook(
     facts.append(("compress_after", str(compress_after)))
 
     def list_variables():
+        """Check the arguments and list the variables to exchange."""
         check_integer("compress_after", compress_after, low=0)
         return [variable for layout in layouts for variable in layout.variables()]
 
@@ -301,23 +318,25 @@ def register_fsdp_hook(
         runner.close()
         what = f"averages {averaged[0]!r} now and then" if averaged else "is hierarchical"
         raise ConfigError(f"the strategy {what}, which FSDP's hook cannot")
-    recorder.note(waits="fully_shard")
-    state = FSDPState(layouts, runner, optimizer, grad_scaler, whole)
+    recorder.note(waits="fully_shard")  # traces: FSDP2 waits for the exchange, and not Grace
+    state = FSDPState(layouts, runner, optimizer, grad_scaler, one_copy)
     context.lr = state.lr
     for layout in layouts:
+        # buffers then have the same size on all replicas, whatever parameters a rank used
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
         layout.module.set_all_reduce_hook(Hook(state, layout))
     return state
 
 
 class Hook:
-    """What FSDP2 calls with the reduced gradients of one module."""
+    """The callable that FSDP2 calls with the reduced gradients of one module."""
 
     def __init__(self, state: FSDPState, layout: ModuleLayout):
-        self.grace_state, self.layout = state, layout
+        self.grace_state = state  # fsdp_layout finds states by the name of this attribute
+        self.layout = layout
 
     def __call__(self, flat: torch.Tensor) -> None:
-        if not any(group.all_reduce_grads for group in groups_of(self.layout.module)):
+        if not any(group.all_reduce_grads for group in fsdp_param_groups(self.layout.module)):
             raise ExchangeError(
                 f"module {self.layout.name!r}: set_requires_all_reduce(False) does not hold Grace's exchange back. To "
                 "accumulate, use set_requires_gradient_sync(False)"
@@ -325,13 +344,18 @@ class Hook:
         self.grace_state.exchange_module(self.layout, flat)
 
 
-def _group(mesh: Any, whole: Any) -> Any:
-    """The process group of the replicate axis, beside the mesh of one copy of the model.
+def _replicate_group(mesh: Any, one_copy: Any) -> Any:
+    """Return the process group of the replicate axis; None if this rank has no replicas.
+
+    Args:
+        mesh: the replicate axis, as the user gave it.
+        one_copy: the mesh of the ranks that hold one copy of the model.
 
     Raises:
-        ConfigError: it is none, or not given.
+        ConfigError: ``mesh`` is not the replicate axis, or is missing.
     """
-    own, world = whole.mesh.flatten().tolist(), torch.distributed.get_world_size()
+    own = one_copy.mesh.flatten().tolist()
+    world = torch.distributed.get_world_size()
     if mesh is None:
         if len(own) == 1 or world == 1:
             return None

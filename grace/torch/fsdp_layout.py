@@ -1,4 +1,4 @@
-"""What lies where in the buffers that FSDP2 reduces, and the moments of a step that it does not tell."""
+"""Layout of the buffers that FSDP2 reduces, and hooks for the moments of a step that FSDP2 does not report."""
 
 import functools
 import itertools
@@ -11,22 +11,22 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from grace.backends.torch_distributed import TorchBackend
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError
 from grace.kernels.torch.primitives import NAMES
 from grace.torch.step_hooks import within_step
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 
 class Piece(NamedTuple):
-    """A parameter in the flat buffer of its module, as one rank of a shard group has it."""
+    """A parameter in the flat buffer of its module: the part that one rank of a shard group has."""
 
     name: str
     start: int
     shape: tuple[int, ...]
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of the buffer: a view."""
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a view of this piece in the buffer, in the piece's shape."""
         return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
 
 
@@ -34,8 +34,9 @@ class ModuleLayout:
     """The parameters of one module that ``fully_shard`` was called on, in the order of its buffers."""
 
     def __init__(self, name: str, module: Any, names: Mapping[Any, str]):
-        self.name, self.module = name, module
-        groups = groups_of(module)
+        self.name = name
+        self.module = module
+        groups = fsdp_param_groups(module)
         self.params = [param for group in groups for param in group.fsdp_params]
         self.names = [names[param.sharded_param] for param in self.params]
         self.mesh: Any = groups[0].mesh_info.mesh if groups else None
@@ -43,76 +44,80 @@ class ModuleLayout:
         self.dtype = policy[0].reduce_dtype or policy[0].param_dtype if policy else None
 
     def pieces(self, flat: torch.Tensor) -> list[Piece]:
-        """Where its trained parameters lie in a buffer that was reduced.
+        """Return the pieces of the module's trained parameters in a reduced buffer.
 
         Raises:
             ExchangeError: the buffer has another size.
         """
-        found, start = [], 0
+        pieces = []
+        start = 0
         for name, param in zip(self.names, self.params, strict=True):
             if param.sharded_param.requires_grad:
-                found.append(Piece(name, start, tuple(param.sharded_size)))
-                start += param.padded_sharded_param_size.numel()
+                pieces.append(Piece(name, start, tuple(param.sharded_size)))
+                start += param.padded_sharded_param_size.numel()  # ranks' shares are padded to the same size
         if start != flat.numel():
             raise ExchangeError(
                 f"module {self.name!r}: {flat.numel()} elements were reduced, and its trained parameters have {start}. "
                 "Parameters must be frozen (requires_grad) before Grace's hook is registered, and "
                 "set_reduce_scatter_unused_params(True) must stay"
             )
-        return found
+        return pieces
 
     def variables(self) -> list[Variable]:
-        """Of the parts of its trained parameters that this rank has."""
-        found = []
+        """Return the variables of the parts of the module's trained parameters that this rank has."""
+        variables = []
         for name, param in zip(self.names, self.params, strict=True):
             p = param.sharded_param
             if p.requires_grad:
                 dtype = NAMES[self.dtype or p.dtype]
-                found.append(Variable(name, tuple(param.sharded_size), dtype, str(p.device)))
-        return found
+                variables.append(Variable(name, tuple(param.sharded_size), dtype, str(p.device)))
+        return variables
 
 
-def groups_of(module: Any) -> list[Any]:
-    """What FSDP2 keeps of a module's own parameters: a group if there are any, several if they have several meshes."""
+def fsdp_param_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of a module's own parameters: none, one, or one for each mesh."""
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
-def below(layouts: Sequence[ModuleLayout]) -> list[Any]:
-    """The states of compressed reduce-scatters of these modules."""
-    return _states([group._reduce_scatter_comm for layout in layouts for group in groups_of(layout.module)])
+def reduce_scatter_states(layouts: Sequence[ModuleLayout]) -> list[Any]:
+    """Return the states of the compressed reduce-scatters of these modules."""
+    return _unique_states(
+        [group._reduce_scatter_comm for layout in layouts for group in fsdp_param_groups(layout.module)]
+    )
 
 
-def above(layouts: Sequence[ModuleLayout]) -> list[Any]:
-    """The states of Grace's exchanges between replicas of these modules."""
-    return _states([group._all_reduce_hook for layout in layouts for group in groups_of(layout.module)])
+def replica_states(layouts: Sequence[ModuleLayout]) -> list[Any]:
+    """Return the states of Grace's exchanges of these modules between replicas."""
+    return _unique_states([group._all_reduce_hook for layout in layouts for group in fsdp_param_groups(layout.module)])
 
 
-def _states(callees: Sequence[Any]) -> list[Any]:
-    """Of those that are Grace's, each once."""
-    found = [getattr(callee, "grace_state", None) for callee in callees]
-    return list({id(state): state for state in found if state is not None}.values())
+def _unique_states(callees: Sequence[Any]) -> list[Any]:
+    """Return the states of those callables that belong to Grace, each state once."""
+    states = [getattr(callee, "grace_state", None) for callee in callees]
+    return list({id(state): state for state in states if state is not None}.values())
 
 
-def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[ModuleLayout]:
-    """Of all modules of a model that ``fully_shard`` was called on and that have parameters of their own.
+def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleLayout]:
+    """Return the layouts of all modules of a model that ``fully_shard`` was called on and that have parameters of their
+    own.
 
     Args:
         model: the model; compiled or not.
-        what: the function that asks, for messages.
-        other_axes: whether parameters may be sharded over tensor parallelism's axis too.
+        what: the calling function, for messages.
+        other_axes: True if parameters may be sharded over tensor parallelism's axis too.
 
     Raises:
-        ConfigError: there is none, or one that cannot be served.
+        ConfigError: there is no such module, or Grace cannot serve one of them.
     """
     from torch.distributed.fsdp import FSDPModule
 
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(f"{what} needs torch 2.13 or newer, and this is {torch.__version__}")
-    model = bare(model)
+    model = unwrap_compiled(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{what} needs a model, not {type(model).__name__}")
     pairs = list(model.named_parameters())
-    named = unwrapped([name for name, _ in pairs])
+    named = unwrap_names([name for name, _ in pairs])
     names = {p: name for name, (_, p) in zip(named, pairs, strict=True)}
     modules = [
         (name or "the model", module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -124,14 +129,17 @@ def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[ModuleLay
             "grace.DistributedOptimizer and grace.torch.register_ddp_hook"
         )
     for name, module in modules:
-        groups = groups_of(module)
+        groups = fsdp_param_groups(module)
         if len(groups) > 1:
             raise ConfigError(
                 f"module {name!r} has parameters with {len(groups)} meshes, which {what} cannot tell apart"
             )
         for param in (param for group in groups for param in group.fsdp_params):
-            _check(names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes)
-    layouts = [layout for name, module in modules if (layout := ModuleLayout(name, module, names)).params]
+            _check_sharding(
+                names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes
+            )
+    layouts = [ModuleLayout(name, module, names) for name, module in modules]
+    layouts = [layout for layout in layouts if layout.params]
     if not layouts:
         raise ConfigError(f"{what}: {type(model).__name__} has no parameters")
     first = layouts[0]
@@ -144,23 +152,25 @@ def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[ModuleLay
     return layouts
 
 
-def whole_mesh(layouts: Sequence[ModuleLayout]) -> Any:
-    """Of the ranks that hold one copy of the model together: ``fully_shard``'s axis, and tensor parallelism's."""
+def model_mesh(layouts: Sequence[ModuleLayout]) -> Any:
+    """Return the mesh of the ranks that hold one copy of the model: ``fully_shard``'s axis, and tensor
+    parallelism's."""
     meshes = [param.sharded_param.device_mesh for layout in layouts for param in layout.params]
     return max(meshes, key=lambda mesh: mesh.ndim)
 
 
-def know_each_other(ranks: int) -> None:
-    """Let ranks hear how others end and where they wait, with whom they exchange nothing themselves; where all ranks of
-    the run are here."""
-    everyone = TorchBackend()
-    if ranks == everyone.size:
-        with everyone.asking("the ranks of a sharded model"):
+def connect_all_ranks(ranks: int) -> None:
+    """Connect the ranks' watches, so that each rank learns how all others end and where they wait, even ranks that it
+    exchanges nothing with. Do nothing unless these ranks are all ranks of the run."""
+    all_ranks = TorchBackend()
+    if ranks == all_ranks.size:
+        # the watches connect when ranks first meet, so a meeting without work is enough
+        with all_ranks.checked_operation("the ranks of a sharded model"):
             pass
 
 
-def _check(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:
-    """Refuse a parameter that was not sharded by one axis of ``fully_shard``'s."""
+def _check_sharding(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:
+    """Refuse a parameter that is not sharded by exactly one axis of ``fully_shard``."""
     if p.is_meta:
         raise ConfigError(f"parameter {name!r} has no values yet (device meta): call model.to_empty(...) first")
     mesh = p.device_mesh
@@ -179,45 +189,47 @@ def _check(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:
         )
 
 
-_KEEPERS: dict[int, tuple[weakref.ref[Any], set[int]]] = {}
-"""Who is told of steps, by a number of their own, and the ids of their parameters."""
+_SUBSCRIBERS: dict[int, tuple[weakref.ref[Any], set[int]]] = {}
+"""Subscribers to steps and the ids of their parameters, by number."""
 _NUMBERS = itertools.count()
 
 
-def before_steps(keeper: Any, parameters: Any) -> Callable[[], Any]:
-    """Call ``keeper.before_step(optimizer)`` before each step of an optimizer that holds one of the parameters, and
-    ``keeper.after_step(optimizer)`` behind it, as long as the keeper lives.
+def subscribe_to_steps(subscriber: Any, parameters: Any) -> Callable[[], Any]:
+    """Call ``subscriber.before_step(optimizer)`` before each step of an optimizer that holds one of the parameters, and
+    ``subscriber.after_step(optimizer)`` after it, as long as the subscriber lives.
 
     Returns:
-        what ends it.
+        a function that ends the subscription.
     """
     number = next(_NUMBERS)
-    if number == 0:  # one hook for all, which stays: torch's own dict must not change while it calls what is in it
+    if number == 0:  # one global hook, never removed: torch's dict of hooks must not change while it is iterated
         register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
         register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
-    _KEEPERS[number] = weakref.ref(keeper), {id(p) for p in parameters}
-    return functools.partial(_KEEPERS.pop, number, None)
+    _SUBSCRIBERS[number] = weakref.ref(subscriber), {id(p) for p in parameters}
+    return functools.partial(_SUBSCRIBERS.pop, number, None)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
-    for keeper in _keepers_of(optimizer):
-        keeper.before_step(optimizer)
+    """Call ``before_step`` of an optimizer's subscribers."""
+    for subscriber in _subscribers_of(optimizer):
+        subscriber.before_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
-    for keeper in _keepers_of(optimizer):
-        keeper.after_step(optimizer)
+    """Call ``after_step`` of an optimizer's subscribers."""
+    for subscriber in _subscribers_of(optimizer):
+        subscriber.after_step(optimizer)
 
 
-def _keepers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return who keeps something of one of an optimizer's parameters; nobody at an inner level of its ``step()``."""
+def _subscribers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the subscribers to parameters of an optimizer; none at an inner level of its ``step()``."""
     if within_step({id(optimizer)}):
         return []
-    found = []
-    for number, (keeper, held) in list(_KEEPERS.items()):
-        alive = keeper()
+    subscribers = []
+    for number, (subscriber, held) in list(_SUBSCRIBERS.items()):
+        alive = subscriber()
         if alive is None:
-            _KEEPERS.pop(number, None)
+            _SUBSCRIBERS.pop(number, None)
         elif any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
-            found.append(alive)
-    return found
+            subscribers.append(alive)
+    return subscribers

@@ -1,4 +1,5 @@
-"""A parameter's gradient as an exchange takes it: a dense tensor, or rows; and whether it still is what was taken."""
+"""A parameter's gradient as an exchange reads it (a dense tensor, or rows), and checks that it was not changed
+since."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,11 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.torch.wrappers import check_unwrapped
 
 
-def dense_of(name: str, p: torch.nn.Parameter, sparse_as_dense: bool) -> torch.Tensor:
-    """A contiguous gradient; zeros where there is none.
+def dense_gradient(name: str, p: torch.nn.Parameter, sparse_as_dense: bool) -> torch.Tensor:
+    """Return a parameter's gradient as a contiguous dense tensor; zeros if there is none.
 
     Raises:
-        ConfigError: it is sparse, and may not be made dense.
+        ConfigError: the gradient is sparse, and may not be made dense.
     """
     if p.grad is None:
         return torch.zeros_like(p)
@@ -26,14 +27,14 @@ def dense_of(name: str, p: torch.nn.Parameter, sparse_as_dense: bool) -> torch.T
                 "or make the layer dense (Embedding(sparse=False))"
             )
         p.grad = p.grad.to_dense()
-    return p.grad.detach().contiguous()  # it has a graph after backward(create_graph=True)
+    return p.grad.detach().contiguous()  # after backward(create_graph=True) it has a graph
 
 
-def rows_of(name: str, p: torch.nn.Parameter) -> SparseRows:
-    """A gradient's rows: those of a sparse one, all of a dense one, none where there is no gradient.
+def gradient_rows(name: str, p: torch.nn.Parameter) -> SparseRows:
+    """Return a gradient's rows: those of a sparse one, all rows of a dense one, no rows if there is no gradient.
 
     Raises:
-        ConfigError: it is sparse in another way than by rows.
+        ConfigError: the gradient is sparse in another way than by rows.
     """
     gradient = None if p.grad is None else p.grad.detach()
     if gradient is None:
@@ -45,15 +46,15 @@ def rows_of(name: str, p: torch.nn.Parameter) -> SparseRows:
     return SparseRows(gradient._values(), gradient._indices()[0])
 
 
-def check_as_made(frozen: Mapping[str, torch.Tensor], narrow: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters that exchanges cannot follow any more as they were changed.
+def check_unchanged_parameters(frozen: Mapping[str, torch.Tensor], narrow: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters that were changed in a way that exchanges cannot follow.
 
     Args:
-        frozen: those that required no gradients, by name.
-        narrow: those that were not of float64.
+        frozen: the parameters that required no gradients, by name.
+        narrow: the parameters whose dtype was not float64, by name.
 
     Raises:
-        ConfigError: one requires gradients now, or is of float64.
+        ConfigError: a frozen parameter requires gradients now, or a narrow one is float64 now.
     """
     for name, p in frozen.items():
         if p.requires_grad:
@@ -72,21 +73,23 @@ def check_as_made(frozen: Mapping[str, torch.Tensor], narrow: Mapping[str, torch
             )
 
 
-def check_untouched(session: Any) -> None:
-    """Compare gradients whose exchange has begun with what they were.
+def check_unchanged_gradients(session: Any) -> None:
+    """Compare gradients whose exchange has begun with their identity and version at that time.
 
     Raises:
-        ExchangeError: one was changed since.
+        ExchangeError: a gradient was changed after its exchange began.
     """
-    states = getattr(session.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
+    states = getattr(session.grad_scaler, "_per_optimizer_states", {})  # unscale_() does not increase _version
     unscaled = getattr(states.get(id(session.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
-    in_graph = getattr(session, "in_graph", ())  # a compiled graph puts its own tensors into p.grad
+    in_graph = getattr(session, "in_graph", ())  # a compiled graph replaces the tensors in p.grad
     for index, (held, versions) in session.versions.items():
-        for (_, name, p, _), own, version in zip(session.loads[index], held, versions, strict=True):
-            same = name in in_graph or (own is not None and own._version == version and p.grad is own)
-            if own is None or (same and not unscaled):
+        for (_, name, p, _), gradient, version in zip(session.bucket_contents[index], held, versions, strict=True):
+            if gradient is None:
                 continue
-            check_unwrapped(session.parameters)  # since the optimizer was made distributed
+            unchanged = name in in_graph or (gradient._version == version and p.grad is gradient)
+            if unchanged and not unscaled:
+                continue
+            check_unwrapped(session.parameters)  # DDP may have wrapped the model since; that error says more
             raise ExchangeError(
                 f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
                 "another backward pass). Call optimizer.synchronize() after backward and before you change "

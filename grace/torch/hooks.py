@@ -1,10 +1,10 @@
-"""The hook of every gradient: it offers a gradient to its session when the backward pass has made it.
+"""The post-accumulate-grad hook of every parameter: it marks the gradient as ready in the session.
 
-Compiled autograd traces the hooks of parameters too. What a hook does at each step it cannot trace: so that is an
-operation of Grace's, which a graph calls where the gradient is there and which breaks no graph, and exchanges overlap
-the rest of the graph as they do without one. The operation is said to change the gradient, as an exchange does, so
-that no graph leaves it out. A program that changes gradients after such a backward and before ``synchronize()`` is
-not told so: the graph's end changes them too.
+Compiled autograd traces the hooks of parameters too, and it cannot trace the work of this hook. The hook is therefore a
+custom operation: a compiled graph calls it where the gradient is ready, the operation breaks no graph, and exchanges
+overlap the rest of the graph as they do without one. The operation is declared to mutate the gradient, as an exchange
+does, so that no graph leaves it out. Limitation: a program that changes gradients between such a backward pass and
+``synchronize()`` gets no error, because the end of the graph writes ``p.grad`` too.
 """
 
 import itertools
@@ -18,42 +18,45 @@ _sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def enlist(session: Any) -> int:
-    """Return a number by which graphs know a session, which they must not keep alive."""
+def register_session(session: Any) -> int:
+    """Return a number by which compiled graphs refer to a session, since graphs must not keep it alive."""
     number = next(_numbers)
     _sessions[number] = session
     return number
 
 
 def gradient_hook(number: int, name: str) -> Callable[[torch.nn.Parameter], None]:
-    """Return the hook of a parameter that offers its gradient to a session as long as there is one."""
-    session = weakref.ref(_sessions[number])  # Python does not collect what a parameter's hook holds
+    """Return the hook of a parameter that marks its gradient as ready in a session, as long as the session lives."""
+    session = weakref.ref(_sessions[number])  # a parameter's hook is never collected, nor is anything that it refers to
 
-    def take(parameter: torch.nn.Parameter) -> None:
-        if (alive := session()) is not None:
-            alive.offer(name, parameter.grad)
+    def offer_gradient(parameter: torch.nn.Parameter) -> None:
+        """Mark the parameter's gradient as ready if the session is still alive."""
+        alive = session()
+        if alive is not None:
+            alive.mark_ready(name, parameter.grad)
 
-    unseen = torch.compiler.disable(take)
+    untraced = torch.compiler.disable(offer_gradient)
 
     def traceable(parameter: torch.nn.Parameter) -> None:
+        """Run the hook in a form that fits the mode torch runs in: eager, compiling, or compiled autograd."""
         if not torch.compiler.is_dynamo_compiling():
-            take(parameter)
+            offer_gradient(parameter)
         elif not torch._dynamo.compiled_autograd.in_compiled_autograd_region:
-            unseen(parameter)  # called within a compiled function, whose backward is not
+            untraced(parameter)  # backward() is called inside a compiled function, but is not compiled itself
         elif parameter.grad is not None:
-            offer(parameter.grad, number, name)
+            mark_ready(parameter.grad, number, name)
 
     return traceable
 
 
-@torch.library.custom_op("grace::offer", mutates_args=("gradient",))
-def offer(gradient: torch.Tensor, session: int, name: str) -> None:
-    """Offer a parameter's gradient to a session, from a graph."""
+@torch.library.custom_op("grace::mark_ready", mutates_args=("gradient",))
+def mark_ready(gradient: torch.Tensor, session: int, name: str) -> None:
+    """Mark a parameter's gradient as ready in a session. This is the operation that compiled graphs contain."""
     alive = _sessions.get(session)
-    if alive is not None:
-        alive.offer_in_graph(name, gradient)
+    if alive is not None:  # the session may have been deleted since the graph was compiled
+        alive.mark_ready_in_graph(name, gradient)
 
 
-@offer.register_fake
-def _nothing(gradient: torch.Tensor, session: int, name: str) -> None:
-    """Do nothing to tensors without numbers."""
+@mark_ready.register_fake
+def _mark_ready_fake(gradient: torch.Tensor, session: int, name: str) -> None:
+    """Do nothing: under FakeTensor, tensors have no values."""

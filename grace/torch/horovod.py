@@ -1,4 +1,4 @@
-"""The distributed optimizer under Horovod: Horovod's own, with Grace's exchange in it."""
+"""The distributed optimizer under Horovod: Horovod's own one, with Grace's exchange in it."""
 
 import contextlib
 import weakref
@@ -18,10 +18,10 @@ from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
-from grace.torch.life import Closable, begin
+from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
+from grace.torch.lifecycle import Closable, attach
 from grace.torch.outside import OutsideMixin
-from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters, sparse_layers_of
-from grace.torch.routes import Asked, Initialized
+from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters, sparse_names
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 
@@ -29,60 +29,69 @@ from grace.torch.state_dict import StateMixin
 class HorovodSession(Session):
     """A session whose exchanges start when Horovod's optimizer has all gradients of a bucket."""
 
-    by_itself = True  # as scripts for Horovod do it: then rank 0's state and settings are broadcast
+    ranks_load_alone = True  # scripts for Horovod then broadcast rank 0's state and settings
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._name_buckets()
         self.name_of = {p: name for name, p in self.parameters.items()}
-        own, me = self.runner.hyperparameters, weakref.proxy(self)
-        self.runner.hyperparameters = lambda: [*own(), ("gone on from what is called", me.runner.run)]
-        self.loaded()
+        own = self.runner.hyperparameters
+        me = weakref.proxy(self)
+
+        def hyperparameters() -> Any:
+            """Return the facts to compare: hyperparameters, and the name of the state that this rank resumed from."""
+            return [*own(), ("gone on from what is called", me.runner.run)]
+
+        self.runner.hyperparameters = hyperparameters
+        self.on_state_loaded()
         self._reset()
 
     def _name_buckets(self) -> None:
+        """Give every bucket the name under which Horovod pairs its collectives."""
         backend: Any = self.runner.backend
-        number = backend.count_optimizer()  # now that the ranks agree: one that was refused counts on no rank
+        number = backend.count_optimizer()  # only now that the ranks agree: a refused optimizer counts on no rank
         for bucket in self.runner.buckets:
             bucket.label = f"grace.{number}.{bucket.index}"
         gathered = [bucket.communicator for bucket in self.runner.buckets if not bucket.communicator.sums]
         self.unsummed = gathered[0].describe() if gathered else ""
-        """What is exchanged by other means than Horovod's all-reduce."""
+        """Description of an exchange by other means than Horovod's all-reduce; empty without one."""
 
-    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
-        """Go on by another plan's runner."""
-        super().take(runner, plan)
+    def switch_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Replace the runner and its plan, and clear the state of the current step."""
+        super().switch_runner(runner, plan)
         self._name_buckets()
-        self.forget()
-        self.loaded()
+        self.reset_step()
+        self.on_state_loaded()
 
-    def apart(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
-        """Those whose gradients Horovod may have to exchange: of layers that make sparse ones, in a model that was not
-        given."""
-        return () if self.settings.sparse_as_dense else sparse_layers_of(parameters)
+    def unbucketed(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
+        """Return the names of parameters whose gradients Horovod may have to exchange: those of layers that make sparse
+        gradients, if the model was not given."""
+        return () if self.settings.sparse_as_dense else sparse_names(parameters)
 
     def _reset(self) -> None:
+        """Clear the state of the current step."""
         self.sparse: set[torch.nn.Parameter] = set()
         self.held: list[Bucket] = []
-        """Those that are ready, and begin after backward."""
-        self.taken = False
-        """True if a hook of the program's took a gradient away."""
-        self.waiting = self.waits.copy()
+        """Buckets that are ready and begin after backward, while a plan is measured."""
+        self.gradient_removed = False
+        """True if a hook of the program removed a gradient."""
+        self.missing_parameters = self.bucket_parameters.copy()
         self.versions = {}
         self.checked = False
 
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """Update the counters and the digest that the next exchange compares. Called after ``step()``."""
         super().after_step()
-        self.loaded()
+        self.on_state_loaded()
 
-    def loaded(self) -> None:
-        """The next exchange tells of the hyperparameters, and which state this rank goes on from."""
+    def on_state_loaded(self) -> None:
+        """Update the digest that the next exchange compares: hyperparameters, and the state that this rank resumed
+        from."""
         self.context.settings = digest((*self.hyperparameters, self.runner.run))
 
-    def leaves(self, p: torch.nn.Parameter) -> bool:
-        """Whether Horovod may exchange a parameter's sparse gradient: nothing travels with it that somebody wanted to.
-        A bucket of several goes without it, as if it had none."""
+    def leave_to_horovod(self, p: torch.nn.Parameter) -> bool:
+        """Return True if Horovod may exchange a parameter's sparse gradient: it shares no bucket by the user's choice.
+        If it shares a bucket otherwise, the bucket is exchanged as if it had no gradient for this parameter."""
         name = self.name_of[p]
         whole = self.runner.shards.get(name)
         if whole is None or whole.variable.sparse:  # Grace exchanges it by rows
@@ -92,163 +101,175 @@ class HorovodSession(Session):
         if self.chosen_sets or self.strategy is not None:
             return False
         self.sparse.add(p)
-        self.offer(p)
+        self.mark_ready(p)
         return True
 
     def start(self, bucket: Bucket) -> None:
-        """Begin a bucket's exchange, without the gradients that go Horovod's way."""
-        away = {p: p.grad for p in self.sparse}
-        for p in away:
+        """Begin a bucket's exchange, without the gradients that Horovod exchanges."""
+        hidden = {p: p.grad for p in self.sparse}
+        for p in hidden:
             p.grad = None
         try:
             super().start(bucket)
         finally:
-            for p, gradient in away.items():
+            for p, gradient in hidden.items():
                 p.grad = gradient
 
-    def offer(self, p: torch.nn.Parameter) -> None:
-        """A gradient is complete: start the exchange of its bucket if it is the last one."""
-        name, auto = self.name_of[p], self.auto
+    def mark_ready(self, p: torch.nn.Parameter) -> None:
+        """Count a parameter's complete gradient, and start the buckets that it completes."""
+        name = self.name_of[p]
+        auto = self.auto
         if auto is not None and auto.left:
             auto.ready(name)
         for bucket in self.buckets_of[name]:
-            self.waiting[bucket.index] -= 1
-            if self.waiting[bucket.index] == 0:
+            self.missing_parameters[bucket.index] -= 1
+            if self.missing_parameters[bucket.index] == 0:
                 if auto is not None and auto.holds:
                     self.held.append(bucket)
                 else:
                     self.start(bucket)
 
     def count_sparse(self, gradient: torch.Tensor) -> None:
-        """Count what an exchange of a sparse gradient sends: its indices and values, to every other rank."""
+        """Count the bytes that the exchange of a sparse gradient sends: its indices and values, to every other rank."""
         self.unsummed = "an all-gather of sparse gradients"
-        backend, before = self.runner.backend, self.runner.backend.sent_bytes
+        backend = self.runner.backend
+        before = backend.sent_bytes
         backend.count((backend.size - 1) * (gradient._indices().nbytes + gradient._values().nbytes))
         self.runner.traffic.sent_bytes += backend.sent_bytes - before
 
-    def start_missing(self) -> None:
-        """Begin what is not begun yet, and await sparse gradients that go Horovod's way."""
+    def start_remaining(self) -> None:
+        """Start the remaining exchanges, and await the sparse gradients that Horovod exchanges."""
         optimizer: Any = self.optimizer
         handles = optimizer._handles
         for p in sorted(optimizer._requires_update, key=optimizer._parameter_names.__getitem__):
             handle, _ = handles.get(p, (None, None))
-            if handle is None:  # no backward pass, or fewer than were announced
+            if handle is None:  # no backward pass, or fewer than backward_passes_per_step
                 handles[p] = optimizer._allreduce_grad_async(p)
         while self.held:
             self.start(self.held.pop(0))
         for p, (handle, _) in handles.items():
-            if callable(handle):  # sparse
+            if callable(handle):  # of a sparse gradient, for which Horovod returns a function
                 p.grad = handle()
-        # ranks begin in any order, but must end in one: an end may have a collective of its own to wait for
+        # Ranks begin in any order, but must finish in the same one: finishing may have collectives of its own.
         self.runner._begun.sort(key=lambda exchange: exchange.bucket.index)
 
     def drop(self) -> None:
-        """Let exchanges under way end, and drop what they brought; every rank must call it."""
+        """Await the exchanges in progress, and discard their results. Every rank must call it."""
         optimizer: Any = self.optimizer
         if any(handle is not None for handle, _ in optimizer._handles.values()):
-            self.start_missing()
+            self.start_remaining()
         self.discard()
 
     def discard(self) -> None:
-        """Await what was begun, and forget it."""
-        if self.runner.begun:
-            with self.giving_up():
+        """Await the exchanges begun, and discard their results."""
+        if self.runner.begun:  # collectives that were started must end on all ranks
+            with self.abandoning_on_error():
                 self.runner.discard()
-        self.forget()
+        self.reset_step()
 
-    def forget(self) -> None:
-        """Nothing is under way any more."""
+    def reset_step(self) -> None:
+        """Clear the record of exchanges in progress, here and in Horovod's optimizer."""
         optimizer: Any = self.optimizer
         optimizer._handles.clear()
         optimizer._synchronized = False
+        # Horovod's counters of backward passes until the exchange
         optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, optimizer.backward_passes_per_step)
         self._reset()
 
-    def end(self) -> None:
-        """Await what was begun, and write the means back."""
+    def complete(self) -> None:
+        """Await the exchanges begun, and write the means back."""
         for exchange in self.runner._begun:
             program = exchange.bucket.program
             if program is not None and program.sums and program.codec.layouts[0].dtype == "bfloat16":
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         try:
-            outcomes = self.finish()
+            outcomes = self.write_back()
         except ExchangeError:
-            self.discard()  # so that the program may go on after zero_grad()
+            self.discard()  # so that the program may continue after zero_grad()
             raise
         for outcome in outcomes:
             p = self.parameters[self.runner.shards[outcome.variable.name].whole.name]
-            # as Horovod: what nobody had a gradient for is zero, unless it was frozen since
+            # As under Horovod, a parameter without a gradient on any rank gets zeros, unless it was frozen since.
             if p.grad is None and not outcome.pending and p.requires_grad:
                 p.grad = torch.zeros_like(p)
-        self.forget()
+        self.reset_step()
 
     dropping = "optimizer.synchronize() and optimizer.zero_grad()"
 
     @property
     def begun(self) -> bool:
-        """Whether gradients are on their way, Grace's or those that Horovod exchanges."""
+        """True if gradients are being exchanged, by Grace or by Horovod."""
         optimizer: Any = self.optimizer
         return super().begun or bool(optimizer._handles)
 
     def abandon(self) -> None:
-        """Forget what was under way, which the engine has given up."""
+        """Discard the exchanges in progress, which the engine has given up."""
         super().abandon()
-        self.forget()
+        self.reset_step()
 
     def rejoin(self) -> None:
-        """The ranks are others now: forget what was under way, and what only made sense among the former ones."""
+        """Adapt to other ranks: discard the exchanges in progress, and all state that was only valid among the former
+        ranks."""
         backend: Any = self.runner.backend
         former = self.context.size
         self.abandon()
         backend.rejoin()
-        self.context.rank, self.context.size = backend.rank, backend.size
-        for bucket in [*self.runner.buckets, *self.runner.averages]:  # wires have room for each rank's place
+        self.context.rank = backend.rank
+        self.context.size = backend.size
+        for bucket in [
+            *self.runner.buckets,
+            *self.runner.averages,
+        ]:  # the sizes of wires follow from the number of ranks
             bucket.program = None
         for kind, part in self.runner.components:
-            if kind == "shard_memory" and backend.size != former:
+            if kind == "shard_memory" and backend.size != former:  # shards are cut by the number of ranks
                 part.state.clear()
                 part.state.commit()
 
     @property
     def computed(self) -> bool:
         """True if gradients were computed since the last exchange."""
-        return bool(self.optimizer._handles) or self.taken
+        return bool(self.optimizer._handles) or self.gradient_removed
 
     def before_step(self) -> None:
-        """``step()`` is about to run: synchronize as Horovod's ``step()`` does."""
+        """Synchronize before ``step()``, as Horovod's ``step()`` does."""
         self.check()
         optimizer: Any = self.optimizer
         if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
             _synchronize(optimizer)
         optimizer._synchronized = False
-        self.means_used()
+        self.commit_used_means()
 
 
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
-    """Exchange one gradient. A sparse one that is not to be made dense goes Horovod's way, uncompressed."""
+    """Start the exchange of one gradient. A sparse one that is not to be made dense is exchanged by Horovod,
+    uncompressed."""
     session = self._grace
-    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.leaves(p):
+    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.leave_to_horovod(p):
         session.count_sparse(p.grad)
         return self._sparse_allreduce_grad_async(p, self._parameter_names[p])
-    session.offer(p)
+    session.mark_ready(p)
     return True, None
 
 
 def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
-    """Horovod's hook, which ``no_sync()`` holds back. It must not keep the optimizer alive, and does nothing any more
-    when that was closed: it stays with the parameter's node of the graph."""
+    """Return Horovod's hook of a parameter, which ``no_sync()`` suspends. The hook stays with the parameter's node of
+    the graph, so it must not keep the optimizer alive, and does nothing once the optimizer was closed."""
     session = weakref.ref(self._grace)
 
     def hook(*ignore: Any) -> None:
+        """Run Horovod's hook if the optimizer is open and not paused."""
         alive = session()
         if alive is None or not alive.hooks:
             return
         if recorder.run is not None:
             recorder.run.gradient()
         alive.idle = False
-        taken = p.grad is None  # by a hook of the program's: what it puts there instead is exchanged in step()
-        alive.taken |= taken
-        if taken or alive.optimizer._paused:
+        removed = (
+            p.grad is None
+        )  # a hook of the program removed it; the tensor it stores instead is exchanged in step()
+        alive.gradient_removed |= removed
+        if removed or alive.optimizer._paused:
             alive.optimizer._synchronized = False
         else:
             if not alive.checked:
@@ -259,40 +280,41 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
 
 
 def synchronize(self: Any) -> None:
-    """Exchange what is not exchanged yet, and write the means into ``p.grad``."""
+    """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
-    with self._grace.leaving_unused():
+    with self._grace.deferring_commit():
         _synchronize(self)
 
 
 def _synchronize(self: Any) -> None:
+    """Synchronize without deferring the commit of state."""
     auto = self._grace.auto
     if auto is not None:
         auto.computed(self._grace.copies)
     with recorder.phase("synchronize", "part"):
         if not self._grace.checked:
             self._grace.check()
-        self._grace.start_missing()
-        self._grace.end()
+        self._grace.start_remaining()
+        self._grace.complete()
     if auto is not None:
         auto.exchanged()
     self._synchronized = True
 
 
 def join(self: Any) -> int:
-    """Horovod's ``join()``: this rank has no more batches and takes part in the other ranks' sums with zeros.
+    """Run Horovod's ``join()``: this rank has no more batches and takes part in the other ranks' sums with zeros.
 
     Afterwards every rank has the parameters, momenta, settings, counters and shared state (PowerSGD's factors) of the
     rank that was last, so that training can go on; memories stay each rank's own. It is a method because all this
     needs the optimizer.
 
     Returns:
-        the rank that was last; ``grace.broadcast_parameters(model, last)`` gives its buffers to all.
+        the last rank; ``grace.broadcast_parameters(model, last)`` gives its buffers to all.
 
     Raises:
-        ConfigError: something is not exchanged by an all-reduce, as Horovod needs it; or by a set of ranks only.
+        ConfigError: an exchange is not an all-reduce, as Horovod needs it; or only a set of ranks exchanges.
     """
     session = self._grace
     if self.process_set.process_set_id:
@@ -306,52 +328,54 @@ def join(self: Any) -> int:
             f"by {session.unsummed}. Choose communicator='allreduce' and a method that it takes ('none', "
             "'fp16', 'randomk', 'powersgd'), or give every rank as many batches and leave out join()"
         )
-    last: int = mpi_ops.join()
+    last: int = mpi_ops.join()  # returns when all ranks have joined
     backend = session.runner.backend
     broadcast_parameters(session.parameters, last, backend)
     broadcast_optimizer_state(self, last, backend)
-    session.runner.share(last)
+    session.runner.broadcast_state(last)
     return last
 
 
 @contextlib.contextmanager
 def no_sync(self: Any) -> Iterator[None]:
-    """Backward passes in this context only accumulate; the next one outside starts the exchange."""
-    before, self._paused = self._paused, True
+    """Return a context in which backward passes only accumulate; the next pass outside starts the exchange."""
+    paused_before = self._paused  # contexts may be nested
+    self._paused = True
     try:
         yield
     finally:
-        self._paused = before
+        self._paused = paused_before
 
 
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """Clear gradients; refused, as Horovod does, while their exchange is under way."""
+    """Clear gradients. Raise, as Horovod does, while their exchange is in progress."""
     if self._handles:
         _DistributedOptimizer.zero_grad(self)  # raises
     if self._grace is not None:
-        self._grace.gradients_cleared()
-        self._grace.taken = False
-    self._synchronized = False  # also where no step() came after synchronize(), as after an overflow
+        self._grace.on_zero_grad()
+        self._grace.gradient_removed = False
+    self._synchronized = False  # also if no step() followed synchronize(), as after an overflow
     super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
 
-def _amp(self: Any) -> bool:
-    """``GradScaler.step()`` asks this before it unscales gradients, which the exchange must be over by."""
+def _amp_scaling(self: Any) -> bool:
+    """Return torch's attribute ``_step_supports_amp_scaling``, which ``GradScaler.step()`` reads before it unscales
+    gradients. The exchange must be over by then, so reading it synchronizes."""
     if self._grace is not None and self._grace.computed:
         self.synchronize()
     return self.__dict__.get("_step_supports_amp_scaling", False)
 
 
-REPLACED = {
+PATCHES = {
     "_allreduce_grad_async": _allreduce_grad_async,
     "_make_hook": _make_hook,
     "synchronize": synchronize,
     "join": join,
     "no_sync": no_sync,
     "zero_grad": zero_grad,
-    "_step_supports_amp_scaling": property(_amp),
+    "_step_supports_amp_scaling": property(_amp_scaling),
 }
-"""How one gradient is exchanged; the rest is Horovod's."""
+"""Methods that replace Horovod's in the class body; all others are Horovod's."""
 
 
 def distribute(
@@ -363,12 +387,12 @@ def distribute(
     before_step: Callable,
     after_step: Callable,
 ) -> Any:
-    """Make the optimizer a Horovod DistributedOptimizer that exchanges through Grace; in place.
+    """Make the optimizer, in place, a Horovod DistributedOptimizer that exchanges through Grace.
 
-    Horovod derives a class from the user's at run time, and so does this, from Horovod's class body with
-    ``REPLACED`` in it (Horovod's methods call ``super(self.__class__, self)``, so they must lie in the very
-    class of the object). ``step`` is left out of it: a hook does what it does, since learning-rate schedulers
-    made earlier have bound the user's ``step``.
+    Horovod derives a class from the user's at run time, and so does this function, from Horovod's class body with
+    ``PATCHES`` in it. Horovod's methods call ``super(self.__class__, self)``, so they must be in the class of the
+    object itself. ``step`` is left out: learning-rate schedulers made earlier have bound the user's ``step``, so a hook
+    does its work.
     """
     module = isinstance(named_parameters, torch.nn.Module)
     pairs: Any = named_parameters if named_parameters is None or module else list(named_parameters)
@@ -378,18 +402,20 @@ def distribute(
         known = {p: name for name, p in session.parameters.items()}
         others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
         names = [*session.parameters.items(), *((f"grace.frozen.{i}", p) for i, p in enumerate(others))]
-    cls, had = type(optimizer), set(vars(optimizer))
-    body = {**_DistributedOptimizer.__dict__, **REPLACED, "__module__": cls.__module__}
+    cls = type(optimizer)
+    attributes_before = set(vars(optimizer))
+    body = {**_DistributedOptimizer.__dict__, **PATCHES, "__module__": cls.__module__}
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
-    bases = (Initialized, Closable, Asked, OutsideMixin if session is None else StateMixin, cls)
+    bases = (AlreadyInitialized, Closable, BroadcastableState, OutsideMixin if session is None else StateMixin, cls)
     optimizer.__class__ = type(cls.__name__, bases, body)
-    made: Any = optimizer
+    distributed: Any = optimizer
     settings = options["settings"]
-    made._grace, made._paused = session, False
+    distributed._grace = session
+    distributed._paused = False
     _DistributedOptimizer.__init__(
-        made,
-        made.param_groups,
+        distributed,
+        distributed.param_groups,
         names,
         hvd.Compression.none,
         options["passes"],
@@ -399,10 +425,10 @@ def distribute(
         settings.sparse_as_dense,
         backend.process_set,
     )
-    if session is not None and not made._grad_accs:
-        made._register_hooks()  # on one rank Horovod registers none, but compression shows its effect
+    if session is not None and not distributed._grad_accs:
+        distributed._register_hooks()  # Horovod registers none on one rank, where compression has an effect too
     if session is not None:
-        begin(made, session, before_step, after_step, had)
+        attach(distributed, session, before_step, after_step, attributes_before)
     else:
-        made._grace_added = set(vars(made)) - had
-    return made
+        distributed._grace_added = set(vars(distributed)) - attributes_before
+    return distributed

@@ -1,4 +1,4 @@
-"""What optimizers and hooks remember, as a part of its own of ``torch.distributed.checkpoint``'s checkpoints."""
+"""The state of optimizers and hooks as an object of its own in checkpoints of ``torch.distributed.checkpoint``."""
 
 from typing import Any
 
@@ -7,28 +7,29 @@ from grace.session import checkpoint
 from grace.torch.ddp import DDPState
 from grace.torch.fsdp import FSDPState
 from grace.torch.reduce_scatter import ReduceScatterState
-from grace.torch.state_dict import StateMixin, packed_up, rank_state
+from grace.torch.state_dict import StateMixin, pack_state, rank_state
 
 KEY = "all_ranks"
 
 
 class Memories:
-    """What all ranks remember, for the dict that ``torch.distributed.checkpoint`` saves, beside model and optimizer.
+    """The state of all ranks' memories, for the dict that ``torch.distributed.checkpoint`` saves, beside model and
+    optimizer.
 
-    It is made of the distributed optimizer, or of the state of DDP's hook. From then on torch's functions for state
-    dicts save and load of such an optimizer what is torch's alone, flattened or not. The states of FSDP2's hook and
+    It is made from the distributed optimizer, or from the state of DDP's hook. From then on torch's functions for state
+    dicts save and load only torch's part of such an optimizer, flattened or not. The states of FSDP2's hook and
     reduce-scatters are such objects themselves.
 
-    What is saved is gathered and copied when the save begins, so that ``async_save`` writes that, whatever the next
+    The state is gathered and copied when a save begins, so that ``async_save`` writes this copy, whatever the next
     steps change. It loads on any number of ranks, by the rules of :mod:`grace.session.checkpoint`.
 
     Args:
-        owner: the optimizer, or DDP's hook's state.
-        memory: what becomes of memories that do not fit: "strict", "keep" or "reset", as for the owner's
+        owner: the optimizer, or the state of DDP's hook.
+        memory: treatment of memories that do not fit: "strict", "keep" or "reset", as for the owner's
             ``load_state_dict``.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the owner is neither.
 
     Example::
 
@@ -45,27 +46,28 @@ class Memories:
                 f"not {type(owner).__name__}"
             )
         checkpoint.check_mode(memory)
-        self.owner, self.memory = owner, memory
+        self.owner = owner
+        self.memory = memory
         if isinstance(owner, StateMixin):
-            owner._memories_apart = True
+            owner._memories_saved_separately = True  # torch's functions then leave Grace's part out
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks remember, as bytes; every rank must call it.
+        """Return the state of all ranks' memories and compressors, as bytes. Every rank must call it.
 
         Raises:
-            ExchangeError: a step is under way.
+            ExchangeError: a step is in progress.
         """
         if isinstance(self.owner, DDPState):
             return {KEY: self.owner.full_state_dict(packed=True)}
         session = self.owner._grace
-        return {KEY: packed_up(checkpoint.gather(session.runner, lambda: checkpoint.check_settled(session)))}
+        return {KEY: pack_state(checkpoint.gather(session.runner, lambda: checkpoint.check_settled(session)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; every rank must call it.
+        """Restore a result of :meth:`state_dict`. Every rank must call it.
 
         Raises:
-            ConfigError: it does not fit.
-            ExchangeError: a step is under way.
+            ConfigError: the state does not fit.
+            ExchangeError: a step is in progress.
         """
         saved = state.get(KEY) if isinstance(state, dict) else None
         if isinstance(self.owner, DDPState):

@@ -1,4 +1,4 @@
-"""The distributed optimizer: the user's own, whose gradients are exchanged compressed."""
+"""The distributed optimizer: the user's own optimizer, whose gradients are exchanged compressed."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,18 +9,18 @@ import torch
 from grace.backends.horovod import compressor_for
 from grace.backends.runtime import check_group, current
 from grace.backends.torch_distributed import TorchBackend
+from grace.core.arguments import accept_grace_argument, optimizer_type_error
 from grace.core.backend import Backend
-from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.session.plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
-from grace.torch.closures import synchronized
-from grace.torch.gradients import check_untouched
-from grace.torch.hooks import enlist, gradient_hook
-from grace.torch.life import Closable, begin
+from grace.torch.closure_sync import synchronize_closure
+from grace.torch.gradients import check_unchanged_gradients
+from grace.torch.hooks import gradient_hook, register_session
+from grace.torch.lifecycle import Closable, attach
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing
@@ -30,8 +30,9 @@ from grace.torch.wrappers import check_unwrapped
 class HookedSession(Session):
     """A session whose exchanges start from hooks on the parameters.
 
-    A parameter's hook counts backward passes; when every parameter of the next bucket has had them all, the
-    bucket's exchange starts. ``synchronize`` starts what is left, awaits everything, and writes the means back.
+    A parameter's hook counts backward passes. When every parameter of the next bucket has had all of its passes, the
+    exchange of that bucket starts. ``synchronize`` starts the remaining buckets, awaits all of them, and writes the
+    means back.
     """
 
     def __init__(self, *args: Any, passes: int, **options: Any):
@@ -39,30 +40,35 @@ class HookedSession(Session):
         self.passes = passes
         self.paused = False
         self.synchronized = False
-        self.number = enlist(self)
+        self.number = register_session(self)
         self._reset()
         for name, p in self.parameters.items():
             self.hooks.append(p.register_post_accumulate_grad_hook(gradient_hook(self.number, name)))
 
     def _reset(self) -> None:
+        """Clear the state of the current step."""
         self.counts: dict[str, int] = {}
-        """Backward passes of the parameters that had some; 0 if hooks of the program's took all gradients."""
+        """Number of backward passes by parameter name; 0 if hooks of the program removed all gradients."""
         self.seen: dict[str, torch.Tensor] = {}
         self.seen_versions: dict[str, int] = {}
         self.cleared = False
         self.in_graph: set[str] = set()
-        """Parameters whose gradients came within a compiled graph, which may put another tensor into ``p.grad``."""
+        """Names of parameters whose gradients came from a compiled graph, which may replace ``p.grad``."""
         self.held_back = False
-        """Whether this step's exchanges start after the graph."""
-        self.waiting = self.waits.copy()
+        """True if this step's exchanges start only after the compiled graph has ended."""
+        self.missing_parameters = self.bucket_parameters.copy()
         self.next_bucket = 0
         self.versions = {}
         self.checked = False
 
-    def offer_in_graph(self, name: str, gradient: torch.Tensor) -> None:
-        """The same within a compiled graph. That writes ``p.grad`` at its end only: where there is none yet, it will be
-        this very gradient; what is added to one that is there may not last until a bucket is complete."""
-        if not self.hooks:  # they were taken away since the graph was made
+    def mark_ready_in_graph(self, name: str, gradient: torch.Tensor) -> None:
+        """Mark a gradient as ready from within a compiled graph.
+
+        The graph writes ``p.grad`` at its end only. If ``p.grad`` is None, this gradient will become ``p.grad``. If
+        ``p.grad`` has a tensor already, the sum in ``gradient`` may be overwritten before a bucket is complete, so
+        exchanges are delayed until the graph has ended.
+        """
+        if not self.hooks:  # the optimizer was closed after the graph was compiled
             return
         p = self.parameters[name]
         self.in_graph.add(name)
@@ -70,41 +76,46 @@ class HookedSession(Session):
             p.grad = gradient
         elif p.grad is not gradient:
             self.held_back = True
-        self.offer(name, gradient)
+        self.mark_ready(name, gradient)
 
-    def offer(self, name: str, gradient: torch.Tensor | None) -> None:
-        """A parameter's gradient has accumulated: start the buckets that waited for it."""
+    def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Count a parameter's accumulated gradient, and start the buckets that it completes."""
         if recorder.run is not None:
             recorder.run.gradient()
         self.synchronized = self.idle = False
-        if gradient is None:  # a hook of the program's took it: what it puts into p.grad instead is exchanged in step()
+        if gradient is None:  # a hook of the program removed it; the tensor it stores instead is exchanged in step()
             self.counts.setdefault(name, 0)
             return
-        last, version = self.seen.get(name), gradient._version
+        last = self.seen.get(name)
+        version = gradient._version
         if last is not None and (gradient is not last or version != self.seen_versions[name] + 1):
-            self.cleared = True  # by something but a backward pass
-        self.seen[name], self.seen_versions[name] = gradient, version
+            self.cleared = True  # something other than a backward pass changed or replaced the gradient
+        self.seen[name] = gradient
+        self.seen_versions[name] = version
         if self.paused:
             return
         if not self.checked:
             self.check()
         count = self.counts.get(name, 0) + 1
         if count > self.passes:
-            raise self._too_many(name)
+            raise self._too_many_passes(name)
         self.counts[name] = count
         if count == self.passes:
-            waiting, auto = self.waiting, self.auto
+            missing = self.missing_parameters
+            auto = self.auto
             if auto is not None and auto.left:
                 auto.ready(name)
             for bucket in self.buckets_of[name]:
-                waiting[bucket.index] -= 1
+                missing[bucket.index] -= 1
             if self.held_back or (auto is not None and auto.holds):
                 return
-            while self.next_bucket < len(waiting) and waiting[self.next_bucket] == 0:
+            # All ranks start buckets in index order, so that their collectives pair.
+            while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:
                 self._start_next()
 
-    def _too_many(self, name: str) -> ExchangeError:
-        check_unwrapped(self.parameters)  # since the optimizer was made distributed
+    def _too_many_passes(self, name: str) -> ExchangeError:
+        """Return the error for a gradient that was computed again after its exchange began."""
+        check_unwrapped(self.parameters)  # DDP may have wrapped the model after the optimizer was made distributed
         computed = f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange has"
         if self.cleared:
             return ExchangeError(
@@ -118,39 +129,40 @@ class HookedSession(Session):
         )
 
     def _start_next(self) -> None:
+        """Start the exchange of the next bucket."""
         self.start(self.runner.buckets[self.next_bucket])
         self.next_bucket += 1
 
     def synchronize(self) -> None:
-        """Exchange what is not exchanged yet and write the means into ``p.grad``."""
+        """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
         if self.auto is not None:
             self.auto.computed(self.copies)
         with recorder.phase("synchronize", "part"):
-            if self.next_bucket < len(self.runner.buckets):  # else nothing starts before finish() looks
-                check_untouched(self)
+            if self.next_bucket < len(self.runner.buckets):  # otherwise write_back() does this check first
+                check_unchanged_gradients(self)
             if not self.checked:
                 self.check()
             while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
-            self.finish()
+            self.write_back()
             self._reset()
         if self.auto is not None:
             self.auto.exchanged()
         self.synchronized = True
 
     def abandon(self) -> None:
-        """Forget what was under way, which the engine has given up."""
+        """Discard the exchanges in progress, which the engine has given up."""
         super().abandon()
         self._reset()
 
-    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
-        """Go on by another plan's runner."""
-        super().take(runner, plan)
+    def switch_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Replace the runner and its plan, and clear the state of the current step."""
+        super().switch_runner(runner, plan)
         self._reset()
 
     @property
     def begun(self) -> bool:
-        """Whether this step's backward passes are done, which all ranks say alike, and not yet synchronized."""
+        """True if this step's backward passes are done but not synchronized. All ranks have the same value."""
         return super().begun or (self.passes in self.counts.values() and not self.synchronized)
 
     @property
@@ -159,58 +171,60 @@ class HookedSession(Session):
         return bool(self.counts)
 
     def before_step(self) -> None:
-        """``step()`` is about to run: synchronize unless the user has done it since the last one."""
+        """Synchronize before ``step()``, unless the user has synchronized since the last step."""
         self.check()
         if not self.synchronized:
             self.synchronize()
         self.synchronized = False
         if self.unused is not None:
-            self.means_used()
+            self.commit_used_means()
 
     def drop(self) -> None:
-        """Let exchanges under way end, and drop what they brought; every rank must call it."""
-        # every rank that has run its backward passes comes here, whether it has begun a bucket or not
+        """Await the exchanges in progress, and discard their results. Every rank must call it."""
+        # Every rank that has run its backward passes completes all buckets, started or not: collectives must pair.
         if self.passes in self.counts.values() and not self.synchronized:
             while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
-            with self.giving_up():
+            with self.abandoning_on_error():
                 self.runner.discard()
         self._reset()
         self.synchronized = False
 
 
 class DistributedMixin(Closable, StateMixin):
-    """The methods that a distributed optimizer has beside, or instead of, the user's optimizer's."""
+    """The methods that a distributed optimizer adds to the user's optimizer, or replaces."""
 
     _grace: HookedSession
 
     def synchronize(self) -> None:
-        """Await the exchange, so that ``p.grad`` holds the means: before clipping or unscaling."""
+        """Await the exchange, so that ``p.grad`` holds the means. Call it before clipping or unscaling."""
         session = self._grace
         if not session.synchronized:
-            with session.leaving_unused():
+            with session.deferring_commit():
                 session.synchronize()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context only accumulate; the next one outside starts the exchange."""
+        """Return a context in which backward passes only accumulate; the next pass outside starts the exchange."""
         session = self._grace
-        before, session.paused = session.paused, True
+        paused_before = session.paused  # contexts may be nested
+        session.paused = True
         try:
             yield
         finally:
-            session.paused = before
+            session.paused = paused_before
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Horovod's spelling: ``step()`` in this context does not synchronize, because you have. Grace's
-        ``step()`` knows that by itself."""
+        """Return a context in which ``step()`` does not synchronize, as in Horovod. Grace's ``step()`` never
+        synchronizes twice, so the context only checks that ``synchronize()`` was called."""
         if not self._grace.synchronized:
             raise ExchangeError("call synchronize() before `with optimizer.skip_synchronize():`")
         yield
 
     def join(self) -> int:
-        """Horovod's ``join()``, for uneven data: under Horovod it works (:func:`grace.torch.horovod.join`).
+        """Return 0 on a single rank; refuse Horovod's ``join()`` for uneven data on more ranks of this engine. Under
+        Horovod, :func:`grace.torch.horovod.join` does the work.
 
         Raises:
             ConfigError: on other engines, where several ranks train.
@@ -227,19 +241,20 @@ class DistributedMixin(Closable, StateMixin):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``GradScaler.step()`` asks this before it unscales gradients, which the exchange must be over by."""
+        """Value of torch's attribute of this name, which ``GradScaler.step()`` reads before it unscales gradients. The
+        exchange must be over by then, so reading the attribute synchronizes."""
         if self._grace.computed:
             self.synchronize()
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; an exchange under way is completed and its result dropped."""
+        """Clear gradients. An exchange in progress is completed and its result is dropped."""
         self._grace.drop()
-        self._grace.gradients_cleared()
+        self._grace.on_zero_grad()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
 
-@as_in_grace
+@accept_grace_argument
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -269,38 +284,38 @@ def DistributedOptimizer(
 ) -> Any:
     """Make an optimizer exchange its gradients, compressed, between backward and step.
 
-    The optimizer is changed in place and returned: it still is of its class, and ``step()`` first replaces
-    each ``p.grad`` by the mean over ranks (or what the method defines). Exchanges start during backward.
-    All ranks must make the same call. Under Horovod the optimizer is Horovod's own DistributedOptimizer, with
-    Grace's exchange in it.
+    The optimizer is changed in place and returned: it still is of its class, and ``step()`` first replaces each
+    ``p.grad`` by the mean over ranks (or another aggregate that the method defines). Exchanges start during backward.
+    All ranks must make the same call. Under Horovod the optimizer is Horovod's own DistributedOptimizer, with Grace's
+    exchange in it.
 
     Args:
         optimizer: any torch optimizer.
-        named_parameters: ``model.named_parameters()``; names are what state and messages are keyed by. Or the model
-            itself: then sparse gradients (``Embedding(sparse=True)``) are exchanged by rows, and buffers start equal.
+        named_parameters: ``model.named_parameters()``; state and messages use these names. Or the model itself:
+            then sparse gradients (``Embedding(sparse=True)``) are exchanged by rows, and buffers start equal.
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
-        memory: the same; the compressor's default if left out.
-        communicator: the same, or a Communicator object that holds all three; the compressor's default for so many
+        memory: spec, dict or object; the compressor's default if left out.
+        communicator: spec, dict or object; an object holds all three. If left out, the compressor's default for so many
             ranks (:func:`~grace.communicators.choice.break_even`). Such an object may also be given as in GRACE: in
             the second place, or as ``grace=``.
-        strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
+        strategy: a method for each variable, instead of one for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
-            counts. If nothing is given, the file that ``grace launch --strategy`` names.
+            strategy counts. If left out, the file that ``grace launch --strategy`` names.
         resources: the cluster that a builder builds for: a resource file's path, or
-            :class:`~grace.launch.cluster.Resources`; it must describe the ranks that there are. Rank 0's counts. If
-            nothing is given, the file that ``grace launch -r`` names.
+            :class:`~grace.launch.cluster.Resources`; it must describe the ranks of this run. Rank 0's file
+            counts. If left out, the file that ``grace launch -r`` names.
         backward_passes_per_step: exchange after this many backward passes, whose gradients add up.
         op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
         gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
-        num_groups, groups: parameters that may share a collective: how many sets, or lists of parameters.
-            By default all that become ready one after the other, up to ``bucket_bytes``.
+        num_groups, groups: parameters that may share a collective: number of sets, or lists of parameters.
+            By default all parameters that become ready one after the other, up to ``bucket_bytes``.
         process_group: a torch.distributed group; all ranks if left out.
-        process_set: a Horovod process set; likewise.
+        process_set: a Horovod process set; all ranks if left out.
         backend: a Backend object, instead of that of ``grace.init()``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         sparse_as_dense: exchange sparse gradients as dense ones (they are refused otherwise, unless
             ``named_parameters`` is the model).
-        broadcast: start every rank from rank 0's values: all parameters that are named, frozen ones too, and, if
+        broadcast: start every rank from rank 0's values: all named parameters, frozen ones too, and, if
             ``named_parameters`` is the model, its buffers. As Horovod's ``broadcast_parameters(model.state_dict())``
             this happens once, at the start: unlike DDP, buffers (BatchNorm's statistics) are not sent again at
             every step.
@@ -309,16 +324,16 @@ def DistributedOptimizer(
             GRACE_NODE) are the same. Not for Horovod.
         compress_after: steps that are exchanged uncompressed first; memories begin with the compression. Not for
             methods that apply momentum, and not for ``strategy="auto"``.
-        seed: of the random numbers of stochastic methods; the same on all ranks.
-        bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
+        seed: seed of the random numbers of stochastic methods; the same on all ranks.
+        bucket_bytes: bytes on the wire that a collective carries; if left out, enough to keep the link busy
             (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
-        group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
-        compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod; whatever else is refused,
-            because ``compressor`` is Grace's.
+        group_bytes: largest number of bytes of gradient that share a collective, before compression.
+        compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod. All other values are
+            refused, because ``compressor`` is Grace's.
 
     Raises:
-        ConfigError: what was given cannot work; nothing was exchanged.
-        RankError: the ranks gave different things, or another rank's cannot work.
+        ConfigError: the arguments cannot work; nothing was exchanged.
+        RankError: the ranks' arguments differ, or another rank's cannot work.
 
     >>> import grace
     >>> backend = grace.init("local")
@@ -334,7 +349,7 @@ def DistributedOptimizer(
     >>> grace.shutdown()
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise not_an_optimizer(optimizer)
+        raise optimizer_type_error(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
     compressor = compressor_for(optimizer, compression, compressor)
@@ -354,16 +369,18 @@ def DistributedOptimizer(
         from grace.torch.horovod import distribute
 
         return distribute(optimizer, named_parameters, choices, backend, options, before_step, after_step)
-    had = set(vars(optimizer))
+    attributes_before = set(vars(optimizer))
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     optimizer._grace = session  # type: ignore[attr-defined]
-    begin(optimizer, session, before_step, after_step, had)
+    attach(optimizer, session, before_step, after_step, attributes_before)
     return optimizer
 
 
 def _backend(process_group: Any, process_set: Any) -> Backend:
+    """Return the engine for a torch.distributed group or a Horovod process set; that of ``grace.init()`` without
+    one."""
     if process_group is not None and process_set is not None:
         raise ConfigError("give a process_group (torch.distributed) or a process_set (Horovod), not both")
     if process_set is not None:
@@ -378,7 +395,7 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
 
 
 def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> None:
-    """Average what ranks train on their own, when it is time to."""
+    """Count the optimizer's step, and average the parameters that ranks train on their own if an averaging is due."""
     if inner or initializing(optimizer):
         return
     if recorder.run is not None:
@@ -393,13 +410,13 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
 
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> Any:
-    """Synchronize before the user's step; with a closure, after every evaluation of it instead. An inner level of the
-    step uses the means that there are, unless an outer one has computed gradients since."""
+    """Synchronize before the user's step. If ``step()`` has a closure, synchronize after each evaluation of the closure
+    instead. An inner level of ``step()`` uses the means that exist, unless an outer level computed gradients since."""
     if initializing(optimizer):
         return None
     session = optimizer._grace
-    stepping, *given = args  # torch hands the hook step()'s arguments with the optimizer first
-    closure = kwargs.get("closure", given[0] if given else None)
+    stepping, *arguments = args  # torch passes step()'s arguments to the hook with the optimizer first
+    closure = kwargs.get("closure", arguments[0] if arguments else None)
     if closure is None:
         if not inner or session.computed:
             session.before_step()
@@ -407,7 +424,7 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
                 recorder.run.update_begins()
         return None
 
-    closure = synchronized(closure, session, inner)
-    if given:
-        return (stepping, closure, *given[1:]), kwargs
+    closure = synchronize_closure(closure, session, inner)
+    if arguments:
+        return (stepping, closure, *arguments[1:]), kwargs
     return args, {**kwargs, "closure": closure}

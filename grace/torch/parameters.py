@@ -1,4 +1,4 @@
-"""Names, variables and start values of torch parameters."""
+"""Names, variables and initial values of torch parameters."""
 
 import gc
 import zlib
@@ -12,29 +12,33 @@ from grace.backends.runtime import current
 from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
-from grace.core.variable import Variable, equal_bounds, unwrapped
+from grace.core.variable import Variable, equal_bounds, unwrap_names
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES
-from grace.session.hyperparameters import Numbers, numbers
-from grace.session.momentum import doubled, owners
+from grace.session.hyperparameters import Numbers, numeric_settings
+from grace.session.momentum import double_momentum_error, momentum_owners
 from grace.session.settings import check_integer
-from grace.torch.wrappers import check_whole
+from grace.torch.wrappers import check_not_sharded
 
-NO_NUMBERS, SIMPLE = {"params", "param_names"}, {int, float, bool, str, type(None)}
+NO_NUMBERS = {"params", "param_names"}
+"""Entries of a parameter group that are no hyperparameters."""
+IMMUTABLE = {int, float, bool, str, type(None)}
 
 
-def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.nn.Parameter]:
-    """The optimizer's parameters that need gradients, by name (without what wrappers put into it), in declaration
-    order.
+def named_trainable_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Any
+) -> dict[str, torch.nn.Parameter]:
+    """Return the optimizer's parameters that need gradients, by name, in declaration order. Names do not have the parts
+    that wrappers add.
 
     Raises:
         ConfigError: a name is given twice, or a parameter has none.
     """
     groups = optimizer.param_groups
-    wanted = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+    positions = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
     if named_parameters is None:
-        own = {own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
-        return dict(zip(unwrapped(list(own)), own.values(), strict=True))
+        own = {name_in_optimizer(groups, position): p for p, position in positions.items() if p.requires_grad}
+        return dict(zip(unwrap_names(list(own)), own.values(), strict=True))
     module = isinstance(named_parameters, torch.nn.Module)
     pairs = list(named_parameters.named_parameters() if module else named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -44,9 +48,9 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ConfigError(f"named_parameters has the name {twice[0]!r} more than once; names must be unique")
-    pairs = [(name, p) for name, (_, p) in zip(unwrapped([name for name, _ in pairs]), pairs, strict=True)]
+    pairs = [(name, p) for name, (_, p) in zip(unwrap_names([name for name, _ in pairs]), pairs, strict=True)]
     known = {p for _, p in pairs}
-    for p, position in wanted.items():
+    for p, position in positions.items():
         if p not in known and p.requires_grad:
             group, index = position.split(".")
             raise ConfigError(
@@ -56,21 +60,22 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     first_names: dict[torch.nn.Parameter, str] = {}  # a shared parameter goes by the first of its names
     for name, p in pairs:
         first_names.setdefault(p, name)
-    return {name: p for p, name in first_names.items() if p in wanted and p.requires_grad}
+    return {name: p for p, name in first_names.items() if p in positions and p.requires_grad}
 
 
-def own_name(groups: list[dict[str, Any]], position: str) -> str:
-    """The name the optimizer itself knows (``torch.optim.SGD(model.named_parameters())``), or the position."""
+def name_in_optimizer(groups: list[dict[str, Any]], position: str) -> str:
+    """Return a parameter's name in the optimizer (``torch.optim.SGD(model.named_parameters())``), or else its
+    position."""
     group, index = map(int, position.split("."))
     names = groups[group].get("param_names")
     return names[index] if names else f"group{group}.param{index}"
 
 
-def sparse_of(model: Any) -> set[torch.nn.Parameter]:
-    """The parameters of a model whose gradients come as rows: those of embeddings made with ``sparse=True``; none if
-    it is no module.
+def find_sparse_parameters(model: Any) -> set[torch.nn.Parameter]:
+    """Return the parameters of a model whose gradients come as rows: those of embeddings made with ``sparse=True``.
+    Without a module the result is empty.
 
-    >>> len(sparse_of(torch.nn.Embedding(3, 2, sparse=True)))
+    >>> len(find_sparse_parameters(torch.nn.Embedding(3, 2, sparse=True)))
     1
     """
     if not isinstance(model, torch.nn.Module):
@@ -79,12 +84,12 @@ def sparse_of(model: Any) -> set[torch.nn.Parameter]:
     return {layer.weight for layer in layers}
 
 
-def sparse_layers_of(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
-    """The names of parameters that a layer made with ``sparse=True`` holds, of whatever model: layers are looked for
-    among all objects that Python's collector knows.
+def sparse_names(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
+    """Return the names of parameters that some layer made with ``sparse=True`` holds. Layers are searched among all
+    objects that Python's garbage collector tracks.
 
     >>> layer = torch.nn.Embedding(3, 2, sparse=True)
-    >>> sparse_layers_of({"dense": torch.nn.Linear(2, 1).weight, "sparse": layer.weight})
+    >>> sparse_names({"dense": torch.nn.Linear(2, 1).weight, "sparse": layer.weight})
     ['sparse']
     """
     layers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
@@ -92,21 +97,21 @@ def sparse_layers_of(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
     return [name for name, p in parameters.items() if p in held]
 
 
-def variables(
+def make_variables(
     parameters: Mapping[str, torch.nn.Parameter], sparse: Collection[torch.nn.Parameter] = ()
 ) -> list[Variable]:
-    """The variables of named parameters.
+    """Return the variables of named parameters.
 
     Args:
-        parameters: by name.
-        sparse: those whose gradients come as rows.
+        parameters: the parameters, by name.
+        sparse: the parameters whose gradients come as rows.
 
     Raises:
-        ConfigError: a dtype that Grace does not exchange, or a part of a tensor.
+        ConfigError: a parameter has a dtype that Grace does not exchange, or is a part of a tensor.
     """
-    check_whole(parameters)
+    check_not_sharded(parameters)
     check_initialized(parameters.items())
-    found = []
+    variables = []
     for name, p in parameters.items():
         dtype = NAMES.get(p.dtype, "")
         if not dtype.startswith(("float", "bfloat")):
@@ -114,15 +119,15 @@ def variables(
             raise ConfigError(
                 f"parameter {name!r} is {p.dtype}; Grace exchanges float16, bfloat16, float32 and float64{hint}"
             )
-        found.append(Variable(name, tuple(p.shape), dtype, str(p.device), p in sparse))
-    return found
+        variables.append(Variable(name, tuple(p.shape), dtype, str(p.device), p in sparse))
+    return variables
 
 
 def check_initialized(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse parameters and buffers of lazy modules that have no shape yet.
 
     Raises:
-        ConfigError: the message names the first.
+        ConfigError: a tensor has no shape; the message names the first.
     """
     for name, tensor in tensors:
         if torch.nn.parameter.is_lazy(tensor):
@@ -133,26 +138,34 @@ def check_initialized(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
-    """The numbers of each of its groups; tensors that lie on a device are left out, since reading them would wait."""
+    """Return the numbers of each parameter group. Tensors on a device are left out, since reading them would wait for
+    it."""
 
     def read(value: Any) -> Any:
+        """Return the value of a single-element tensor on the CPU; any other value as it is."""
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             return value.item()
         return value
 
     groups = optimizer.param_groups
-    return tuple(numbers({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
+    return tuple(numeric_settings({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
 
 
-def simple_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
-    """What the hyperparameters are read from, if it is the same objects as long as they are; None if something in it
-    may change in place."""
+def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
+    """Return the settings of all parameter groups, so that a later call shows whether one was replaced. Return None if
+    a setting may change in place."""
     groups = [{k: v for k, v in group.items() if k not in NO_NUMBERS} for group in optimizer.param_groups]
     for group in groups:
         for value in group.values():
-            if type(value) not in SIMPLE and (type(value) is not tuple or any(type(v) not in SIMPLE for v in value)):
+            values = value if type(value) is tuple else (value,)
+            if any(type(v) not in IMMUTABLE for v in values):
                 return None
     return groups
+
+
+def scaler_enabled(grad_scaler: Any) -> bool:
+    """Return True for a ``GradScaler`` that is enabled, False for None."""
+    return grad_scaler is not None and grad_scaler.is_enabled()
 
 
 def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer | None) -> None:
@@ -161,7 +174,7 @@ def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer
     Raises:
         ConfigError: a part needs the optimizer and there is none, or both apply momentum.
     """
-    parts = owners([communicator])
+    parts = momentum_owners([communicator])
     if optimizer is None and (parts or communicator.memory.needs_lr):
         part = communicator.memory if communicator.memory.needs_lr else parts[0]
         what = "follows the learning rate" if communicator.memory.needs_lr else "replaces the optimizer's momentum"
@@ -170,37 +183,37 @@ def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer
 
 
 def check_momentum(parts: Sequence[Any], optimizer: torch.optim.Optimizer | None, later: bool = False) -> None:
-    """Refuse an optimizer that applies momentum as well.
+    """Refuse an optimizer that applies momentum if a memory or compressor applies it too.
 
     Args:
-        parts: memories and compressors that do.
-        optimizer: whose groups are looked at.
-        later: it had none when it was made distributed.
+        parts: memories and compressors that apply momentum.
+        optimizer: the optimizer whose groups are checked.
+        later: True if the optimizer had no momentum when it was made distributed.
     """
     if not parts or optimizer is None:
         return
     for index, group in enumerate(optimizer.param_groups):
-        momentum = group.get("momentum", group.get("betas", (0,))[0])
+        momentum = group.get("momentum", group.get("betas", (0,))[0])  # SGD's name of it, and Adam's
         if momentum:
-            raise doubled(parts[0], f"the optimizer's group {index}", momentum, later)
+            raise double_momentum_error(parts[0], f"the optimizer's group {index}", momentum, later)
 
 
-def check_prompt(communicator: Communicator, who: str) -> None:
+def check_not_delayed(communicator: Communicator, who: str) -> None:
     """Refuse a communicator that applies means in later steps.
 
     Args:
-        who: who cannot do that, and what can.
+        who: the caller that cannot do that, and the alternative, for the message.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the communicator applies means in later steps.
     """
     if communicator.delayed:
         raise ConfigError(f"{communicator.choice} applies means in later steps, which {who}")
 
 
-def values(parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a module (parameters and buffers, those that are not saved too), of a dict, or of a list of pairs
-    or tensors."""
+def named_tensors(parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors, by name, of a module (parameters and all buffers), of a dict, or of a list of pairs or
+    tensors."""
     if isinstance(parameters, torch.nn.Module):
         return [*parameters.named_parameters(), *parameters.named_buffers()]
     if isinstance(parameters, Mapping):
@@ -220,8 +233,8 @@ def broadcast_parameters(
     """Give every rank the root's values, in place. Every rank must call it.
 
     Args:
-        parameters: a module (its parameters and all buffers), a state dict, (name, tensor) pairs, or tensors. What
-            is not a tensor is passed over.
+        parameters: a module (its parameters and all buffers), a state dict, (name, tensor) pairs, or tensors. Values
+            that are not tensors are skipped.
         root: the rank whose values count.
         backend: the engine; that of ``grace.init()`` if left out.
         root_rank: Horovod's name of ``root``.
@@ -236,25 +249,29 @@ def broadcast_parameters(
     >>> grace.shutdown()
     """
     backend = current() if backend is None else backend
-    named_tensors = values(parameters)
-    check_initialized(named_tensors)
-    tensors = [_once(value.detach()) for _, value in named_tensors if value.numel()]
+    pairs = named_tensors(parameters)
+    check_initialized(pairs)
+    tensors = [_without_repeats(value.detach()) for _, value in pairs if value.numel()]
     with torch.no_grad():
         dense = [tensor.contiguous() for tensor in tensors]
-        raw = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # engines do not know every dtype
+        raw = [
+            tensor.view(-1).view(torch.uint8) for tensor in dense
+        ]  # as bytes, since engines do not support every dtype
+        # all ranks must broadcast tensors of the same sizes: the checksum stands for the list of sizes
         sizes = zlib.crc32(repr([buffer.numel() for buffer in raw]).encode())
         describe = lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"  # noqa: E731
         with compared(backend, f"broadcast of {sizes:08x}", describe):
             root = chosen_root(root, root_rank, backend.size)
+            # a list: all broadcasts start before the first is awaited
             for handle in [backend.broadcast(buffer, root) for buffer in raw]:
                 handle.wait()
         for tensor, sent in zip(tensors, dense, strict=True):
-            if sent is not tensor:
+            if sent is not tensor:  # contiguous() made a copy, into which the root's values came
                 tensor.copy_(sent)
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """A view in which no element comes twice, as those of an expanded tensor do."""
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that has each element in memory once. An expanded tensor has elements several times."""
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
@@ -265,7 +282,7 @@ def broadcast_optimizer_state(
     *,
     root_rank: int | None = None,
 ) -> None:
-    """Give every rank's optimizer the root's momenta, counters and settings; memories stay each rank's own. Every rank
+    """Give every rank's optimizer the root's momenta, counters and settings. Memories stay each rank's own. Every rank
     must call it.
 
     Args:
@@ -284,30 +301,32 @@ def broadcast_optimizer_state(
     >>> grace.shutdown()
     """
     backend = current() if backend is None else backend
-    mine, tensors = _without_tensors(torch.optim.Optimizer.state_dict(optimizer))
+    skeleton, tensors = _extract_tensors(torch.optim.Optimizer.state_dict(optimizer))
     facts = [(tuple(t.shape), t.dtype, str(t.device)) for t in tensors]
     describe = lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"  # noqa: E731
     with compared(backend, "broadcast_optimizer_state", describe):
         root = chosen_root(root, root_rank, backend.size)
-        skeleton, facts = backend.allgather_object((mine, facts) if backend.rank == root else None)[root]
+        skeleton, facts = backend.allgather_object((skeleton, facts) if backend.rank == root else None)[root]
     if backend.rank != root:
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in facts]
     tensors = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     broadcast_parameters([(str(i), tensor) for i, tensor in enumerate(tensors)], root, backend)
-    torch.optim.Optimizer.load_state_dict(optimizer, _with_tensors(skeleton, tensors))
+    torch.optim.Optimizer.load_state_dict(optimizer, _insert_tensors(skeleton, tensors))
 
 
-class _Place(int):
-    """Where in the list of tensors one was."""
+class _TensorIndex(int):
+    """Index of a tensor that was taken out of a state, in the list of all such tensors."""
 
 
-def _without_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
+def _extract_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return a state with an index in place of each tensor, and the list of the tensors."""
     tensors: list[torch.Tensor] = []
 
     def strip(item: Any) -> Any:
+        """Replace the tensors of an item by their indices, recursively."""
         if isinstance(item, torch.Tensor):
             tensors.append(item)
-            return _Place(len(tensors) - 1)
+            return _TensorIndex(len(tensors) - 1)
         if isinstance(item, dict):
             return {key: strip(part) for key, part in item.items()}
         return type(item)(strip(part) for part in item) if isinstance(item, (list, tuple)) else item
@@ -315,12 +334,13 @@ def _without_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
     return strip(value), tensors
 
 
-def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
+def _insert_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a state with the tensors in place of their indices. Inverse of :func:`_extract_tensors`."""
+    if isinstance(value, _TensorIndex):
         return tensors[value]
     if isinstance(value, dict):
-        return {key: _with_tensors(part, tensors) for key, part in value.items()}
-    return type(value)(_with_tensors(part, tensors) for part in value) if isinstance(value, (list, tuple)) else value
+        return {key: _insert_tensors(part, tensors) for key, part in value.items()}
+    return type(value)(_insert_tensors(part, tensors) for part in value) if isinstance(value, (list, tuple)) else value
 
 
 def horovod_groups(
@@ -328,12 +348,12 @@ def horovod_groups(
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
     apart: Collection[str] = (),
 ) -> list[list[str]] | None:
-    """Names of the parameters that may share a collective, Horovod's ``groups``.
+    """Return the names of the parameters that may share a collective: Horovod's ``groups``.
 
     Args:
-        parameters: by name.
+        parameters: the parameters, by name.
         groups: how many sets, or the sets (parameters in none of them are on their own).
-        apart: those on their own if ``groups`` is None.
+        apart: names of the parameters that are on their own if ``groups`` is None.
 
     >>> weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in "abc"}
     >>> horovod_groups(weights, 2), horovod_groups(weights, [[weights["c"], weights["a"]]])
@@ -345,18 +365,20 @@ def horovod_groups(
         return [[name for name in parameters if name not in apart], *([name] for name in apart)] if apart else None
     if isinstance(groups, int):
         check_integer("groups", groups)
-        names, count = list(parameters), min(groups, len(parameters))
+        names = list(parameters)
+        count = min(groups, len(parameters))
         return [names[a:b] for a, b in equal_bounds(len(names), count)] if count else []
     name_of = {p: name for name, p in parameters.items()}
-    given = [[name_of[p] for p in group if p in name_of] for group in _tensors(groups)]
-    taken = Counter(name for group in given for name in group)
-    twice = [name for name, count in taken.items() if count > 1]
+    named_groups = [[name_of[p] for p in group if p in name_of] for group in _check_groups(groups)]
+    counts = Counter(name for group in named_groups for name in group)
+    twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise ConfigError(f"groups has the parameter {twice[0]!r} more than once")
-    return [*(group for group in given if group), *([name] for name in parameters if name not in taken)]
+    return [*(group for group in named_groups if group), *([name] for name in parameters if name not in counts)]
 
 
-def _tensors(groups: Any) -> Any:
+def _check_groups(groups: Any) -> Any:
+    """Return groups that are lists of parameters; refuse all others."""
     if all(isinstance(p, torch.Tensor) for group in groups for p in group):
         return groups
     raise ConfigError("groups must be a whole number, or lists of parameters")

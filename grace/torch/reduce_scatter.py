@@ -1,8 +1,9 @@
-"""FSDP2's reduce-scatter of gradients, compressed: an all-to-all of quantized parts, and float32 sums."""
+"""Compressed reduce-scatter of FSDP2's gradients: an all-to-all of quantized parts, and sums in float32."""
 
 import itertools
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,87 +13,98 @@ from torch.distributed import ReduceOp
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.communicators.choice import build_communicator
-from grace.core.calls import REDUCE_SCATTER
+from grace.core.api_names import REDUCE_SCATTER
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
-from grace.session import checkpoint, saved_form
-from grace.session.by_hand import AsGiven
+from grace.session import checkpoint, state_schema
+from grace.session.by_hand import WholeTensorPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
-from grace.torch.fsdp_layout import ModuleLayout, above, before_steps, groups_of, layouts_of
-from grace.torch.state_dict import on_devices, packed_up, unpacked
+from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, replica_states, subscribe_to_steps
+from grace.torch.parameters import scaler_enabled
+from grace.torch.state_dict import move_to_devices, pack_state, unpack_state
 from grace.torch.uses import GradientUses
 
 
 class ReduceScatterState:
-    """What compressed reduce-scatters keep between steps: of each module, for each other rank of the shard group, what
-    was left out of the part that it was sent; together the size of the unsharded gradients, in float32.
+    """The state of compressed reduce-scatters between steps: the residuals of each module, for each other rank of the
+    shard group, of the part that was sent to it. Together they have the size of the unsharded gradients, in float32.
 
-    A step ends where an optimizer makes one, or where a module comes a second time. If a gradient of any rank of the
-    shard group was not finite, all of them get NaN, and keep what they remembered before; so does every replica, if
-    :func:`register_fsdp_hook`'s exchange brought it that NaN.
+    A step ends when an optimizer steps, or when a module comes a second time. If a gradient of any rank of the shard
+    group was not finite, all of them get NaN, and keep their former state; so does every replica that gets this NaN by
+    :func:`register_fsdp_hook`'s exchange.
     """
 
     def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner, grad_scaler: Any):
-        self.layouts, self.runner, self.grad_scaler = layouts, runner, grad_scaler
+        self.layouts = layouts
+        self.runner = runner
+        self.grad_scaler = grad_scaler
         self.backend: Any = runner.channel
         self.context = runner.context
         (self.communicator,) = runner.communicators
-        self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
-        self.keepers = list(self.communicator.keepers.values())
-        runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
+        self.compressor = self.communicator.compressor
+        self.memory = self.communicator.memory
+        self.stateful_parts = list(self.communicator.stateful_parts.values())
+        runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         self.sent_bytes = 0
-        """That left this rank so far."""
+        """Number of bytes that this rank has sent so far."""
         self.overflow = False
         self.seen: set[str] = set()
         self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "compress_reduce_scatter")
-        self.unhook = before_steps(self, params.values())
-        self.earlier = [groups_of(layout.module)[0]._reduce_scatter_comm for layout in layouts]
+        self.unhook = subscribe_to_steps(self, params.values())
+        self.former_comms = [fsdp_param_groups(layout.module)[0]._reduce_scatter_comm for layout in layouts]
 
     def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients; others may hold the other parameters."""
-        self.uses.step_begins(optimizer)
+        """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so
+        the step is closed when no gradient is unused."""
+        self.uses.begin_step(optimizer)
         if not self.uses.waiting:
             self.close_step()
 
     def after_step(self, optimizer: Any) -> None:
-        """An optimizer has used the gradients."""
-        self.uses.step_ends(optimizer)
+        """Record that an optimizer has used the gradients. Called after its ``step()``."""
+        self.uses.end_step(optimizer)
 
     def close_step(self) -> None:
-        """Commit what the last step changed; drop it if a gradient was not finite, and of modules whose gradients were
-        thrown away."""
-        if self.seen:
-            dropped = self._dropped()
-            thrown = self.uses.end(overflowed=dropped)
-            modules = [name for name, trained in self.trained.items() if trained.keys() <= thrown]
-            keys = [f"{name}/to_{to}" for name in modules for to in range(self.backend.size)]
-            for part in self.keepers:
-                for key in keys:
-                    part.state.rollback(key)
-                part.state.rollback() if dropped else part.state.commit()
-            self.context.step += 1
-            self.seen.clear()
-            self.overflow = False
+        """Commit the changes of the last step. Roll them back if a gradient was not finite, and for modules whose
+        gradients were discarded."""
+        if not self.seen:
+            return
+        dropped = self._dropped()
+        discarded = self.uses.end_exchange(overflowed=dropped)
+        # a module has one residual for all of its parameters: it is rolled back only if none of them was used
+        modules = [name for name, trained in self.trained.items() if trained.keys() <= discarded]
+        keys = [f"{name}/to_{to}" for name in modules for to in range(self.backend.size)]
+        for part in self.stateful_parts:
+            for key in keys:
+                part.state.rollback(key)
+            if dropped:
+                part.state.rollback()
+            else:
+                part.state.commit()
+        self.context.step += 1
+        self.seen.clear()
+        self.overflow = False
 
     def _dropped(self) -> bool:
-        """Whether a gradient of the step under way was not finite, in this shard group or on a replica."""
-        return self.overflow or any([state.dropped for state in above(self.layouts)])
+        """Return True if a gradient of the step in progress was not finite, in this shard group or on a replica."""
+        return self.overflow or any([state.dropped for state in replica_states(self.layouts)])
 
     @property
     def begun(self) -> bool:
-        """True if gradients were reduced that no optimizer has used yet, and something is remembered of them."""
+        """True if gradients were reduced that no optimizer has used yet, and state depends on them."""
         return self.uses.unused and self.runner.stateful and not self._dropped()
 
-    def _settle(self, saves: bool) -> None:
+    def _close_settled_step(self, saves: bool) -> None:
+        """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
         if self.begun:
             raise ExchangeError(
                 "gradients were reduced and scattered, and what that changes belongs to a step that no optimizer has "
@@ -101,55 +113,60 @@ class ReduceScatterState:
         self.close_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads it
-        whole. Every rank must call it.
+        """Return this rank's state, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads the
+        bytes whole. Every rank must call it.
 
         Raises:
             ExchangeError: gradients were reduced, and no optimizer has used them yet.
         """
-        self._settle(saves=True)
-        return {self._key: packed_up(_written(checkpoint.save(self.runner)))}
+        self._close_settled_step(saves=True)
+        return {self._key: pack_state(_to_file_format(checkpoint.save(self.runner)))}
 
     @property
     def _key(self) -> str:
+        """Key of this rank in a saved state."""
         return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
 
     def load_state_dict(self, given: dict[str, Any], memory: str = "strict") -> None:
-        """Go on from what :meth:`state_dict` gave: of the same rank of as many; or, where ``given`` has the entries of
-        all ranks of another run, from what they have left out together, dealt out anew, so that the mean has it once.
-        :mod:`grace.session.checkpoint` has the rules, and says what ``memory`` may be. Every rank must call it.
+        """Restore a result of :meth:`state_dict`: of the same rank of as many ranks. If ``given`` has the entries of
+        all ranks of another run instead, their summed residuals are redistributed, so that the mean has them once.
+        :mod:`grace.session.checkpoint` documents the rules and the values of ``memory``. Every rank must call it.
 
         Raises:
-            ConfigError: it is damaged, or another choice's; or another rank's, and not all are there.
+            ConfigError: the state is damaged, or of another method; or it is of another rank, and entries are missing.
             ExchangeError: gradients were reduced, and no optimizer has used them yet.
             RankError: another rank refused its state, or loads that of another save.
         """
 
         def read() -> dict[str, Any]:
-            self._settle(saves=False)
-            own = _opened(given.get(self._key)) if isinstance(given, dict) else None
+            """Return the state to load for this rank."""
+            self._close_settled_step(saves=False)
+            own = _from_file_format(given.get(self._key)) if isinstance(given, dict) else None
             if own is not None:
-                saved_form.check(own)
+                state_schema.check(own)
                 self._check_choice(own, memory)
                 if (own["rank"], own["size"]) == (self.backend.rank, self.backend.size):
                     return own  # type: ignore[no-any-return]
-            return self._dealt_anew(given, memory)
+            return self._redistribute(given, memory)
 
         device = self.layouts[0].params[0].sharded_param.device
-        replicas = [state.runner.backend for state in above(self.layouts)]
-        checkpoint.load(self.runner, read, memory, lambda saved: on_devices(saved, {}, device), replicas)
+        replicas = [state.runner.backend for state in replica_states(self.layouts)]
+        checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, {}, device), replicas)
 
     def _check_choice(self, saved: dict[str, Any], memory: str) -> None:
+        """Refuse a state that was saved with another method."""
         if memory == "strict" and saved["components"] != self.runner.name:
             raise ConfigError(
                 f"this state was saved with choice {saved['components']!r}, and here it is {self.runner.name!r}: "
-                f"what was left out belongs to the method. Start without it, {self.context.calls.otherwise}"
+                f"what was left out belongs to the method. Start without it, {self.context.api_names.otherwise}"
             )
 
-    def _dealt_anew(self, given: Any, memory: str) -> dict[str, Any]:
-        """A state for this rank, of those of all ranks of another run; each sender of a part takes as much of it."""
+    def _redistribute(self, given: Any, memory: str) -> dict[str, Any]:
+        """Return a state for this rank, made of the states of all ranks of another run. Each sender of a part gets an
+        equal share of the residual of that part."""
         given = given if isinstance(given, dict) else {}
-        size, found = self.backend.size, [key for key in given if re.fullmatch(r"rank_\d+_of_\d+", str(key))]
+        size = self.backend.size
+        found = [key for key in given if re.fullmatch(r"rank_\d+_of_\d+", str(key))]
         count = int(found[0].rpartition("_")[2]) if found else 0
         if count != len(found) or set(found) != {f"rank_{rank}_of_{count}" for rank in range(count)} or not count:
             raise ConfigError(
@@ -157,46 +174,49 @@ class ReduceScatterState:
                 f"run did, to be dealt out anew, and there is {', '.join(map(str, given)) or 'nothing'}: load all of "
                 "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
             )
-        calls = self.context.calls
-        opened = [_opened(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
+        calls = self.context.api_names
+        opened = [_from_file_format(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
         states, dropped = zip(*[checkpoint.undamaged(one, memory, calls) for one in opened], strict=True)
         self._check_choice(states[0], memory)
         for key in ("step", "size", "components", "seed"):
             if len({state[key] for state in states}) > 1:
                 raise ConfigError(f"these ranks' states are not of one save: they differ in {key!r}. Load those of one")
-        kept: dict[str, Any] = {}
+        residuals: dict[str, Any] = {}
         for layout in self.layouts:
-            whole, beside = _together(layout, states, size / count / (size - 1))
-            for to in range(size) if whole else ():
+            # A residual counted 1 / count in the old mean, and counts 1 / size in the new; a part has size - 1 senders.
+            sums, template = _sum_residuals(layout, states, size / count / (size - 1))
+            for to in range(size) if sums else ():
                 if to != self.backend.rank:
-                    row = torch.cat([_part(tensor, to, size) for tensor in whole])
-                    kept[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()} or row
-        checkpoint.say_dropped(list(itertools.chain(*dropped)), between=3)
+                    row = torch.cat([_shard_of(tensor, to, size) for tensor in sums])
+                    entry = {key: row if value is None else value for key, value in template.items()}
+                    residuals[f"{layout.name}/to_{to}"] = entry or row
+        checkpoint.warn_dropped(list(itertools.chain(*dropped)), between=3)
         of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.runner)}
-        return saved_form.seal({**states[0], **of_this_run, "state": {"memory": kept}})
+        return state_schema.seal({**states[0], **of_this_run, "state": {"memory": residuals}})
 
     def close(self) -> None:
-        """From now on reduce-scatters are torch's again."""
+        """End the compression: from now on reduce-scatters are torch's again."""
         self.close_step()
         self.unhook()
         self.runner.close()
-        for layout, earlier in zip(self.layouts, self.earlier, strict=True):
-            layout.module.set_custom_reduce_scatter(earlier)
+        for layout, former in zip(self.layouts, self.former_comms, strict=True):
+            layout.module.set_custom_reduce_scatter(former)
 
     @torch.no_grad()
     def reduce(self, name: str, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
         """Write the sum (or mean) over the shard group of this rank's part into ``output``."""
-        if name in self.seen:
+        if name in self.seen:  # a module's second gradients begin another step
             self.close_step()
         if not self.seen and self.runner.follows_scaler():
             self.runner.rescale(self.grad_scaler.get_scale())
         self.seen.add(name)
-        self.uses.exchanged(self.trained[name])
+        self.uses.record_exchange(self.trained[name])
         if self.context.step < self.communicator.compress_after:
             self._reduce_uncompressed(given, output, mean)
-            self._brought(name, output)
+            self._record_mean(name, output)
             return
-        rank, size = self.backend.rank, self.backend.size
+        rank = self.backend.rank
+        size = self.backend.size
         rows = given.view(size, -1).float().unbind()
         k = kernels_of(given)
         finite = bool(k.all_finite(given))
@@ -204,43 +224,47 @@ class ReduceScatterState:
         for to, row in enumerate(rows):
             if to != rank:
                 payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
-        if name not in self.wires:
-            wire = Layout.of(k, [next(iter(payloads.values()))], sums=False)
+        if name not in self.wires:  # sizes follow from shapes, so one layout and one buffer serve all steps
+            wire = Layout.from_payloads(k, [next(iter(payloads.values()))], sums=False)
             self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
         wire, buffer = self.wires[name]
         for to, payload in payloads.items():
-            place = buffer[to * wire.length : (to + 1) * wire.length]
-            wire.pack([payload], [PRESENT if finite else OVERFLOW], out=place)
+            row_buffer = buffer[to * wire.length : (to + 1) * wire.length]
+            wire.pack([payload], [PRESENT if finite else OVERFLOW], out=row_buffer)
         self.sent_bytes += (size - 1) * wire.length
-        with self.backend.awaiting(lambda: f"the reduce-scatter of module {name!r}"):
+        with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {name!r}"):
             arrived = self.backend.alltoall(buffer).wait()
-        total, well = rows[rank].clone(), finite
-        for sender, row in enumerate(arrived):
+        total = rows[rank].clone()  # this rank's own part is exact
+        all_finite = finite
+        for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
             if sender != rank:
-                well = k.to_list(wire.statuses(row)) == [PRESENT] and well
+                all_finite = k.to_list(wire.statuses(row)) == [PRESENT] and all_finite
                 (payload,) = wire.unpack(row)
                 total = self.compressor.accumulate(payload, ctx, total)
-        if not well:
+        if not all_finite:
             self.overflow = True
-            total.fill_(torch.nan)
-        self._brought(name, total)
+            total.fill_(torch.nan)  # every rank of the group does so, and a GradScaler skips the step on all of them
+        self._record_mean(name, total)
         output.copy_(total.div_(size) if mean else total)
 
     def _reduce_uncompressed(self, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
+        """Reduce and scatter by torch's own collective, before the compression begins."""
         size = self.backend.size
         self.sent_bytes += (size - 1) * given.nbytes // size
-        with self.backend.awaiting(lambda: "a reduce-scatter"):
+        with self.backend.waiting_for_ranks(lambda: "a reduce-scatter"):
             dist.reduce_scatter_tensor(output, given, ReduceOp.SUM, group=self.backend.group)
         if mean:
             output.div_(size)
 
-    def _brought(self, name: str, total: torch.Tensor) -> None:
-        came = total.any()
+    def _record_mean(self, name: str, total: torch.Tensor) -> None:
+        """Record that a module's gradients were reduced."""
+        nonzero = total.any()
         for parameter in self.trained[name]:
-            self.uses.brought(parameter, came)
+            self.uses.record_mean(parameter, nonzero)
 
     def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Any, Any]:
-        if not finite:  # nobody will use it
+        """Compensate and compress the part for one receiver, and update its residual."""
+        if not finite:  # receivers set their sums to NaN, because its status is OVERFLOW
             payload, ctx = self.compressor.compress(torch.zeros_like(row), key)
             return payload, ctx
         x = self.memory.compensate(row, key)
@@ -249,46 +273,49 @@ class ReduceScatterState:
         return payload, ctx
 
 
-def _written(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state under the names that it has in files: "choice", and "memory" by module and receiver."""
+def _to_file_format(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state under the names that saved files have: "choice", and "memory" by module and receiver."""
     state = dict(saved["state"])
     kept = {"choice": saved["components"], "memory": state.pop("memory", {}), "state": state}
     return {**{key: value for key, value in saved.items() if key != "components"}, **kept}
 
 
-def _opened(packed: Any) -> Any:
-    """Return what :func:`_written` was given, of bytes; damaged or not, which is looked at later."""
-    saved = unpacked(packed)
+def _from_file_format(packed: Any) -> Any:
+    """Return a state that :func:`_to_file_format` has renamed, from bytes. Damage is checked later."""
+    saved = unpack_state(packed)
     if isinstance(saved, dict) and isinstance(saved.get("state"), dict) and {"choice", "memory"} <= saved.keys():
         saved = {**saved, "components": saved["choice"], "state": {**saved["state"], "memory": saved["memory"]}}
         del saved["choice"], saved["memory"]
     return saved
 
 
-def _row(layout: ModuleLayout) -> int:
-    """How many elements of a module's gradient each rank keeps."""
+def _shard_numel(layout: ModuleLayout) -> int:
+    """Return the number of elements of a module's gradient that each rank keeps."""
     trained = [param for param in layout.params if param.sharded_param.requires_grad]
     return sum(param.padded_sharded_param_size.numel() for param in trained)
 
 
 def trained_of(layout: ModuleLayout) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a module whose gradients are reduced, by name."""
+    """Return the parameters of a module whose gradients are reduced, by name."""
     pairs = zip(layout.names, layout.params, strict=True)
     return {name: param.sharded_param for name, param in pairs if param.sharded_param.requires_grad}
 
 
-def _part(tensor: torch.Tensor, to: int, size: int) -> torch.Tensor:
-    """The part of a parameter's gradient that a rank keeps, flat, with zeros behind it up to its equal share."""
+def _shard_of(tensor: torch.Tensor, to: int, size: int) -> torch.Tensor:
+    """Return the part of a parameter's gradient that a rank keeps, flat, padded with zeros to its equal share."""
     rows = -(-tensor.shape[0] // size)
     flat = tensor[to * rows : (to + 1) * rows].reshape(-1)
     return torch.nn.functional.pad(flat, (0, rows * tensor[0].numel() - flat.numel()))
 
 
-def _together(
+def _sum_residuals(
     layout: ModuleLayout, states: Sequence[dict[str, Any]], weight: float
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """What all ranks of a run have left out of a module's gradients, by parameter, times a weight; and what their
-    memory keeps beside it, with None for the tensor, if it keeps dicts. Nothing where nothing was kept.
+    """Sum the residuals of all ranks of a run for a module's gradients, times a weight.
+
+    Returns:
+        the sums by parameter, empty if no rank has a residual; and a template of the memory's entries: a dict with
+        None in the residual's place, or an empty one if the memory saves the tensor alone.
 
     Raises:
         ConfigError: a parameter is cut along another dimension than its first, or has another size.
@@ -297,37 +324,38 @@ def _together(
     wholes = [torch.zeros(param._orig_size, device=param.sharded_param.device) for param in params]
     kept = [(state["state"].get("memory", {}).get(f"{layout.name}/to_{to}"), to, state["size"]) for state in states
             for to in range(state["size"])]  # fmt: skip
-    kept = [(value, to, size) for value, to, size in kept if value is not None]
+    kept = [(value, to, size) for value, to, size in kept if value is not None]  # a rank has no residual for itself
     for name, param in zip(layout.names, layout.params, strict=True):
         if kept and param.fsdp_placement.dim != 0:
             raise ConfigError(
                 f"parameter {name!r} is sharded along dimension {param.fsdp_placement.dim}, and only what was left out "
                 "along the first one can be dealt out anew. Start without it"
             )
-    beside: dict[str, Any] = {}
+    template: dict[str, Any] = {}
     for value, to, size in kept:
         row = value
         if isinstance(value, dict):
-            beside = {key: None if isinstance(one, torch.Tensor) else one for key, one in value.items()}
+            template = {key: None if isinstance(one, torch.Tensor) else one for key, one in value.items()}
             row = next((one for one in value.values() if isinstance(one, torch.Tensor)), None)
-        sizes = [_part(whole, to, size).numel() for whole in wholes]
-        if not isinstance(row, torch.Tensor) or row.numel() != sum(sizes) or list(beside.values()).count(None) > 1:
+        sizes = [_shard_of(whole, to, size).numel() for whole in wholes]
+        if not isinstance(row, torch.Tensor) or row.numel() != sum(sizes) or list(template.values()).count(None) > 1:
             raise ConfigError(f"module {layout.name!r} has other parameters than in the run that was saved")
         for whole, part in zip(wholes, row.to(wholes[0].device).split(sizes), strict=True):
             rows = -(-whole.shape[0] // size)
-            here = whole[to * rows : (to + 1) * rows]
-            here += weight * part[: here.numel()].view_as(here)
-    return (wholes, beside) if kept else ([], beside)
+            target = whole[to * rows : (to + 1) * rows]
+            target += weight * part[: target.numel()].view_as(target)
+    return (wholes, template) if kept else ([], template)
 
 
 class CompressedReduceScatter:
-    """What FSDP2 calls for one module: a ``ReduceScatter`` of its own, which lies in a private module."""
+    """The ``ReduceScatter`` that FSDP2 calls for one module. FSDP2's own class for it is private."""
 
     def __init__(self, name: str, state: ReduceScatterState):
-        self.name, self.grace_state = name, state
+        self.name = name
+        self.grace_state = state  # fsdp_layout finds states by the name of this attribute
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a buffer."""
+        """Return memory for a buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -352,35 +380,35 @@ def compress_reduce_scatter(
 ) -> ReduceScatterState:
     """Compress the reduce-scatter of gradients within the shard groups of a sharded model.
 
-    Each rank sends every other one the part of its gradient that the other keeps, compressed, and adds up in float32
-    what it gets; its own part is exact. With :func:`register_fsdp_hook` these are the two levels of ZeRO++ and SDP4Bit.
-    What is left out is remembered, which takes the size of the unsharded gradients in float32 on every rank:
-    ``memory="none"`` for those who cannot pay.
+    Each rank sends to every other one the part of its gradient that the other keeps, compressed, and adds up the
+    received parts in float32; its own part is exact. With :func:`register_fsdp_hook` these are the two levels of ZeRO++
+    and SDP4Bit. Residuals take the size of the unsharded gradients in float32 on every rank; ``memory="none"`` saves
+    that memory.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on.
         block: the method: ``block``, or another one that may compress parts of a tensor alike.
-        memory: what remembers; the method's default if left out.
+        memory: the memory that keeps residuals; the method's default if left out.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         compress_after: steps that are reduced uncompressed first.
-        seed: of the random numbers of stochastic methods; the same on all ranks.
+        seed: seed of the random numbers of stochastic methods; the same on all ranks.
 
     Returns:
         The state, with ``state_dict()``, ``load_state_dict()``, ``sent_bytes``, ``close()``.
 
     Raises:
-        ConfigError: what was given cannot work.
-        RankError: ranks of a shard group gave different things.
+        ConfigError: the arguments cannot work.
+        RankError: the arguments of ranks of a shard group differ.
 
     Example::
 
         fully_shard(model)
         state = grace.torch.compress_reduce_scatter(model, "block(bits=4, hadamard=32)")
     """
-    layouts = layouts_of(model, "compress_reduce_scatter", other_axes=False)
+    layouts = find_layouts(model, "compress_reduce_scatter", other_axes=False)
     check_group(TorchBackend())
     backend = TorchBackend(layouts[0].mesh.get_group())
-    context = Context(seed=seed, calls=REDUCE_SCATTER)
+    context = Context(seed=seed, api_names=REDUCE_SCATTER)
     facts = [
         ("the gradients of", "reduce-scatters"),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
@@ -389,43 +417,50 @@ def compress_reduce_scatter(
     ]
 
     def rows() -> list[Variable]:
-        """List what travels: of each module's gradient the part of each rank."""
+        """Check the arguments and list the variables to exchange: of each module's gradient the part of each rank."""
         check_integer("compress_after", compress_after, low=0)
         return [
-            Variable(f"{layout.name}/to_{rank}", (_row(layout),), device=str(layout.params[0].sharded_param.device))
+            Variable(
+                f"{layout.name}/to_{rank}", (_shard_numel(layout),), device=str(layout.params[0].sharded_param.device)
+            )
             for layout in layouts
             for rank in range(backend.size)
         ]
 
-    def choose() -> AsGiven:
-        return AsGiven(None, None, _made(block, memory, backend.size))
+    def choose() -> WholeTensorPlan:
+        """Return the plan, which has the method and its memory."""
+        return WholeTensorPlan(None, None, _build_method(block, memory, backend.size))
 
     runner = build_step_runner(rows, choose, backend, context, facts, compress_after=compress_after)
     state = ReduceScatterState(layouts, runner, grad_scaler)
     for layout in layouts:
+        # buffers then have the same size on all ranks, whatever parameters a rank used
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
         layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout.name, state))
     return state
 
 
-def _made(block: Any, memory: Any, size: int) -> Any:
-    """The method and its memory, as a communicator has them.
+def _build_method(block: Any, memory: Any, size: int) -> Any:
+    """Return the method and its memory, as a communicator that has both.
 
     Raises:
-        ConfigError: they do not suit.
+        ConfigError: the method or the memory cannot serve a reduce-scatter.
     """
     if size == 1:
         raise ConfigError(
             "every rank holds a whole copy of the model, so that nothing is reduced and scattered: compress what the "
             "copies exchange, grace.torch.register_fsdp_hook(model, ...)"
         )
-    made = build_communicator(block, memory, "allgather", size)
-    traits, kept = made.compressor.traits, made.memory
-    if not traits.shardable or traits.rounds > 1 or traits.fixed_size != "by shape" or made.compressor.votes:
+    built = build_communicator(block, memory, "allgather", size)
+    traits = built.compressor.traits
+    built_memory = built.memory
+    if not traits.shardable or traits.rounds > 1 or traits.fixed_size != "by shape" or built.compressor.votes:
         raise ConfigError(
-            f"compress_reduce_scatter: {made.compressor.spec} cannot compress the parts of a gradient alike; use "
+            f"compress_reduce_scatter: {built.compressor.spec} cannot compress the parts of a gradient alike; use "
             "block, or qsgd, natural, terngrad, dynamic8"
         )
-    if kept.owns_momentum or kept.needs_lr:
-        raise ConfigError(f"compress_reduce_scatter: memory {kept.spec} needs the optimizer; use residual or loco")
-    return made
+    if built_memory.owns_momentum or built_memory.needs_lr:
+        raise ConfigError(
+            f"compress_reduce_scatter: memory {built_memory.spec} needs the optimizer; use residual or loco"
+        )
+    return built

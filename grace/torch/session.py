@@ -1,8 +1,10 @@
-"""What every distributed optimizer needs: its parameters' runner, and the way of gradients in and out of it."""
+"""Base of the distributed optimizers' sessions: the runner of an optimizer's parameters, and how gradients enter and
+leave it."""
 
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.sparse_rows import SparseRows, scaled
@@ -17,56 +20,52 @@ from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
-from grace.session.momentum import owners
+from grace.session.momentum import momentum_owners
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner
-from grace.session.switching import replaced, switched
+from grace.session.switching import build_replacement, switch_plan
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.torch.auto import copies, driver_of, requested
-from grace.torch.gradients import check_as_made, check_untouched, dense_of, rows_of
-from grace.torch.life import check_free
+from grace.torch.gradients import check_unchanged_gradients, check_unchanged_parameters, dense_gradient, gradient_rows
+from grace.torch.initial_sync import initial_facts, initial_tensors
+from grace.torch.lifecycle import check_not_distributed
 from grace.torch.parameters import (
     broadcast_parameters,
     check_momentum,
     check_optimizer,
+    find_sparse_parameters,
     horovod_groups,
     hyperparameters,
-    named,
-    simple_settings,
-    sparse_of,
-    variables,
+    immutable_settings,
+    make_variables,
+    named_trainable_parameters,
+    scaler_enabled,
 )
-from grace.torch.start import start_facts, starting
 from grace.torch.uses import UnusedMeans
 from grace.torch.wrappers import check_unwrapped
 
 
 class Session:
-    """The parameters of an optimizer, their runner, and the gradients that are on their way.
+    """The parameters of an optimizer, their runner, and the gradients whose exchange is in progress.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         parameters: ``named_parameters`` as the user gave them.
-        choices: compressor, memory, communicator and strategy, likewise.
+        choices: compressor, memory, communicator and strategy as the user gave them.
         backend: the engine.
         passes: backward passes per step.
-        reduction: what the result is.
         groups: parameters that may share a collective: how many such sets, or the sets; None for all.
-        group_bytes: bytes of gradient that are exchanged in one collective.
-        seed: of the stochastic methods.
         grad_scaler: the scaler whose scale memories follow.
-        sparse_as_dense: exchange sparse gradients as dense ones.
-        broadcast: start from rank 0's parameters and buffers.
-        hierarchical: the ranks of a node reduce among themselves first.
+        settings: the reduction, sizes of buckets, seed and switches, as ``DistributedOptimizer`` documents them.
     """
 
-    by_itself = False
-    """Whether a rank loads, and sets hyperparameters, without the others: the first exchange compares them."""
+    ranks_load_alone = False
+    """True if each rank loads states and sets hyperparameters alone; the first exchange then compares them."""
 
     def __init__(
         self,
@@ -80,67 +79,41 @@ class Session:
         grad_scaler: Any,
         settings: Settings,
     ):
-        self._optimizer = weakref.ref(optimizer)  # which holds this
-        self.grad_scaler, self.settings = grad_scaler, settings
+        self._optimizer = weakref.ref(optimizer)  # the optimizer refers to this session
+        self.grad_scaler = grad_scaler
+        self.settings = settings
         self.hooks: list[Any] = []
-        """What takes hooks off again; none once the optimizer was closed."""
+        """Handles that remove this session's hooks; empty once the optimizer was closed."""
         self.finalizer: Any = None
-        self.parameters = own = dict[str, torch.nn.Parameter]()
+        self.parameters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
-        """The optimizer's parameters that require no gradients."""
+        """Parameters of the optimizer that require no gradients, by name."""
         self.narrow: dict[str, torch.Tensor] = {}
-        """Those that are exchanged in less than float64."""
+        """Exchanged parameters whose dtype is narrower than float64, by name."""
+        self.plan: ExchangePlan | None = None
+        self.asked: Any = None
+        self.chosen_sets = groups is not None and groups != 0
         start: dict[str, torch.Tensor] = {}
 
-        def list_variables():
-            check_integer("backward_passes_per_step", passes)
-            settings.check()
-            of_model = parameters is None or isinstance(parameters, torch.nn.Module)
-            given = parameters if of_model else list(parameters)
-            own.update(named(optimizer, given))
-            check_unwrapped(own)
-            check_free(own)
-            found = variables(own, () if settings.sparse_as_dense else sparse_of(given))
-            start.update(starting(optimizer, given))
-            held = {p for group in optimizer.param_groups for p in group["params"]}
-            held -= set(own.values())
-            self.narrow = {name: p for name, p in own.items() if p.dtype is not torch.float64}
-            self.frozen = {name: p for name, p in start.items() if p in held}
-            if settings.broadcast:
-                facts.extend(start_facts(start, found))
-            return found
+        me = weakref.ref(self)  # without a reference cycle, everything is freed when the optimizer is
 
-        me = weakref.ref(self)  # no cycle, so that all ends when the optimizer does
-        lr = lambda name: 1.0 if (session := me()) is None else session._lr(name)  # noqa: E731
+        def lr(name: str) -> float:
+            """Return the learning rate of a variable; 1 if the session is gone."""
+            session = me()
+            return 1.0 if session is None else session._lr(name)
+
         self.context = Context(seed=settings.seed, lr=lr, predivide=settings.reduction.predivide)
+        compared = () if self.ranks_load_alone else hyperparameters(optimizer)
         facts = [
             ("torch", public(torch.__version__)),
             ("backward_passes_per_step", str(passes)),
             *settings.facts(),
             ("grad_scaler", "none" if grad_scaler is None else "given"),
-            *in_words(type(optimizer).__name__, () if self.by_itself else hyperparameters(optimizer)),
+            *in_words(type(optimizer).__name__, compared),
         ]
-
-        self.plan: ExchangePlan | None = None
-        self.asked: Any = None
-        self.chosen_sets = chosen = groups is not None and groups != 0
-
-        def choose():
-            self.sparse_known = known = isinstance(parameters, torch.nn.Module)
-            limits = settings.limits.of_sets if chosen else settings.limits
-            apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
-            together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
-            if wanted := requested(choices):
-                settings.check_auto()
-                facts.append(("the strategy", wanted.options.spec))
-            self.asked = wanted
-            start = wanted.starting_choices(choices) if wanted else choices
-            self.plan = start.plan(limits, together, sparse_known=known)
-            return self.plan
-
         self.runner = build_step_runner(
-            list_variables,
-            choose,
+            lambda: self._list_variables(optimizer, parameters, passes, start, facts),
+            lambda: self._choose_plan(choices, parameters, groups, facts),
             backend,
             self.context,
             facts,
@@ -150,92 +123,173 @@ class Session:
             settings.compress_after,
         )
         self._check_plan(self.runner)
-        self.runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
+        self.runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         recorder.note(updates_follow=True)
-        self._lay_out()
+        self._index_buckets()
         self.param_group = {
             name: index
             for index, group in enumerate(optimizer.param_groups)
             for name, p in self.parameters.items()
             if any(p is other for other in group["params"])
         }
+        """Number of the optimizer's parameter group by parameter name."""
         self.checked = False
         self.idle = False
-        """Whether gradients were cleared, and nothing was done with the optimizer since."""
+        """True if gradients were cleared and the optimizer was not used since."""
         self.hyperparameters = hyperparameters(optimizer)
-        """Those that the last step was made with."""
+        """Hyperparameters of the last step."""
         kind = type(optimizer).__name__
-        made_with = lambda: [] if (session := me()) is None else in_words(kind, session.hyperparameters)  # noqa: E731
-        self.runner.hyperparameters = made_with
-        self.digest, self.made_of = digest(self.hyperparameters), simple_settings(optimizer)
+
+        def describe_hyperparameters() -> Any:
+            """Return the hyperparameters of the last step, as facts for the ranks to compare."""
+            session = me()
+            return [] if session is None else in_words(kind, session.hyperparameters)
+
+        self.runner.hyperparameters = describe_hyperparameters
+        self.digest = digest(self.hyperparameters)
+        self.hyperparameter_source = immutable_settings(optimizer)
         self.versions: dict[int, tuple[list[Any], list[int]]] = {}
+        """Gradients of each bucket whose exchange has begun, and their versions at that time."""
         self.written: dict[str, torch.Tensor] = {}
+        """Views of gradients that aggregates are written into directly, by variable."""
         self.unused: UnusedMeans | None = None
-        if settings.broadcast and not backend.elastic:
+        if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
             broadcast_parameters(start, 0, backend)
         self.auto: Any = None if self.asked is None else driver_of(self, self.asked)
 
+    def _list_variables(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Any,
+        passes: int,
+        start: dict[str, torch.Tensor],
+        facts: list[tuple[str, str]],
+    ) -> list[Variable]:
+        """Check the settings and list the variables to exchange.
+
+        Args:
+            start: filled with the tensors that must start equal, by name.
+            facts: extended by the facts of these tensors that ranks compare.
+
+        Raises:
+            ConfigError: a setting or a parameter cannot work.
+        """
+        check_integer("backward_passes_per_step", passes)
+        self.settings.check()
+        # pairs may come from a generator, and are read several times
+        reusable = named_parameters is None or isinstance(named_parameters, torch.nn.Module)
+        named_parameters = named_parameters if reusable else list(named_parameters)
+        own = self.parameters
+        own.update(named_trainable_parameters(optimizer, named_parameters))
+        check_unwrapped(own)
+        check_not_distributed(own)
+        sparse = () if self.settings.sparse_as_dense else find_sparse_parameters(named_parameters)
+        variables = make_variables(own, sparse)
+        start.update(initial_tensors(optimizer, named_parameters))
+        in_optimizer = {p for group in optimizer.param_groups for p in group["params"]}
+        untrained = in_optimizer - set(own.values())
+        self.narrow = {name: p for name, p in own.items() if p.dtype is not torch.float64}
+        self.frozen = {name: p for name, p in start.items() if p in untrained}
+        if self.settings.broadcast:
+            facts.extend(initial_facts(start, variables))
+        return variables
+
+    def _choose_plan(
+        self, choices: Choices, named_parameters: Any, groups: Any, facts: list[tuple[str, str]]
+    ) -> ExchangePlan:
+        """Return the plan for the user's choices; with ``strategy="auto"``, the plan that planning starts from."""
+        self.sparse_known = known = isinstance(named_parameters, torch.nn.Module)
+        limits = self.settings.limits.for_sets if self.chosen_sets else self.settings.limits
+        own = self.parameters
+        me = weakref.ref(self)  # the plan keeps `sets`, and must not keep the session alive
+        unbucketed = lambda: me().unbucketed(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
+        sets = lambda: horovod_groups(own, groups, unbucketed())  # noqa: E731
+        self.asked = requested(choices)
+        if self.asked is not None:
+            self.settings.check_auto()
+            facts.append(("the strategy", self.asked.options.spec))
+            choices = self.asked.starting_choices(choices)
+        self.plan = choices.plan(limits, sets, sparse_known=known)
+        return self.plan
+
     @property
     def optimizer(self) -> Any:
-        """The user's; None when it is gone."""
+        """The user's optimizer; None once it was deleted."""
         return self._optimizer()
 
     @property
     def strategy(self) -> Any:
-        """The strategy that is executed, if there is one."""
+        """The strategy that is executed; None without one."""
         return None if self.plan is None else self.plan.strategy
 
-    def apart(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
-        """The names of parameters that share no bucket, unless the user puts them into one."""
+    def unbucketed(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
+        """Return the names of parameters that share no bucket, unless the user puts them into one."""
         return ()
 
     @property
     def begun(self) -> bool:
-        """Whether a step is under way: exchanges were begun, or are about to be, that may still be dropped."""
+        """True if a step is in progress: exchanges were begun, or are about to be, that may still be dropped."""
         return self.runner.begun
 
     def _check(self, communicator: Communicator) -> None:
+        """Refuse a communicator that does not go with the optimizer."""
         check_optimizer(communicator, self.optimizer)
 
     def check(self) -> None:
-        """Whether a step can be made as the optimizer is now; asked before its first collective.
+        """Check before the first collective of a step that the optimizer can still make this step.
 
         Raises:
-            ConfigError: something was changed since it was made distributed, which exchanges cannot follow.
+            ConfigError: the optimizer was changed since it was made distributed, and exchanges cannot follow.
         """
-        check_as_made(self.frozen, self.narrow)
+        check_unchanged_parameters(self.frozen, self.narrow)
         if self.momenta:
             check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True
 
     def _lr(self, name: str) -> float:
+        """Return the learning rate of a variable."""
         whole = self.runner.shards[name].whole.name
         return float(self.optimizer.param_groups[self.param_group[whole]]["lr"])
 
-    def _lay_out(self) -> None:
-        """What is the same at every step: what travels in each bucket, and in which buckets each parameter does."""
-        shards, buckets = self.runner.shards, self.runner.buckets
-        self.loads: list[list[tuple[Shard, str, torch.nn.Parameter, bool]]] = []
+    def _index_buckets(self) -> None:
+        """Compute the tables that are the same at every step: the contents of each bucket, and the buckets of each
+        parameter."""
+        shards = self.runner.shards
+        buckets = self.runner.buckets
+        self.bucket_contents: list[list[tuple[Shard, str, torch.nn.Parameter, bool]]] = []
+        """For each bucket: shards, names of their parameters, the parameters, and True for a whole dense parameter."""
         self.buckets_of: dict[str, list[Bucket]] = {name: [] for name in self.parameters}
-        self.waits = [0] * len(buckets)
+        self.bucket_parameters = [0] * len(buckets)
+        """Number of parameters in each bucket."""
         for bucket in buckets:
-            load = [(shard, shard.whole.name) for shard in (shards[v.name] for v in bucket.variables)]
-            dense = [shard.axis is None and not shard.variable.sparse for shard, _ in load]
-            self.loads.append([(s, name, self.parameters[name], d) for (s, name), d in zip(load, dense, strict=True)])
-            for name in dict.fromkeys(name for _, name in load):
+            contents = []
+            for variable in bucket.variables:
+                shard = shards[variable.name]
+                name = shard.whole.name
+                dense = shard.axis is None and not variable.sparse
+                contents.append((shard, name, self.parameters[name], dense))
+            self.bucket_contents.append(contents)
+            for name in dict.fromkeys(name for _, name, _, _ in contents):
                 self.buckets_of[name].append(bucket)
-                self.waits[bucket.index] += 1
+                self.bucket_parameters[bucket.index] += 1
+            # Buffers and programs are made now, and not in the first step; sizes of sparse gradients are not known,
+            # and elastic ranks may change before it.
             if not (bucket.variables[0].sparse or self.runner.backend.elastic):
-                self.runner.prepare(bucket, self.loads[-1][0][2].detach())
-        self.momenta = owners(self.runner.communicators)
-        reduction, size = self.settings.reduction, self.runner.backend.size
+                self.runner.prepare(bucket, contents[0][2].detach())
+        self.momenta = momentum_owners(self.runner.communicators)
+        """Memories and compressors that apply momentum."""
+        reduction = self.settings.reduction
+        size = self.runner.backend.size
         self.factors = {id(c): reduction.factor(c.compressor.votes, size) for c in self.runner.communicators}
-        """By communicator, what its aggregates are multiplied with."""
+        """Factor that aggregates are multiplied with, by the communicator's id."""
         rows = [(name, parts) for name, parts in self.runner.shards_of.items() if parts[0].variable.sparse]
-        self.mixed = [name for name, parts in rows if 0 < sum(shard.period > 0 for shard in parts) < len(parts)]
-        """Sparse variables some of whose parts are not exchanged."""
+        self.partly_exchanged = [
+            name for name, parts in rows if 0 < sum(shard.period > 0 for shard in parts) < len(parts)
+        ]
+        """Names of sparse variables that have exchanged and unexchanged parts."""
 
     def _check_plan(self, runner: StepRunner) -> None:
+        """Refuse a runner whose plan does not go with the settings or the grad_scaler."""
         self.settings.check_votes(runner.communicators)
         if self.grad_scaler is not None and runner.averages:
             raise ConfigError(
@@ -244,24 +298,25 @@ class Session:
             )
 
     def switch(self, plan: ExchangePlan) -> None:
-        """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise."""
+        """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""
         checkpoint.check_settled(self)
-        self.means_used()
+        self.commit_used_means()
         own = self.parameters.__getitem__
-        self.take(switched(self.runner, plan, own, self._check, self._check_plan), plan)
+        self.switch_runner(switch_plan(self.runner, plan, own, self._check, self._check_plan), plan)
 
-    def beside(self, strategy: Any) -> tuple[StepRunner, ExchangePlan]:
-        """A runner of this strategy, for a state to be loaded into, and its plan; every rank must call it."""
+    def build_runner(self, strategy: Any) -> tuple[StepRunner, ExchangePlan]:
+        """Return a runner for a strategy, into which a state is to be loaded, and its plan. Every rank must call it."""
         plan = StrategyPlan(strategy, self.sparse_known)
-        return replaced(self.runner, plan, self._check), plan
+        return build_replacement(self.runner, plan, self._check), plan
 
-    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
-        """Go on by this runner, which is of another plan, between two steps."""
-        self.runner, self.plan = runner, plan
-        self._lay_out()
+    def switch_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Replace the runner and its plan, between two steps."""
+        self.runner = runner
+        self.plan = plan
+        self._index_buckets()
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """Of the dense gradients that there are."""
+        """Return copies of the dense gradients that exist."""
         return copies(self.parameters)
 
     # -- gradients in ----------------------------------------------------------------------------------
@@ -270,48 +325,51 @@ class Session:
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
         if self.unused is not None:
-            self._settle_unused(self.unused.replaced())
-        if not self.versions and self.runner.follows_scaler():
+            self._commit_unused(self.unused.find_replaced())
+        if not self.versions and self.runner.follows_scaler():  # once a step, at its first bucket
             self.runner.rescale(self.grad_scaler.get_scale())
-        gradients, held, versions = list[Any](), list[Any](), list[int]()
-        for shard, name, p, dense in self.loads[bucket.index]:
+        gradients = list[Any]()
+        held = list[Any]()
+        versions = list[int]()
+        for shard, name, p, dense in self.bucket_contents[bucket.index]:
             gradient = p.grad
             plain = dense and gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad
-            if plain and gradient.is_contiguous():  # type: ignore[union-attr]
+            if plain and gradient.is_contiguous():  # type: ignore[union-attr]  # the usual case needs no copy
                 gradients.append(gradient)
             else:
                 sparse = shard.variable.sparse
-                given = rows_of(name, p) if sparse else dense_of(name, p, self.settings.sparse_as_dense)
-                gradients.append(shard.of(given))
-                gradient = p.grad  # which may be a dense one now
+                values = gradient_rows(name, p) if sparse else dense_gradient(name, p, self.settings.sparse_as_dense)
+                gradients.append(shard.slice_of(values))
+                gradient = p.grad  # dense_gradient may have replaced it by a dense one
             held.append(gradient)
             versions.append(0 if gradient is None else gradient._version)
-        self.versions[bucket.index] = held, versions
-        with self.giving_up():
+        self.versions[bucket.index] = held, versions  # to notice gradients that are changed before the means arrive
+        with self.abandoning_on_error():
             self.runner.start(bucket, gradients, [gradient is not None for gradient in held])
 
     @contextlib.contextmanager
-    def giving_up(self) -> Iterator[None]:
-        """What the engine failed in is forgotten, so that the state of the last good step can be saved."""
+    def abandoning_on_error(self) -> Iterator[None]:
+        """Abandon the exchanges in progress if the engine fails in this context, so that the state of the last good
+        step can be saved."""
         try:
             yield
-        except PayloadError:  # the engine works: the step is dropped by all ranks together
+        except PayloadError:  # the engine works, and all ranks drop the step together
             raise
         except ExchangeError:
             self.abandon()
             raise
 
     def abandon(self) -> None:
-        """Forget what was under way, which the engine has given up."""
+        """Discard the exchanges in progress, which the engine has given up."""
         self.runner.abandon()
 
     # -- means that no step has used yet ---------------------------------------------------------------
 
     @contextlib.contextmanager
-    def leaving_unused(self) -> Iterator[None]:
-        """Exchange, in this context, means that no ``step()`` uses yet."""
+    def deferring_commit(self) -> Iterator[None]:
+        """Return a context in which means are exchanged that no ``step()`` uses yet; state is committed later."""
         if self.unused is not None:
-            self._settle_unused(self.unused.replaced())
+            self._commit_unused(self.unused.find_replaced())
         self.runner.waits_for_step = self.runner.stateful
         try:
             yield
@@ -321,16 +379,16 @@ class Session:
         if self.runner.stateful:
             self.unused = UnusedMeans(self.parameters)
 
-    def means_used(self) -> None:
-        """Commit what the unused means changed: a ``step()`` uses the gradients that are there."""
+    def commit_used_means(self) -> None:
+        """Commit the state that the unused means changed: a ``step()`` uses the gradients that exist now."""
         if self.unused is not None:
-            self._settle_unused(self.unused.cleared())
+            self._commit_unused(self.unused.find_cleared())
 
-    def _settle_unused(self, thrown: Iterable[str]) -> None:
-        """Commit what the unused means changed, and roll back what those of parameters that were thrown away did."""
+    def _commit_unused(self, discarded: Iterable[str]) -> None:
+        """Commit the state that the unused means changed; roll it back for parameters whose means were discarded."""
         runner = self.runner
         for component in runner._stepping():
-            for name in thrown:
+            for name in discarded:
                 for shard in runner.shards_of[name]:
                     component.state.rollback(shard.variable.name)
             component.state.commit()
@@ -340,25 +398,26 @@ class Session:
     # -- means out -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def finish(self) -> list[Outcome]:
-        """Await the exchanges begun and write what they brought into ``p.grad``."""
-        check_untouched(self)
-        with self.giving_up():
-            outcomes = self.runner.finish(self._outs)
-        rows = self._own_rows() if self.mixed else {}
-        written, in_place = self.written, all(factor == 1.0 for factor in self.factors.values())
+    def write_back(self) -> list[Outcome]:
+        """Await the exchanges begun, and write their means into ``p.grad``."""
+        check_unchanged_gradients(self)  # before the means overwrite them
+        with self.abandoning_on_error():
+            outcomes = self.runner.finish_step(self._output_views)
+        rows = self._local_rows() if self.partly_exchanged else {}
+        written = self.written
+        in_place = all(factor == 1.0 for factor in self.factors.values())
         for outcome in outcomes:
             value = outcome.value
             if in_place and value is not None and written.get(outcome.variable.name) is value:
-                continue
+                continue  # the aggregate was written into p.grad already
             shard = self.runner.shards[outcome.variable.name]
             p = self.parameters[shard.whole.name]
             if outcome.value is None:
                 if outcome.pending:
-                    self._wipe(shard, p)
+                    self._clear_gradient(shard, p)
             elif isinstance(outcome.value, SparseRows):
-                found = scaled(outcome.value, self.factors[id(shard.communicator)])
-                rows.setdefault(shard.whole.name, []).append(shard.back(found))
+                scaled_rows = scaled(outcome.value, self.factors[id(shard.communicator)])
+                rows.setdefault(shard.whole.name, []).append(shard.to_whole(scaled_rows))
             else:
                 self._write(shard, p, outcome.value)
         for name, parts in rows.items():
@@ -366,74 +425,85 @@ class Session:
             numbers = torch.cat([slices.rows.to(p.device, torch.int64) for slices in parts])
             values = torch.cat([slices.values.to(p.dtype) for slices in parts])
             p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape, check_invariants=False)
-        self.versions, self.written = {}, {}
+        self.versions = {}
+        self.written = {}
         return outcomes
 
-    def _own_rows(self) -> dict[str, list[SparseRows]]:
-        """This rank's rows of parts that are not synchronized, of sparse variables that are in other parts."""
+    def _local_rows(self) -> dict[str, list[SparseRows]]:
+        """Return this rank's rows of unsynchronized parts of those sparse variables that have synchronized parts
+        too."""
         rows = {}
-        for name in self.mixed:
-            own, p = [shard for shard in self.runner.shards_of[name] if shard.period], self.parameters[name]
+        for name in self.partly_exchanged:
+            own = [shard for shard in self.runner.shards_of[name] if shard.period]
+            p = self.parameters[name]
             if p.grad is not None:
-                rows[name] = [shard.back(shard.of(rows_of(name, p))) for shard in own]
+                rows[name] = [shard.to_whole(shard.slice_of(gradient_rows(name, p))) for shard in own]
         return rows
 
     def _write(self, shard: Shard, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Write a shard's mean into ``p.grad``, times its factor."""
         view = self.written.get(shard.variable.name)
         if value is not view:
             if p.grad is None:
                 p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
-            view = shard.of(p.grad)
+            view = shard.slice_of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
         factor = self.factors[id(shard.communicator)]
         if factor != 1.0:
             view.mul_(factor)
 
-    def _wipe(self, shard: Shard, p: torch.nn.Parameter) -> None:
-        """Nothing has come for a shard yet: this rank's own gradient must not be taken for the mean."""
+    def _clear_gradient(self, shard: Shard, p: torch.nn.Parameter) -> None:
+        """Clear the gradient of a shard whose mean has not arrived yet: this rank's own gradient must not be used as
+        the mean."""
         if shard.axis is None or p.grad is None or p.grad.layout is not torch.strided:
-            # a GradScaler refuses to step where it finds no gradient at all
+            # GradScaler raises if it finds no gradient at all
             p.grad = torch.zeros_like(p) if self.runner.follows_scaler() else None
         else:
-            shard.of(p.grad).zero_()
+            shard.slice_of(p.grad).zero_()
 
     def after_step(self) -> None:
-        """The optimizer has stepped: what the next exchange tells of it."""
+        """Update the counters and the digest of hyperparameters that the next exchange compares. Called after
+        ``step()``."""
         self.idle = False
         self.context.updates += 1
-        made_of = simple_settings(self.optimizer)
-        if made_of is None or made_of != self.made_of:
-            self.hyperparameters, self.made_of = hyperparameters(self.optimizer), made_of
+        source = immutable_settings(self.optimizer)
+        if source is None or source != self.hyperparameter_source:  # reading and digesting them costs more than this
+            self.hyperparameters = hyperparameters(self.optimizer)
+            self.hyperparameter_source = source
             self.digest = digest(self.hyperparameters)
         self.context.settings = self.digest
 
-    def loaded(self) -> None:
-        """A state was loaded."""
+    def on_state_loaded(self) -> None:
+        """Handle that a state was loaded. Subclasses override it."""
 
-    def gradients_cleared(self) -> None:
-        """Gradients were cleared."""
+    def on_zero_grad(self) -> None:
+        """Handle that gradients were cleared: roll back the changes of discarded means, and count steps that are left
+        out."""
         if self.unused is not None:
-            self._settle_unused(self.unused.means)
-        if self.idle and self.context.updates:
+            self._commit_unused(self.unused.means)
+        if self.idle and self.context.updates:  # cleared twice without a step: this rank left a batch out
             self.context.left_out += 1
         self.idle = True
 
     @torch.no_grad()
     def average(self) -> None:
-        """After the optimizer's step: average what ranks train on their own, if it is time to."""
-        for bucket in self.runner.due():
+        """Average the parameters that ranks train on their own, if an averaging is due. Called after the optimizer's
+        step."""
+        for bucket in self.runner.due_averages():
             views = self.runner.views(bucket, lambda name: self.parameters[name].data)
             for view, mean in zip(views, self.runner.mean(bucket, views), strict=True):
                 view.copy_(mean)
 
-    def _outs(self, bucket: Bucket) -> list[torch.Tensor | None]:
-        """Where aggregates may be written directly: float32 or exact gradients, contiguous, of this rank."""
-        exact, written = bucket.communicator.compressor.traits.exact, self.written
+    def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
+        """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this
+        rank; None for all others."""
+        exact = bucket.communicator.compressor.traits.exact
+        written = self.written
         outs: list[torch.Tensor | None] = []
-        for shard, _, p, dense in self.loads[bucket.index]:
+        for shard, _, p, dense in self.bucket_contents[bucket.index]:
             view = p.grad
             if view is not None and (not dense or view.layout is not torch.strided):
-                view = shard.of(view) if view.layout is torch.strided else None
+                view = shard.slice_of(view) if view.layout is torch.strided else None
             if view is not None and view.is_contiguous() and (exact or view.dtype is torch.float32):
                 outs.append(view)
                 written[shard.variable.name] = view

@@ -1,4 +1,4 @@
-"""Hooks around the steps of an optimizer: torch calls them at each level of ``step()``, or at none."""
+"""Hooks around the steps of an optimizer. torch calls its hooks at each level of ``step()``, or at none."""
 
 import functools
 import sys
@@ -10,35 +10,37 @@ from typing import Any
 import torch
 
 DCP = "torch.distributed.checkpoint.state_dict"
-"""The module of torch that makes an optimizer's state by a step."""
+"""Module of torch that creates an optimizer's state by a step."""
 HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
-"""The code that torch puts around a ``step()`` so that its hooks are called."""
+"""Code of the wrapper that torch puts around a ``step()`` to call its hooks."""
 
 
 def around_steps(optimizer: torch.optim.Optimizer, before: Callable | None, after: Callable | None) -> list[Any]:
-    """Call hooks around each step of an optimizer, or of one that it is around.
+    """Register hooks around each step of an optimizer, or of an optimizer inside it.
 
     An optimizer around another one (Lookahead, SAM) may step by the other's ``step()`` alone, and may not call
-    ``Optimizer.__init__``, which puts the hooks of ``step()`` in place.
+    ``Optimizer.__init__``, which installs the hooks of ``step()``.
 
     Args:
-        optimizer: not kept alive.
-        before, after: called with the optimizer, the arguments of ``step()``, and True at an inner level of it, as
-            where a ``step()`` calls ``super().step()``.
+        optimizer: the optimizer; the hooks do not keep it alive.
+        before, after: functions that are called with the optimizer, the arguments of ``step()``, and True at an inner
+            level of ``step()``, such as ``super().step()``.
 
     Returns:
-        handles that take the hooks off again.
+        handles that remove the hooks.
     """
-    family = _family(optimizer)
-    ids, outer = {id(member) for member in family}, weakref.ref(optimizer)
+    family = _nested_optimizers(optimizer)
+    ids = {id(member) for member in family}
+    outer = weakref.ref(optimizer)
     handles = []
 
     def hook(call: Callable) -> Callable:
-        # a compiled step() is compiled between these, and not in them
+        # a compiled step() is compiled without the hooks, which run before and after it
+        """Return a torch hook that calls one of Grace's, with True at an inner level of ``step()``."""
         return torch.compiler.disable(lambda _, args, kwargs: call(outer(), args, kwargs, within_step(ids)))
 
     for member in family:
-        _let_hooks_run(member)
+        _install_step_hooks(member)
         if before is not None:
             handles.append(member.register_step_pre_hook(hook(before)))
         if after is not None:
@@ -47,14 +49,14 @@ def around_steps(optimizer: torch.optim.Optimizer, before: Callable | None, afte
 
 
 def within_step(ids: Collection[int]) -> bool:
-    """Return True if the hook that asks was called by an inner level of ``step()``.
+    """Return True if the calling hook runs at an inner level of ``step()``.
 
     torch puts the hooks around the ``step()`` of each class that was ever made in the process, so that a ``step()``
     which calls ``super().step()`` has them called twice or once. The levels are counted on the stack, since torch calls
     no hook after a ``step()`` that raised.
 
     Args:
-        ids: of the optimizers whose levels count.
+        ids: ids of the optimizers whose levels count.
     """
     levels = 0
     frame: FrameType | None = sys._getframe(1)
@@ -71,18 +73,18 @@ def initializing(optimizer: torch.optim.Optimizer) -> bool:
     module = sys.modules.get(DCP)
     makes = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
     frame = None if optimizer.state or makes is None else sys._getframe(1)
-    for _ in range(8):
+    for _ in range(8):  # torch's function is a few frames above the hook
         if frame is None or frame.f_code is makes:
             break
         frame = frame.f_back
     return frame is not None and frame.f_code is makes
 
 
-def _family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return an optimizer and those that it is around: among its attributes, with parameters of its own."""
+def _nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and the optimizers inside it: attributes that hold some of its parameters."""
     own = {p for group in optimizer.param_groups for p in group["params"]}
     family = [optimizer]
-    for member in family:  # which grows
+    for member in family:  # the list grows in the loop
         values = list(vars(member).values())
         for value in values.copy():
             if isinstance(value, (list, tuple, dict)):
@@ -95,16 +97,18 @@ def _family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return family
 
 
-def _let_hooks_run(optimizer: torch.optim.Optimizer) -> None:
-    """Put torch's hooks around an optimizer's ``step()`` where torch did not: it does in ``Optimizer.__init__``, and a
-    program may have put a ``step`` of its own into the optimizer since."""
-    kind, own = type(optimizer), vars(optimizer).get("step")
+def _install_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Install torch's hooks around an optimizer's ``step()`` where torch did not. torch installs them in
+    ``Optimizer.__init__``, and a program may have replaced the ``step`` of the object since."""
+    kind = type(optimizer)
+    own = vars(optimizer).get("step")
     if not _is_hooked(kind.step):
         kind.step = optimizer.profile_hook_step(kind.step)  # type: ignore[assignment, method-assign]
     if own is not None and not _is_hooked(own):
 
         @functools.wraps(own)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            """Call the program's own ``step``, which torch's hooks then surround."""
             return own(*args, **kwargs)
 
         vars(optimizer)["step"] = MethodType(optimizer.profile_hook_step(step), optimizer)

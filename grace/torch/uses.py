@@ -1,8 +1,8 @@
-"""Which of the gradients that were exchanged an optimizer has used, and which were thrown away.
+"""Tracking of exchanged gradients: the ones that an optimizer has used, and the ones that were discarded.
 
-What a gradient changed in a memory belongs to the update that is made with it. Where the gradient is cleared instead (a
-GAN's discriminator, whose gradients the generator's loss fills; a batch that is left out), it must not come back by way
-of a residual.
+The change that a gradient makes in a memory belongs to the update that is made with the gradient. If the gradient is
+cleared instead (a GAN's discriminator, whose gradients the generator's loss fills; a batch that is left out), the
+gradient must not return by way of a residual.
 """
 
 import warnings
@@ -21,134 +21,140 @@ UNKNOWN = (
 
 
 class GradientUses:
-    """The parameters whose gradients were exchanged, until it is known what became of them.
+    """The parameters whose gradients were exchanged, until each gradient is known to be used or discarded.
 
-    An optimizer's ``step()`` uses the gradients that it finds. A gradient that was cleared before is thrown away, and
-    one that is still there when the next one is added to it belongs to the same step. Of parameters that no optimizer
-    was ever seen to hold, torch's count of changes tells whether somebody has updated them.
+    An optimizer's ``step()`` uses the gradients that it finds. A gradient that was cleared before is discarded. A
+    gradient that still exists when the next one is added to it belongs to the same step. For parameters that no known
+    optimizer holds, torch's version counter shows whether the program has updated them.
 
     Args:
-        parameters: by name.
-        optimizer: that of these parameters, if it is known.
-        call: the function that was given the optimizer or not, for messages.
+        parameters: the parameters, by name.
+        optimizer: their optimizer; None if it is not known.
+        call: name of the function to which the optimizer may be given, for messages.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, call: str):
         self.parameters = dict(parameters)
         self.call = call
         self.names = {id(p): name for name, p in self.parameters.items()}
-        self.known = set() if optimizer is None else self._held(optimizer)
-        """Parameters that an optimizer holds, as far as one was given or seen."""
-        self.any_known = optimizer is not None
-        self.told = False
+        self.held_parameters = set() if optimizer is None else self._names_held_by(optimizer)
+        """Names of parameters that a known optimizer holds: one that was given, or whose step was seen."""
+        self.optimizer_seen = optimizer is not None
+        self.warned = False
         self.arrived: set[str] = set()
-        """Parameters that a backward pass gave a gradient since the last exchange."""
+        """Names of parameters that received a gradient from a backward pass since the last exchange."""
         self.stepping: dict[int, set[str]] = {}
-        """By optimizer, those whose ``step()`` runs: it may evaluate a closure."""
-        self._start()
+        """Parameter names of optimizers whose ``step()`` is running, which may evaluate a closure; by id."""
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
+        """Clear the record of the current exchange."""
         self.waiting: dict[str, int] = {}
-        """Exchanged and not used yet: torch's count of changes of the parameter at that time."""
-        self.found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By name: True if a gradient that was not used is there still, and True if its mean was not 0; read late."""
-        self.thrown: set[str] = set()
+        """Version counter of each parameter at its exchange, by name; a used gradient's name is removed."""
+        self.inspected: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Two flags by name, read late: an unused gradient is not 0, and its mean was not 0."""
+        self.discarded: set[str] = set()
         self.means: dict[str, torch.Tensor] = {}
-        """Means that were brought; of one that shares the gradient's memory, True if it was not 0."""
+        """The means by name; for a mean that shares the gradient's memory, a flag that it was not 0."""
 
-    def _held(self, optimizer: Any) -> set[str]:
+    def _names_held_by(self, optimizer: Any) -> set[str]:
+        """Return the names of the parameters that an optimizer holds."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name for key, name in self.names.items() if key in held}
 
-    def watch_arrivals(self) -> list[Any]:
-        """Hook the parameters, to be told before a gradient is added to what is there; return the hooks' handles."""
-        return [p.register_hook(_Arrival(self, name)) for name, p in self.parameters.items()]
+    def register_arrival_hooks(self) -> list[Any]:
+        """Register hooks that run before a gradient is added to the existing one; return their handles."""
+        return [p.register_hook(_ArrivalHook(self, name)) for name, p in self.parameters.items()]
 
-    def arrives(self, name: str) -> None:
-        """A backward pass is about to add to a parameter's gradient."""
+    def record_arrival(self, name: str) -> None:
+        """Record that a backward pass is about to add to a parameter's gradient."""
         self.arrived.add(name)
         if name in self.waiting:
-            self._look(name)
+            self._inspect(name)
 
-    def exchanged(self, names: Iterable[str]) -> None:
-        """Gradients of these parameters were handed over. Those of a closure are used by the step that evaluates it."""
+    def record_exchange(self, names: Iterable[str]) -> None:
+        """Record that gradients of these parameters were handed over. Gradients of a closure are used by the step that
+        evaluates the closure, so they do not wait for a step."""
         evaluated = set().union(*self.stepping.values())
         for name in names:
             if name not in evaluated:
                 self.waiting[name] = self.parameters[name]._version
 
-    def brought(self, name: str, mean: torch.Tensor | None, shared: bool = False) -> None:
-        """Take note of what takes the place of a parameter's gradient, or of a part of it.
+    def record_mean(self, name: str, mean: torch.Tensor | None, shared: bool = False) -> None:
+        """Record the mean that replaces a parameter's gradient, or a part of it.
 
         Args:
-            name: the parameter's.
-            mean: None if no rank had a gradient.
-            shared: True if the gradient may come to lie in the same memory, so that the mean is cleared with it.
+            name: the parameter's name.
+            mean: the mean; None if no rank had a gradient.
+            shared: True if the gradient may come to share the mean's memory, so that both are cleared together.
         """
         if mean is None:
             self.waiting.pop(name, None)
         else:
             self.means[name] = mean.any() if shared else mean
 
-    def step_begins(self, optimizer: Any) -> None:
-        """An optimizer uses the gradients that are there."""
-        held = self._held(optimizer)
-        self.known |= held
-        self.any_known = True
+    def begin_step(self, optimizer: Any) -> None:
+        """Record that an optimizer uses the gradients that exist. Called before its ``step()``."""
+        held = self._names_held_by(optimizer)
+        self.held_parameters |= held
+        self.optimizer_seen = True
         self.stepping[id(optimizer)] = held
         for name in held & self.waiting.keys():
-            if self.parameters[name].grad is None:
-                self.thrown.add(name)
+            if self.parameters[name].grad is None:  # it was cleared, so this step cannot use it
+                self.discarded.add(name)
             del self.waiting[name]
 
-    def step_ends(self, optimizer: Any) -> None:
-        """It has used them."""
+    def end_step(self, optimizer: Any) -> None:
+        """Record that an optimizer has used the gradients. Called after its ``step()``."""
         self.stepping.pop(id(optimizer), None)
 
-    def _look(self, name: str) -> None:
-        """Look at a gradient that no optimizer has used, before another one is added to it."""
-        version, p = self.waiting.pop(name), self.parameters[name]
-        if name not in self.known and p._version != version:
-            return
+    def _inspect(self, name: str) -> None:
+        """Inspect a gradient that no optimizer has used, before another one is added to it."""
+        version = self.waiting.pop(name)
+        p = self.parameters[name]
+        if name not in self.held_parameters and p._version != version:
+            return  # the program updated the parameter itself, so it has used the gradient
         if p.grad is None:
-            self.thrown.add(name)
+            self.discarded.add(name)
             return
-        gradient = getattr(p.grad, "_local_tensor", p.grad)  # a DTensor would ask the other ranks
-        if name in self.means:  # one of zeros looks like a gradient that was cleared
-            self.found[name] = gradient.any(), self.means[name].any()
+        gradient = getattr(p.grad, "_local_tensor", p.grad)  # any() of a DTensor is a collective
+        if name in self.means:  # without its mean, a gradient of zeros looks like a cleared one
+            self.inspected[name] = gradient.any(), self.means[name].any()
 
-    def throw(self, name: str, thrown: bool) -> None:
-        """Say what became of a gradient that no optimizer has used."""
+    def resolve(self, name: str, discarded: bool) -> None:
+        """Record whether a gradient that no optimizer has used was discarded."""
         del self.waiting[name]
-        if thrown:
-            self.thrown.add(name)
+        if discarded:
+            self.discarded.add(name)
 
     @property
     def unused(self) -> bool:
-        """Whether gradients were exchanged that no optimizer has used, cleared or not."""
-        return bool(self.waiting.keys() & self.known if self.any_known else self.waiting)
+        """True if gradients were exchanged that no optimizer has used, cleared or not."""
+        return bool(self.waiting.keys() & self.held_parameters if self.optimizer_seen else self.waiting)
 
     @property
     def undecided(self) -> bool:
-        """Whether gradients are still there that an optimizer may use."""
-        grads = [self.parameters[name].grad for name in self.waiting.keys() & self.known]
+        """True if gradients still exist that an optimizer may use."""
+        grads = [self.parameters[name].grad for name in self.waiting.keys() & self.held_parameters]
         return any(grad is not None and bool(getattr(grad, "_local_tensor", grad).any()) for grad in grads)
 
-    def end(self, overflowed: bool = False) -> set[str]:
-        """Return the parameters whose gradients were thrown away, and begin with the next step's; none of a step that
-        overflowed, of which nothing is kept anyway."""
+    def end_exchange(self, overflowed: bool = False) -> set[str]:
+        """Return the names of parameters whose gradients were discarded, and reset the record for the next step.
+
+        The result is empty after an overflow, since nothing of such a step is kept, and if no optimizer is known.
+        """
         if overflowed:
-            self._start()
+            self._reset()
             return set()
         for name in list(self.waiting):
-            self._look(name)
-        cleared = {name for name, (there, came) in self.found.items() if came and not there}
-        thrown = self.thrown | cleared
-        self._start()
-        if not thrown or self.any_known:
-            return thrown
-        if not self.told:
-            self.told = True
+            self._inspect(name)
+        cleared = {name for name, (exists, existed) in self.inspected.items() if existed and not exists}
+        discarded = self.discarded | cleared
+        self._reset()
+        if not discarded or self.optimizer_seen:
+            return discarded
+        if not self.warned:
+            self.warned = True
             warnings.warn(UNKNOWN.format(call=self.call), stacklevel=2)
         return set()
 
@@ -156,8 +162,8 @@ class GradientUses:
 class UnusedMeans:
     """The means that ``synchronize()`` has just written into ``p.grad``, until a ``step()`` uses them.
 
-    What they changed in memories is committed when ``step()`` uses them, or when the next exchange begins with what was
-    added to them, and not if they were cleared.
+    Their changes to memories are committed when ``step()`` uses the means, or when the next exchange begins with
+    gradients that were added to them. They are rolled back if the means were cleared.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
@@ -165,22 +171,23 @@ class UnusedMeans:
         grads = [(name, p.grad) for name, p in parameters.items()]
         self.means = {name: weakref.ref(grad) for name, grad in grads if grad is not None}
 
-    def cleared(self) -> list[str]:
-        """Return the parameters that have no gradient any more."""
+    def find_cleared(self) -> list[str]:
+        """Return the names of parameters that have no gradient any more."""
         return [name for name in self.means if self.parameters[name].grad is None]
 
-    def replaced(self) -> list[str]:
-        """Return the parameters whose gradient is another tensor now: the mean was cleared in between."""
+    def find_replaced(self) -> list[str]:
+        """Return the names of parameters whose gradient is another tensor now: the mean was cleared in between."""
         return [name for name, mean in self.means.items() if self.parameters[name].grad is not mean()]
 
 
-class _Arrival:
-    """A hook of a parameter, which must not keep alive who is told."""
+class _ArrivalHook:
+    """Hook of a parameter that records the arrival of a gradient, without keeping the record alive."""
 
     def __init__(self, uses: GradientUses, name: str):
-        self.uses, self.name = weakref.ref(uses), name
+        self.uses = weakref.ref(uses)
+        self.name = name
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         uses = self.uses()
         if uses is not None and gradient is not None:
-            uses.arrives(self.name)
+            uses.record_arrival(self.name)

@@ -1,4 +1,4 @@
-"""What wraps models and exchanges their gradients itself, so that Grace's optimizer cannot do it as well."""
+"""Wrappers of models that exchange gradients themselves, so that Grace's optimizer cannot do it as well."""
 
 import gc
 import sys
@@ -28,21 +28,21 @@ WRAPPING = {
 """Packages that wrap models for their users, and the line to use there."""
 
 
-def bare(model: Any) -> Any:
-    """A model without what ``torch.compile`` put around it."""
+def unwrap_compiled(model: Any) -> Any:
+    """Return a model without the wrapper of ``torch.compile``."""
     return getattr(model, "_orig_mod", model)
 
 
-def check_whole(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuse parameters of which this rank holds a part only.
+def check_not_sharded(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters of which this rank holds only a part.
 
     Raises:
-        ConfigError: the message names the first, and what sharded it.
+        ConfigError: a parameter is a part; the message names the first, and the API that sharded it.
     """
     for name, p in parameters.items():
         if hasattr(p, "device_mesh"):
-            placed: Any = p
-            places = ", ".join(map(repr, placed.placements))
+            sharded: Any = p
+            places = ", ".join(map(repr, sharded.placements))
             raise ConfigError(
                 f"parameter {name!r} is a DTensor ({places}), as FSDP2's fully_shard and tensor parallelism make them. "
                 f"{WHOLE}"
@@ -52,18 +52,19 @@ def check_whole(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 def check_unwrapped(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Refuse parameters of a model that is in DistributedDataParallel or FullyShardedDataParallel.
 
-    They keep no list of their models, so those are looked for among all objects that Python's collector knows.
+    Neither class keeps a list of its models, so they are searched among all objects that Python's garbage collector
+    tracks.
 
     Raises:
-        ConfigError: the message names the first, and the ways out.
+        ConfigError: a parameter is in such a model; the message names the first, and the alternatives.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or not parameters:
         return
     names = {p: name for name, p in parameters.items()}
-    if not _held(names):
+    if not _wrappers_of(names):
         return
-    gc.collect()  # a model that nobody uses any more may be part of a cycle
-    for wrapper, p in _held(names):
+    gc.collect()  # a deleted model may be part of a reference cycle
+    for wrapper, p in _wrappers_of(names):
         if not isinstance(wrapper, DistributedDataParallel):
             raise ConfigError(
                 f"parameter {names[p]!r} belongs to FullyShardedDataParallel, which shards it and averages its "
@@ -79,15 +80,16 @@ def check_unwrapped(parameters: Mapping[str, torch.nn.Parameter]) -> None:
         )
 
 
-def _held(parameters: Collection[torch.nn.Parameter]) -> list[tuple[Any, torch.nn.Parameter]]:
-    """The wrappers that exchange one of the parameters, each with the first."""
+def _wrappers_of(parameters: Collection[torch.nn.Parameter]) -> list[tuple[Any, torch.nn.Parameter]]:
+    """Return the wrappers that exchange one of the parameters, each with the first such parameter."""
     sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DistributedDataParallel)
     kinds = [DistributedDataParallel, sharding]
-    for kind in kinds:  # the list grows: to look a type up is faster than to ask for its bases
+    for kind in kinds:  # the list grows; looking a type up in a set is faster than issubclass for every object
         kinds += kind.__subclasses__()
-    wanted, held = set(kinds), []
-    found = [thing for thing in gc.get_objects() if type(thing) in wanted]
-    for wrapper in found:
+    wanted = set(kinds)
+    held = []
+    wrappers = [thing for thing in gc.get_objects() if type(thing) in wanted]
+    for wrapper in wrappers:
         left_out = getattr(wrapper, "parameters_to_ignore", ())
         own = [p for name, p in wrapper.module.named_parameters() if p in parameters and name not in left_out]
         held += [(wrapper, own[0])] if own else []

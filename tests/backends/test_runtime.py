@@ -241,17 +241,17 @@ def test_what_was_found_is_said_once_by_rank_0(monkeypatch, capsys, variables, s
         monkeypatch.setenv(key, value)
     backend = grace.init("local")
     assert capsys.readouterr().err == ""  # it was chosen
-    monkeypatch.setattr(launchers, "_told", False)
+    monkeypatch.setattr(launchers, "_announced", False)
     backend.rank = 1
-    launchers.tell(backend)
+    launchers.announce(backend)
     backend.rank = 0
     for key in ("GRACE_QUIET", "GRACE_BACKEND"):
         monkeypatch.setenv(key, "1")
-        launchers.tell(backend)
+        launchers.announce(backend)
         monkeypatch.delenv(key)
     assert capsys.readouterr().err == ""
-    launchers.tell(backend)
-    launchers.tell(backend)
+    launchers.announce(backend)
+    launchers.announce(backend)
     told = capsys.readouterr().err
     assert told.startswith(f"grace: local, rank 0 of 1; started by {said}")
     assert told.count("\n") == 1

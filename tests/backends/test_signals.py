@@ -26,7 +26,7 @@ def taken():
         fcntl.ioctl(pipe, termios.FIONREAD, left)
 
 
-rank = LocalBackend().like(size=2)
+rank = LocalBackend().copy_with(size=2)
 {before}
 signals.raise_on_sigterm(rank)
 signals.WAKE_SECONDS = 0

@@ -23,9 +23,9 @@ def store(monkeypatch):
 def test_ranks_agree_on_a_name_whatever_earlier_ranks_have_left(store):
     named, heard = list[str](), list[str]()
     for _ in range(3):  # starts; what the ones before have left stays
-        later = threading.Timer(0.2, lambda: heard.append(torchrun._heard(store, 1, 5)))
+        later = threading.Timer(0.2, lambda: heard.append(torchrun._receive_name(store, 1, 5)))
         later.start()
-        named.append(torchrun._named(store.clone(), 2, 5))
+        named.append(torchrun._announce_name(store.clone(), 2, 5))
         later.join()
     assert heard == named
     assert len(set(named)) == 3
@@ -34,12 +34,12 @@ def test_ranks_agree_on_a_name_whatever_earlier_ranks_have_left(store):
 def test_who_does_not_come_is_named(store, monkeypatch):
     store.set("grace/hello/1", "of an earlier start")
     with pytest.raises(ExchangeError, match=r"rank 0 of 2: rank 1 did not come to torchrun's store within 0.3 s"):
-        torchrun.store_of_this_start(0.3)
+        torchrun.private_store(0.3)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ExchangeError, match=r"rank 1: rank 0 did not come to torchrun's store within 0.3 s"):
-        torchrun.store_of_this_start(0.3)
+        torchrun.private_store(0.3)
 
 
 def test_other_launchers_and_stores_are_left_alone(store, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    assert torchrun.store_of_this_start(0.3) == {}
+    assert torchrun.private_store(0.3) == {}

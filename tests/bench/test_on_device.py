@@ -32,7 +32,7 @@ class Scripted(HostClock):
         self.asked.append("flush")
         self.time += 1000.0  # which no measurement may have in it
 
-    def settle(self):
+    def synchronize(self):
         self.asked.append("settle")
 
     def now(self):
@@ -133,7 +133,7 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     settings = Settings(methods=["none", "fp16"], ranks=[4], bandwidths=[1e6, 2e6], rounds=1)
     contest = steps_on_device.Contest(Workload(torch.nn.Linear(100, 10), loss, 3), settings, Lane(clock))
     tables = {rate: Table("simulated", 4, rate) for rate in settings.bandwidths}
-    contest.measure(clock, lambda rate, event: tables[rate].take(event))
+    contest.measure(clock, lambda rate, event: tables[rate].add(event))
     results = Results("step", {}, [row for table in tables.values() for row in table.rows()])
     found = {(row["name"], row["bandwidth"]): row for row in results.rows}
     assert list(found) == [(name, rate) for rate in (1e6, 2e6) for name in (BOUND, "none", "fp16")]
@@ -148,7 +148,7 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     waits = {name: {"waits_per_step": 1.0, "reads_per_step": 0.0} for name in (BOUND, "none", "fp16")}
     steps_on_device.conclude_all(results, waits, 4)
     assert list(results.settings["verdict"]) == ["4 ranks at 1mbit", "4 ranks at 2mbit"]
-    said = "\n".join(steps_on_device.said(results))
+    said = "\n".join(steps_on_device.notes(results))
     assert "The wire is simulated" in said
     assert "fp16 1 and 0" in said
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grace.bench.pipeline.settings import CHOSEN, KNOWN, Settings
-from grace.bench.pipeline.tables import judged, markdown, merged, verdict_words
+from grace.bench.pipeline.tables import judge, markdown, merged, verdict_words
 from grace.bench.workloads.pipelines import MODELS, cuttable
 from grace.errors import ConfigError
 from tests.support.limits import HANGS
@@ -38,7 +38,7 @@ def test_a_cut_that_several_names_have_is_one():
 
 
 def test_regret_is_beside_the_fastest():
-    found = judged(SOME)
+    found = judge(SOME)
     assert found.planned == 10.0
     assert found.regret == pytest.approx(0.25)
     assert found.error == pytest.approx(-0.1)
@@ -48,7 +48,7 @@ def test_regret_is_beside_the_fastest():
 
 
 def test_other_shares_of_ranks_are_other_cuts():
-    found = judged(scenario(cut(CHOSEN, "a", 1.0, 1.0), cut("2", None, 1.0, 2.0, (2,)), cut("1-1", "a", 1.0, 1.5)))
+    found = judge(scenario(cut(CHOSEN, "a", 1.0, 1.0), cut("2", None, 1.0, 2.0, (2,)), cut("1-1", "a", 1.0, 1.5)))
     assert found.regret == 0
     assert len(merged(scenario(cut("2", None, 1.0, 2.0, (2,)), cut("1-1", "a", 1.0, 1.5))["cuts"])) == 2
 

@@ -16,7 +16,7 @@ from grace.bench.kernels import fidelity
 from grace.bench.link.emulation import possible
 from grace.bench.ranks import launchers
 from grace.bench.step import verdicts
-from grace.bench.step.rows import judged
+from grace.bench.step.rows import add_verdicts
 from grace.bench.step.settings import BOUND
 from tests.support.limits import HANGS
 
@@ -316,7 +316,7 @@ def row(name, ms, kind="grace", spread=1.0):
 )
 def test_the_verdict(others, words):
     rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), *others]
-    said = verdicts.words(judged(rows, "torch"), "torch")
+    said = verdicts.verdict_text(add_verdicts(rows, "torch"), "torch")
     assert words in said
     assert "Without any communication it would be 4.0x" in said
 

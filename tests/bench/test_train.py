@@ -1,5 +1,6 @@
 """``grace bench train``, run as a user does."""
 
+import math
 import os
 import random
 import re
@@ -166,6 +167,71 @@ def test_perplexity_is_better_when_it_is_lower(tmp_path):
     assert none["reached"] == (min(point[-1] for point in none["curve"]) <= 15)
 
 
+SHORT_TASKS = """
+from grace.bench.workloads.torch_tasks import CharacterGPT, Recommender
+
+class Text(CharacterGPT):
+    def __init__(self):
+        super().__init__()
+        self.train, self.test = self.train[:640], self.test[:20]
+
+class Clicks(Recommender):
+    def __init__(self):
+        super().__init__()
+        self.train_x, self.train_y = self.train_x[:50_000], self.train_y[:50_000]
+"""
+
+
+@pytest.mark.parametrize(("task", "chance"), [("Text", 4.7), ("Clicks", 0.694)])
+def test_every_method_is_trained_with_each_optimizer(tmp_path, task, chance):
+    (tmp_path / "mine.py").write_text(SHORT_TASKS)
+    args = ["--task", f"mine:{task}", "--epochs", "2", "--methods", "none,block(bits=8)", "--seeds", "1"]
+    out, err = run(*args, "--optimizer", "adamw,sgd", "--out", str(tmp_path), cwd=tmp_path)
+    assert err == ""
+    assert "block(bits=8), adamw, seed 0: " in out
+    rows = {(row["optimizer"], row["method"]): row for row in results.load(tmp_path).rows}
+    assert list(rows) == [(opt, method) for opt in ("adamw", "sgd") for method in ("none", "block(bits=8)")]
+    for (optimizer, method), row in rows.items():
+        plain = rows[optimizer, "none"]
+        assert row["quality"] == row["curve"][-1][-1] < 0.99 * chance
+        assert row["quality"] == pytest.approx(plain["quality"], rel=0.05)
+        assert row["relative_volume"] == pytest.approx(1 if method == "none" else 0.252, rel=0.05)
+    assert rows["adamw", "none"]["quality"] != rows["sgd", "none"]["quality"]
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"while training, {optimizer}" in page for optimizer in ("adamw", "sgd"))
+
+
+def test_the_learning_rate_rises_and_falls():
+    task = task_class("chargpt", "torch")()
+    rates = [task.schedule(step, 200) for step in range(200)]
+    assert rates[:3] == pytest.approx([1 / 21, 2 / 21, 3 / 21])
+    assert max(rates) == rates[20] == 1
+    assert rates[110] == pytest.approx(0.5)
+    assert 0 < rates[-1] < 0.001
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+
+
+def test_a_gpt_has_about_as_many_parameters_as_are_asked_for(framework):
+    for size in (70_000, 500_000):
+        task = task_class("chargpt", framework, size)()
+        weights = task.network(0).trainable_variables if framework == "tensorflow" else task.network(0).parameters()
+        assert sum(math.prod(weight.shape) for weight in weights) == pytest.approx(size, rel=0.15)
+        assert task.rate("adamw") == pytest.approx(6e-3 * 48 / task.width)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"optimizers": ["lion"]}, "unknown optimizer 'lion'; known: sgd, adamw"),
+        ({"optimizers": ["adamw", "sgd"], "rates": {"none": 0.1}}, "is for one optimizer"),
+        ({"size": 10_000}, "the model of the task digits has one size"),
+    ],
+)
+def test_optimizers_and_sizes_that_cannot_be_are_refused(changed, message):
+    with pytest.raises(grace.ConfigError, match=message):
+        Settings(methods=["none"], **changed)
+
+
 OWN = """
 import torch
 from grace.bench.workloads.torch_tasks import InTorch
@@ -205,7 +271,7 @@ def test_a_task_of_ones_own(tmp_path):
         ("nothere:Line", "cannot import nothere"),
         ("mine:torch.nn", "mine has no function"),
         ("mine:wrong", "must return a grace.bench.workloads.Task, not int"),
-        ("lines", "known: charlm, digits, or module:function"),
+        ("lines", "known: chargpt, charlm, digits, recommender, or module:function"),
     ],
 )
 def test_a_task_that_is_none_is_refused(tmp_path, task, message):
@@ -286,7 +352,7 @@ def test_a_task_in_tensorflow_depends_on_its_seed_alone(name):
 @pytest.mark.parametrize("name", TASKS)
 def test_a_trainer_of_each_framework_learns(name, framework):
     task = task_class(name, framework)()
-    trainer = trainer_class(framework)(task, "none", 0, task.lr, momentum=0.0)
+    trainer = trainer_class(framework)(task, "none", 0, task.rate(task.optimizer), 0.0, task.optimizer)
     before = trainer.quality()
     for share in task.shares(1, 0, seed=0, epoch=0)[:20]:
         trainer.step(share)
@@ -337,7 +403,7 @@ def made(quality, method="none"):
     """What a rank tells of a run."""
     curve = [[1, 8, 0.1, quality], [2, 16, 0.2, quality]]
     return {key: 10 * quality for key in scenarios.MEANS} | {
-        "quality": quality, "method": method, "lr": 0.1, "curve": curve
+        "quality": quality, "method": method, "optimizer": "sgd", "lr": 0.1, "curve": curve
     }  # fmt: skip
 
 

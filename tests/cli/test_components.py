@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import grace
+from grace.bench.workloads.task import OPTIMIZERS
+from grace.cli.components import trained_lines
 from grace.core.registry import KINDS, aliases, known, legal_communicators, make
 from tests.support import warm
 from tests.support.command import grace_command
@@ -149,6 +151,26 @@ def test_describe_explains_a_composition():
     assert "'sparsifier': {'name': 'topk', 'ratio': 0.02, 'chunk': 0, 'warmup_steps': 0}" in " ".join(text.split())
 
 
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_describe_says_with_which_optimizers_a_method_was_trained(name):
+    cls, text = known("compressor")[name], described(name)
+    for spec, losses in vars(cls).get("trained", {}).items():
+        assert type(make("compressor", spec)) is cls
+        for optimizer, loss in losses.items():
+            verdict = "close" if loss <= 1.03 else "behind"
+            assert f"{spec} {100 * (loss - 1):+.1f} %, {verdict}" in " ".join(text.split())
+            assert optimizer in OPTIMIZERS
+    unknown = set(OPTIMIZERS) - {key for losses in vars(cls).get("trained", {}).values() for key in losses}
+    assert all(f"  {optimizer}: not measured\n" in text for optimizer in unknown)
+
+
+def test_what_was_measured_of_a_class_says_nothing_of_its_subclasses():
+    class Mine(known("compressor")["block"]):
+        name = "mine"
+
+    assert trained_lines(Mine) == ["sgd: not measured", "adamw: not measured"]
+
+
 def test_describe_uses_the_specs_parameters():
     text = said("describe", "topk(ratio=0.05)")
     assert "ratio = 0.05 (default 0.01)" in text
@@ -223,7 +245,10 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["describe", "topk(ratio=7)"], "ratio must be a number in (0, 1], not 7"),
         (["describe", "topk | signsgd"], "signsgd cannot compress values"),
         (["describe", "topk |"], "a composition has two parts"),
-        (["bench", "train", "--task", "mnist"], "unknown task 'mnist'; known: charlm, digits, or module:function"),
+        (
+            ["bench", "train", "--task", "mnist"],
+            "unknown task 'mnist'; known: chargpt, charlm, digits, recommender, or module:function",
+        ),
         (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
         (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),
         (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),

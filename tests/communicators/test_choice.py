@@ -13,7 +13,7 @@ from tests.support.training import SPECS
 pytestmark = pytest.mark.ranks
 LEAST = {
     **dict.fromkeys(("qsgd", "natural", "signsgd", "efsignsgd", "onebit", "block"), 4),
-    **{"qsgd(levels=7)": 11, "terngrad": 6, "dynamic8": 6},
+    **{"qsgd(levels=7, norm=l2)": 11, "terngrad": 6, "dynamic8": 6},
 }
 """By hand: the least W with 3 (1 + omega/W + omega) < W (1 + omega/W)."""
 

@@ -7,7 +7,7 @@ import torch
 import grace
 from grace.core.registry import known, legal_communicators, make
 from grace.strategy.plan import ShardPlan, Sync, VariablePlan
-from grace.torch.parameters import variables
+from grace.torch.parameters import make_variables
 from tests.support import training
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole
 from tests.support.training import SPECS, Given, digest, loss_of, made_up, net, state_of
@@ -21,7 +21,7 @@ SUMMED = [spec for spec in LEGAL if make("compressor", spec).traits.summable]
 def wrap(model, part, optimizer=sgd):
     """The optimizer with the same part for all variables."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return executed(model, strategy_of(*(VariablePlan(v, (part,)) for v in variables(parameters))), optimizer)
+    return executed(model, strategy_of(*(VariablePlan(v, (part,)) for v in make_variables(parameters))), optimizer)
 
 
 def trained(compressor, sync="reduce_broadcast", destination=0, memory=None):
@@ -335,7 +335,7 @@ def in_a_dtype(name):
     dtype = getattr(torch, name)
     model = Given({"w": (6, 3)}, dtype)
     parts = (reduced(1), ShardPlan(), reduced(0, "topk(ratio=1.0)"))
-    strategy = strategy_of(VariablePlan(variables({"w": model.w})[0], parts, 0, (3, 1, 2)))
+    strategy = strategy_of(VariablePlan(make_variables({"w": model.w})[0], parts, 0, (3, 1, 2)))
     optimizer = executed(model, strategy)
     model.backward({"w": np.arange(18.0).reshape(6, 3) * 6 * grace.rank()})
     optimizer.step()

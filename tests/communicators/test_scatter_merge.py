@@ -31,7 +31,7 @@ def exchange(steps: int, memory: str = "residual") -> list[tuple[dict, dict]]:
     for step in range(steps):
         given = [torch.from_numpy(gradient(grace.rank(), step, name)) for name in SHAPES]
         means = [mean.numpy() for mean in communicator.step(given, list(SHAPES))]
-        kept = {name: np.array(value) for name, value in communicator.memory.state.kept.items()}
+        kept = {name: np.array(value) for name, value in communicator.memory.state.committed.items()}
         found.append((dict(zip(SHAPES, means, strict=True)), kept))
     return found
 

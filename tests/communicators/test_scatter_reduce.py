@@ -13,7 +13,7 @@ from tests.support.pools import ranks_of
 from tests.support.training import joined
 
 pytestmark = pytest.mark.ranks
-METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsgd", "signsgd"]
+METHODS = ["none", "fp16", "bf16", "qsgd(levels=7, norm=l2)", "qsgd", "efsignsgd", "signsgd"]
 
 
 def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -134,7 +134,7 @@ def train() -> list[np.ndarray]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 31), torch.nn.Tanh(), torch.nn.Linear(31, 3))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = grace.DistributedOptimizer(opt, model.named_parameters(), "qsgd(norm=max)", communicator="scatter_reduce")
+    opt = grace.DistributedOptimizer(opt, model.named_parameters(), "qsgd", communicator="scatter_reduce")
     for step in range(5):
         opt.zero_grad()
         model(gradient(grace.rank(), step, (8, 20))).square().sum().backward()

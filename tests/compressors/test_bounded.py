@@ -13,7 +13,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.kernels.contract.primitives import Kernels
-from grace.session.by_hand import AsGiven
+from grace.session.by_hand import WholeTensorPlan
 from grace.session.step_runner import StepRunner
 from tests.support.data import REFERENCE
 from tests.support.far import as_far
@@ -32,7 +32,7 @@ TENSORS = {
     "not narrow": RNG.standard_normal(65_536).astype(np.float32),
 }
 SPECS = ["threshold(value=1.5, capacity=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)"]
-FAR = mock.patch.object(Kernels, "far", return_value=True)
+FAR = mock.patch.object(Kernels, "on_device", return_value=True)
 
 
 def plain(spec, x):
@@ -101,7 +101,7 @@ def test_values_that_are_compressed_again_are_those_that_are_sent(spec):
 def place(spec, device):
     """What a rank whose gradients are there tells the others before the first step."""
     variables = [Variable("w", (100,), device=device)]
-    runner = StepRunner(variables, AsGiven(spec, None, None).shards(variables), LocalBackend(), Context())
+    runner = StepRunner(variables, WholeTensorPlan(spec, None, None).shards(variables), LocalBackend(), Context())
     return dict(runner.facts()).get("the place of gradients")
 
 

@@ -96,8 +96,8 @@ def exchange_waits(spec: str, communicator: str) -> bool:
             except (NotImplementedError, RuntimeError) as error:
                 assert read_back(error), error  # noqa: PT017 - others are mistakes
                 return True
-            assert exchange.header.questions
-            for part in chosen.keepers.values():
+            assert exchange.header.deferred_reads
+            for part in chosen.stateful_parts.values():
                 part.state.commit()
     assert isinstance(bucket.program.codec, FusedCodec) or not fused._PLAIN.codecs or communicator != "scatter_reduce"
     return False

@@ -125,7 +125,7 @@ def scattered(spec: str, ranks: int, variables: int, apart: bool = False) -> lis
         exchange.deferred = True
         counted(exchange.advance)
         counted(exchange.finish, gradients)
-        for keeper in chosen.keepers.values():
+        for keeper in chosen.stateful_parts.values():
             keeper.state.commit()
     return counts[-3:]
 

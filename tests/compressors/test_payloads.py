@@ -59,7 +59,7 @@ def test_traffic_counts_the_bytes_of_wire_bits_and_a_small_header(spec):
     for _ in range(3):
         (group,) = runner.buckets
         runner.start(group, [data("gaussian", v.shape) for v in group.variables], [True, True])
-        runner.finish(lambda group: [None, None])
+        runner.finish_step(lambda group: [None, None])
     traffic: Traffic = runner.traffic
     for variable in variables:
         bits = communicator.compressor.wire_bits(variable.shape) * variable.numel

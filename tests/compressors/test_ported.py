@@ -12,7 +12,7 @@ import torch
 
 import grace
 from grace.communicators import Allgather, Allreduce, ReduceBroadcast
-from grace.core.kept import Kept
+from grace.core.transactional_dict import TransactionalDict
 from grace.torch import Compressor, Memory, Traits
 from tests.support.data import data
 from tests.support.pools import launched
@@ -243,7 +243,7 @@ def test_loss_scales_reach_dicts_and_copies_have_their_own():
     assert (memory.residuals["w"].tolist(), other.residuals["w"].tolist()) == ([4, 4], [1, 1])
     memory.residuals = {}
     assert len(memory.residuals) == 0
-    assert isinstance(memory.residuals, Kept)
+    assert isinstance(memory.residuals, TransactionalDict)
 
 
 class Hidden(Memory):

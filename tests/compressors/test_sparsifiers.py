@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 import grace
 from grace.communicators import Allgather
 from grace.compressors.dgc import DGC
-from grace.compressors.topk import kept
+from grace.compressors.topk import kept_count
 from grace.core.context import Context
 from grace.core.registry import legal_communicators
 from grace.core.variable import Variable
@@ -274,7 +274,7 @@ def test_adaptive_keeps_its_ratio_of_each_side(positive):
     for sign, coded, mean in zip((1, -1), sides, means, strict=True):
         members = np.flatnonzero(sign * x > 0)
         indices = decode(kernels_of(x), coded, 1000)
-        assert len(indices) == kept(0.1, len(members))
+        assert len(indices) == kept_count(0.1, len(members))
         largest = members[np.argsort(-np.abs(x[members]), kind="stable")[: len(indices)]]
         assert sorted(largest) == indices.tolist()
         assert mean == pytest.approx(np.abs(x[largest]).mean() if len(largest) else 0.0)

@@ -24,7 +24,7 @@ SHAPES = [(), (0,), (0, 3), (1,), (2,), (7,), (33, 17), (8, 3, 3, 3), (1, 513), 
 STEPS = [0, 1, 3, 50, AFTER_WARMUP]
 NUMBERS = [0, 1, 2, 3, 4, 7, 8, 32, 127, 300, 4096]
 PARTS = [0.001, 0.05, 0.3, 0.5, 1.0, 2.5]
-FAR = mock.patch.object(Kernels, "far", return_value=True)
+FAR = mock.patch.object(Kernels, "on_device", return_value=True)
 
 
 def legal(cls, parameters) -> bool:
@@ -37,7 +37,9 @@ def legal(cls, parameters) -> bool:
 
 def values_of(cls, key, default) -> list:
     """Values to try for a parameter: those of its kind that the method takes alone."""
-    if isinstance(default, bool):
+    if default is None:
+        found = [*NUMBERS, *PARTS, *re.findall(r'"(\w+)"', cls.__doc__)]
+    elif isinstance(default, bool):
         found = [True, False]
     elif isinstance(default, str):
         found = re.findall(r'"(\w+)"', cls.__doc__)

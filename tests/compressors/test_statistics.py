@@ -13,7 +13,7 @@ from tests.support.data import data, z_limit
 from tests.support.methods import SPECS, decoded, make
 
 UNBIASED = [
-    "qsgd", "qsgd(levels=7)", "qsgd(levels=1)", "qsgd(norm=max)", "qsgd(levels=1, norm=max)",
+    "qsgd", "qsgd(levels=1)", "qsgd(norm=l2)", "qsgd(levels=7, norm=l2)", "qsgd(levels=1, norm=l2)",
     "qsgd(levels=3, bucket_size=100)", "randomk(ratio=0.1, unbiased=true)", "randomk(ratio=0.5, unbiased=true)",
 ]  # fmt: skip
 

@@ -81,7 +81,7 @@ class Doubling:
 READS = {
     "[]": lambda state: state["a"],
     "get": lambda state: state.get("a"),
-    "kept": lambda state: state.kept["a"],
+    "kept": lambda state: state.committed["a"],
     "items": lambda state: dict(state)["a"],
     "map": lambda state: [state.map(lambda value: value), state["a"]][1],
     "a copy": lambda state: copy.deepcopy(state)["a"],
@@ -93,12 +93,12 @@ def test_values_are_finished_once_before_they_are_read(read):
     state, values = State(), [np.float32([1]), np.float32([3])]
     state["a"], state["b"] = values
     state.commit()
-    state.unfinished = dict.fromkeys("ab", Doubling(*values))
-    with state.as_it_is():
+    state.deferred = dict.fromkeys("ab", Doubling(*values))
+    with state.without_deferred():
         assert READS[read](state) == [1]
     assert [READS[read](state) for _ in range(2)] == [[2], [2]]
     assert state["b"] == [6]
-    assert not state.unfinished
+    assert not state.deferred
 
 
 def test_what_finishes_staged_values_is_told_that_they_are_written():
@@ -106,7 +106,7 @@ def test_what_finishes_staged_values_is_told_that_they_are_written():
     for name in "ab":
         state[name] = np.float32([1])
     state.commit()
-    state.unfinished = {"a": one, "b": other}
+    state.deferred = {"a": one, "b": other}
     state["a"] = np.float32([5])
     state.write(np.copyto)
-    assert (one.written, other.written, list(state.unfinished)) == (1, 0, ["a", "b"])
+    assert (one.written, other.written, list(state.deferred)) == (1, 0, ["a", "b"])

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 import grace
-from grace.core import hub, watch
-from grace.core.hub import LOST, Hub, Line
+from grace.core import watch, watch_server
+from grace.core.watch_server import LOST, Line, WatchServer
 from tests.support import warm
 from tests.support.pools import ranks_of
 
@@ -66,7 +66,7 @@ def test_the_timeout_is_the_arguments_or_the_environments_and_channels_have_it()
 def stopped():
     """Rank 1 stops itself; rank 0 asks where it is."""
     backend = grace.init("torch")
-    hub.ANSWER_SECONDS = 1.0
+    watch_server.ANSWER_SECONDS = 1.0
     pids = backend.allgather_object(os.getpid())
     if backend.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -74,7 +74,7 @@ def stopped():
     while Path(f"/proc/{pids[1]}/stat").read_text().rsplit(") ", 1)[1][0] != "T":
         time.sleep(0.01)
     try:
-        absent, there = watch._current.elsewhere("a place")
+        absent, there = watch._current.locate_ranks("a place")
         return absent, there
     finally:
         os.kill(pids[1], signal.SIGCONT)
@@ -96,7 +96,7 @@ def trained(pipe):
     backend.allgather_object("a question")
     if backend.rank == 0:
         with pipe.open("w"):  # which waits until rank 1 reads
-            absent, _ = watch._current.elsewhere("a place")
+            absent, _ = watch._current.locate_ranks("a place")
     else:
         os.read(os.open(pipe, os.O_RDONLY), 1)  # where it is
     backend.allgather_object("another question")
@@ -121,10 +121,10 @@ def test_where_a_rank_is_that_trains_beside_its_main_thread_is_the_line_that_tra
 def test_a_thread_that_has_trained_to_its_end_is_said_to_be_there():
     program = """
 import threading
-from grace.core import waiting
-thread = threading.Thread(target=waiting.program_is_here)
+from grace.core import waits as waiting
+thread = threading.Thread(target=waiting.register_training_thread)
 thread.start(), thread.join()
-print(waiting.here())
+print(waiting.current_position())
 """
     done = subprocess.run([warm.REAL, "-c", program], capture_output=True, text=True)
     assert done.stdout == "([], 'the end of the thread that trained')\n", done.stderr
@@ -142,15 +142,15 @@ def begun_anew():
 def test_a_run_that_begins_anew_leaves_no_threads():
     for threads in ranks_of(2).run(begun_anew):
         assert threads.count("grace watch") <= 2
-        assert threads.count("grace hub") <= 1
+        assert threads.count("grace watch server") <= 1
 
 
 def test_a_rank_on_a_busy_machine_has_seconds_to_answer(monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(hub, "time", clock)
-    asked = Hub(2, True, "a secret")
-    zero, one = [hub.connected((["127.0.0.1"], asked.port, "a secret"), rank) for rank in range(2)]
-    for seconds, line in ((9.0, "train.py:7"), (11.0, hub.SILENT)):
+    monkeypatch.setattr(watch_server, "time", clock)
+    asked = WatchServer(2, True, "a secret")
+    zero, one = [watch_server.connect((["127.0.0.1"], asked.port, "a secret"), rank) for rank in range(2)]
+    for seconds, line in ((9.0, "train.py:7"), (11.0, watch_server.SILENT)):
         zero.send(ask=seconds)
         (question,) = zero.receive()
         assert one.receive() == [question]
@@ -158,7 +158,7 @@ def test_a_rank_on_a_busy_machine_has_seconds_to_answer(monkeypatch):
         while 0 not in asked.answers:  # before time goes on
             time.sleep(0.001)
         clock.now += seconds
-        if line != hub.SILENT:
+        if line != watch_server.SILENT:
             one.send(answer=question["where"], places=[], line=line)
         (answer,) = zero.receive()
         assert answer == {"places": [[[], "train.py:3", [0]], [[], line, [1]]], "answer": seconds}
@@ -166,7 +166,7 @@ def test_a_rank_on_a_busy_machine_has_seconds_to_answer(monkeypatch):
 
 
 def test_the_hub_takes_ranks_of_the_run_only_and_tells_who_was_lost():
-    hub = Hub(2, True, "a secret")
+    hub = WatchServer(2, True, "a secret")
 
     def joined(**hello):
         line = Line(socket.create_connection(("127.0.0.1", hub.port)))

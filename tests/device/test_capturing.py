@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import grace
-from grace.torch.capturing import capture
+from grace.torch.cuda_graphs import capture
 
 pytestmark = pytest.mark.device
 METHODS = ["none", "qsgd", "topk(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)"]

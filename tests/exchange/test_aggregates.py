@@ -261,7 +261,7 @@ METHODS = {
     "dgc(ratio=0.1)": Method(entries(dgc), unknown, DGCMemory),
     "adaptive(ratio=0.1)": Method(adaptive, unknown, Residual),
     "inceptionn(error_bound=0.001)": Method(inceptionn, unknown),
-    "topk(ratio=0.05) | qsgd(levels=7)": Method(
+    "topk(ratio=0.05) | qsgd(levels=7, norm=l2)": Method(
         entries(topk(0.05), qsgd7, lambda count: min(count / 7**2, math.sqrt(count) / 7)),
         lambda n: positions(n, kept(0.05, n)) + whole_bytes(4 * kept(0.05, n)) + 32,
         Residual,

@@ -14,9 +14,10 @@ pytestmark = pytest.mark.ranks
 
 METHODS = (
     *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
-    *("block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)"),
+    *("block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)", "block(bits=3)", "block(bits=2)"),
     *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
     *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
+    *("topk(ratio=0.2) | block(bits=2)",),
 )
 CASES = pairwise(
     *([2, 3], METHODS, known("communicator"), [torch.float32, torch.float16, torch.bfloat16]),

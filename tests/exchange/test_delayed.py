@@ -191,10 +191,10 @@ def under_less(staleness: int, strategy: bool) -> tuple:
 
 def _strategy(model, staleness, cut):
     from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-    from grace.torch.parameters import variables
+    from grace.torch.parameters import make_variables
 
     part = ShardPlan(Sync("reduce_broadcast", staleness=staleness))
-    w, b = variables(dict(model.named_parameters()))
+    w, b = make_variables(dict(model.named_parameters()))
     first = VariablePlan(w, (part, part), 0, (1, 2)) if cut else VariablePlan(w, (part,))
     return Strategy((first, VariablePlan(b, (part,))), grace.size(), 1)
 

@@ -22,12 +22,15 @@ pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 SPECS = [
     ("none", None), ("none", "residual"), ("fp16", None), ("fp16", "residual"), ("bf16", "residual(beta=0.5)"),
     ("topk", None), ("topk(ratio=0.3)", "none"), ("topk(ratio=1)", "residual(beta=0.5)"), ("efsignsgd", None),
-    ("efsignsgd", "residual"), ("signsgd", None), ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"),
-    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"), ("onebit", None), ("onebit", "efsignsgd"),
+    ("efsignsgd", "residual"), ("signsgd", None), ("qsgd", None),
+    ("qsgd(levels=7, bucket_size=33, norm=l2)", "residual"), ("qsgd(levels=64, bucket_size=5000)", "residual"),
+    ("onebit", None), ("onebit", "efsignsgd"),
     ("terngrad", None), ("terngrad(clip=1)", "residual"), ("natural", None), ("natural", "residual"),
     ("signum", None), ("signum(momentum=0.3)", None),
     ("topk(ratio=0.1)", "residual(beta=0.7, gamma=0.3)"), ("block", None), ("block(bits=4, block=33)", "residual"),
-    ("block(rounding=stochastic)", None), ("topk(chunk=1024)", None), ("topk(ratio=0.3, chunk=32)", "none"),
+    ("block(rounding=stochastic)", None), ("block(bits=3, scale=rms)", None), ("block(bits=3, block=33)", "residual"),
+    ("block(bits=2)", None), ("block(bits=2, scale=max, block=5000)", "residual"), ("block(bits=2, block=7)", "none"),
+    ("topk(chunk=1024)", None), ("topk(ratio=0.3, chunk=32)", "none"),
     ("randomk", None), ("randomk(ratio=0.3, unbiased=true)", None),
     ("randomk(ratio=0.3, unbiased=true)", "residual"),
     ("topk(ratio=1, chunk=256)", "residual(beta=0.5)"),
@@ -162,7 +165,7 @@ def test_steps_take_no_new_memory(spec):
 
     def step():
         trained.runner.start(bucket, gradients, [True])
-        trained.runner.finish(lambda bucket: gradients)
+        trained.runner.finish_step(lambda bucket: gradients)
 
     for _ in range(4):
         step()

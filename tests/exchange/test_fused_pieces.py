@@ -21,7 +21,7 @@ from tests.support.trained import remembered
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 pytestmark = pytest.mark.ranks
 CODED = [
-    ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"), ("qsgd(norm=max, levels=64)", None),
+    ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"), ("qsgd(norm=l2, levels=64)", None),
     ("efsignsgd", None), ("efsignsgd", "residual(beta=0.5)"), ("signsgd", None), ("signsgd", "residual"),
     ("none", None), ("fp16", None), ("fp16", "residual"), ("bf16", "residual(beta=0.5)"), ("natural", "residual"),
     ("terngrad", None), ("onebit", None),
@@ -57,7 +57,7 @@ class Trained:
             self.runner.start(bucket, given, [name not in absent for name in names])
         if discard:
             return self.runner.discard()
-        outcomes = self.runner.finish(
+        outcomes = self.runner.finish_step(
             lambda bucket: [torch.ones(v.shape) if len(v.shape) == 2 else None for v in bucket.variables]
         )
         return {o.variable.name: (o.overflow, None if o.value is None else bits(o.value)) for o in outcomes}

@@ -62,7 +62,7 @@ def graphs() -> list[str]:
         )
         (model.w**3).sum().backward(create_graph=True)
         optimizer.step()
-        values = [value for part in made.keepers.values() for value in part.state.values()]
+        values = [value for part in made.stateful_parts.values() for value in part.state.values()]
         values += [value for kind in state_of(optimizer).values() for value in kind.values()]
         held += [method for value in [answer, *values] if value.requires_grad]
     return held

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
-from grace.core.ported import ITEM_SIZE
+from grace.core.grace_api import ITEM_SIZE
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, status
 from grace.exchange.layout import Layout
 from tests.support.data import same
@@ -28,7 +28,7 @@ every = pytest.mark.parametrize("it", ALL)
 
 
 def check_round_trip(it, payloads, sums):
-    wire = Layout.of(it.kernels, [[it.to(x) for x in payload] for payload in payloads], sums)
+    wire = Layout.from_payloads(it.kernels, [[it.to(x) for x in payload] for payload in payloads], sums)
     statuses = [PRESENT, MISSING, OVERFLOW, PRESENT][: len(payloads)]
     tensors = [[it.to(x) for x in payload] for payload in payloads]
     buffer = wire.pack(tensors, statuses)
@@ -65,7 +65,7 @@ def test_summed_wires_carry_one_dtype(it, dtype, shapes):
 def test_every_tensor_of_a_byte_wire_is_aligned(payloads):
     it = ALL[2].values[0]
     tensors = [[it.to(x) for x in payload] for payload in payloads]
-    wire = Layout.of(it.kernels, tensors, sums=False)
+    wire = Layout.from_payloads(it.kernels, tensors, sums=False)
     buffer = wire.pack(tensors, [PRESENT] * len(payloads))
     for payload in wire.unpack(buffer):
         for tensor in payload:
@@ -75,7 +75,7 @@ def test_every_tensor_of_a_byte_wire_is_aligned(payloads):
 
 def test_unpacked_tensors_are_views_of_the_buffer():
     payload = [torch.tensor([1.0, 2.0]), torch.tensor([7], dtype=torch.uint8)]
-    wire = Layout.of(grace.kernels_of(payload[0]), [payload], sums=False)
+    wire = Layout.from_payloads(grace.kernels_of(payload[0]), [payload], sums=False)
     buffer = wire.pack([payload], [PRESENT])
     buffer.zero_()
     assert [tensor.tolist() for tensor in wire.unpack(buffer)[0]] == [[0, 0], [0]]
@@ -83,7 +83,7 @@ def test_unpacked_tensors_are_views_of_the_buffer():
 
 def test_pack_reuses_the_buffer_and_follows_the_statuses():
     payloads = [[torch.tensor([1.0])], [torch.tensor([2.0, 3.0])]]
-    wire = Layout.of(grace.kernels_of(payloads[0][0]), payloads, sums=True)
+    wire = Layout.from_payloads(grace.kernels_of(payloads[0][0]), payloads, sums=True)
     buffer = wire.pack(payloads, [1, 1])
     again = wire.pack(payloads, [1, math.inf], out=buffer)
     assert again.data_ptr() == buffer.data_ptr()
@@ -93,7 +93,7 @@ def test_pack_reuses_the_buffer_and_follows_the_statuses():
 
 def test_summed_statuses_tell_missing_present_and_overflow_apart():
     payloads = [[torch.zeros(2)], [torch.zeros(1)], [torch.zeros(1)]]
-    wire = Layout.of(grace.kernels_of(payloads[0][0]), payloads, sums=True)
+    wire = Layout.from_payloads(grace.kernels_of(payloads[0][0]), payloads, sums=True)
     ranks = [[status(True, True, True), status(False, True, True), status(True, True, True)]]
     ranks += [[status(True, True, True), status(False, True, True), status(True, False, True)]]
     total = sum(wire.pack(payloads, statuses).clone() for statuses in ranks)
@@ -113,20 +113,20 @@ def test_a_status_may_come_from_a_tensor_that_is_not_read(sums):
 )
 def test_payloads_that_cannot_be_summed_are_refused_by_dtype(payload):
     with pytest.raises(grace.ConfigError, match="one floating dtype, not"):
-        Layout.of(grace.kernels_of(payload[0]), [payload], sums=True)
+        Layout.from_payloads(grace.kernels_of(payload[0]), [payload], sums=True)
 
 
 def test_a_dtype_that_the_wire_does_not_carry_is_named():
     with pytest.raises(grace.ConfigError, match="complex64; the wire carries"):
-        Layout.of(grace.kernels_of(torch.zeros(1)), [[torch.zeros(1, dtype=torch.complex64)]], sums=False)
+        Layout.from_payloads(grace.kernels_of(torch.zeros(1)), [[torch.zeros(1, dtype=torch.complex64)]], sums=False)
 
 
 @every
 def test_another_ranks_layout_keeps_tensors_of_no_dimensions(it):
-    wire = Layout.of(it.kernels, [[it.to(x) for x in (np.float32(3), np.int32([1, 2]))]], sums=False)
+    wire = Layout.from_payloads(it.kernels, [[it.to(x) for x in (np.float32(3), np.int32([1, 2]))]], sums=False)
     assert wire.sizes() == [1, 2]
     theirs = [it.to(x) for x in (np.float32(5), np.int32([7, 8, 9]))]
-    buffer = Layout.of(it.kernels, [theirs], sums=False).pack([theirs], [PRESENT])
+    buffer = Layout.from_payloads(it.kernels, [theirs], sums=False).pack([theirs], [PRESENT])
     unpacked = wire.resized([1, 3]).unpack(buffer)[0]
     for mine, other in zip(theirs, unpacked, strict=True):
         same(it.back(other), it.back(mine))

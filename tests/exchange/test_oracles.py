@@ -7,7 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import grace
 from grace.compressors.powersgd import PowerSGD
-from grace.compressors.topk import kept
+from grace.compressors.topk import kept_count
 from grace.kernels import NumpyKernels
 from grace.kernels.random import Stream, stream_key
 from tests.support.training import ONE_STAGE, Given, batch, ddp, distributed, made_up, net
@@ -77,7 +77,7 @@ class TopK(Oracle):
     def aggregate(self, gradients):
         inputs, sent = self.with_residuals(gradients), []
         for x in inputs:
-            order = np.argsort(-np.abs(x.ravel()), kind="stable")[: kept(0.1, x.size)]
+            order = np.argsort(-np.abs(x.ravel()), kind="stable")[: kept_count(0.1, x.size)]
             out = np.zeros(x.size, np.float32)
             out[order] = x.ravel()[order]
             sent.append(out.reshape(x.shape))
@@ -89,7 +89,7 @@ class RandomK(Oracle):
         inputs = self.with_residuals(gradients)
         n = gradients[0].size
         stream = Stream(stream_key(SEED, self.name, "shared"), self.step)
-        indices = NumpyKernels().random_indices(stream, n, kept(0.1, n))
+        indices = NumpyKernels().random_indices(stream, n, kept_count(0.1, n))
         mask = np.zeros(n, bool)
         mask[indices] = True
         return self.keep(inputs, [x * mask.reshape(x.shape) for x in inputs])
@@ -112,6 +112,9 @@ class EFSignSGD(Oracle):
 class QSGD(Oracle):
     levels = 127
 
+    def scale(self, x):
+        return np.abs(x).max()
+
     def aggregate(self, gradients):
         return np.mean([self.rounded(g, rank) for rank, g in enumerate(gradients)], axis=0)
 
@@ -121,7 +124,7 @@ class QSGD(Oracle):
         out = np.zeros_like(flat)
         for start in range(0, flat.size, 512):
             x, u = flat[start : start + 512], uniform[start : start + 512]
-            scale = np.linalg.norm(x.astype(np.float64)).astype(np.float32)
+            scale = self.scale(x)
             out[start : start + 512] = (
                 np.sign(x) * scale * np.floor(self.levels * (np.abs(x) / scale) + u) / self.levels
             )
@@ -130,6 +133,9 @@ class QSGD(Oracle):
 
 class QSGD7(QSGD):
     levels = 7
+
+    def scale(self, x):
+        return np.linalg.norm(x.astype(np.float64)).astype(np.float32)
 
 
 class LowRank(Oracle):
@@ -153,7 +159,7 @@ ORACLES = {
     "fp16": Half,
     "bf16": BrainHalf,
     "qsgd": QSGD,
-    "qsgd(levels=7)": QSGD7,
+    "qsgd(levels=7, norm=l2)": QSGD7,
     "topk(ratio=0.1)": TopK,
     "randomk(ratio=0.1)": RandomK,
     "signsgd": SignSGD,
@@ -181,14 +187,15 @@ def test_the_aggregate_is_what_the_formula_says(ranks, compressor, communicator)
                 )
 
 
-@pytest.mark.parametrize("levels", [127, 7, 1])
-def test_qsgd_is_within_one_level_of_the_mean(ranks, levels):
-    answers = ranks.run(exchanged, f"qsgd(levels={levels})", "allgather")
+@pytest.mark.parametrize(("levels", "norm"), [(127, "l2"), (7, "l2"), (1, "l2"), (127, "max"), (1, "max")])
+def test_qsgd_is_within_one_level_of_the_mean(ranks, levels, norm):
+    answers = ranks.run(exchanged, f"qsgd(levels={levels}, norm={norm})", "allgather")
     for step in range(STEPS):
         everyone = [made_up(SHAPES, step, rank)["vector"] for rank in range(ranks.size)]
         level = np.zeros(1001)
         for start in (0, 512):
-            norms = [np.linalg.norm(g[start : start + 512]) for g in everyone]
+            order = 2 if norm == "l2" else np.inf
+            norms = [np.linalg.norm(g[start : start + 512], order) for g in everyone]
             level[start : start + 512] = np.mean(norms) / levels
         error = np.abs(answers[0][step]["vector"] - np.mean(everyone, axis=0))
         assert (error <= level * 1.0001).all()

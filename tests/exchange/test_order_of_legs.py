@@ -90,7 +90,7 @@ def started(method):
                     mine = [given[name] if present[name] else torch.zeros(SHAPES[name]) for name in bucket.names]
                     runner.start(bucket, mine, [present[name] for name in bucket.names])
                 raised = "an error"
-                runner.discard() if step == 4 else runner.finish(lambda bucket: [None] * len(bucket.names))
+                runner.discard() if step == 4 else runner.finish_step(lambda bucket: [None] * len(bucket.names))
                 raised = ""
             if raised:
                 runner.abandon()

@@ -162,9 +162,9 @@ def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
             runner.start(bucket, gradients, [True] * len(gradients))
             counts.append((sum(traffic.payload_bytes.values()), traffic))
             if hierarchical:
-                runner.finish(lambda bucket: [None] * len(bucket.variables))
+                runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         if not hierarchical:
-            runner.finish(lambda bucket: [None] * len(bucket.variables))
+            runner.finish_step(lambda bucket: [None] * len(bucket.variables))
     return [Counted(own, sum(traffic.payload_bytes.values()), traffic.sent_bytes) for own, traffic in counts]
 
 

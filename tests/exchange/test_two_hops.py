@@ -49,7 +49,7 @@ def kinds(nbytes: int) -> str:
     runner = communicator.by_hand.runner
     exchange = runner.start(runner.buckets[0], [torch.ones(nbytes // 4)], [True])
     names = [leg.collective.name for leg in exchange.route]
-    runner.finish(lambda bucket: [None])
+    runner.finish_step(lambda bucket: [None])
     return ", ".join(names)
 
 

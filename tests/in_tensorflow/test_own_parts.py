@@ -190,7 +190,7 @@ class Ported(Compressor):
         return tf.fill(ctx, tf.reduce_sum(payload[0]))
 
 
-class Kept(Memory):
+class TransactionalDict(Memory):
     def __init__(self):
         self.residuals = {}
 
@@ -201,7 +201,7 @@ class Kept(Memory):
 
 def ported():
     exchange, w = (
-        grace.tensorflow.GradientExchange(communicator=Allgather(Ported(), Kept())),
+        grace.tensorflow.GradientExchange(communicator=Allgather(Ported(), TransactionalDict())),
         tf.Variable(tf.zeros([4])),
     )
     run = tf.function(lambda gradient: exchange([gradient], [w])[0].value, autograph=False)

@@ -25,7 +25,7 @@ from tests.support.pairwise import pairwise
 pytestmark = pytest.mark.slow
 
 SPECS = [
-    *sorted(known("compressor")), "bf16", "qsgd(levels=7, bucket_size=64)", "qsgd(levels=1, norm=max)",
+    *sorted(known("compressor")), "bf16", "qsgd(levels=7, bucket_size=64)", "qsgd(levels=1, norm=l2)",
     "topk(ratio=0.3)", "randomk(unbiased=true)", "threshold(value=1.5)", "dgc(ratio=0.05, sample=0.1)",
     "sketch(quantiles=5)", "powersgd(rank=3)", "topk(ratio=0.1) | qsgd(levels=7)", "threshold(value=1) | efsignsgd",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
-from grace.session import saved_form
+from grace.session import state_schema
 from tests.support.pools import launched
 from tests.support.training import momentum_for
 
@@ -220,7 +220,7 @@ def rules():
     bent = {**everyone, "ranks": [{**one, "memory": dict(one["memory"])} for one in everyone["ranks"]]}
     name = next(iter(own))
     bent["ranks"][rank]["memory"][name] = np.zeros(3, np.float32)
-    bent = saved_form.seal(bent)
+    bent = state_schema.seal(bent)
     fit(model, range(1, 2))
     before = state_of(optimizer._grace)["memory"]
     with pytest.raises(

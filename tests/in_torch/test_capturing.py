@@ -9,7 +9,7 @@ import torch
 
 import grace
 from grace.errors import ConfigError
-from grace.torch.capturing import CapturedStep, Counts, capture, check, settled_there
+from grace.torch.cuda_graphs import CapturedStep, Counts, capture, check_capturable, ending_on_device
 from tests.support.far import as_far
 from tests.support.training import Given, digest, distributed, gradients, made_up, state_of
 
@@ -34,11 +34,13 @@ def steps(spec, there):
                 given["vector"].flat[3] = BAD[number]
             parts = dict(model.named_parameters())
             sum((parts[n] * torch.from_numpy(g)).sum() for n, g in given.items()).backward()
-            kept = {n: id(v) for c in optimizer._grace.runner._stepping() for n, v in c.state.kept.items()}
-            with settled_there(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
+            parts = optimizer._grace.runner._stepping()
+            kept = {n: id(v) for part in parts for n, v in part.state.committed.items()}
+            with ending_on_device(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
                 optimizer.synchronize()
             if there and number > 1:  # in place, as a graph needs it
-                assert kept == {n: id(v) for c in optimizer._grace.runner._stepping() for n, v in c.state.kept.items()}
+                parts = optimizer._grace.runner._stepping()
+                assert kept == {n: id(v) for part in parts for n, v in part.state.committed.items()}
             means = {n: torch.nan_to_num(g, nan=1234.5) for n, g in gradients(model).items()}  # NaNs have many bits
             optimizer.step()
             found.append((digest(means), digest(state_of(optimizer))))
@@ -49,7 +51,7 @@ def steps(spec, there):
 def check_anyway(session):
     """Over gloo, which alone is refused."""
     with pytest.raises(ConfigError, match="is not NCCL"):
-        check(session)
+        check_capturable(session)
 
 
 @pytest.mark.ranks
@@ -78,7 +80,7 @@ def alone():
 def test_what_cannot_be_captured_is_refused_before_anything_is_done(alone):
     def said(*args, **options):
         with pytest.raises(ConfigError) as caught:
-            check(alone(*args, **options)._grace)
+            check_capturable(alone(*args, **options)._grace)
         return str(caught.value)
 
     assert "threshold(value=0.1) sends is not known" in said("threshold(value=0.1)")
@@ -96,7 +98,10 @@ def test_what_cannot_be_captured_is_refused_before_anything_is_done(alone):
 def test_a_parameter_without_a_gradient_is_refused(alone):
     optimizer = alone("qsgd")
     optimizer.param_groups[0]["params"][0].sum().backward()
-    with settled_there(optimizer._grace, None), pytest.raises(ConfigError, match="'bias' has no gradient in this step"):
+    with (
+        ending_on_device(optimizer._grace, None),
+        pytest.raises(ConfigError, match="'bias' has no gradient in this step"),
+    ):
         optimizer.synchronize()
 
 
@@ -113,7 +118,7 @@ def test_replays_are_counted_as_steps_and_the_capture_is_not(alone):
     one, counts = optimizer.traffic.elements, Counts(session)
     sent = dict(optimizer.traffic.payload_bytes)
     step()
-    counts.take_back()
+    counts.subtract_capture()
     assert (session.context.step, session.context.updates, optimizer.traffic.steps) == (1, 1, 1)
     assert optimizer.traffic.payload_bytes == sent
     counts.add()
@@ -136,9 +141,9 @@ def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
     step(), step()
     counts = Counts(session)
     step()
-    counts.take_back()
-    (name, mine), *_ = state.kept.items()
-    state.unfinished = {name: SimpleNamespace(finish=lambda: finished.append(len(seen)))}
+    counts.subtract_capture()
+    (name, mine), *_ = state.committed.items()
+    state.deferred = {name: SimpleNamespace(finish=lambda: finished.append(len(seen)))}
     graph = SimpleNamespace(replay=lambda: seen.append(mine.clone()))
     captured = CapturedStep(session.context, graph, torch.zeros(1), counts, None, [state])
     saved, wanted = optimizer.state_dict(), []
@@ -146,7 +151,7 @@ def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
         between()
         wanted.append(state[name].clone())
         captured()
-        assert state.kept[name] is mine
+        assert state.committed[name] is mine
     assert all(map(torch.equal, seen, wanted))
     assert not torch.equal(seen[0], seen[2])
     assert finished == [0, 1, 2, 3]  # after each replay once more
@@ -162,7 +167,7 @@ def launched(method, there, step):
     from tests.support.methods import make
 
     compressor, x = make(method), torch.empty(1 << 13, 8, device="meta")
-    compressor.bind(Context(step=step, step_there=there))
+    compressor.bind(Context(step=step, device_step=there))
     with recorded() as made:
         payload, ctx = compressor.compress(x, "w")
         compressor.accumulate(payload, ctx, x, 0.5)

@@ -26,7 +26,7 @@ def four():
 def remembered(*states):
     """Copies of what is kept."""
     kept = [state.runner.state()["memory"] for state in states if hasattr(state, "runner")]
-    kept += [dict(state.memory.state.kept) for state in states if hasattr(state, "memory")]
+    kept += [dict(state.memory.state.committed) for state in states if hasattr(state, "memory")]
     return [(name, value.clone()) for memory in kept for name, value in sorted(memory.items())]
 
 

@@ -129,6 +129,6 @@ def test_a_part_that_a_users_memory_gets_later_is_found():
     before = runner._stepping()
     for _ in range(2):
         step(model, optimizer)
-    assert set(memory.residuals.state.kept) == {"weight", "bias"}
+    assert set(memory.residuals.state.committed) == {"weight", "bias"}
     assert memory.residuals not in before
     assert any(part is memory.residuals for part in runner._stepping())

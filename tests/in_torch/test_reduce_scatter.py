@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
 import grace
-from grace.torch.state_dict import packed_up, unpacked
+from grace.torch.state_dict import pack_state, unpack_state
 from tests.in_torch.test_fsdp import BODIES, POLICIES, Net, batch, built, loss_of, mesh_of, same_bits, trained, whole
 from tests.support.pools import ranks_of
 
@@ -53,9 +53,9 @@ def late():
     lower = grace.torch.compress_reduce_scatter(net, "block(bits=4)", compress_after=3)
     upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.1)", compress_after=3)
     error = errors(trained(net, 3), trained(plain, 3))
-    before = [len(part.state.kept) for part in (lower.memory, upper.runner.communicators[0].memory)]
+    before = [len(part.state.committed) for part in (lower.memory, upper.runner.communicators[0].memory)]
     trained(net, 2)
-    after = [len(part.state.kept) for part in (lower.memory, upper.runner.communicators[0].memory)]
+    after = [len(part.state.committed) for part in (lower.memory, upper.runner.communicators[0].memory)]
     found = error, before, min(after), lower.context.step
     lower.close()
     upper.close()
@@ -111,7 +111,7 @@ def identity(steps):
         """What the other rank still has for this one, by module."""
         found = {}
         for layout in state.layouts:
-            mine = state.memory.state.kept.get(f"{layout.name}/to_{other}")
+            mine = state.memory.state.committed.get(f"{layout.name}/to_{other}")
             size = sum(param.padded_sharded_param_size.numel() for param in layout.params)
             mine = torch.zeros(size) if mine is None else mine.clone()
             both = [torch.empty(size) for _ in range(2)]
@@ -160,12 +160,12 @@ def overflowed():
     state = grace.torch.compress_reduce_scatter(net, "block(bits=4)")
     loss_of(net, 0).backward()
     state.close_step()
-    before = {name: value.clone() for name, value in state.memory.state.kept.items()}
+    before = {name: value.clone() for name, value in state.memory.state.committed.items()}
     net.zero_grad()
     (loss_of(net, 1) * (torch.inf if dist.get_rank() == 3 else 1)).backward()
     spoilt = [bool(p.grad.to_local().isnan().all()) for p in net.parameters() if p.grad is not None]
     state.close_step()
-    kept = all(torch.equal(before[name], value) for name, value in state.memory.state.kept.items())
+    kept = all(torch.equal(before[name], value) for name, value in state.memory.state.committed.items())
     changed = any(float(value.abs().max()) > 0 for value in before.values())
     state.close()
     return all(spoilt), any(spoilt), kept, changed
@@ -258,10 +258,10 @@ def loads(folder, shards, memory, before):
     dcp.load({"shards": saved}, checkpoint_id=folder)
     with pytest.raises(grace.ConfigError) as caught:
         state.load_state_dict(dict(list(saved.items())[1:]) if len(saved) != dist.get_world_size() else {})
-    damaged = unpacked(saved[f"rank_0_of_{before}"])
+    damaged = unpack_state(saved[f"rank_0_of_{before}"])
     damaged["memory"].popitem()
     with pytest.warns(UserWarning, match="this was dropped: .* should hold the memory of"):
-        state.load_state_dict({**saved, f"rank_0_of_{before}": packed_up(damaged)}, memory="keep")
+        state.load_state_dict({**saved, f"rank_0_of_{before}": pack_state(damaged)}, memory="keep")
     state.load_state_dict(saved)
     owed, step = left_out(net, state), state.context.step
     trained(net, 2)

@@ -5,12 +5,15 @@ import pytest
 
 from grace.compressors.qsgd import QSGD
 from grace.kernels import Stream
+from grace.kernels.contract.quantization import GAUSSIAN_STEPS
 from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.fused.rounding import _threshold
 from tests.support.data import EPSILON, REFERENCE, data, same
 from tests.support.implementations import ALL, OTHERS
 
 BUCKETS = (1, 5, 32, 512, 1024, 5000)  # 32 and 1024 are what the compiled loops take at a time
 BYTE = 8  # elements that pack() takes at a time
+FLOAT32_MAX_BITS = 0x7F7FFFFF
 
 
 def lengths(bucket: int) -> list[int]:
@@ -27,12 +30,13 @@ def test_quantized_buckets_equal_the_reference_at_their_ends(it):
     for bucket in BUCKETS:
         for n in lengths(bucket):
             x, out = data("gaussian", n, n), data("heavy", n, n + 1)
-            codes, scales = it.run("quantize", x, 7, bucket, "max", Stream(n, 3))
-            wanted_codes, wanted_scales = REFERENCE.quantize(x, 7, bucket, "max", Stream(n, 3))
-            same(codes, wanted_codes)
-            same(scales, wanted_scales)
-            wanted = REFERENCE.dequantize(out.copy(), codes, scales, 7, bucket, 0.5)
-            near(it.run("dequantize", out, codes, scales, 7, bucket, 0.5), wanted, np.abs(out) + 4)
+            for levels, norm, stream in ((7, "max", Stream(n, 3)), (3, "max", None), (3.5, "rms", None)):
+                codes, scales = it.run("quantize", x, levels, bucket, norm, stream)
+                wanted_codes, wanted_scales = REFERENCE.quantize(x, levels, bucket, norm, stream)
+                same(codes, wanted_codes)
+                same(scales, wanted_scales)
+                wanted = REFERENCE.dequantize(out.copy(), codes, scales, levels, bucket, 0.5)
+                near(it.run("dequantize", out, codes, scales, levels, bucket, 0.5), wanted, np.abs(out) + 4)
 
 
 @pytest.mark.parametrize("it", OTHERS)
@@ -42,7 +46,7 @@ def test_other_kernels_equal_the_reference_at_the_ends_of_what_they_take_at_a_ti
         packed = REFERENCE.pack_signs(x)
         same(it.run("pack_signs", x), packed)
         near(it.run("add_signs", out, packed, None, 0.5), REFERENCE.add_signs(out.copy(), packed, None, 0.5), out)
-        for bits in (1, 3, 8):
+        for bits in range(1, 9):
             codes = np.random.default_rng(n).integers(0, 1 << bits, n).astype(np.uint8)
             packed, table = REFERENCE.pack(codes, bits), data("gaussian", 1 << bits, bits)
             same(it.run("pack", codes, bits), packed)
@@ -56,11 +60,24 @@ def test_other_kernels_equal_the_reference_at_the_ends_of_what_they_take_at_a_ti
 
 
 def test_every_level_is_the_quotient_that_a_division_gives():
-    codes = np.arange(255, dtype=np.uint8)
-    for levels in range(1, 128):
-        given = codes[: 2 * levels + 1], np.float32([1]), levels, codes.size, 1.0
-        zeros = np.zeros(2 * levels + 1, np.float32)
+    codes = np.arange(256, dtype=np.uint8)
+    for levels in (*range(1, 128), *GAUSSIAN_STEPS):
+        given = codes[: int(2 * levels + 1)], np.float32([1]), levels, codes.size, 1.0
+        zeros = np.zeros(given[0].size, np.float32)
         same(FusedKernels().dequantize(zeros.copy(), *given), REFERENCE.dequantize(zeros, *given))
+
+
+@pytest.mark.parametrize("levels", [1, 1.5])
+def test_the_threshold_of_two_bits_is_the_smallest_magnitude_that_rounds_up(levels):
+    drawn, most = np.random.default_rng(0).integers(1, FLOAT32_MAX_BITS, 10_000), FLOAT32_MAX_BITS + 1
+    scales = np.concatenate([drawn, np.arange(1, 2000), np.arange(most - 50, most)]).astype(np.uint32).view(np.float32)
+    found = np.float32([_threshold(scale, float(levels)) for scale in scales])
+
+    def up(x):
+        return np.floor(x / scales * np.float32(levels) + np.float32(0.5 - levels % 1)) >= 1
+
+    assert up(found).all()
+    assert not up(np.nextafter(found, np.float32(0))).any()
 
 
 @pytest.mark.parametrize("it", OTHERS)

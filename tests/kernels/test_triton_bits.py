@@ -44,10 +44,11 @@ def exactly(it, method, *args):
 
 def test_codes_and_what_is_made_of_them(it, x):
     out = data("gaussian", x.size, 1)
-    for levels, bucket, stream in ((127, 64, STREAM), (7, 37, STREAM), (1, 5000, STREAM), (7, 32, None)):
-        codes, scales = exactly(it, "quantize", x, levels, bucket, "max", stream)
+    for levels, bucket, stream in ((127, 64, STREAM), (7, 37, STREAM), (1, 5000, STREAM), (7, 32, None), (3, 64, None),
+                                   (1.5, 128, None), (3.5, 37, None), (127.5, 5000, None)):  # fmt: skip
+        codes, scales = exactly(it, "quantize", x, levels, bucket, "max" if levels in range(128) else "rms", stream)
         exactly(it, "dequantize", out, codes, scales, levels, bucket, 1 / 3)
-        bits = (2 * levels).bit_length()
+        bits = int(2 * levels).bit_length()
         exactly(it, "unpack", exactly(it, "pack", codes, bits), bits, x.size)
     for bucket, stream in ((64, None), (37, STREAM), (5000, None)):
         codes, scales = exactly(it, "round_float8", x, bucket, stream)
@@ -61,6 +62,7 @@ def test_buckets_of_many_programs(it):
         x = data(kind, 9001, 3)
         for bucket in (9001, 4500):
             exactly(it, "quantize", x, 127, bucket, "max", STREAM)
+            exactly(it, "quantize", x, 1.5, bucket, "rms", None)
             exactly(it, "round_float8", x, bucket, STREAM)
         got, wanted = (
             k("quantize", x, 127, 9001, "l2", STREAM) for k in (it.run, lambda m, *a: REFERENCE.quantize(*a))

@@ -19,7 +19,7 @@ from grace.kernels import index_coding
 from grace.kernels.torch import fused
 from grace.kernels.triton import sparsification
 from grace.kernels.triton.tables import SECOND
-from grace.torch.capturing import settled_there
+from grace.torch.cuda_graphs import ending_on_device
 from tests.support.far import as_far
 from tests.support.implementations import INTERPRETED, OTHERS
 from tests.support.pretended import Pretended
@@ -36,10 +36,13 @@ SHAPES = [(20, 25), (), (0,), (5003,), (33,)]
 METHODS = [
     ("none", "residual"), ("fp16", None), ("bf16", "residual(beta=0.5)"), ("signsgd", None), ("signum", None),
     ("efsignsgd", None), ("onebit", "efsignsgd"), ("natural", "residual"), ("qsgd", None),
-    ("qsgd(levels=15)", "residual"), ("qsgd(levels=7, bucket_size=33)", "residual"),
-    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"), ("terngrad(clip=1)", "residual"),
+    ("qsgd(levels=15)", "residual"), ("qsgd(levels=7, bucket_size=33, norm=l2)", "residual"),
+    ("qsgd(levels=64, bucket_size=5000)", "residual"), ("terngrad(clip=1)", "residual"),
     ("dynamic8", "residual"), ("block(bits=4)", "residual"), ("block(bits=4, hadamard=32)", "residual"),
     ("block(format=fp8, rounding=stochastic, block=37)", None), ("block(hadamard=32, block=4128)", "residual"),
+    ("block(bits=3)", "residual"), ("block(bits=2)", None), ("block(bits=2, scale=max, block=33)", "residual"),
+    ("block(bits=3, scale=rms, block=37)", None), ("block(bits=2, block=4992, hadamard=32)", "none"),
+    ("block(bits=4, scale=rms, block=4500)", "residual"), ("block(bits=2, hadamard=32)", None),
     ("topk(ratio=0.02)", None), ("topk(ratio=0.2)", None), ("topk(ratio=0.1, chunk=64)", None),
     ("topk(ratio=0.02, chunk=1024)", "none"), ("randomk(ratio=0.1)", None), ("randomk(ratio=0.1, unbiased=true)", None),
     ("randomk(ratio=0.1, unbiased=true)", "residual"),
@@ -172,7 +175,7 @@ def of_one(trained):
 
 def a_copy(trained):
     memory = copy.deepcopy(trained.runner.communicators[0].memory)
-    return sorted(memory.state), bits(memory.held("v2")[0])
+    return sorted(memory.state), bits(memory.residual_tensors("v2")[0])
 
 
 def restored(trained):
@@ -263,7 +266,7 @@ def test_residuals_of_signs_are_the_cpus_where_steps_are_settled_on_the_device(s
             if step < settled:
                 found = there.step(elsewhere(gradients, shifted=False), everyone)
             else:
-                with settled_there(session, None):
+                with ending_on_device(session, None):
                     found = there.step(elsewhere(gradients, shifted=False), everyone)
         wanted = here.step(gradients, everyone)
         assert step == 4 or found == wanted
@@ -294,8 +297,10 @@ def test_bitmaps_begin_at_any_byte_and_are_written_by_aligned_words(monkeypatch)
 N = 1 << 13
 TRAFFIC = {
     "none": (8.5, 8.5), "none/residual": (16.5, 12.5), "fp16": (6.5, 6.5), "fp16/residual": (14.5, 8.5),
-    "qsgd": (5.5, 5.5), "qsgd/residual": (13.5, 5.5), "qsgd(levels=7)": (5.5, 5), "natural": (5.5, 5.5),
+    "qsgd": (5.5, 5.5), "qsgd/residual": (13.5, 5.5), "qsgd(norm=l2)": (5.5, 5.5), "qsgd(levels=7)": (5.5, 5),
+    "natural": (5.5, 5.5),
     "natural/residual": (13.5, 5.5), "block/none": (5.5, 5.5), "block": (13.5, 5.5), "block(bits=4)": (13.5, 5),
+    "block(bits=3)": (12.5, 5), "block(bits=2)": (12.5, 4.5),
     "block(format=fp8)": (13.5, 5.5), "block(bits=4, hadamard=32)": (13.5, 5), "signsgd": (4.5, 4.5),
     "signsgd/residual": (12.5, 4.5), "signum": (12.5, 4.5),
     "efsignsgd/none": (4.5, 4.5), "efsignsgd": (12.5, 4.5), "onebit": (12.5, 4.5),
@@ -304,7 +309,7 @@ TRAFFIC = {
     "terngrad": (8.75, 4.75), "terngrad/residual": (20.75, 4.75), "dynamic8": (9.5, 5.5),
     "dynamic8/residual": (21.5, 5.5),
     # TernGrad's formula without clipping, with scales of buckets: x is read once
-    "qsgd(levels=1, norm=max)": (4.5, 4.5), "qsgd(levels=1, norm=max)/residual": (12.5, 4.5),
+    "qsgd(levels=1)": (4.5, 4.5), "qsgd(levels=1)/residual": (12.5, 4.5),
     # digit by digit, of lists of what is above a guess
     "topk(ratio=0.01)/none": (6, 4.5), "topk": (14.5, 4.5), "topk(ratio=0.1)/none": (9, 5),
     "topk(ratio=0.1)": (17.5, 5), "topk(ratio=0.3)": (24, 6), "topk(ratio=0.3)/none": (14.5, 6),
@@ -341,7 +346,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
         with counted(tables) as encoding:
             trained.runner.start(bucket, [gradient], [True])
         with counted(tables) as decoding:
-            trained.runner.finish(lambda bucket: [gradient])
+            trained.runner.finish_step(lambda bucket: [gradient])
     assert 0 < encoding.launches <= (7 if searches else 3)
     assert 0 < decoding.launches <= 2 + (spec == "randomk")
     most = TRAFFIC[method]
@@ -363,7 +368,7 @@ def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
         (bucket,) = trained.runner.buckets
         trained.runner.start(bucket, [gradient], [True])
         with counted() as decoding:
-            trained.runner.finish(lambda bucket: [gradient])
+            trained.runner.finish_step(lambda bucket: [gradient])
     assert isinstance(bucket.program.codec, FusedCodec)
     assert 4 < decoding.nbytes / gradient.numel() < 4.5
 

@@ -40,7 +40,7 @@ class Ranks:
         self.ranks = [min(rank, *shape) for shape in self.flat]
         empty = lambda n, r: [torch.zeros(n, r, device=self.device)]  # noqa: E731
         payloads = [[empty(s[i], r) for s, r in zip(self.flat, self.ranks, strict=True)] for i in range(2)]
-        self.wires = [Layout.of(k, payload, True) for payload in payloads]
+        self.wires = [Layout.from_payloads(k, payload, True) for payload in payloads]
         placed = [[*one, *other] for one, other in zip(*(w.placed() for w in self.wires), strict=True)]
         self.codecs = [low_rank_codecs.LowRank(self.sizes, placed, torch.device(self.device)) for _ in range(2)]
         self.q = [torch.zeros(s[1], r, device=self.device) for s, r in zip(self.flat, self.ranks, strict=True)]
@@ -161,7 +161,7 @@ def test_exchanges_agree_with_the_cpus(spec, far, late, monkeypatch):
         with monkeypatch.context() as patched:
             by_triton(patched)
             if far and INTERPRETED:
-                patched.setattr(type(FOUND[0].kernels), "far", lambda self, x: True)
+                patched.setattr(type(FOUND[0].kernels), "on_device", lambda self, x: True)
             patched.setattr(RoundTrip, "next_step", late)  # as of DDP's hook
             found = there.step(elsewhere(gradients, shifted=step == 4), present, discard=step == 2)
         wanted = here.step(gradients, present, discard=step == 2)
@@ -205,6 +205,6 @@ def test_memory_traffic_is_within_budgets(spec, most, monkeypatch):
         trained.step([gradient.clone()], [True])
     with counted() as traffic:
         trained.runner.start(bucket, [gradient], [True])
-        trained.runner.finish(lambda bucket: [gradient])
+        trained.runner.finish_step(lambda bucket: [gradient])
     assert 9 <= traffic.launches <= 10
     assert 28 < traffic.nbytes / gradient.numel() <= most

@@ -69,12 +69,12 @@ class Rank:
             resolve([self.exchange])
         self.reads.append([*self.log, *log])
         kept = {}
-        for name, part in self.communicator.keepers.items():
+        for name, part in self.communicator.stateful_parts.items():
             if any(outcome.overflow for outcome in outcomes):
                 part.state.rollback()
             part.state.commit()
             if number in READ:
-                kept |= {(name, key): bits(value) for key, value in part.state.kept.items()}
+                kept |= {(name, key): bits(value) for key, value in part.state.committed.items()}
         wires = self.exchange.codec.layouts
         shards, means = (self.sent[kind][self.rank] for kind in ("alltoall", "allgather"))
         parts = zip([*wires, wires[self.rank]], [*shards.view(RANKS, -1), means], strict=True)

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from llvmlite.binding import get_host_cpu_features
-from numba import float32, float64, int32, int64, njit, uint8, uint16, uint32
+from numba import boolean, float32, float64, int32, int64, njit, uint8, uint16, uint32
 
 from grace.kernels.fused import (
     addresses,
@@ -31,10 +31,13 @@ STREAM = (uint32,) * 4
 HOT = [
     (loops._random_blocks, (WORDS, int64, *STREAM), "pmuludq"),
     (loops._max_bits, (WORDS,), "pmaxud"),
-    (rounding._sum_squares, (FLOATS,), "mulpd"),
-    (rounding._round_bucket, (FLOATS, WORDS, float32, int64, BYTES), "divps"),
-    (rounding._round_bucket, (FLOATS, WORDS, float32, int64, BYTES), "cvttps2dq"),
+    (rounding._sum_squares, (FLOATS,), r"(mul|fmadd\d+)pd"),
+    (rounding._round_bucket, (FLOATS, WORDS, float32, float64, BYTES), "divps"),
+    (rounding._round_bucket, (FLOATS, WORDS, float32, float64, BYTES), "cvttps2dq"),
+    (rounding._round_nearest, (FLOATS, float32, float64, BYTES, *[float32] * 3, boolean), "divps"),
+    (rounding._round_to_two_bits, (FLOATS, float32, float64, BYTES, *[float32] * 3), r"cmp\w*ps"),
     (rounding._dequantize_bucket, (FLOATS, BYTES, float32, float32, float32, float32), "cvtdq2ps"),
+    (rounding._dequantize_to, (FLOATS, BYTES, float32, float32, float32, float32), "cvtdq2ps"),
     (primitives._sum_abs, (FLOATS,), "addpd"),
     (primitives._feistel, (WORDS, int64, int64, *STREAM), "pmuludq"),
     (primitives._combine, (float32, FLOATS, float32, FLOATS, FLOATS), "mulps"),
@@ -42,6 +45,10 @@ HOT = [
     (primitives._signs, (FLOATS, FLOATS), r"cmp\w*ps"),
     (addresses._add_kept, (FLOATS, FLOATS, FLOATS, float32, float32), "mulps"),
     (buckets._subtract_signs, (FLOATS, float32, float32), r"cmp\w*ps"),
+    (packing._pack_fours, (BYTES, BYTES), "psrlw"),
+    (packing._unpack_fours, (BYTES, BYTES), "psllw"),
+    (packing._pack_twos, (BYTES, BYTES), "psrld"),
+    (packing._unpack_twos, (BYTES, BYTES), "pslld"),
     (packing._pack_signs, (FLOATS, BYTES), r"cmp\w*ps"),
     (packing._add_either, (FLOATS, BYTES, float32, float32), "addps"),
     (selection._filter, (WORDS, uint32, INDICES, WORDS), "psubd"),

@@ -72,7 +72,7 @@ def test_what_is_written_is_read_again(tmp_path, name):
     document = resources.model_dump()
     text = json.dumps(document) if name == "a.json" else yaml.safe_dump(document)
     assert Resources.load(written(tmp_path, text, name)) == resources
-    assert Resources.of(document) == resources
+    assert Resources.from_document(document) == resources
 
 
 CHIEF = "{address: 10.0.0.1, chief: true}"
@@ -310,13 +310,13 @@ def refused_or_consistent(make):
         return
     assert len(resources.ranks) == resources.world_size >= 1
     assert sum(node.chief for node in resources.nodes) == 1
-    assert Resources.of(resources.model_dump()) == resources
+    assert Resources.from_document(resources.model_dump()) == resources
 
 
 @examples(100)
 @given(ANYTHING | DOCUMENT)
 def test_any_document_is_resources_or_a_config_error(document):
-    refused_or_consistent(lambda: Resources.of(document))
+    refused_or_consistent(lambda: Resources.from_document(document))
 
 
 @examples(60)

@@ -167,7 +167,7 @@ ssh:
 def test_a_file_as_autodist_has_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LIBS", "/here")
     monkeypatch.chdir(tmp_path)
-    chief, one, two = command(Resources.of(yaml.safe_load(AUTODIST)), "torch", ["python", "a.py"])
+    chief, one, two = command(Resources.from_document(yaml.safe_load(AUTODIST)), "torch", ["python", "a.py"])
     assert chief.environment == {"LIBS": "/here:/usr/local/cuda/lib64", "CUDA_VISIBLE_DEVICES": "0,1"}
     scripts = [shlex.split(node.argv[-1].partition(" && ")[2]) for node in (one, two)]
     entered = ("source /home/me/venv/bin/activate", "source /opt/conda.sh;conda activate autodist")
@@ -176,12 +176,14 @@ def test_a_file_as_autodist_has_it(tmp_path, monkeypatch):
         assert f"{{ {line}" in script[2].splitlines()
         assert script[2].splitlines()[-1] == 'exec "$@"'
     assert scripts[0][3:7] == ["grace-launch", "env", "CUDA_VISIBLE_DEVICES=0,1", "python"]
-    assert two.handed == """export LIBS="${LIBS}":/usr/local/cuda/lib64"""
+    assert two.env_exports == """export LIBS="${LIBS}":/usr/local/cuda/lib64"""
 
 
 def run_prepared(resources, engine, but):
     """What a program prints that is started here as the engine's launcher starts it on each node."""
-    (launcher,) = command(Resources.of(resources), engine, ["sh", "-c", "echo $HELD $MADE $GRACE_SHARED_ENVS"])
+    (launcher,) = command(
+        Resources.from_document(resources), engine, ["sh", "-c", "echo $HELD $MADE $GRACE_SHARED_ENVS"]
+    )
     argv = launcher.argv[launcher.argv.index("bash") :]
     argv[2] = argv[2].replace(preparing.this_machine(), but)
     env = {**os.environ, "HELD": "node's", **launcher.environment}

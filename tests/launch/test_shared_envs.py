@@ -20,17 +20,17 @@ ssh: {x: {setup: ['true'], shared_envs: {TOKEN: plain secret, HELD: $HELD/expand
 
 @pytest.mark.parametrize("engine", ["torch", "horovod", "mpi"])
 def test_values_of_shared_envs_stand_in_no_command_line(engine):
-    commands = command(Resources.of(yaml.safe_load(SECRETS)), engine, ["python", "a.py"])
+    commands = command(Resources.from_document(yaml.safe_load(SECRETS)), engine, ["python", "a.py"])
     for each in commands:
-        for shown in (str(each), *each.argv, *each.handing):
+        for shown in (str(each), *each.argv, *each.env_sender):
             assert "secret" not in shown
             assert "expanded" not in shown
     assert all(each.environment["TOKEN"] == "plain secret" for each in commands if not each.remote)
     over_ssh = [each for each in commands if each.remote]
-    assert all(each.handed == """export TOKEN='plain secret' HELD="${HELD}"/expanded""" for each in over_ssh)
+    assert all(each.env_exports == """export TOKEN='plain secret' HELD="${HELD}"/expanded""" for each in over_ssh)
     files = [re.search(r"~/\.grace-\w{32}", each.argv[-1])[0] for each in over_ssh]
     assert len(set(files)) == len(files) == (2 if engine == "torch" else 0)  # homes may be one, on a file server
-    assert all(file in each.handing[-1] for file, each in zip(files, over_ssh, strict=True))
+    assert all(file in each.env_sender[-1] for file, each in zip(files, over_ssh, strict=True))
 
 
 HOMELY = """
@@ -48,10 +48,10 @@ def test_a_folder_of_python_comes_before_what_a_nodes_bashrc_puts_first(tmp_path
         (tmp_path / folder / "python").chmod(0o755)
     (tmp_path / "venv/bin/activate").write_text(f'PATH="{tmp_path}/venv/bin:$PATH"\n')
     (tmp_path / ".bashrc").write_text(f'PATH="{tmp_path}/other:$PATH"\n')
-    resources = Resources.of(yaml.safe_load(HOMELY.format(home=tmp_path, more=more)))
+    resources = Resources.from_document(yaml.safe_load(HOMELY.format(home=tmp_path, more=more)))
     over_ssh = command(resources, "torch", ["python", "a.py"])[1]
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "SSH_CLIENT": "1 2 3", "SSH2_CLIENT": "1 2 3"}
-    with on_node(over_ssh.handing[-1:], over_ssh.handed, environment):
+    with on_node(over_ssh.env_sender[-1:], over_ssh.env_exports, environment):
         line = ["bash", "-c", over_ssh.argv[-1]]
         done = subprocess.run(line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         line[-1] = shlex.split(str(over_ssh), comments=True)[-1]
@@ -61,24 +61,24 @@ def test_a_folder_of_python_comes_before_what_a_nodes_bashrc_puts_first(tmp_path
 
 
 @contextlib.contextmanager
-def on_node(handing, handed, environment):
+def on_node(env_sender, env_exports, environment):
     """The file that is handed over, if there is one, while the block runs."""
-    if not handing:
+    if not env_sender:
         yield
         return
-    line = ["bash", "-c", *handing]
+    line = ["bash", "-c", *env_sender]
     pipe = subprocess.PIPE
     with subprocess.Popen(line, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
-        process.stdin.write(handed)
+        process.stdin.write(env_exports)
         process.stdin.flush()
         assert process.stdout.readline() == "ready\n"
         yield
 
 
 def test_a_file_that_is_handed_over_is_its_owners_and_is_removed_unread(tmp_path):
-    over_ssh = command(Resources.of(yaml.safe_load(SECRETS)), "torch", ["python", "a.py"])[1]
-    with on_node(over_ssh.handing[-1:], over_ssh.handed, {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}):
+    over_ssh = command(Resources.from_document(yaml.safe_load(SECRETS)), "torch", ["python", "a.py"])[1]
+    with on_node(over_ssh.env_sender[-1:], over_ssh.env_exports, {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}):
         (file,) = tmp_path.glob(".grace-*")
-        assert file.read_text() == over_ssh.handed
+        assert file.read_text() == over_ssh.env_exports
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not file.exists()

@@ -6,7 +6,7 @@ import torch
 
 import grace
 from grace.communicators import Allgather
-from grace.compressors.topk import kept
+from grace.compressors.topk import kept_count
 from grace.core.context import Context
 from grace.memories.dgc import DGCMemory
 
@@ -29,7 +29,7 @@ def simulate(gradients, ratio, momentum, clip, nesterov):
             u = momentum * u + g
             v = v + u
         mask = np.zeros(v.shape, bool)
-        mask[np.argsort(-np.abs(v), kind="stable")[: kept(ratio, v.size)]] = True
+        mask[np.argsort(-np.abs(v), kind="stable")[: kept_count(ratio, v.size)]] = True
         yield np.where(mask, v, 0), np.where(mask, 0, u), np.where(mask, 0, v)
         u, v = np.where(mask, 0, u), np.where(mask, 0, v)
 

@@ -37,7 +37,7 @@ PAIRS = [
     (Allgather, "fp16", "residual"),
     (Allreduce, "none", "residual"),
     (Allgather, "none", "residual"),
-    (Allgather, "qsgd(levels=127, norm=max)", "residual"),
+    (Allgather, "qsgd", "residual"),
     (Allgather, "block(bits=4)", None),
     (Allgather, "block(bits=4, hadamard=32, block=50)", None),
     (Allgather, "block(format=fp8, rounding=stochastic)", None),
@@ -48,7 +48,7 @@ frameworks = pytest.mark.parametrize("make_tensor", [np.array, torch.from_numpy]
 
 
 def remembered(communicator: Communicator) -> np.ndarray:
-    return np.float64(next(iter(communicator.memory.held("w")), np.zeros(SHAPE, np.float32)))
+    return np.float64(next(iter(communicator.memory.residual_tensors("w")), np.zeros(SHAPE, np.float32)))
 
 
 @pairs

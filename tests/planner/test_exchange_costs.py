@@ -70,10 +70,10 @@ def exchanged(shards, variables, ranks, rank, nodes=None, by_ring=False, steps=4
             views = runner.views(bucket, gradients.__getitem__)
             runner.start(bucket, views, [True] * len(views))
         try:
-            runner.finish(lambda bucket: [None] * len(bucket.variables))
+            runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         except PayloadError:  # what others are said to have broadcast need not be a payload
             runner.abandon()
-        for bucket in runner.due():
+        for bucket in runner.due_averages():
             runner.mean(bucket, runner.views(bucket, gradients.__getitem__))
         sent.append(runner.traffic.sent_bytes - before[0])
         payloads.append(sum(runner.traffic.payload_bytes.values()) - before[1])

@@ -127,7 +127,7 @@ def test_a_resource_file_tells_the_planner_which_nodes_are_fast():
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     from grace.launch.cluster import Resources
 
-    cluster = Resources.of(CLUSTER)
+    cluster = Resources.from_document(CLUSTER)
     costs = Auto(latency=0).costs(cluster)
     slow = Links(1e9 / 8)
     assert costs.network.seconds("allreduce", 1e6, 6) == slow.seconds("allreduce", 1e6, 6)  # passes each link once
@@ -140,5 +140,5 @@ def test_a_resource_file_tells_the_planner_which_nodes_are_fast():
         return problem.predict(Strategy(plans, 6, 3)).step
 
     assert step(type="allreduce") < step(type="allgather")
-    one = Resources.of({"nodes": [{**CLUSTER["nodes"][0], "network_bandwidth": 8}]})
+    one = Resources.from_document({"nodes": [{**CLUSTER["nodes"][0], "network_bandwidth": 8}]})
     assert Auto().costs(one).network.bandwidth == 0.5e9  # each of two ranks has half

@@ -98,7 +98,7 @@ def test_exchanges_over_it_give_what_one_rank_alone_gets(spec, ranks):
         plan = UniformPlan(spec, None, "allgather" if spec == "efsignsgd" else None)
         runner = build_step_runner(lambda: [variable], lambda: plan, mirror, Context(seed=3))
         runner.start(runner.buckets[0], [x.copy()], [True])
-        (outcome,) = runner.finish(lambda bucket: [None])
+        (outcome,) = runner.finish_step(lambda bucket: [None])
         runner.close()
         return outcome.value, mirror.sent_bytes
 

@@ -6,7 +6,7 @@ from grace import ConfigError, RankError
 from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.session.agreement import agree
+from grace.session.agreement import compare_facts
 from grace.session.bucketing import Limits
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
@@ -43,17 +43,17 @@ FACTS = [("the seed", "0"), ("variable 'a'", "float32[3]"), ("variable 'b'", "fl
 )  # fmt: skip
 def test_the_first_difference_is_named_with_both_sides(theirs, message):
     with pytest.raises(RankError, match=message):
-        agree(Disagreeing(theirs), FACTS)
+        compare_facts(Disagreeing(theirs), FACTS)
 
 
 def test_a_failure_elsewhere_is_raised_here_with_its_reason():
     with pytest.raises(RankError, match="rank 1 refused to start: unknown compressor 'x'"):
-        agree(Disagreeing([], "unknown compressor 'x'"), FACTS)
+        compare_facts(Disagreeing([], "unknown compressor 'x'"), FACTS)
 
 
 def test_another_grace_is_named_before_anything_else_is_compared():
     with pytest.raises(RankError, match=r"rank 0 has Grace 0\.1\.0, rank 1 has Grace 9\.0\. Install the same version"):
-        agree(Disagreeing([], "unknown compressor 'x'", grace="9.0"), FACTS)
+        compare_facts(Disagreeing([], "unknown compressor 'x'", grace="9.0"), FACTS)
 
 
 @pytest.mark.parametrize("answer", [("their digest", None), None, {"what": "none"}])
@@ -61,7 +61,7 @@ def test_a_grace_that_says_other_things_is_told_of(answer):
     backend = Disagreeing([])
     backend.allgather_object = lambda value: [value, answer]
     with pytest.raises(RankError, match=r"rank 1 runs a Grace that rank 0's \(0\.1\.0\) does not understand"):
-        agree(backend, FACTS)
+        compare_facts(backend, FACTS)
 
 
 def test_a_rank_that_fails_still_takes_part_in_the_comparison():

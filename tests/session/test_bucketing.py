@@ -9,7 +9,7 @@ from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
 from grace.session.bucketing import COLLECTIVE_BYTES, FIRST_BYTES, GRADIENT_BYTES, Limits
 from grace.session.plan import UniformPlan
-from grace.session.sharding import bucketed, uniform
+from grace.session.sharding import make_buckets, uniform
 
 STAGES = ((64, 256, 3), (128, 512, 4), (256, 1024, 6), (512, 2048, 3))
 
@@ -38,7 +38,7 @@ def cut(compressor, variables=RESNET, **limits):
     shards = uniform(variables, build_communicator(compressor, None, None), Limits(**limits))
     sizes = {shard.variable.name: (shard.variable.nbytes, shard.wire_bytes) for shard in shards}
     found, dense = [], []
-    for bucket in bucketed(shards):
+    for bucket in make_buckets(shards):
         names = [variable.name for variable in bucket.variables]
         row = (*(sum(sizes[name][i] for name in names) for i in (0, 1)), names)
         (found if bucket.communicator.compressor.spec != "none" or compressor == "none" else dense).append(row)
@@ -104,8 +104,8 @@ def test_what_is_sent_of_a_variable_may_be_unknown():
 
 def test_chosen_sets_are_cut_by_gradient_only():
     names = [variable.name for variable in RESNET]
-    plan = UniformPlan("qsgd", None, None, Limits().of_sets, lambda: [names[:80], names[80:]])
-    buckets = bucketed(plan.shards(RESNET))
+    plan = UniformPlan("qsgd", None, None, Limits().for_sets, lambda: [names[:80], names[80:]])
+    buckets = make_buckets(plan.shards(RESNET))
     compressed = [bucket for bucket in buckets if bucket.communicator.compressor.spec != "none"]
     assert all(len({v.name in names[:80] for v in bucket.variables}) == 1 for bucket in buckets)
     assert len(compressed) < 10 < len(cut("qsgd")[0])
@@ -123,7 +123,7 @@ def test_every_cut_is_a_partition_in_order(seed):
     assert sum(lengths) == count
     assert all(lengths)
     ends = list(itertools.accumulate(lengths))
-    bound = max(1, min(limits.wire(share * sum(sizes), share < 1) / share, limits.gradient))
+    bound = max(1, min(limits.wire_bytes(share * sum(sizes), share < 1) / share, limits.gradient_bytes))
     for length, end in list(zip(lengths, ends, strict=True))[:-2]:  # two may have been made even at the end
         held = sizes[end - length : end]
         assert sum(held) <= 1.25 * bound + max(held)

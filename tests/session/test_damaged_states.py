@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grace
-from grace.session import saved_form
+from grace.session import state_schema
 from grace.strategy.plan import ShardPlan, Sync
 from tests.support.damaged_states import at, bent, changed, each, loads_or_changes_nothing, mutated, places, resealed
 from tests.support.strategies import Tables, executed, reduced, strategy_of, whole
@@ -55,7 +55,7 @@ class Run:
         self.parts = [part for _, part in self.optimizer._grace.runner.components]
         self.own, self.full = copied(self.optimizer.state_dict()), copied(self.optimizer.full_state_dict())
         entry = self.full["grace"]
-        self.two = {**self.full, "grace": saved_form.seal({**entry, "size": 2, "ranks": entry["ranks"] * 2})}
+        self.two = {**self.full, "grace": state_schema.seal({**entry, "size": 2, "ranks": entry["ranks"] * 2})}
 
     def load(self, entry, memory="strict"):
         self.optimizer.load_state_dict({**self.own, "grace": entry}, memory=memory)
@@ -65,7 +65,8 @@ class Run:
         runner = self.optimizer._grace.runner
         counters = runner.context.step, runner.context.loss_scale, runner.run, self.optimizer.param_groups
         pending = [dict(step) for step in runner.pending()]
-        return raw([[part.state.kept for part in self.parts], pending, list(self.optimizer.state.values())]), counters
+        states = [part.state.committed for part in self.parts]
+        return raw([states, pending, list(self.optimizer.state.values())]), counters
 
     def tried(self, entry, memory="strict"):
         load = partial(self.load, memory=memory)
@@ -116,7 +117,7 @@ def test_a_flipped_bit_is_refused_by_name_wherever_it_is(run):
 @pytest.mark.slow
 def test_what_torch_refuses_of_its_own_part_changes_nothing(run):
     """Other groups, and damaged ones: Grace's part, which would fit, is not loaded either."""
-    entry, refused, own = saved_form.seal({**run.own["grace"], "step": 1}), [], run.own
+    entry, refused, own = state_schema.seal({**run.own["grace"], "step": 1}), [], run.own
     for damaged in each({"param_groups": own["param_groups"], "state": own["state"]}):
         before = run.bits()
         try:

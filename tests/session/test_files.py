@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grace
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from tests.support.checkpoints import made, steps
 from tests.support.limits import HANGS
 
@@ -34,7 +34,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_last_good_file(tmp_
     ended = subprocess.run([sys.executable, "-c", KILLED, str(file)], timeout=HANGS, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert file.read_bytes() == b"the last good one"
-    with replacing(file) as draft:
+    with atomic_write(file) as draft:
         draft.write_bytes(b"another")
     assert file.read_bytes() == b"another"
     assert os.listdir(tmp_path) == ["checkpoint.pt"]  # and of the killed one nothing is left
@@ -88,8 +88,8 @@ def test_a_draft_has_a_new_name_and_is_no_link_of_others(tmp_path):
 
 def test_two_who_write_one_file_do_not_take_each_others_drafts(tmp_path):
     file = tmp_path / "ck.pt"
-    with replacing(file) as first:
-        with replacing(file) as second:
+    with atomic_write(file) as first:
+        with atomic_write(file) as second:
             second.write_text("second")
         assert file.read_text() == "second"
         first.write_text("first")

@@ -181,10 +181,10 @@ def test_who_speaks_for_a_node():
 
 def alone(period: int) -> dict:
     from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-    from grace.torch.parameters import sparse_of, variables
+    from grace.torch.parameters import find_sparse_parameters, make_variables
 
     model = mixed()
-    found = variables(dict(model.named_parameters()), sparse_of(model))
+    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
     plans = tuple(VariablePlan(v, (ShardPlan(Sync("none", period=period)),)) for v in found)
     train(model, made(model, hierarchical=True, strategy=Strategy(plans, 3, 2)), range(period))
     return weights(model)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grace
-from grace.session import saved_form
+from grace.session import state_schema
 from tests.support.training import Given, copied, ddp, digest, made_up, weights
 
 pytestmark = pytest.mark.ranks
@@ -89,7 +89,7 @@ def owed():
         first.train(range(STOP))
         second.model.load_state_dict(first.model.state_dict())
         second.optimizer.load_state_dict(copied(first.optimizer.full_state_dict()))
-        assert second.optimizer._grace.runner.owed
+        assert second.optimizer._grace.runner.carried_over
         second.train(range(STOP, END))
         ends.add(digest(weights(second.model)))
     return len(ends)
@@ -106,7 +106,7 @@ def voted_under_ddp():
     model = ddp(torch.nn.Linear(8, 8))
     hook = grace.torch.register_ddp_hook(model, "signsgd")
     scale = first.optimizer.state_dict()["grace"]["loss_scale"]
-    saved = saved_form.seal({**hook.state_dict(), "loss_scale": scale})
+    saved = state_schema.seal({**hook.state_dict(), "loss_scale": scale})
     hook.load_state_dict(saved)
     model(torch.ones(1, 8)).sum().backward()
     return sorted({value for p in model.parameters() for value in p.grad.abs().flatten().tolist()})

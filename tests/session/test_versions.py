@@ -6,7 +6,7 @@ import torch
 import grace
 from grace.core import version
 from grace.exchange import layout
-from grace.session import saved_form
+from grace.session import state_schema
 from grace.strategy import execution
 from tests.support.pools import launched
 from tests.support.training import distributed, net
@@ -17,7 +17,7 @@ CHANGED = {
     "Grace": (version, "__version__", "9.9", "rank 0 has Grace 0.1.0, rank 1 has Grace 9.9"),
     "torch": (torch, "__version__", "1.2.3+cu130", "rank 1 has torch 1.2.3"),
     "wires": (layout, "WIRE_FORMAT", 7, "rank 0 has wires of version 2, rank 1 has wires of version 7"),
-    "checkpoints": (saved_form, "VERSION", 9, "rank 1 has checkpoints of version 9"),
+    "checkpoints": (state_schema, "VERSION", 9, "rank 1 has checkpoints of version 9"),
     "build": (torch, "__version__", torch.__version__.split("+")[0] + "+cu999", ""),
 }
 
@@ -54,7 +54,7 @@ def said():
 
 def other():
     """This run's backend as somebody's own class."""
-    backend = grace.init().like()
+    backend = grace.init().copy_with()
     backend.__class__ = type("Other", (type(backend),), {})
     return backend
 

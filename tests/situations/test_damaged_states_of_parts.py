@@ -108,7 +108,7 @@ def reduce_scatters(replicas):
     (key, good), later = next(iter(earlier.items())), state.state_dict()
 
     def bits():
-        return state.context.step, [(name, value.tolist()) for name, value in state.memory.state.kept.items()]
+        return state.context.step, [(name, value.tolist()) for name, value in state.memory.state.committed.items()]
 
     found = {}
     for name, damage in DAMAGES.items():

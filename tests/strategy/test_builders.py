@@ -9,7 +9,7 @@ from grace.communicators.choice import build_communicator
 from grace.core.registry import known, make
 from grace.core.variable import Variable, equal_sizes
 from grace.session.bucketing import Limits
-from grace.session.sharding import bucketed
+from grace.session.sharding import make_buckets
 from grace.session.sharding import uniform as sharded
 from grace.strategy.builder import Builder, OneNode
 from grace.strategy.execution import compiled
@@ -290,9 +290,9 @@ def test_collectives_are_chosen_for_the_clusters_ranks(name):
 @pytest.mark.parametrize("builder", ["uniform", "size_threshold(bytes=0, small={})", "by_type(vectors={})"])
 def test_groups_are_cut_as_an_optimizers_buckets_so_that_they_travel_beside_backward(builder, method):
     model = [Variable(f"w{i}", (512, 1 << i)) for i in range(6, 14)]
-    buckets = bucketed(sharded(model, build_communicator(method, None, None, 2), Limits()))
+    buckets = make_buckets(sharded(model, build_communicator(method, None, None, 2), Limits()))
     assert len(buckets) > 1
     spec = {**make("builder", builder.format(f"'{method}'")).to_dict(), "compressor": method}
     strategy = make("builder", spec).build(model, OneNode(2))
     names = [[v.name for v in bucket.variables] for bucket in buckets]
-    assert [[v.name for v in bucket.variables] for bucket in bucketed(compiled(strategy, model))] == names
+    assert [[v.name for v in bucket.variables] for bucket in make_buckets(compiled(strategy, model))] == names

@@ -10,7 +10,7 @@ from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from grace.torch.parameters import sparse_of, variables
+from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
 from tests.support.training import copied, digest, used
@@ -21,7 +21,7 @@ FLAT = Sync("allgather")
 
 def by_name(model, plans, **others):
     """A strategy: parts by variables' names, the others' plain."""
-    found = variables(dict(model.named_parameters()), sparse_of(model))
+    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
     parts = [plans.get(v.name, ShardPlan(Sync(hierarchical=i % 2 == 0, **others))) for i, v in enumerate(found)]
     return Strategy(tuple(VariablePlan(v, (p,)) for v, p in zip(found, parts, strict=True)), grace.size(), 2)
 

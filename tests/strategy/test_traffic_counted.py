@@ -9,7 +9,7 @@ from grace.core.registry import make
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.traffic import links, payload
-from grace.torch.parameters import sparse_of, variables
+from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.pairwise import pairwise
 from tests.support.strategies import (
     BUILDERS,
@@ -116,14 +116,14 @@ def cases(*dimensions):
 
 @cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
 def test_dense_variables_send_what_the_table_says(ranks, builder, compressor):
-    strategy = built(builder, compressor, ranks.size, variables(dict(Tables(DENSE).named_parameters())))
+    strategy = built(builder, compressor, ranks.size, make_variables(dict(Tables(DENSE).named_parameters())))
     check(strategy, ranks.run(counted, strategy, True), exact=True)
 
 
 @cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)", "topk(ratio=1.0)"])
 def test_rows_of_sparse_variables_send_at_most_what_the_table_says(ranks, builder, compressor):
     model = mixed()
-    found = variables(dict(model.named_parameters()), sparse_of(model))
+    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
     strategy = built(builder, compressor, ranks.size, found)
     check(strategy, ranks.run(counted, strategy, False), exact=False)
 
@@ -160,13 +160,16 @@ def test_averages_now_and_then(ranks, period):
 
 
 def test_the_shares_of_each_synchronization():
-    w, rows = variables({"w": torch.nn.Parameter(torch.zeros(25))})[0], whole("t", (5, 5), ShardPlan(), True).variable
+    w, rows = (
+        make_variables({"w": torch.nn.Parameter(torch.zeros(25))})[0],
+        whole("t", (5, 5), ShardPlan(), True).variable,
+    )
     shares = {
         ("allreduce", "none", False): [150, 150],
         ("scatter_reduce", "none", False): [168, 168],  # each piece has room for the longest: 7 of 25 elements
         ("allgather", "none", False): [300, 300],
-        ("allgather", "qsgd", False): [87, 87],  # 25 bytes and a norm
-        ("scatter_reduce", "qsgd", False): [66, 66],  # pieces of 7 elements, each with a norm of its own
+        ("allgather", "qsgd", False): [87, 87],  # 25 bytes and a scale
+        ("scatter_reduce", "qsgd", False): [66, 66],  # pieces of 7 elements, each with a scale of its own
         ("scatter_merge", "topk(ratio=0.2)", False): [168, 168],  # 5 entries of 8 bytes, and room for more by chance
         ("allgather", "topk(ratio=1.0)", False): [150, 150],  # not shrunk, so summed
         ("reduce_broadcast", "topk(ratio=1.0)", False): [100, 300],

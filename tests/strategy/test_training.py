@@ -14,7 +14,7 @@ from grace.core.registry import make
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Sync
-from grace.torch.parameters import sparse_of, variables
+from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.pools import ranks_of
 from tests.support.strategies import (
     BUILDERS,
@@ -42,7 +42,9 @@ MAIN = ("ps_load_balancing", "partitioned_ps(min_shard_bytes=64)", "parallax", "
 def strategy_for(spec, size):
     """The strategy of a builder for the mixed model."""
     model = mixed()
-    return make("builder", spec).build(variables(dict(model.named_parameters()), sparse_of(model)), OneNode(size))
+    return make("builder", spec).build(
+        make_variables(dict(model.named_parameters()), find_sparse_parameters(model)), OneNode(size)
+    )
 
 
 # -- models ------------------------------------------------------------------------------------------------

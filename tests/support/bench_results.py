@@ -161,6 +161,7 @@ def train(methods: Any = METHODS, bandwidths: Any = (1e9,), seeds: Any = (0, 1, 
             rows.append(
                 {
                     "method": method,
+                    "optimizer": "sgd",
                     "bandwidth": rate,
                     "ranks": ranks,
                     "lr": 0.1,

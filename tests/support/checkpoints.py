@@ -5,7 +5,7 @@ import warnings
 import torch
 
 import grace
-from grace.session import saved_form
+from grace.session import state_schema
 from tests.support.training import Given, copied, digest, made_up
 
 SHAPES = {"w": (12, 8), "v": (40,)}
@@ -36,7 +36,7 @@ def saved_by(*choices, everyone=True, **options):
 
 def sealed(saved):
     """The same with checksums of what it holds now, as if it had been saved so."""
-    return {**saved, "grace": saved_form.seal(saved["grace"])}
+    return {**saved, "grace": state_schema.seal(saved["grace"])}
 
 
 def load(optimizer, saved, memory="strict"):

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import grace
-from grace.session import saved_form
+from grace.session import state_schema
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 2**70, 10**400, -5.5, 1e300, math.nan, math.inf, "", "w", "topk", b"x"),
@@ -123,7 +123,7 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
 def resealed(saved: Any) -> Any:
     """The same with checksums that are right, where it has a form that has any."""
     with contextlib.suppress(Exception):
-        return saved_form.seal(saved)
+        return state_schema.seal(saved)
     return saved
 
 

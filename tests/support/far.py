@@ -30,7 +30,7 @@ def as_far(plain: bool = False) -> Iterator[list[str]]:
         return lambda self, x, *most: torch.tensor(float(method(self, x, *most)))
 
     one, fast = TorchKernels.to_list, fused._USE_FUSED
-    TorchKernels.far = lambda self, x: True
+    TorchKernels.on_device = lambda self, x: True
     TorchKernels.to_list, TorchKernels.read = logged("list", one), logged("read", TorchKernels.read)
     TorchKernels.all_finite = flag(TorchKernels.all_finite)
     FusedTorchKernels.all_finite = flag(FusedTorchKernels.all_finite)
@@ -45,4 +45,4 @@ def as_far(plain: bool = False) -> Iterator[list[str]]:
                     setattr(kind, name, kept[kind, name])
 
 
-FAR = ("far", "to_list", "read", "all_finite")
+FAR = ("on_device", "to_list", "read", "all_finite")

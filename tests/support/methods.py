@@ -9,7 +9,7 @@ from grace.core.compressor import Compressor
 from grace.core.context import Context
 
 SPECS = [
-    "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1, bucket_size=33)", "qsgd(norm=max, levels=64)",
+    "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1, bucket_size=33)", "qsgd(norm=l2, levels=64)",
     "topk", "topk(ratio=0.3)", "topk(ratio=0.05, chunk=64)", "randomk", "randomk(ratio=0.3, unbiased=true)",
     "signsgd", "efsignsgd", "powersgd", "powersgd(rank=3)", "powersgd(warm_start=false)",
 ]  # fmt: skip

@@ -309,7 +309,7 @@ def piped(name, steps, **settings):
     engine = grace.torch.Pipeline(made(name), (args, kwargs), loss, optimizer=sgd, **settings)
     losses = []
     for step in range(steps):
-        count = ROWS * max(engine.places.replicas)
+        count = ROWS * max(engine.mesh.replicas)
         args, kwargs, target = batch(name, step, count)
         if engine.inputs == "replica":
             low = engine.replica * ROWS

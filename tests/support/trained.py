@@ -45,7 +45,7 @@ class Trained:
             found = [outs.get(v.name) for v in bucket.variables]
             return [None if o is None or o.dtype != torch.float32 else o for o in found]
 
-        outcomes = self.runner.finish(out)
+        outcomes = self.runner.finish_step(out)
         return {o.variable.name: None if o.value is None else bits(o.value) for o in outcomes}
 
     def remembered(self):

@@ -10,14 +10,14 @@ import torch
 import grace
 from grace.communicators.choice import build_communicator
 from grace.core.registry import legal_communicators, make
-from grace.session.momentum import owners
+from grace.session.momentum import momentum_owners
 
 METHODS = (
     "none",
     "fp16",
     "bf16",
     "qsgd",
-    "qsgd(levels=7)",
+    "qsgd(levels=7, norm=l2)",
     "topk(ratio=0.1)",
     "randomk(ratio=0.1)",
     "signsgd",
@@ -83,7 +83,7 @@ def loss_of(model: torch.nn.Module, step: int, rank: int | None = None) -> torch
 
 def momentum_for(spec: str) -> float:
     """An optimizer's, beside a method that may apply momentum itself."""
-    return 0.0 if owners([build_communicator(spec, None, None)]) else 0.9
+    return 0.0 if momentum_owners([build_communicator(spec, None, None)]) else 0.9
 
 
 def sgd(parameters: Any, lr: float = 0.05) -> torch.optim.Optimizer:

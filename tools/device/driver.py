@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from grace.bench.ranks.events import tell
-from grace.core.atomic_files import replacing
-from grace.launch.processes import end, kept, signals_raise
+from grace.bench.ranks.events import write_event
+from grace.core.atomic_files import atomic_write
+from grace.launch.processes import end, guarded, signals_raise
 from tools.device import tables
 from tools.device.events import LONGEST, read
 from tools.device.parts import Part
@@ -59,7 +59,7 @@ class Worker:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with self.said.open("ab") as said:
             self.process = subprocess.Popen(
-                kept(command), stdin=subprocess.PIPE, stdout=said, stderr=said, env=env, start_new_session=True
+                guarded(command), stdin=subprocess.PIPE, stdout=said, stderr=said, env=env, start_new_session=True
             )
 
     def events(self) -> list[dict[str, Any]]:
@@ -88,7 +88,9 @@ class Worker:
             died = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self._fail(died)
         if len(self.events()) == self.begun:  # nor would another get further
-            tell(self.file, {"item": f"the start of {self.part.name}", "state": "failed", "error": self._last_words()})
+            write_event(
+                self.file, {"item": f"the start of {self.part.name}", "state": "failed", "error": self._last_words()}
+            )
             self.done = True
             return
         self._start()
@@ -107,7 +109,7 @@ class Worker:
         item = self.under_way
         if item is not None:
             event = {"item": item["item"], "state": "failed", "at": time.time()}
-            tell(self.file, {**event, "error": f"{self._last_words()}\n{why}"})
+            write_event(self.file, {**event, "error": f"{self._last_words()}\n{why}"})
 
     def _last_words(self) -> str:
         return self.said.read_text(errors="replace")[-LONGEST:]
@@ -208,5 +210,5 @@ class Run:
             ("on_device.json", json.dumps(self.report, indent=1)),
             ("on_device.md", tables.page(self.report)),
         ):
-            with replacing(self.folder / name) as draft:
+            with atomic_write(self.folder / name) as draft:
                 draft.write_text(text, encoding="utf-8")

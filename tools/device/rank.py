@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grace.bench.ranks.events import tell
+from grace.bench.ranks.events import write_event
 from grace.bench.step import worker
 from tools.device import place
 
@@ -23,7 +23,7 @@ def main(folder: str, engine: str) -> None:
         dist.init_process_group("gloo")
     worker.main(folder, engine)
     if first and torch.cuda.is_available():
-        tell(Path(folder, "events.jsonl"), {"scenario": {"peak_bytes": torch.cuda.max_memory_allocated()}})
+        write_event(Path(folder, "events.jsonl"), {"scenario": {"peak_bytes": torch.cuda.max_memory_allocated()}})
 
 
 if __name__ == "__main__":

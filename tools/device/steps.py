@@ -12,7 +12,7 @@ from torch import nn
 
 import grace
 import grace.torch
-from grace.bench.ranks.scenario import told
+from grace.bench.ranks.scenario import run_scenario
 from grace.bench.step.contestants import Stepper
 from grace.bench.step.on_device import on_wire, traced
 from grace.bench.step.rows import Table
@@ -20,7 +20,7 @@ from grace.bench.step.settings import Settings
 from grace.bench.step.simulated import Lane, Simulated
 from grace.core.backend import Handle
 from grace.core.registry import make
-from grace.torch.capturing import WARM_UP, capture, check, settled_there
+from grace.torch.cuda_graphs import WARM_UP, capture, check_capturable, ending_on_device
 from tools.device import place
 from tools.device.events import Log
 
@@ -145,7 +145,7 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
 
     def eager(settled: bool = False) -> None:
         optimizer.zero_grad()
-        with settled_there(optimizer._grace, None) if settled else contextlib.nullcontext():
+        with ending_on_device(optimizer._grace, None) if settled else contextlib.nullcontext():
             backward()
             optimizer.step()
 
@@ -153,7 +153,7 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
         step = capture(optimizer, backward)  # makes so many steps
     else:
         step = functools.partial(eager, replays)  # type: ignore[assignment]
-        check(optimizer._grace)
+        check_capturable(optimizer._grace)
         for _ in range(WARM_UP):
             eager()
     for number in range(1, 1 + COMPARED):
@@ -188,9 +188,9 @@ def timed(row: dict[str, Any], model: str, ranks: int, methods: list[str]) -> No
     table = Table("torch", ranks, None)
     row |= {"model": model, "ranks": ranks}
 
-    def take(event: dict[str, Any]) -> None:
-        table.take(event)
+    def add_event(event: dict[str, Any]) -> None:
+        table.add(event)
         row["rows"] = [{k: v for k, v in one.items() if k != "times_ms"} for one in table.rows()]
 
-    row |= told("tools.device.rank", asked, ["torch"], ranks, None, take)
+    row |= run_scenario("tools.device.rank", asked, ["torch"], ranks, None, add_event)
     row["skipped"] = table.facts.get("skipped", {})

@@ -1,1 +1,1 @@
-"""What several benchmarks need."""
+"""Common parts of several benchmarks."""

@@ -1,4 +1,4 @@
-"""Clocks: the host's, and one that a GPU keeps of its own work, which leaves out what launching costs the host."""
+"""Clocks: the host's, and one that a GPU keeps of its own work, which leaves out the host's time of launching."""
 
 import gc
 import time
@@ -10,38 +10,39 @@ from typing import Any
 import torch
 
 WARM_UP = 3
-"""Calls before work is captured: they compile kernels, and allocate what is kept."""
+"""Calls before work is captured: they compile kernels, and allocate buffers that stay."""
 FLUSHED = 4
-"""How many times an L2 cache's bytes are written, so that nothing of before is left in it."""
+"""Multiple of the L2 cache's bytes that is written, so that no earlier data are left in it."""
 LEAST_FLUSH = 256 << 20
+"""Least number of bytes that are written to flush the cache."""
 DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
-"""Where Linux tells which driver it has loaded."""
+"""Files in which Linux has the version of the driver that it has loaded."""
 
 
 class HostClock:
-    """What a CPU's work takes: nothing else runs beside the host."""
+    """Clock of a CPU's work: the host runs nothing else meanwhile."""
 
     def prepared(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
-        """The work as it is timed, and whether that is a replay without the host."""
+        """Return the work in the form that is timed, and True if that is a replay without the host."""
         return work, False
 
     def flush(self) -> None:
-        """Empty the device's cache, where that is to be."""
+        """Empty the device's cache, if it has to be."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all work is done."""
 
     def now(self) -> Any:
-        """A moment, in the order of the device's work."""
+        """Return a moment, in the order of the device's work."""
         return time.perf_counter()
 
     def ms(self, began: Any, ended: Any) -> float:
-        """Milliseconds between two moments, after :meth:`settle`."""
+        """Return the milliseconds between two moments, after :meth:`synchronize`."""
         return 1e3 * (ended - began)
 
 
 class DeviceClock(HostClock):
-    """What a GPU's work takes: CUDA's events around replays of CUDA graphs.
+    """Clock of a GPU's work: CUDA's events around replays of CUDA graphs.
 
     Eager calls are bound by how fast the host launches, so work is captured into a graph and replayed, unless it reads
     something back, or waits, in between: such work is timed as it runs, the host's part included. The buffer that
@@ -53,7 +54,7 @@ class DeviceClock(HostClock):
         self._flushing = torch.empty(max(FLUSHED * cache, LEAST_FLUSH), dtype=torch.uint8, device="cuda")
         self._graphs: list[Any] = []
         self._pool = torch.cuda.graph_pool_handle()
-        """All graphs' temporary memory: none needs what another one left there."""
+        """Temporary memory of all graphs: none needs the data that another one left there."""
 
     def prepared(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
         stream = torch.cuda.Stream()
@@ -66,9 +67,9 @@ class DeviceClock(HostClock):
             return work, False
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):  # which tables were copied on
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):  # tables were copied on this stream
                 work()
-        except RuntimeError:  # it waits in a way that torch does not see
+        except RuntimeError:  # the work waits in a way that reads_back does not see
             torch.cuda.synchronize()
             return work, False
         self._graphs.append(graph)
@@ -77,7 +78,7 @@ class DeviceClock(HostClock):
     def flush(self) -> None:
         self._flushing.zero_()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def now(self) -> Any:
@@ -89,41 +90,41 @@ class DeviceClock(HostClock):
         return float(began.elapsed_time(ended))
 
     def forget(self) -> None:
-        """Free what was captured."""
+        """Free the captured graphs and their memory."""
         self._graphs.clear()
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def reads_back(work: Callable[[], Any]) -> bool:
-    """Whether work makes the host wait for the GPU, as far as torch knows."""
+    """Return True if work makes the host wait for the GPU, as far as torch knows."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             work()
     finally:
         torch.cuda.set_sync_debug_mode(before)
         torch.cuda.synchronize()
-    return any("synchronizing" in str(warning.message) for warning in said)
+    return any("synchronizing" in str(warning.message) for warning in caught)
 
 
 def device_facts() -> dict[str, str]:
-    """The GPU and its driver, as they are recorded."""
+    """Return the GPU and its driver, as they are recorded."""
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     drivers = [Path(path).read_text().splitlines()[0].strip() for path in DRIVERS if Path(path).exists()]
     return {"gpu": torch.cuda.get_device_name(), "gpu_driver": "; ".join(drivers) or "unknown", "gpu_runtime": runtime}
 
 
 def facts_line(settings: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """What was recorded of the GPU, and the versions that matter there."""
+    """Return a line with the recorded GPU, and the versions that matter there."""
     device = ", ".join(settings[key] for key in ("gpu", "gpu_driver", "gpu_runtime") if settings.get(key))
     return f"{device}; " + ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions)
 
 
 def missing() -> str:
-    """Why nothing can be measured on a GPU here; empty if it can.
+    """Return the reason why nothing can be measured on a GPU here; empty if it can.
 
     >>> missing() == "" or "torch sees no GPU here" in missing()
     True

@@ -1,4 +1,4 @@
-"""How the commands of ``grace bench`` end: with an exit code, and a line on stderr."""
+"""End of the commands of ``grace bench``, with an exit code, and a line on stderr."""
 
 import contextlib
 import sys
@@ -11,29 +11,34 @@ from grace.launch.processes import signals_raise
 
 
 class Ending:
-    """How a command ends.
+    """End of a command.
 
     Args:
-        name: the command's, for messages.
-        interrupted: what is said after Ctrl-C.
+        name: the command's name, for messages.
+        interrupted: the message after Ctrl-C.
     """
 
     def __init__(self, name: str, interrupted: str = "interrupted; the ranks are ended"):
-        self.name, self.interrupted, self.code, self.message = name, interrupted, 0, ""
+        self.name = name
+        self.interrupted = interrupted
+        self.code = 0
+        self.message = ""
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """A block whose failures are noted, whereupon the command goes on with what it has."""
+    def record_failure(self) -> Iterator[None]:
+        """Return a context that records failures, after which the command continues with the results that it has."""
         try:
             with signals_raise():
                 yield
         except (WorkerError, LinkError) as error:
-            self.code, self.message = 1, str(error)
+            self.code = 1
+            self.message = str(error)
         except KeyboardInterrupt:
-            self.code, self.message = 130, self.interrupted
+            self.code = 130  # as shells do: 128 and SIGINT's number
+            self.message = self.interrupted
 
-    def fail(self) -> None:
-        """Say how it failed, if it did.
+    def exit_if_failed(self) -> None:
+        """Print the failure and exit, if there was one.
 
         Raises:
             typer.Exit: 1 if a rank or a network failed, 130 after an interruption.

@@ -1,11 +1,11 @@
-"""What ends a benchmark, other than its user."""
+"""Errors that end a benchmark."""
 
 from grace.errors import GraceError
 
 
 class WorkerError(GraceError, RuntimeError):
-    """A rank failed; the message is what it said."""
+    """Error of a rank that failed, with the rank's own message."""
 
 
 class LinkError(GraceError, RuntimeError):
-    """A link cannot be emulated here; the message says why."""
+    """Error of a link that cannot be emulated here, with the reason."""

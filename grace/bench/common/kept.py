@@ -1,4 +1,4 @@
-"""Scenarios of a benchmark in a file that grows, from which it goes on if it was interrupted."""
+"""File of a benchmark's scenarios that grows, from which an interrupted benchmark continues."""
 
 import json
 from pathlib import Path
@@ -9,17 +9,17 @@ from grace.errors import ConfigError
 Scenario = dict[str, Any]
 
 
-def signed(one: dict[str, Any]) -> float:
-    """By how much a prediction is too long.
+def relative_error(one: dict[str, Any]) -> float:
+    """Return the relative error of a prediction; positive if it is too long.
 
-    >>> round(signed({"predicted_ms": 9.0, "measured_ms": 10.0}), 3)
+    >>> round(relative_error({"predicted_ms": 9.0, "measured_ms": 10.0}), 3)
     -0.1
     """
     return float(one["predicted_ms"] / one["measured_ms"] - 1)
 
 
 class Kept:
-    """A file of scenarios, one JSON object a line; none keeps nothing.
+    """File of scenarios, one JSON object a line; without a path nothing is stored.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plans.jsonl")
@@ -31,8 +31,8 @@ class Kept:
     def __init__(self, file: Path | None):
         self.file = file
 
-    def begin(self, resume: bool) -> list[Scenario]:
-        """Those that are there, if they are to be gone on from; else an empty file."""
+    def open(self, resume: bool) -> list[Scenario]:
+        """Return the scenarios in the file, if the benchmark continues from them; else empty the file."""
         if self.file is None:
             return []
         if resume and self.file.exists():
@@ -42,7 +42,7 @@ class Kept:
         return []
 
     def read(self) -> list[Scenario]:
-        """All of them.
+        """Return all scenarios in the file.
 
         Raises:
             ConfigError: a line is no scenario.
@@ -59,7 +59,7 @@ class Kept:
         return found
 
     def add(self, scenario: Scenario) -> None:
-        """One more."""
+        """Append a scenario."""
         if self.file is not None:
             with self.file.open("a") as lines:
                 lines.write(json.dumps(scenario) + "\n")

@@ -1,4 +1,4 @@
-"""What the commands of ``grace bench`` read from the command line alike."""
+"""Common parsing of the command lines of ``grace bench``."""
 
 import dataclasses
 import os
@@ -20,14 +20,14 @@ Resume = Annotated[bool, typer.Option("--resume", help="Leave out the scenarios 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 MOST_SEEDS = 10_000
 SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Where launchers say how many ranks they have started."""
+"""Variables with the number of ranks that a launcher has started."""
 
 
 def split(text: str) -> list[str]:
-    """Specs separated by commas; those inside parentheses belong to a spec.
+    """Split a list of specs at its commas; those inside parentheses belong to a spec.
 
-    >>> split("none, qsgd(levels=7, norm=max),topk")
-    ['none', 'qsgd(levels=7, norm=max)', 'topk']
+    >>> split("none, qsgd(levels=7, norm=l2),topk")
+    ['none', 'qsgd(levels=7, norm=l2)', 'topk']
     """
     parts, depth = [""], 0
     for character in text:
@@ -40,7 +40,8 @@ def split(text: str) -> list[str]:
 
 
 def methods(text: str) -> list[str]:
-    """Compressor specs, or ``all``, in the order given and each once; nothing says none, where that is allowed.
+    """Return compressor specs, or all for ``all``, in the order given and each once; empty text means none, where that
+    is allowed.
 
     >>> methods("topk, qsgd,topk"), len(methods("all")) > 20
     (['topk', 'qsgd'], True)
@@ -52,7 +53,7 @@ def methods(text: str) -> list[str]:
 
 
 def integers(text: str, what: str) -> list[int]:
-    """Whole numbers separated by commas.
+    """Parse whole numbers separated by commas.
 
     >>> integers("0,1,2", "seeds")
     [0, 1, 2]
@@ -67,7 +68,7 @@ def integers(text: str, what: str) -> list[int]:
 
 
 def seeds(text: str) -> list[int]:
-    """How many seeds from 0 on, or the seeds themselves.
+    """Parse a number of seeds, from 0 on, or the seeds themselves.
 
     >>> seeds("3"), seeds("0,7"), seeds("5,")
     ([0, 1, 2], [0, 7], [5])
@@ -83,7 +84,7 @@ def seeds(text: str) -> list[int]:
 
 
 def bandwidths(text: str | None) -> list[float | None]:
-    """Bits per second, separated by commas; ``none`` or ``loopback`` is a network that is left as it is.
+    """Parse bits per second, separated by commas; ``none`` or ``loopback`` is a network without an emulated link.
 
     >>> bandwidths("1gbit, loopback"), bandwidths(None)
     ([1000000000.0, None], [None])
@@ -93,7 +94,7 @@ def bandwidths(text: str | None) -> list[float | None]:
 
 
 def size(text: str) -> int:
-    """A number of elements.
+    """Parse a number of elements.
 
     Raises:
         ConfigError: it is not a whole number above 0.
@@ -112,18 +113,19 @@ def size(text: str) -> int:
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process as one rank of several."""
+    """Return True if a launcher has started this process as one rank of several."""
     return any(os.environ.get(key, "1") not in ("", "1") for key in SIZES)
 
 
-COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64, norm=max)")
+COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64)")
 
 
 def every_method() -> list[str]:
-    """All compressors that can be built without parameters, the casts by their short names, and two compositions.
+    """Return all compressors that can be built without parameters, the casts by their short names, and two
+    compositions.
 
     >>> every_method()[:4], every_method()[-1]
-    (['none', 'adaptive', 'bf16', 'block'], 'topk | qsgd(levels=7, bucket_size=64, norm=max)')
+    (['none', 'adaptive', 'bf16', 'block'], 'topk | qsgd(levels=7, bucket_size=64)')
     """
     names = [name for name, cls in known("compressor").items() if dataclasses.MISSING not in cls.parameters().values()]
     short = [name for name, spec in aliases("compressor").items() if spec["name"] == "cast"]

@@ -1,4 +1,4 @@
-"""The progress of benchmarks, as it is shown."""
+"""Progress of benchmarks, as bars or lines."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from grace.bench.common.text import show_rate
 
 
 class _Shown:
-    """Bars on a terminal, while it is entered."""
+    """Base of bars on a terminal, which are shown inside a ``with`` block."""
 
     def __init__(self, console: Console, *columns: ProgressColumn):
         self.console = console
@@ -25,21 +25,21 @@ class _Shown:
 
 
 class Display(_Shown):
-    """The progress of training: one bar per method and network on a terminal, else one line per run.
+    """Progress of training: one bar per method and network on a terminal, else one line per run.
 
     Args:
-        console: where it is shown.
-        settings: what is run.
+        console: the console that shows it.
+        settings: the settings of the benchmark.
     """
 
     def __init__(self, console: Console, settings: Any):
         quality = TextColumn("{task.fields[quality]:>7}")
         super().__init__(console, TextColumn("{task.description:<18}"), BarColumn(bar_width=28), quality)
-        self.task = settings.about()
+        self.task, self.label = settings.about(), settings.label
         self.total = self.task["epochs"] * len(settings.seeds)
 
     def show(self, rate: float | None, event: dict[str, Any]) -> None:
-        """An event of the ranks over a network."""
+        """Show an event of the ranks over a network."""
         where = "" if rate is None else f", {show_rate(rate)}"
         if "method" in event:
             self.bar = self.progress.add_task(event["method"] + where, total=self.total, quality="")
@@ -48,14 +48,14 @@ class Display(_Shown):
         elif "run" in event and not self.console.is_terminal:
             run = event["run"]
             quality = f"{self.task['metric']} {shown(run['quality'], self.task)}"
-            self.console.print(f"{run['method']}, seed {run['seed']}{where}: {quality}")
+            self.console.print(f"{self.label(run['method'], run['optimizer'])}, seed {run['seed']}{where}: {quality}")
 
 
 class Bar(_Shown):
-    """One bar for a benchmark of several scenarios on a terminal; else a line per scenario.
+    """Progress of a benchmark of several scenarios: one bar on a terminal, else a line per scenario.
 
     Args:
-        console: where it is shown.
+        console: the console that shows it.
     """
 
     def __init__(self, console: Console):
@@ -63,7 +63,7 @@ class Bar(_Shown):
         self.bars: dict[str, TaskID] = {}
 
     def show(self, scenario: str, event: dict[str, Any]) -> None:
-        """An event of a scenario's ranks."""
+        """Show an event of a scenario's ranks."""
         if "engine" in event:
             name = f"{scenario}, {event['engine']}"
             if not self.console.is_terminal:

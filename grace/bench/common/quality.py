@@ -1,4 +1,4 @@
-"""How good a model has become, as people read it."""
+"""Qualities of models, as people read them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ Settings = Mapping[str, Any]
 
 
 def shown(value: Any, settings: Settings, unit: bool = True) -> str:
-    """A quality, with its unit if it has one.
+    """Format a quality, with its unit if it has one.
 
     >>> accuracy = {"scale": 100, "unit": "%"}
     >>> shown(0.97123, accuracy), shown(0.97123, accuracy, unit=False), shown(5.1234, {})
@@ -23,24 +23,24 @@ def shown(value: Any, settings: Settings, unit: bool = True) -> str:
 
 
 def scale(settings: Settings) -> float:
-    """What qualities are multiplied with to be shown."""
+    """Return the factor that qualities are multiplied with to be shown."""
     return number(settings.get("scale")) or 1.0
 
 
 def better(settings: Settings) -> int:
-    """1 where a higher quality is better, -1 where a lower one is."""
+    """Return 1 where a higher quality is better, -1 where a lower one is."""
     return 1 if settings.get("higher_is_better", True) else -1
 
 
 def quality_axis(settings: Settings) -> str:
-    """What is on the axis of qualities."""
+    """Return the label of an axis of qualities."""
     unit = settings.get("unit")
     better_is = "higher is better" if better(settings) > 0 else "lower is better"
     return f"test {settings.get('metric', 'quality')}" + (f" ({unit})" if unit else "") + f", {better_is}"
 
 
 def difference(task: Settings, quality: float, plain: float) -> str:
-    """How a quality differs from the uncompressed one: in points where it is in percent, else relatively.
+    """Format the difference of a quality to the uncompressed one: in points where it is in percent, else relatively.
 
     >>> difference({"unit": "%"}, 0.95, 0.97), difference({"unit": ""}, 5.5, 5.0)
     ('-2.0', '+10.0 %')

@@ -1,4 +1,4 @@
-"""The file that every benchmark leaves: what was measured, where, with which versions, and by which command."""
+"""File that every benchmark writes: measured rows, machine, versions, and command."""
 
 import contextlib
 import csv
@@ -15,31 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from grace.core import documents
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 
 FORMAT = 1
-"""Of the file; a later one is refused."""
+"""Format of the file; a later one is refused."""
 KINDS = ("kernels", "step", "train")
 PACKAGES = ("torch", "triton", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
-"""Whose versions are recorded."""
+"""Packages whose versions are recorded."""
 
 
 @dataclasses.dataclass
 class Results:
-    """What a benchmark has measured so far.
+    """Results that a benchmark has measured so far.
 
     Attributes:
         kind: "kernels", "step" or "train".
-        settings: what was asked for, and facts that all rows share; plain data.
+        settings: the benchmark's settings, and facts that all rows share; plain data.
         rows: one dict of plain data per measurement.
         command: the command line.
-        complete: whether all that was asked for is there; False while it runs, and after an interruption.
-        when: ISO 8601, UTC: when it began.
-        seconds: how long it took.
+        complete: True if all rows are there; False while it runs, and after an interruption.
+        when: the time at which it began, ISO 8601, UTC.
+        seconds: the seconds that it took.
         machine: platform, processor, cores, memory, GPU.
-        versions: of Python and of the packages that matter.
+        versions: versions of Python and of the packages that matter.
 
     >>> Results("step", {"model": "resnet"}, [{"method": "none", "step_ms": 12.5}]).csv().splitlines()
     ['kind,method,step_ms', 'step,none,12.5']
@@ -56,7 +56,8 @@ class Results:
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
 
     def csv(self) -> str:
-        """The rows' plain values, one line each, under one line of names; lists and dicts stay in the JSON file."""
+        """Return the rows' plain values, one line each, under one line of names; lists and dicts are in the JSON file
+        only."""
         names = dict.fromkeys(key for row in self.rows for key, value in row.items() if _plain(value))
         text = io.StringIO()
         writer = csv.DictWriter(text, ["kind", *names], extrasaction="ignore", lineterminator="\n")
@@ -65,8 +66,8 @@ class Results:
             writer.writerow({"kind": self.kind, **{key: value for key, value in row.items() if _plain(value)}})
         return text.getvalue()
 
-    def need(self, keys: Iterable[str]) -> None:
-        """Refuse rows that lack one of the keys, or have more than a plain value there.
+    def require_keys(self, keys: Iterable[str]) -> None:
+        """Refuse rows that lack one of the keys, or have a list or dict there.
 
         Raises:
             ConfigError: the message names the first one.
@@ -77,17 +78,17 @@ class Results:
                 raise ConfigError(f"row {number} of the {self.kind} results has no {', '.join(wrong)}")
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``results.json`` and ``results.csv``, each at once, so that an interruption leaves the last whole one.
+        """Write ``results.json`` and ``results.csv``, each atomically: an interruption leaves the last complete file.
 
         Raises:
             ConfigError: the folder cannot be written.
         """
         facts = {"grace_bench": FORMAT, **dataclasses.asdict(self)}
         texts = {"results.json": json.dumps(facts, indent=1), "results.csv": self.csv()}
-        make(folder)
+        make_folder(folder)
         try:
             for name, text in texts.items():
-                with replacing(folder / name) as draft:
+                with atomic_write(folder / name) as draft:
                     draft.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write to {folder}: {error}") from error
@@ -110,29 +111,29 @@ def load(path: Path | str) -> Results:
         raise ConfigError(f"{path} was written by another version of Grace, in another format; run the benchmark again")
     known = {field.name for field in dataclasses.fields(Results)}
     plain = {"settings": dict, "machine": dict, "versions": dict, "rows": list, "command": str, "when": str}
-    whole = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
-    if not whole or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
+    complete = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
+    if not complete or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
-    for place, fault in _faults(facts):
-        raise ConfigError(f"{path} is damaged: {place} {fault}")
+    for field, fault in _faults(facts):
+        raise ConfigError(f"{path} is damaged: {field} {fault}")
     return Results(**facts)
 
 
 TEXT = {"name", "kind", "method", "engine", "tensor", "device", "model", "optimizer", "task", "about", "metric", "unit"}
 TEXT |= {"framework", "platform", "processor"}
 FLAGS = {"pays", "higher_is_better"}
-LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths"}
+LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths", "optimizers"}
 ANY = {"verdict", "ranks"}
 
 
 def _faults(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is of another type than those who read it expect: where, and what it must be."""
+    """Yield values of other types than reports expect: their place, and the right type."""
     rows = [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
-    for place, named in [("settings.", facts["settings"]), ("machine.", facts["machine"]), *rows]:
+    for field, named in [("settings.", facts["settings"]), ("machine.", facts["machine"]), *rows]:
         for key, value in named.items():
             fault = _fault(key, value)
             if fault:
-                yield f"{place}{key}", fault
+                yield f"{field}{key}", fault
     for i, row in enumerate(facts["rows"], start=1):
         if not isinstance(row.get("ranks", 1), int):
             yield f"row {i}, ranks", "must be a number"
@@ -143,7 +144,7 @@ def _faults(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             if not _is_number(value) and not (key != "bandwidths" and value is None):
                 yield f"settings.{key}", "must hold numbers"
     verdict = settings.get("verdict", {})
-    if not isinstance(verdict, dict) or not all(isinstance(said, str) for said in verdict.values()):
+    if not isinstance(verdict, dict) or not all(isinstance(text, str) for text in verdict.values()):
         yield "settings.verdict", "must be an object of sentences"
     if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
         yield "seconds, complete", "must be a number, and true or false"
@@ -171,12 +172,12 @@ NUMBERS |= {"parameters", "batch", "rounds", "repeats", "threads", "scale", "tar
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or unknown."""
+    """Return True if a value is a number, or unknown."""
     return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
 
 
-def make(folder: Path) -> None:
-    """A folder for results.
+def make_folder(folder: Path) -> None:
+    """Make a folder for results.
 
     Raises:
         ConfigError: it cannot be made.
@@ -188,7 +189,8 @@ def make(folder: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """This machine: platform, processor, cores that may be used, memory in bytes, and GPUs if torch is imported."""
+    """Return facts of this machine: platform, processor, cores that may be used, memory in bytes, and GPUs if torch is
+    imported."""
     facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": cores()}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -199,10 +201,10 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, Grace, and the packages that are installed."""
+    """Return the versions of Python, Grace, and the packages that are installed."""
     found = {"python": platform.python_version(), "grace": __version__}
     for package in PACKAGES:
-        # TensorFlow comes as tensorflow-cpu too
+        # TensorFlow may be installed as tensorflow-cpu
         for name in [package, *([f"{package}-cpu"] if package == "tensorflow" else [])]:
             with contextlib.suppress(PackageNotFoundError):
                 found[package] = version(name)
@@ -218,7 +220,7 @@ def _processor() -> str:
 
 
 def cores() -> int:
-    """How many this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

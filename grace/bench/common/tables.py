@@ -8,12 +8,12 @@ from rich.table import Table
 
 
 def figures_table(first: str, headers: Sequence[str], **looks: Any) -> Table:
-    """A table of figures, with what they are of in the first column.
+    """Return a table of numbers, with the names of their rows in the first column.
 
     Args:
-        first: its header.
-        headers: of the figures, which stand at the right.
-        looks: what else :class:`rich.table.Table` takes.
+        first: the header of the first column.
+        headers: the headers of the numbers, which are aligned at the right.
+        looks: further arguments of :class:`rich.table.Table`.
     """
     table = Table(**{"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 2, 0, 0), **looks})
     table.add_column(first, overflow="fold")
@@ -23,7 +23,7 @@ def figures_table(first: str, headers: Sequence[str], **looks: Any) -> Table:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table's head and lines.
+    """Return a table in Markdown, of a head and lines.
 
     >>> print(markdown([("plan", "ms"), ("none", "9")]))
     | plan | ms |

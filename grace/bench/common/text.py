@@ -1,4 +1,4 @@
-"""Numbers as people read them, on axes and in tables; what is unknown is a dash."""
+"""Numbers as people read them, on axes and in tables; unknown ones are a dash."""
 
 import math
 import re
@@ -11,7 +11,7 @@ POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for whatever else a file may hold.
+    """Return a finite number, or None for any other value that a file may hold.
 
     >>> number(3), number(float("nan")), number("3"), number(None), number(True)
     (3.0, None, None, None, None)
@@ -25,7 +25,7 @@ def number(value: Any) -> float | None:
 
 
 def digits(value: Any, count: int = 3) -> str:
-    """With so many significant digits, and never fewer than those before the point.
+    """Format a number with so many significant digits, and never fewer than those before the point.
 
     >>> digits(1234.5), digits(12.345), digits(0.012345), digits(4.56e-8), digits(None), digits(0)
     ('1,234', '12.3', '0.0123', '4.56e-8', '–', '0')
@@ -42,10 +42,10 @@ def digits(value: Any, count: int = 3) -> str:
     return f"{value:,.{max(0, count - 1 - exponent)}f}"
 
 
-def whole(value: Any) -> str:
-    """A count.
+def format_count(value: Any) -> str:
+    """Format a count.
 
-    >>> whole(25_557_032), whole(2.0), whole(0.5), whole(None)
+    >>> format_count(25_557_032), format_count(2.0), format_count(0.5), format_count(None)
     ('25,557,032', '2', '0.5', '\u2013')
     """
     value = number(value)
@@ -53,16 +53,16 @@ def whole(value: Any) -> str:
 
 
 def of_ranks(value: Any) -> str:
-    """A number of ranks, as it was read from a file.
+    """Format a number of ranks that was read from a file.
 
     >>> of_ranks(1), of_ranks(2), of_ranks(None)
     ('1 rank', '2 ranks', '\u2013 ranks')
     """
-    return f"{whole(value)} {'rank' if value == 1 else 'ranks'}"
+    return f"{format_count(value)} {'rank' if value == 1 else 'ranks'}"
 
 
 def of_bytes(value: Any, count: int = 3) -> str:
-    """Bytes with a decimal unit.
+    """Format bytes with a decimal unit.
 
     >>> of_bytes(1_204_264), of_bytes(25), of_bytes(1e9, 1), of_bytes(None)
     ('1.20 MB', '25 B', '1 GB', '–')
@@ -78,7 +78,7 @@ def of_bytes(value: Any, count: int = 3) -> str:
 
 
 def of_rate(value: Any) -> str:
-    """A bandwidth in bit/s, or that there was no emulated link.
+    """Format a bandwidth in bit/s; None is no emulated link.
 
     >>> of_rate(1e8), of_rate(2.5e9), of_rate(None)
     ('100 Mbit/s', '2.5 Gbit/s', 'no emulated link')
@@ -91,7 +91,7 @@ def of_rate(value: Any) -> str:
 
 
 def of_seconds(value: Any) -> str:
-    """A duration.
+    """Format a duration.
 
     >>> of_seconds(0.5), of_seconds(75), of_seconds(7300), of_seconds(None)
     ('0.500 s', '75.0 s', '2 h 2 min', '–')
@@ -106,7 +106,7 @@ def of_seconds(value: Any) -> str:
 
 
 def power(value: float) -> str:
-    """A tick of a logarithmic axis.
+    """Format a tick of a logarithmic axis.
 
     >>> power(1000), power(0.01), power(1), power(1e-5), power(1e6)
     ('1,000', '0.01', '1', '10⁻⁵', '10⁶')
@@ -122,7 +122,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second.
+    """Parse a rate in bits per second.
 
     Raises:
         ConfigError: it is not a rate.
@@ -145,7 +145,7 @@ def parse_rate(text: str) -> float:
 
 
 def show_rate(rate: float) -> str:
-    """Bits per second, as text that :func:`parse_rate` reads; four significant digits.
+    """Format bits per second as text that :func:`parse_rate` reads; four significant digits.
 
     >>> show_rate(1e9), show_rate(2.5e9), show_rate(98_765_432), show_rate(999_990)
     ('1gbit', '2.5gbit', '98.77mbit', '1mbit')
@@ -156,7 +156,7 @@ def show_rate(rate: float) -> str:
 
 
 def scenario(ranks: int, rate: float | None) -> str:
-    """What so many ranks over a network are called.
+    """Return the name of a scenario of so many ranks over a network.
 
     >>> scenario(2, 1e9), scenario(4, None)
     ('2 ranks at 1gbit', '4 ranks on loopback')
@@ -165,7 +165,7 @@ def scenario(ranks: int, rate: float | None) -> str:
 
 
 def clean(text: Any) -> str:
-    """One line without characters that HTML cannot hold.
+    """Return a text as one line without characters that HTML cannot hold.
 
     >>> clean("a\\x00b\\n c")
     'ab c'
@@ -174,7 +174,7 @@ def clean(text: Any) -> str:
 
 
 def short(text: str, length: int = 28) -> str:
-    """The text; where it is longer, a spec without the names of its parameters, and then without its middle.
+    """Return the text; if it is longer, a spec without the names of its parameters, and then without its middle.
 
     >>> short("topk(ratio=0.01) | qsgd(levels=127)"), short("an answer that is too long", 15)
     ('topk(0.01) | qsgd(127)', 'an answ…oo long')

@@ -1,4 +1,4 @@
-"""Functions of the user's, by name."""
+"""Functions of the user's, found by name."""
 
 import importlib
 import sys
@@ -10,12 +10,12 @@ from grace.errors import ConfigError
 
 
 def load_function(name: str, what: str, known: Iterable[str]) -> Callable[..., Any]:
-    """The function of ``module:function``; modules are looked for in the current folder too.
+    """Return the function of ``module:function``; modules are also looked for in the current folder.
 
     Args:
-        name: as given by the user.
-        what: it is to be, for messages.
-        known: names that would have done too.
+        name: the name that the user gave.
+        what: the role of the function, for messages.
+        known: names that would have been accepted too.
 
     Raises:
         ConfigError: there is none; the message says what is missing.
@@ -26,8 +26,9 @@ def load_function(name: str, what: str, known: Iterable[str]) -> Callable[..., A
     module_name, colon, function = name.partition(":")
     if not (module_name and colon and function):
         raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(known)}, or module:function")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
         found = getattr(importlib.import_module(module_name), function, None)
     except ImportError as error:

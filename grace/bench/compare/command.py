@@ -63,15 +63,15 @@ def compare(
         console.print(_table(found.kind, rows, first))
     for name, keys in (("a", found.only_a), ("b", found.only_b)):
         for key in keys:
-            console.print(f"only in {name}: {_said(found.kind, key)}", soft_wrap=False)
+            console.print(f"only in {name}: {_describe(found.kind, key)}", soft_wrap=False)
     console.print(f"{sentence(found)}.")
     if fail_if_slower is not None:
         complaints = [
             *(
-                f"slower by {100 * (ratio - 1):.1f} %: {_said(found.kind, key)}"
+                f"slower by {100 * (ratio - 1):.1f} %: {_describe(found.kind, key)}"
                 for key, ratio in found.slower(fail_if_slower)
             ),
-            *(f"not measured in b: {_said(found.kind, key)}" for key in found.lost()),
+            *(f"not measured in b: {_describe(found.kind, key)}" for key in found.lost()),
         ]
         for complaint in complaints:
             print(f"grace bench compare: {complaint}", file=sys.stderr)
@@ -94,7 +94,7 @@ def _differences(console: Console, found: Comparison) -> None:
 
 
 def _groups(found: Comparison) -> dict[str, list[tuple[str, tuple[Change, ...]]]]:
-    """Rows by all of their identity but the name."""
+    """Return rows by their whole identity but the name."""
     groups: dict[str, list[tuple[str, tuple[Change, ...]]]] = {}
     for key, changes in found.rows:
         groups.setdefault(_where(found.kind, key), []).append((clean(key[-1]), changes))
@@ -102,7 +102,7 @@ def _groups(found: Comparison) -> dict[str, list[tuple[str, tuple[Change, ...]]]
 
 
 def _about(kind: str, results: Results) -> str:
-    """What columns a and b are."""
+    """Return the meaning of columns a and b."""
     if kind != "train":
         return {"step": "time of a step in ms", "kernels": "encoding and decoding in ms"}[kind]
     unit = results.settings.get("unit")
@@ -146,22 +146,22 @@ def _ratio(change: Change) -> str:
     return digits(change.ratio) if change.ratio is None else f"{change.ratio:.3f}"
 
 
-def _said(kind: str, key: Key) -> str:
+def _describe(kind: str, key: Key) -> str:
     where = _where(kind, key)
     return clean(key[-1]) + (f" ({where})" if where else "")
 
 
 def _where(kind: str, key: Key) -> str:
     facts: dict[str, Any] = dict(zip(IDENTITY[kind][:-1], key[:-1], strict=True))
-    said = []
+    parts = []
     for name, value in facts.items():
         if name == "bandwidth":
-            said.append(of_rate(value))
+            parts.append(of_rate(value))
         elif name == "ranks":
-            said.append(of_ranks(value))
+            parts.append(of_ranks(value))
         else:
-            said.append(f"{clean(value)} tensor" if name == "tensor" else clean(value))
-    return ", ".join(said)
+            parts.append(f"{clean(value)} tensor" if name == "tensor" else clean(value))
+    return ", ".join(parts)
 
 
 def _plain(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Two results of the same kind, row by row: what changed, and whether by more than noise."""
+"""Comparison of two results of the same kind, row by row, with a test whether a change exceeds noise."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "same", "unknown"
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A figure that rows are compared by.
+    """Figure that rows are compared by.
 
     Attributes:
-        key: under which rows have it; several are added up.
-        title: of its column.
+        key: the keys under which rows have it; the values of several are added up.
+        title: the title of its column.
         noise: relative change up to which it counts as unchanged where rows have no spread of it.
         sign: -1 where lower is better, 1 where higher is, 0 where the settings say it (``higher_is_better``).
-        time: whether it is a time, so that worse is called slower.
+        time: True if it is a time, so that worse is called slower.
     """
 
     key: tuple[str, ...]
@@ -32,13 +32,14 @@ class Measure:
     time: bool = False
 
     def value(self, row: Row) -> float | None:
-        """Of a row; None if any part of it is unknown."""
+        """Return the figure of a row; None if any part of it is unknown."""
         parts = [number(row.get(key)) for key in self.key]
         known = [part for part in parts if part is not None]
         return sum(known) if len(known) == len(parts) else None
 
     def interval(self, row: Row) -> tuple[float, float] | None:
-        """What the row's repetitions spread over: quartiles (``step_low_ms``), or half a range over seeds."""
+        """Return the interval that the row's repetitions spread over: quartiles (``step_low_ms``), or half a range over
+        seeds."""
         if len(self.key) > 1:
             return None
         stem, _, unit = self.key[0].rpartition("_")
@@ -68,21 +69,21 @@ MEASURES = {
         Measure(("vnmse",), "vNMSE", 0.05),
     ),
 }
-"""Of each kind; what is said of a row depends on the first one."""
+"""Measures of each kind of results; a row's verdict depends on the first one."""
 IDENTITY = {
     "step": ("engine", "ranks", "bandwidth", "name"),
-    "train": ("ranks", "bandwidth", "method"),
+    "train": ("ranks", "bandwidth", "optimizer", "method"),
     "kernels": ("tensor", "method"),
 }
-"""What tells the rows of each kind apart; the last one is its name."""
+"""Keys that identify the rows of each kind; the last one is the row's name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One figure of one row in both results.
+    """Figure of one row in both results.
 
     Attributes:
-        a, b: in the first and the second results; None if unknown.
+        a, b: its value in the first and the second results; None if unknown.
         verdict: "better", "worse", "same", or "unknown" if a value or its noise is.
     """
 
@@ -92,19 +93,19 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """b / a."""
+        """Ratio b / a."""
         return None if self.a is None or self.b is None or not self.a else self.b / self.a
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two results have in common, and what not.
+    """Comparison of two results.
 
     Attributes:
-        kind: of both.
+        kind: the kind of both.
         rows: (identity, changes in the order of the kind's measures).
         only_a, only_b: identities of rows that the other one lacks.
-        differences: of machine, versions and settings: (what, name, in a, in b).
+        differences: differences of machine, versions and settings: (what, name, in a, in b).
     """
 
     kind: str
@@ -114,7 +115,7 @@ class Comparison:
     differences: list[tuple[str, str, Any, Any]]
 
     def slower(self, percent: float) -> list[tuple[Key, float]]:
-        """Rows whose time rose by more than so many percent, and by more than noise: (identity, b / a).
+        """Return rows whose time rose by more than so many percent, and by more than noise: (identity, b / a).
 
         The time is that of a step, and of kernels that of encoding and decoding together.
         """
@@ -125,7 +126,7 @@ class Comparison:
         ]
 
     def lost(self) -> list[Key]:
-        """Rows whose time b lacks, so that nobody can say that they did not become slower."""
+        """Return rows whose time b lacks, so that they might have become slower."""
         return [*self.only_a, *(key for key, change in self._times() if change.a is not None and change.b is None)]
 
     def _times(self) -> list[tuple[Key, Change]]:
@@ -134,13 +135,13 @@ class Comparison:
 
 
 def compare(a: Results, b: Results) -> Comparison:
-    """Match the rows of two results.
+    """Compare two results, whose rows are matched by their identities.
 
     A change counts where it exceeds the noise: the quartiles of the two do not overlap, or the spreads over seeds do
     not; where neither is recorded, where it exceeds a tenth (times), a twentieth (vNMSE) or a hundredth (bytes).
 
     Raises:
-        ConfigError: they are of different kinds, lack what tells rows apart, or have no row in common.
+        ConfigError: they are of different kinds, lack keys that identify rows, or have no row in common.
 
     >>> a = Results("kernels", {}, [{"tensor": "gaussian", "method": "topk", "encode_ms": 4, "decode_ms": 1}])
     >>> b = Results("kernels", {}, [{"tensor": "gaussian", "method": "topk", "encode_ms": 2, "decode_ms": 1}])
@@ -171,7 +172,7 @@ def compare(a: Results, b: Results) -> Comparison:
 
 
 def sentence(comparison: Comparison) -> str:
-    """How many rows changed, in words.
+    """Return the numbers of rows that changed, in words.
 
     >>> rows = [((i,), (Change(1, 2, verdict),)) for i, verdict in enumerate(["better", "worse", "same", "same"])]
     >>> sentence(Comparison("step", rows, [], [], []))
@@ -191,7 +192,7 @@ def sentence(comparison: Comparison) -> str:
 
 
 def _by_identity(results: Results) -> dict[Key, Row]:
-    results.need(IDENTITY[results.kind])
+    results.require_keys(IDENTITY[results.kind])
     return {tuple(row[key] for key in IDENTITY[results.kind]): row for row in results.rows}
 
 

@@ -85,7 +85,9 @@ def command(
 
     Results are saved after each method, Ctrl-C included.
     """
-    run(settings(size, methods, tensors, memory, device, threads, repeats, quick), out).finish(Console(highlight=False))
+    run(settings(size, methods, tensors, memory, device, threads, repeats, quick), out).report_and_exit(
+        Console(highlight=False)
+    )
 
 
 def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:

@@ -132,7 +132,7 @@ class Exchanged:
         """Make a step."""
         self._start()
         try:
-            self.runner.finish(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
+            self.runner.finish_step(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
             self.runner.abandon()
             raise
@@ -150,7 +150,7 @@ class Exchanged:
 def leave_unread(trips: Sequence[Any]) -> None:
     """Forget the headers that round trips have left on a device to be read."""
     for trip in trips:
-        trip.header.questions = []
+        trip.header.deferred_reads = []
 
 
 def measure(

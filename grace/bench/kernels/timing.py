@@ -33,12 +33,12 @@ def times_ms(works: dict[str, Callable[[], Any]], repeats: int, clock: HostClock
     taken: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeats + 1):
         for name, work in works.items():
-            clock.settle()
+            clock.synchronize()
             clock.flush()
             began = clock.now()
             work()
             ended = clock.now()
-            clock.settle()
+            clock.synchronize()
             if turn:
                 taken[name].append(clock.ms(began, ended))
     return {name: statistics.median(times) for name, times in taken.items()}

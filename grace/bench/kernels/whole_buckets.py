@@ -53,7 +53,7 @@ class Steps:
             mine = [self.gradients[variable.name] for variable in bucket.variables]
             self.runner.start(bucket, mine, [True] * len(mine))
         half = time.perf_counter()
-        self.runner.finish(lambda bucket: [self.gradients[variable.name] for variable in bucket.variables])
+        self.runner.finish_step(lambda bucket: [self.gradients[variable.name] for variable in bucket.variables])
         ended = time.perf_counter()
         for gradient, x in zip(self.gradients.values(), self.fresh, strict=True):
             gradient.copy_(x)

@@ -1,4 +1,4 @@
-"""Slow networks between processes of one machine."""
+"""Emulated slow networks between processes of one machine."""
 
 from grace.bench.link.emulation import Link
 

@@ -1,4 +1,4 @@
-"""``grace bench link``: whether emulated links keep to their rates on this machine."""
+"""``grace bench link``: a check of emulated links' rates on this machine."""
 
 import os
 import statistics
@@ -16,9 +16,9 @@ from grace.bench.link.emulation import Link, measure, possible
 from grace.errors import ConfigError
 
 TOLERANCE = 0.1
-"""How far the measured rate may be from the one that was asked for."""
+"""Largest relative difference of the measured rate to the wanted one."""
 REPEATS = 3
-"""Measurements; their median counts, whatever else the machine does for a moment."""
+"""Number of measurements; their median counts, so that a disturbance of one does not matter."""
 
 
 def link(
@@ -44,12 +44,14 @@ def link(
     if not 0 < seconds <= 600:
         raise ConfigError(f"--seconds is above 0 and at most 600, not {seconds:g}")
     links = [Link(ranks, parse_rate(text), latency) for text in bandwidth.split(",")]
-    console, ending = Console(highlight=False), Ending("grace bench link", "interrupted; the network is removed")
-    with ending.noted():
-        if reason := possible(latency):
+    console = Console(highlight=False)
+    ending = Ending("grace bench link", "interrupted; the network is removed")
+    with ending.record_failure():
+        reason = possible(latency)
+        if reason:
             raise LinkError(f"not possible here: {reason}")
         measured = [_median(each, seconds, console) for each in links]
-    ending.fail()
+    ending.exit_if_failed()
     ratios = [found / each.rate for each, found in zip(links, measured, strict=True)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("asked", "measured", "ratio"):
@@ -62,7 +64,7 @@ def link(
 
 
 def trusted(ratio: float) -> bool:
-    """Whether the measured rate is near enough to the one that was asked for.
+    """Return True if the measured rate is near enough to the wanted one.
 
     >>> trusted(0.99), trusted(0.8), trusted(1.2)
     (True, False, False)
@@ -71,7 +73,7 @@ def trusted(ratio: float) -> bool:
 
 
 def verdict(rates: list[str], ratios: list[float]) -> str:
-    """What the table means.
+    """Return the meaning of the table, in words.
 
     >>> print(verdict(["1gbit", "10gbit"], [0.99, 0.5]))
     The emulation can be trusted at 1gbit on this machine: what was measured is within 10 % of it.
@@ -79,20 +81,20 @@ def verdict(rates: list[str], ratios: list[float]) -> str:
     """
     good = [rate for rate, ratio in zip(rates, ratios, strict=True) if trusted(ratio)]
     bad = [rate for rate, ratio in zip(rates, ratios, strict=True) if not trusted(ratio)]
-    said = []
+    sentences = []
     within = f"within {100 * TOLERANCE:.0f} % of"
     if good:
-        said.append(
+        sentences.append(
             f"The emulation can be trusted at {', '.join(good)} on this machine: what was measured is {within} "
             f"{'it' if len(good) == 1 else 'them'}."
         )
     if bad:
-        said.append(
+        sentences.append(
             f"At {', '.join(bad)} it cannot be trusted: what was measured is not {within} "
             f"{'it' if len(bad) == 1 else 'them'}. {_load()} Try again when the machine does nothing else; "
             "a rate that is missed even then is more than its processors can move."
         )
-    return "\n".join(said)
+    return "\n".join(sentences)
 
 
 def _load() -> str:

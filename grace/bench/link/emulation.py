@@ -1,7 +1,7 @@
-"""An emulated network between the ranks of a benchmark, on one Linux machine.
+"""Emulated network between the ranks of a benchmark, on one Linux machine.
 
 Each rank gets a network namespace with one interface, which is joined to a bridge in a further namespace, as machines
-are joined by a switch. Token buckets limit what leaves a rank and what goes to it. Nothing of the machine's own network
+are joined by a switch. Token buckets limit the traffic from a rank and to it. Nothing of the machine's own network
 changes.
 """
 
@@ -25,15 +25,16 @@ from grace.launch.processes import end, signals_raise
 __all__ = ["Link", "LinkError", "measure", "parse_rate", "possible", "show_rate"]
 
 MTU = 9000
-"""Jumbo frames: headers are under 1 % of a full one, and 10 Gbit/s do not take all of the processor."""
+"""Bytes of a jumbo frame: headers are under 1 % of it, and 10 Gbit/s do not take all of the processor."""
 BURST_SECONDS = 0.002
-"""What a bucket holds: enough for a timer that is late, and little beside what is measured."""
+"""Seconds of traffic that a bucket holds: enough for a timer that is late, and little beside the measured traffic."""
 SMALLEST_BURST = 2 * (MTU + 14)
 QUEUE_SECONDS = 0.05
 SMALLEST_QUEUE = 1 << 20
-"""Bytes; a shorter queue drops packets of a stream that has just begun, and on slow links it takes long to recover."""
+"""Bytes of the shortest queue: a shorter one drops packets of a stream that has just begun, which takes long to recover
+on slow links."""
 FEWEST_PACKETS = 50
-"""What a measurement takes to tell a rate."""
+"""Number of packets that a measurement of a rate takes at least."""
 PORT = 29500
 PROGRAMS = ("ip", "tc", "unshare")
 CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
@@ -44,10 +45,10 @@ _numbers = itertools.count()
 
 
 def possible(latency_ms: float = 0) -> str:
-    """Why a link cannot be emulated here, or nothing if it can: a small one is tried.
+    """Return the reason why a link cannot be emulated here, or an empty text if it can: a small one is tried.
 
     Args:
-        latency_ms: what the link is to have; above 0 it needs more of the kernel.
+        latency_ms: the link's latency; above 0 it needs a further module of the kernel.
     """
     if sys.platform != "linux":
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
@@ -69,19 +70,19 @@ def possible(latency_ms: float = 0) -> str:
 
 
 class Link:
-    """A network of ranks; in a ``with`` block it is there.
+    """Network of ranks, which exists inside a ``with`` block.
 
-    It is removed, with everything that runs inside, when the block or the process ends; what a process that was killed
-    could not remove, the next link does. Meanwhile SIGTERM and SIGHUP raise KeyboardInterrupt.
+    It is removed, with all processes inside, when the block or the process ends; the next link removes networks of
+    processes that were killed. Meanwhile SIGTERM and SIGHUP raise KeyboardInterrupt.
 
     Args:
-        ranks: how many; each is like a machine of its own.
+        ranks: the number of ranks; each is like a machine of its own.
         rate: bits per second of each rank's connection, in both directions at once. Headers count.
         latency_ms: milliseconds that a packet takes besides, one way.
 
     Raises:
         ConfigError: these numbers make no network.
-        LinkError: it cannot be done here.
+        LinkError: a network cannot be emulated here.
 
     >>> Link(ranks=3, rate=1e9).address(2)
     '10.77.0.3'
@@ -90,7 +91,7 @@ class Link:
     """
 
     interface = "link0"
-    """What the connection is called on every rank."""
+    """Name of the connection's interface on every rank."""
 
     def __init__(self, ranks: int = 2, rate: float = 1e9, latency_ms: float = 0) -> None:
         if not 1 <= ranks <= 1000:
@@ -99,7 +100,9 @@ class Link:
             raise ConfigError(f"a link's rate is between 1 kbit/s and 1000 Gbit/s, not {rate:g} bit/s")
         if not 0 <= latency_ms <= 60_000:
             raise ConfigError(f"a link's latency is between 0 and 60000 ms, not {latency_ms:g}")
-        self.ranks, self.rate, self.latency_ms = ranks, rate, latency_ms
+        self.ranks = ranks
+        self.rate = rate
+        self.latency_ms = latency_ms
         self._prefix = ""
         self._process = 0
         self._signals = contextlib.ExitStack()
@@ -107,7 +110,8 @@ class Link:
     def __enter__(self) -> "Link":
         self._signals.enter_context(signals_raise())
         try:
-            if reason := possible(self.latency_ms):
+            reason = possible(self.latency_ms)
+            if reason:
                 raise LinkError(f"a link cannot be emulated here: {reason}")
             namespaces.remove_stale()
             self._build()
@@ -120,27 +124,28 @@ class Link:
         self.close()
 
     def close(self) -> None:
-        """Remove it; what still runs inside is killed."""
-        if self._prefix and self._process == os.getpid():  # not in a fork, whose parent uses it
+        """Remove the network; processes that still run inside are killed."""
+        if self._prefix and self._process == os.getpid():  # not in a fork, whose parent still uses the network
             namespaces.remove(namespaces.starting(self._prefix))
             self._prefix = ""
             atexit.unregister(self.close)
         self._signals.close()
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs another one as this rank, on its side of the link.
+        """Return the command line that runs another one as this rank, on its side of the link.
 
-        Its host name is its address there: what looks its own name up finds the link, and no two ranks are one host.
+        Its host name is its address there: a program that looks its own name up finds the link, and no two ranks are
+        one host.
         """
         name = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"', self.address(rank)]
         return ["ip", "netns", "exec", self._namespace(rank), *name, *argv]
 
     def address(self, rank: int) -> str:
-        """The rank's IP address."""
+        """Return the rank's IP address."""
         return "10.77.{}.{}".format(*divmod(self._checked(rank) + 1, 250))
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What torch.distributed wants to know when the rank is started without torchrun."""
+        """Return the variables that torch.distributed needs when the rank is started without torchrun."""
         return {
             "RANK": str(self._checked(rank)),
             "WORLD_SIZE": str(self.ranks),
@@ -163,7 +168,8 @@ class Link:
         return f"{self._prefix}-{rank}"
 
     def _build(self) -> None:
-        self._prefix, self._process = f"{namespaces.prefix()}-{next(_numbers)}", os.getpid()
+        self._prefix = f"{namespaces.prefix()}-{next(_numbers)}"
+        self._process = os.getpid()
         atexit.register(self.close)
         hub = self._namespace("hub")
         for name in [hub, *map(self._namespace, range(self.ranks))]:
@@ -181,12 +187,13 @@ class Link:
             address = f"address add {self.address(rank)}/16 dev {self.interface}"
             script = "\n".join(["link set lo up", f"link set {self.interface} {up}", address])
             namespaces.call("ip", "-netns", self._namespace(rank), "-batch", "-", script=script)
-            # no latency here: a sender holds back as long as its own packets wait, and delayed ones do not count
+            # No latency on the sender's interface: TCP holds back while its own packets wait in that queue. Packets
+            # that the bridge delays do not count.
             script = "\n".join(self._limits(self.interface))
             namespaces.call("tc", "-netns", self._namespace(rank), "-batch", "-", script=script)
 
     def _limits(self, interface: str, latency_ms: float = 0) -> list[str]:
-        """What ``tc`` is told about an interface."""
+        """Return the commands of ``tc`` for an interface."""
         burst = max(SMALLEST_BURST, round(self.rate / 8 * BURST_SECONDS))
         queue = max(SMALLEST_QUEUE, round(self.rate / 8 * QUEUE_SECONDS)) + burst
         bucket = f"tbf rate {self.rate:.0f}bit burst {burst} limit {queue}"
@@ -200,12 +207,12 @@ class Link:
 
 
 def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1) -> float:
-    """Bits per second that a process on one rank receives from one on another, by TCP.
+    """Return the bits per second that a process on one rank receives from one on another, by TCP.
 
     Args:
-        link: of two ranks or more.
-        seconds: how long they are counted, after the stream has reached its speed; longer on links so slow that this is
-            a matter of a few packets.
+        link: a link of two ranks or more.
+        seconds: the seconds in which they are counted, after the stream has reached its speed; longer on links so slow
+            that few packets would be counted.
         sender: the rank that sends.
         receiver: the rank whose bytes are counted.
 
@@ -214,7 +221,7 @@ def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1
     """
     if link.ranks < 2:
         raise ConfigError("throughput is measured between two ranks, and the link has one")
-    warm_up = 0.3 + 0.04 * link.latency_ms  # 20 round trips, in which TCP doubles what is on its way
+    warm_up = 0.3 + 0.04 * link.latency_ms  # 20 round trips: in each TCP at most doubles the bytes under way
     seconds = max(seconds, FEWEST_PACKETS * MTU * 8 / link.rate)
     counting = _start(link, receiver, ["receive", str(warm_up), str(seconds)])
     processes = [counting]
@@ -250,6 +257,6 @@ def _start(link: Link, rank: int, args: list[str]) -> subprocess.Popen:
 
 
 def _effective() -> int:
-    """The capabilities of this process, as bits."""
+    """Return the capabilities of this process, as bits."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1], 16)

@@ -1,4 +1,4 @@
-"""Linux network namespaces that belong to a process, and are removed with all that runs inside."""
+"""Linux network namespaces that belong to a process, and are removed with all processes inside."""
 
 import contextlib
 import os
@@ -11,29 +11,29 @@ from pathlib import Path
 from grace.bench.common.errors import LinkError
 
 FOLDER = Path("/var/run/netns")
-"""Where ``ip`` keeps their names."""
+"""Folder in which ``ip`` keeps the names of namespaces."""
 PREFIX = "grace"
 
 
 def prefix() -> str:
-    """How the names of this process's namespaces begin.
+    """Return the prefix of the names of this process's namespaces.
 
-    A number that was given to a later process again must not protect what the earlier one left, so the time at which
-    the process started is in it too.
+    It has the time at which the process started, since a later process with the same number must not protect namespaces
+    that an earlier one left.
     """
     return f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}"
 
 
 def starting(start: str) -> list[str]:
-    """The namespaces that are there and whose names begin so."""
+    """Return the existing namespaces whose names have this prefix."""
     return [name for name in _names() if name.startswith(f"{start}-")]
 
 
 def remove(names: list[str]) -> None:
-    """Kill what runs inside, and delete them.
+    """Kill all processes in namespaces, and delete the namespaces.
 
     Raises:
-        LinkError: some are still there; all have been tried.
+        LinkError: some still exist; all have been tried.
     """
     complaints = []
     for name in names:
@@ -49,22 +49,22 @@ def remove(names: list[str]) -> None:
 
 
 def remove_stale() -> None:
-    """Remove what processes have left that were killed."""
+    """Remove namespaces of processes that were killed."""
     owners = {name: re.match(rf"{PREFIX}-(\d+)-(\d+)-", name) for name in _names()}
     remove([name for name, owner in owners.items() if owner and _started(int(owner[1])) != owner[2]])
 
 
 def call(*command: str, script: str = "") -> str:
-    """Run ``ip`` or ``tc``, and return what it says.
+    """Run ``ip`` or ``tc``, and return its output.
 
     Args:
         command: the command line.
-        script: for ``-batch -``.
+        script: the input for ``-batch -``.
 
     Raises:
-        LinkError: it failed; with its complaint.
+        LinkError: the command failed; the message has its error.
     """
-    # a session of its own, so that Ctrl-C does not end what is just removing a namespace
+    # a session of its own, so that Ctrl-C does not end a command that removes a namespace
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode != 0:
         raise LinkError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
@@ -72,13 +72,15 @@ def call(*command: str, script: str = "") -> str:
 
 
 def _empty(name: str) -> None:
-    """Kill all processes in a namespace; those that are killed may have started others meanwhile."""
+    """Kill all processes in a namespace, and those that they start meanwhile."""
     deadline = time.monotonic() + 5
-    while (inside := call("ip", "netns", "pids", name).split()) and time.monotonic() < deadline:
+    inside = call("ip", "netns", "pids", name).split()
+    while inside and time.monotonic() < deadline:
         for pid in inside:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.01)
+        inside = call("ip", "netns", "pids", name).split()
 
 
 def _names() -> list[str]:
@@ -86,7 +88,7 @@ def _names() -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in ticks since the machine did; empty if it does not run."""
+    """Return the time at which a process started, in ticks since the machine did; empty if it does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except OSError:

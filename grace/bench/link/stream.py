@@ -1,7 +1,7 @@
 """One end of a TCP stream whose throughput is measured; run by its path, so that it starts without importing Grace.
 
 python stream.py receive WARM_UP SECONDS    prints a port to send to, and then bits per second
-python stream.py send ADDRESS PORT          sends until nobody receives any more
+python stream.py send ADDRESS PORT          sends until the receiver closes the stream
 """
 
 import contextlib
@@ -16,7 +16,8 @@ PATIENCE = 30
 
 
 def receive(warm_up: str, seconds: str) -> None:
-    """Count what comes after the warm-up; both times end with bytes that arrived, however slow the link is."""
+    """Print the received bits per second after the warm-up; both times end with bytes that arrived, however slow the
+    link is."""
     with socket.create_server(("", 0)) as server:
         server.settimeout(PATIENCE)
         print(server.getsockname()[1], flush=True)
@@ -37,7 +38,7 @@ def receive(warm_up: str, seconds: str) -> None:
 
 
 def send(address: str, port: str) -> None:
-    """Keep the link full."""
+    """Send until the receiver closes the stream."""
     chunk = bytes(CHUNK)
     with contextlib.suppress(ConnectionError), socket.create_connection((address, int(port)), PATIENCE) as stream:
         while True:

@@ -1,1 +1,1 @@
-"""``grace bench pipeline``: whether the planned cut is the fastest, and steps take what is predicted."""
+"""``grace bench pipeline``: a comparison of the planned cut with others, and of predicted with measured steps."""

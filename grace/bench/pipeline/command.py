@@ -1,4 +1,4 @@
-"""``grace bench pipeline``: whether the planned cut is the fastest, and steps take what is predicted."""
+"""``grace bench pipeline``: a comparison of the planned cut with others, and of predicted with measured steps."""
 
 import time
 from functools import partial
@@ -15,7 +15,7 @@ from grace.bench.common.progress import Bar
 from grace.bench.common.text import scenario as named
 from grace.bench.pipeline.settings import KNOWN, QUICK_ROUNDS, ROUNDS, Settings
 from grace.bench.pipeline.tables import cuts_table, markdown, verdict_words
-from grace.bench.ranks.scenario import told
+from grace.bench.ranks.scenario import run_scenario
 
 NAME = "grace bench pipeline"
 KEY = ("model", "bandwidth", "compressor")
@@ -72,34 +72,35 @@ def command(
 def compare(
     settings: Settings, out: Path | None = None, resume: bool = False, console: Console | None = None
 ) -> list[dict[str, Any]]:
-    """Measure, and show tables.
+    """Measure all scenarios, and show tables.
 
     Args:
-        settings: what to run.
-        out: file that each scenario is added to when it is there; None keeps nothing.
-        resume: go on from what the file has.
-        console: where all is shown; nowhere if left out.
+        settings: the settings of the benchmark.
+        out: the file that each finished scenario is added to; None for no file.
+        resume: True to continue from the scenarios in the file.
+        console: the console that shows tables; none if left out.
 
     Returns:
         All scenarios.
 
     Raises:
-        ConfigError: the file to go on from is damaged.
-        typer.Exit: a rank or a network failed (1), or Ctrl-C (130); what is finished is shown and kept.
+        ConfigError: the file to continue from is damaged.
+        typer.Exit: a rank or a network failed (1), or Ctrl-C (130); finished scenarios are shown and kept.
     """
     console = console or Console(quiet=True)
-    kept = Kept(out)
-    found = kept.begin(resume)
-    done, ending = {tuple(one[key] for key in KEY) for one in found}, Ending(NAME)
-    with ending.noted(), Bar(console) as bar:
+    store = Kept(out)
+    found = store.open(resume)
+    done = {tuple(one[key] for key in KEY) for one in found}
+    ending = Ending(NAME)
+    with ending.record_failure(), Bar(console) as bar:
         for key in settings.scenarios:
             if key not in done:
                 found.append(_measure(settings, *key, bar, console))
-                kept.add(found[-1])
+                store.add(found[-1])
     if found:
         console.print(f"\n[bold]All {len(found)} scenarios[/]\n")
         console.print(markdown(found), markup=False, soft_wrap=True)
-    ending.fail()
+    ending.exit_if_failed()
     return found
 
 
@@ -110,7 +111,7 @@ def _measure(
     bar.show(name, {"engine": "torch"})
     watch = partial(bar.show, name)
     began = time.monotonic()
-    found = told("grace.bench.pipeline.worker", settings, [model, compressor], settings.ranks, rate, watch)
+    found = run_scenario("grace.bench.pipeline.worker", settings, [model, compressor], settings.ranks, rate, watch)
     scenario = {"model": model, "bandwidth": rate, "compressor": compressor, "ranks": settings.ranks, **found}
     scenario["wall_seconds"] = time.monotonic() - began
     console.print(f"\n[bold]{name}[/] ({scenario['wall_seconds']:.0f} s)", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What ``grace bench pipeline`` is to run."""
+"""Settings of ``grace bench pipeline``."""
 
 import dataclasses
 from typing import Any
@@ -11,25 +11,26 @@ from grace.partition.plan import SCHEDULES
 KNOWN = ("vgg11", "resnet18", "gpt", "encoder_decoder", "unet", "mlp")
 ROUNDS, QUICK_ROUNDS = 3, 2
 CHOSEN = "planned"
-"""What the search finds is called so."""
+"""Name of the cut that the search finds."""
 Event = dict[str, Any]
 
 
 @dataclasses.dataclass
 class Settings:
-    """What to run.
+    """Settings of the benchmark.
 
     Args:
         models: names of :mod:`grace.bench.workloads.pipelines`, or ``module:function``.
         bandwidths: bits per second of emulated links; None for loopback.
-        compressors: of gradients between replicas; each makes a scenario.
-        ranks: processes on this machine.
-        stages: how many, every cut at a block's end is measured for 2; None compares the ways to share out the ranks.
-        microbatches: into how many a batch is cut.
+        compressors: compressors of gradients between replicas; each makes a scenario.
+        ranks: number of processes on this machine.
+        stages: number of stages; for 2 every cut at a block's end is measured; None compares the ways to share out
+            the ranks.
+        microbatches: number of microbatches of a batch.
         schedule: one of :data:`grace.partition.plan.SCHEDULES`.
-        blocks: from how many stages are made.
-        rounds: how often each cut has its turn.
-        seconds: about how long each cut's steps are measured.
+        blocks: number of blocks that stages are made of.
+        rounds: number of turns of each cut.
+        seconds: approximate seconds in which each cut's steps are measured.
 
     Raises:
         ConfigError: a value cannot work.
@@ -74,9 +75,9 @@ class Settings:
 
     @property
     def scenarios(self) -> list[tuple[str, float | None, str]]:
-        """Models, bandwidths and compressors."""
+        """Models, bandwidths and compressors of all scenarios."""
         return [(m, rate, c) for m in self.models for rate in self.bandwidths for c in self.compressors]
 
     def quick(self) -> "Settings":
-        """The same with less time for everything."""
+        """Return settings with less time for everything."""
         return dataclasses.replace(self, rounds=min(self.rounds, QUICK_ROUNDS), blocks=min(self.blocks, 4), seconds=0.3)

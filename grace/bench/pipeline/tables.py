@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from grace.bench.common.kept import Scenario, signed
+from grace.bench.common.kept import Scenario, relative_error
 from grace.bench.common.tables import figures_table
 from grace.bench.common.tables import markdown as table_of
 from grace.bench.common.text import of_rate
@@ -14,15 +14,15 @@ from grace.partition.baselines import BY_HAND
 
 
 class Verdict(NamedTuple):
-    """On a scenario.
+    """Verdict on a scenario.
 
     Attributes:
         planned: milliseconds of the planned cut's step.
-        best: the fastest of all that were measured.
+        best: the fastest of all measured cuts.
         regret: planned over best, minus 1.
         error: predicted over measured step of the planned cut, minus 1.
-        median: error of all, without signs, in the median.
-        by_hand: milliseconds by the name of a rule; None where its cut cannot be.
+        median: median over all cuts of the error without its sign.
+        by_hand: milliseconds by the name of a rule; None where its cut is not possible.
     """
 
     planned: float
@@ -33,27 +33,28 @@ class Verdict(NamedTuple):
     by_hand: dict[str, float | None]
 
 
-def judged(scenario: Scenario) -> Verdict:
-    """What a scenario tells. A cut that several names have is one: its steps are those of all of them.
+def judge(scenario: Scenario) -> Verdict:
+    """Return the verdict on a scenario. A cut that has several names counts once: its steps are those of all of them.
 
     >>> cuts = [("planned", ["b"], 9.0, 10.0), ("after a", ["a"], 9.0, 9.5), ("after b", ["b"], 9.0, 12.0)]
     >>> keys = ("name", "ends", "predicted_ms", "measured_ms")
-    >>> found = judged({"cuts": [{**dict(zip(keys, cut)), "replicas": [1, 1]} for cut in cuts]})
+    >>> found = judge({"cuts": [{**dict(zip(keys, cut)), "replicas": [1, 1]} for cut in cuts]})
     >>> found.best["name"], round(found.planned, 3), round(found.regret, 3), round(found.error, 3)
     ('after a', 10.0, 0.053, -0.1)
     """
     cuts = merged(scenario["cuts"])
     by_name = {name: cut for cut in cuts for name in cut["names"]}
-    planned, best = by_name[CHOSEN], min(cuts, key=lambda cut: cut["measured_ms"])
-    errors = sorted(abs(signed(cut)) for cut in cuts)
+    planned = by_name[CHOSEN]
+    best = min(cuts, key=lambda cut: cut["measured_ms"])
+    errors = sorted(abs(relative_error(cut)) for cut in cuts)
     by_hand = {name: by_name[name]["measured_ms"] if name in by_name else None for name in BY_HAND}
     regret = planned["measured_ms"] / best["measured_ms"] - 1
-    return Verdict(planned["measured_ms"], best, regret, signed(planned), errors[len(errors) // 2], by_hand)
+    return Verdict(planned["measured_ms"], best, regret, relative_error(planned), errors[len(errors) // 2], by_hand)
 
 
 def merged(cuts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each cut once, with all its names; of the same cut measured twice the faster counts, since what else a machine
-    does makes steps longer only."""
+    """Return each cut once, with all its names; of the same cut measured twice the faster one counts, since
+    disturbances make steps longer only."""
     found = dict[Any, dict[str, Any]]()
     for cut in cuts:
         key = tuple(cut["ends"]), tuple(cut["replicas"])
@@ -64,11 +65,11 @@ def merged(cuts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cuts_table(scenario: Scenario) -> Table:
-    """The cuts of a scenario, and what was expected of each; the planned one is bold."""
+    """Return the table of a scenario's cuts, with predicted and measured steps; the planned one is bold."""
     table = figures_table("cut", ("replicas", "predicted\nms", "measured\nms", "error", "to the\nplanned"))
-    planned = judged(scenario).planned
+    planned = judge(scenario).planned
     for cut in merged(scenario["cuts"]):
-        shape, error = "-".join(map(str, cut["replicas"])), f"{signed(cut):+.0%}"
+        shape, error = "-".join(map(str, cut["replicas"])), f"{relative_error(cut):+.0%}"
         times = [f"{cut[key]:.4g}" for key in ("predicted_ms", "measured_ms")]
         style = "bold" if CHOSEN in cut["names"] else ""
         ratio = f"{cut['measured_ms'] / planned:.2f}"
@@ -77,8 +78,8 @@ def cuts_table(scenario: Scenario) -> Table:
 
 
 def verdict_words(scenario: Scenario) -> str:
-    """On a scenario, in a sentence or two."""
-    found = judged(scenario)
+    """Return the verdict on a scenario, in a sentence or two."""
+    found = judge(scenario)
     if found.regret == 0:
         regret = "The planned cut is the fastest"
     else:
@@ -87,11 +88,11 @@ def verdict_words(scenario: Scenario) -> str:
 
 
 def markdown(scenarios: Sequence[Scenario]) -> str:
-    """All scenarios, one line each."""
+    """Return the table of all scenarios in Markdown, one line each."""
     head = ("model", "link", "ranks", "compressor", "cuts", "planned", "step ms", "predicted", "regret", *BY_HAND)
     rows = []
     for scenario in scenarios:
-        found, rate = judged(scenario), scenario["bandwidth"]
+        found, rate = judge(scenario), scenario["bandwidth"]
         cuts = merged(scenario["cuts"])
         planned = next(cut for cut in cuts if CHOSEN in cut["names"])
         named = next((name for name in planned["names"] if name.startswith("after ")), "-".join(planned["ends"]))

@@ -1,4 +1,4 @@
-"""What each rank of ``grace bench pipeline`` runs: plan a pipeline, and measure it beside other cuts of the same model.
+"""One rank of ``grace bench pipeline``: it plans a pipeline, and measures it beside other cuts of the same model.
 
 A step of a cut is predicted by the planner, from the times of the model's parts and the links, both measured here.
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from grace.bench.pipeline.settings import CHOSEN, Event, Settings
-from grace.bench.ranks.run import as_rank, joined
+from grace.bench.ranks.run import as_rank, join_run
 from grace.bench.workloads.pipelines import Cuttable, cuttable
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
@@ -26,28 +26,30 @@ from grace.partition.search import space_of
 from grace.planner.network import Links
 from grace.planner.step_timer import undisturbed
 from grace.torch import Pipeline
-from grace.torch.pipeline.dry import graph_of
+from grace.torch.pipeline.dry import build_graph
 
 LR = 1e-4
 MOST = 50
-"""Steps of a turn."""
+"""Largest number of steps of a turn."""
 SMALL, LARGE, REPEATS = 2, 2**20, 10
-"""Elements of sums whose seconds tell of the links, and how many of each."""
+"""Numbers of elements of sums whose seconds tell of the links, and the number of sums of each."""
 Given = dict[str, Any]
 
 
 @dataclasses.dataclass
 class Run:
-    """A pipeline that is ready to train, and the seconds of its steps."""
+    """Pipeline that is ready to train, with the seconds of its steps."""
 
     name: str
     engine: Pipeline
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def links(backend: Backend) -> Links:
-    """What connects the ranks, as sums over all of them tell, which are most of what travels; every rank must call
-    it."""
+def measure_links(backend: Backend) -> Links:
+    """Return the bandwidth and latency between the ranks. Every rank must call it.
+
+    They are measured by sums over all ranks, which are most of the traffic.
+    """
     times = []
     for elements in (SMALL, LARGE):
         numbers, took = torch.zeros(elements), list[float]()
@@ -62,8 +64,9 @@ def links(backend: Backend) -> Links:
     return Links(*backend.allgather_object(found)[0])
 
 
-def others(graph: Graph, settings: Settings) -> dict[str, Given]:
-    """What the plan is compared with, by name: every cut in two, cuts by hand, or other shares of the ranks."""
+def baseline_cuts(graph: Graph, settings: Settings) -> dict[str, Given]:
+    """Return the cuts that the plan is compared with, by name: every cut in two, cuts by hand, or other shares of the
+    ranks."""
     found = dict[str, Given]()
     if settings.stages is None:
         count = settings.ranks
@@ -80,14 +83,14 @@ def others(graph: Graph, settings: Settings) -> dict[str, Given]:
             cuts = how(graph, settings.stages)
             try:
                 cut_at(graph, cuts)
-            except ConfigError:  # what must be together is not
+            except ConfigError:  # the rule separates nodes that must be in one stage
                 continue
             found[name] = {**same, "cuts": cuts}
     return found
 
 
-def repeated(work: Cuttable, copies: int) -> Cuttable:
-    """The same with so many copies of each row."""
+def repeat_rows(work: Cuttable, copies: int) -> Cuttable:
+    """Return the work with so many copies of each row of its batch."""
     if copies == 1:
         return work
     inputs, target = tree_map_only(
@@ -97,22 +100,25 @@ def repeated(work: Cuttable, copies: int) -> Cuttable:
 
 
 def measure(settings: Settings, model: str, compressor: str, backend: Backend, emit: Callable[[Event], None]) -> None:
-    """Plan, and measure the plan in turns with others; rank 0 calls ``emit`` with each event.
+    """Plan, and measure the plan in turns with other cuts; rank 0 calls ``emit`` with each event.
 
     Raises:
         ConfigError: the model cannot be cut.
     """
-    began, between = time.perf_counter(), links(backend)
-    copies = settings.ranks if settings.stages is None else 1  # so that any share of them divides the rows
-    work = repeated(cuttable(model), copies)
-    graph = graph_of(work.model, work.inputs)  # by all ranks, as they compute at once
+    began = time.perf_counter()
+    between = measure_links(backend)
+    copies = settings.ranks if settings.stages is None else 1  # so that any number of replicas divides the rows
+    work = repeat_rows(cuttable(model), copies)
+    graph = build_graph(work.model, work.inputs)  # on all ranks at once, as steps compute: they share the machine
     free = {} if settings.stages is None else {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
-    wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **others(graph, settings)})[0]
+    wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **baseline_cuts(graph, settings)})[0]
     planning = time.perf_counter()
     runs, missing = list[Run](), dict[str, str]()
-    for name, given in wanted.items():
+    for name, arguments in wanted.items():
         try:
-            runs.append(Run(name, _engine(repeated(cuttable(model), copies), settings, compressor, between, given)))
+            runs.append(
+                Run(name, _engine(repeat_rows(cuttable(model), copies), settings, compressor, between, arguments))
+            )
         except GraceError as error:  # on all ranks: the plan is rank 0's
             if name == CHOSEN:
                 raise
@@ -124,7 +130,7 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
         run.engine.step(*_batch(work))
     for number in range(settings.rounds):
         for run in runs if number % 2 == 0 else runs[::-1]:
-            _turn(run, work, settings, backend)
+            _measure_turn(run, work, settings, backend)
             emit({"times_ms": [1e3 * s for s in run.seconds]})
     cuts = [_document(run) for run in runs]
     seconds = time.perf_counter() - began
@@ -132,7 +138,7 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds}})
 
 
-def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links, given: Given) -> Pipeline:
+def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links, arguments: Given) -> Pipeline:
     return Pipeline(
         work.model,
         work.inputs,
@@ -145,7 +151,7 @@ def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links,
         links=between,
         inputs="global",
         profiles=False,
-        **given,
+        **arguments,
     )
 
 
@@ -154,8 +160,8 @@ def _batch(work: Cuttable) -> list[Any]:
     return inputs if work.loss is None else [*inputs, work.target]
 
 
-def _turn(run: Run, work: Cuttable, settings: Settings, backend: Backend) -> None:
-    """Some steps, after one that does not count."""
+def _measure_turn(run: Run, work: Cuttable, settings: Settings, backend: Backend) -> None:
+    """Measure some steps, after two that do not count."""
     batch = _batch(work)
     took = []
     for _ in range(2):
@@ -184,7 +190,7 @@ def _document(run: Run) -> Event:
 
 def main(folder: str, model: str, compressor: str) -> None:
     """Join the run, and measure."""
-    with joined(folder, Settings, "torch") as (settings, backend, emit):
+    with join_run(folder, Settings, "torch") as (settings, backend, emit):
         torch.manual_seed(0)
         measure(settings, model, compressor, backend, emit)
 

@@ -76,9 +76,9 @@ def validate(
     """
     console = console or Console(quiet=True)
     kept = Kept(out)
-    found = kept.begin(resume)
+    found = kept.open(resume)
     known, ending = len(found), Ending(NAME)
-    with ending.noted(), Bar(console) as bar:
+    with ending.record_failure(), Bar(console) as bar:
 
         def watch(name: str, event: Event) -> None:
             bar.show(name, event)
@@ -90,7 +90,7 @@ def validate(
         where = f", {known} of them measured before" if known else ""
         console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
         console.print(markdown(found), markup=False, soft_wrap=True)
-    ending.fail()
+    ending.exit_if_failed()
     return totals(found)[0] if found else None
 
 

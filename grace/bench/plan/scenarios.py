@@ -7,13 +7,16 @@ from functools import partial
 from grace.bench.common.kept import Kept, Scenario
 from grace.bench.common.text import scenario as named
 from grace.bench.plan.settings import Event, Settings
-from grace.bench.ranks.scenario import told
+from grace.bench.ranks.scenario import run_scenario
 
 KEY = ("model", "ranks", "bandwidth")
 
 
 def run(
-    settings: Settings, kept: Kept, found: list[Scenario], watch: Callable[[str, Event], None] = lambda name, e: None
+    settings: Settings,
+    kept: Kept,
+    found: list[Scenario],
+    watch: Callable[[str, Event], None] = lambda name, e: None,
 ) -> None:
     """Measure every scenario that was not yet; each is kept as soon as it is there.
 
@@ -34,7 +37,7 @@ def run(
         model, ranks, rate = key
         name, began = f"{model}, {named(ranks, rate)}", time.monotonic()
         watch(name, {"engine": "torch"})
-        scenario = told("grace.bench.plan.worker", settings, [model], ranks, rate, partial(watch, name))
+        scenario = run_scenario("grace.bench.plan.worker", settings, [model], ranks, rate, partial(watch, name))
         found.append({**dict(zip(KEY, key, strict=True)), **scenario})
         found[-1]["wall_seconds"] = time.monotonic() - began
         kept.add(found[-1])

@@ -17,7 +17,7 @@ import torch
 
 import grace
 from grace.bench.plan.settings import Event, Settings
-from grace.bench.ranks.run import as_rank, joined
+from grace.bench.ranks.run import as_rank, join_run
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
@@ -153,7 +153,7 @@ class _Run:
             trainer.optimizer.use_strategy(strategy)
             self.runner, self.plan = session.runner, session.plan
         else:
-            self.runner, self.plan = session.beside(strategy)
+            self.runner, self.plan = session.build_runner(strategy)
         self.session = session
         self.take()
         self.seconds = max(trainer.backend.allgather_object([trainer.step(), trainer.step()][-1]))
@@ -162,7 +162,7 @@ class _Run:
 
     def take(self) -> None:
         """Go on by it."""
-        self.session.take(self.runner, self.plan)
+        self.session.switch_runner(self.runner, self.plan)
 
     @property
     def slowest(self) -> float:
@@ -190,7 +190,7 @@ def _turns(runs: Sequence[_Run], settings: Settings, trainer: Trainer, emit: Cal
 def main(folder: str, model: str) -> None:
     """Join the run, and measure."""
     os.environ["GRACE_CALIBRATION"] = str(Path(folder, "calibration.json"))  # which nobody has written
-    with joined(folder, Settings, "torch") as (settings, backend, emit):
+    with join_run(folder, Settings, "torch") as (settings, backend, emit):
         measure(settings, model, backend, emit)
 
 

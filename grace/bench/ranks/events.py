@@ -1,4 +1,4 @@
-"""Reading what the first rank of a benchmark tells, while it tells it."""
+"""Events that the first rank of a benchmark writes, read while it writes them."""
 
 import json
 from pathlib import Path
@@ -6,34 +6,35 @@ from typing import Any
 
 
 class Follower:
-    """A file of JSON objects, one a line, that grows.
+    """Reader of a file of JSON objects, one a line, that grows.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "events.jsonl")
     >>> follower = Follower(file)
-    >>> follower.new()
+    >>> follower.read_new()
     []
     >>> _ = file.write_text('{"a": 1}\\n{"b"')
-    >>> follower.new(), follower.new()
+    >>> follower.read_new(), follower.read_new()
     ([{'a': 1}], [])
     """
 
     def __init__(self, file: Path):
-        self.file, self.position = file, 0
+        self.file = file
+        self.position = 0
 
-    def new(self) -> list[dict[str, Any]]:
-        """What was written since the last time; a line that is not whole yet waits."""
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return the events that were written since the last call; an incomplete line is read by a later call."""
         if not self.file.exists():
             return []
         with self.file.open("rb") as file:
             file.seek(self.position)
             written = file.read()
-        whole = written[: written.rfind(b"\n") + 1]
-        self.position += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = written[: written.rfind(b"\n") + 1]
+        self.position += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
-def tell(file: Path, event: dict[str, Any]) -> None:
-    """Add a line."""
+def write_event(file: Path, event: dict[str, Any]) -> None:
+    """Append an event to the file."""
     with file.open("a") as lines:
         lines.write(json.dumps(event) + "\n")

@@ -1,4 +1,4 @@
-"""How the ranks of a benchmark are started for each engine: on this machine's loopback, or on an emulated link."""
+"""Start of a benchmark's ranks for each engine: on this machine's loopback, or on an emulated link."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ KILLED_BY_MPIRUN = r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited 
 
 @dataclasses.dataclass
 class Process:
-    """What is started: a command line, up to the arguments of Python, and what it wants in its environment."""
+    """Command line of a process, up to the arguments of Python, and the variables that it needs in its environment."""
 
     command: list[str]
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -42,15 +42,15 @@ class Process:
 
 @dataclasses.dataclass
 class Launcher:
-    """How the ranks are started.
+    """Launcher of a benchmark's ranks.
 
     Attributes:
         processes: one per rank, in order; or one that starts them all.
-        ranks: how many ranks that makes.
+        ranks: the number of ranks.
         engine: the backend that ``grace.init()`` is to join.
-        defaults: what all of them want in their environment, unless the user has set it.
-        killed: matches what a process that starts them all says of a rank that a signal ended, with its ``rank`` and
-            the ``signal``.
+        defaults: variables in the environment of all ranks, unless the user has set them.
+        killed: a pattern for the message of a process that starts them all about a rank that a signal ended, with its
+            ``rank`` and the ``signal``.
     """
 
     processes: list[Process]
@@ -61,7 +61,7 @@ class Launcher:
 
 
 def engine_of(framework: str, ranks: int) -> str:
-    """The engine that moves a framework's tensors here: torch's own; TensorFlow's by Horovod, or else MPI.
+    """Return the engine that moves a framework's tensors here: torch's own; TensorFlow's by Horovod, or else MPI.
 
     Raises:
         MissingExtraError: neither is installed.
@@ -82,10 +82,10 @@ def engine_of(framework: str, ranks: int) -> str:
 
 
 def check_engine(engine: str) -> str:
-    """The name, if there is such an engine and it is installed.
+    """Return the engine's name, if there is such an engine and it is installed.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no engine of this name.
         MissingExtraError: it is not installed.
 
     >>> check_engine("smoke")
@@ -107,14 +107,14 @@ def check_engine(engine: str) -> str:
 
 
 def has_horovod(framework: str) -> bool:
-    """Whether Horovod is installed, and was built for the framework."""
+    """Return True if Horovod is installed, and was built for the framework."""
     found = importlib.util.find_spec("horovod")
     folders = [] if found is None else list(found.submodule_search_locations or [])
     return any(list(Path(folder, framework).glob("mpi_lib*")) for folder in folders)
 
 
 def mpirun() -> str | None:
-    """The program, if mpi4py is installed too; MPIs installed by pip lie beside Python."""
+    """Return the path of mpirun, if mpi4py is installed too; MPIs installed by pip are beside Python."""
     if importlib.util.find_spec("mpi4py") is None:
         return None
     return shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
@@ -122,13 +122,13 @@ def mpirun() -> str | None:
 
 @contextlib.contextmanager
 def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Launcher]:
-    """How to start ranks that find each other by an engine; what they need meanwhile runs inside the ``with`` block.
+    """Return the launcher of ranks that find each other by an engine; servers that they need run in the ``with`` block.
 
     Args:
         engine: "torch", "horovod", "mpi", or "local" for one rank without an engine.
-        ranks: how many.
-        link: the network between them, which is up; loopback if left out. Over torch it may join fewer machines, of
-            which each then has as many ranks, that reach each other by its own loopback.
+        ranks: the number of ranks.
+        link: the network between them, which is up; loopback if left out. Over torch it may join fewer machines, each
+            of which then has equally many ranks that reach each other by its own loopback.
 
     >>> with launcher("torch", 2) as start:
     ...     [process.environment["RANK"] for process in start.processes]
@@ -178,7 +178,7 @@ def _on_node(rank: int, ranks: int, link: Link) -> Process:
 
 @contextlib.contextmanager
 def _rendezvous(ranks: int, link: Link | None) -> Iterator[str]:
-    """The port of a server by which the ranks find each other."""
+    """Start a server by which the ranks find each other, and return its port."""
     command = [*_python(0, link), "-m", "grace.bench.ranks.rendezvous", str(ranks)]
     pipe = subprocess.PIPE
     server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -230,7 +230,7 @@ def _mpi(ranks: int, link: Link | None, agent: str) -> Process:
 
 @contextlib.contextmanager
 def _agent(link: Link) -> Iterator[str]:
-    """What mpirun calls in place of ssh: a script that runs a command on a rank's side of the link."""
+    """Return a script that mpirun calls instead of ssh, and that runs a command on a rank's side of the link."""
     with tempfile.TemporaryDirectory(prefix="grace-mpi-") as folder:
         script = Path(folder, "agent")
         cases = [
@@ -243,9 +243,10 @@ def _agent(link: Link) -> Iterator[str]:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """What all ranks of a benchmark get besides their engine's: a share of the cores, and silence from TensorFlow."""
+    """Return the environment of all ranks of a benchmark besides their engine's: a share of the cores, and no logs of
+    TensorFlow's."""
     return {
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
-        "PYTHONSAFEPATH": "1",  # `python -m` would import what lies in the current folder
+        "PYTHONSAFEPATH": "1",  # else `python -m` would import modules of the current folder
     }

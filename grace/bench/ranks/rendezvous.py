@@ -1,4 +1,4 @@
-"""Where the ranks of Horovod over Gloo find each other, when no horovodrun starts them.
+"""Rendezvous server of the ranks of Horovod over Gloo, when no horovodrun starts them.
 
 python -m grace.bench.ranks.rendezvous RANKS    prints its port, and serves until its input ends
 """
@@ -10,7 +10,8 @@ from horovod.runner.http.http_server import RendezvousServer
 
 
 def main(ranks: int) -> None:
-    """Each rank is a host of its own to Horovod, which makes no difference to its collectives."""
+    """Start the server, and stop it at the end of stdin. Each rank is a host of its own to Horovod, which makes no
+    difference to its collectives."""
     hosts = parse_hosts(",".join(f"rank{rank}:1" for rank in range(ranks)))
     server = RendezvousServer(0)
     port = server.start()

@@ -1,4 +1,4 @@
-"""Run a program on all ranks of a benchmark, watch them, and end them."""
+"""Start of a program on all ranks of a benchmark, with supervision and end of the ranks."""
 
 import contextlib
 import json
@@ -14,16 +14,16 @@ from typing import Any
 
 import grace
 from grace.bench.common.errors import WorkerError
-from grace.bench.ranks.events import tell
+from grace.bench.ranks.events import write_event
 from grace.bench.ranks.launchers import Launcher
 from grace.core.backend import Backend
 from grace.errors import GraceError
 from grace.launch.processes import end, signals_raise
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
-"""Where launchers say which rank a process is."""
+"""Variables with the rank of a process, by launcher."""
 NOISE = re.compile(r"WARNING: All log messages before absl::InitializeLog|I\d{4} \d\d:")
-"""What TensorFlow writes when it starts, whatever it is told."""
+"""Lines that TensorFlow prints when it starts, whatever its log level is."""
 LAST_WORDS = 1.0
 """Seconds that the other ranks get to notice that one has failed."""
 
@@ -32,13 +32,14 @@ def run_ranks(launcher: Launcher, program: list[str], folder: Path, watch: Calla
     """Run a Python program on all ranks, and return when they have ended.
 
     Args:
-        launcher: how they are started.
-        program: what follows ``python``.
-        folder: where their complaints go: ``launcher.log``, and those that called :func:`redirect_stderr`.
+        launcher: the launcher of the ranks.
+        program: the arguments of ``python``.
+        folder: the folder of their stderr: ``launcher.log``, and a file of each rank that called
+            :func:`redirect_stderr`.
         watch: called ten times a second meanwhile.
 
     Raises:
-        WorkerError: one failed; the others are ended.
+        WorkerError: a rank failed; the others are ended.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; all are ended.
     """
     processes: list[subprocess.Popen] = []
@@ -61,10 +62,13 @@ def run_ranks(launcher: Launcher, program: list[str], folder: Path, watch: Calla
                         start_new_session=True,
                     )
                 )
-            while not (failed := _failed(processes)) and any(process.poll() is None for process in processes):
+            failed = _failed(processes)
+            while not failed and any(process.poll() is None for process in processes):
                 time.sleep(0.1)
                 watch()
-            if failed := failed or _failed(processes):
+                failed = _failed(processes)
+            failed = failed or _failed(processes)
+            if failed:
                 _wait(processes, LAST_WORDS)
         finally:
             end(*processes)
@@ -75,20 +79,24 @@ def run_ranks(launcher: Launcher, program: list[str], folder: Path, watch: Calla
 
 
 @contextlib.contextmanager
-def joined(
+def join_run(
     folder: str, settings: Callable[..., Any], engine: str
 ) -> Iterator[tuple[Any, Backend, Callable[..., None]]]:
-    """What each rank of a benchmark has in a ``with`` block: its settings, the run that it has joined, and what takes
-    events, which are rank 0's."""
+    """Return a rank's settings, the backend of the run that it has joined, and a function that writes events.
+
+    The run ends with the ``with`` block. Only rank 0 writes events.
+    """
     redirect_stderr(Path(folder))
-    given = settings(**json.loads(Path(folder, "settings.json").read_text()))
-    backend, events = grace.init(engine), Path(folder, "events.jsonl")
-    yield given, backend, lambda event: tell(events, event) if backend.rank == 0 else None
+    rank_settings = settings(**json.loads(Path(folder, "settings.json").read_text()))
+    backend = grace.init(engine)
+    events = Path(folder, "events.jsonl")
+    yield rank_settings, backend, lambda event: write_event(events, event) if backend.rank == 0 else None
     grace.shutdown()
 
 
 def as_rank(main: Callable[..., None]) -> None:
-    """Run a rank's program with the arguments of the command line; an error of Grace's is told without a traceback."""
+    """Run a rank's program with the arguments of the command line; an error of Grace's is printed without a
+    traceback."""
     try:
         main(*sys.argv[1:])
     except GraceError:
@@ -97,7 +105,7 @@ def as_rank(main: Callable[..., None]) -> None:
 
 
 def redirect_stderr(folder: Path) -> None:
-    """Write what this rank says on stderr, native libraries included, to a file of its own below the folder."""
+    """Redirect this rank's stderr, native libraries included, to a file of its own in the folder."""
     name = next((os.environ[key] for key in RANK_VARIABLES if key in os.environ), "0")
     log = os.open(folder / f"rank{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 2)
@@ -105,7 +113,7 @@ def redirect_stderr(folder: Path) -> None:
 
 
 def _failed(processes: list[subprocess.Popen]) -> dict[int, int]:
-    """The exit codes of those that have failed, by number."""
+    """Return the exit codes of the processes that have failed, by their numbers."""
     return {i: process.returncode for i, process in enumerate(processes) if process.poll()}
 
 
@@ -116,15 +124,16 @@ def _wait(processes: list[subprocess.Popen], seconds: float) -> None:
 
 
 def _complaints(launcher: Launcher, failed: dict[int, int], folder: Path) -> str:
-    """What the ranks wrote to stderr, and which rank a signal ended; or else all that was written otherwise."""
+    """Return the ranks' stderr, and the ranks that a signal ended; if there is none, the launcher's log."""
     log = (folder / "launcher.log").read_text(errors="replace").strip()
-    said = []
+    messages = []
     for path in sorted(folder.glob("rank*.log")):
         lines = [line for line in path.read_text(errors="replace").splitlines() if not NOISE.match(line)]
-        if text := "\n".join(lines).strip():
-            said.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
+        text = "\n".join(lines).strip()
+        if text:
+            messages.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
     ended = [(int(found["rank"]), int(found["signal"])) for found in re.finditer(launcher.killed, log)]
     if len(launcher.processes) == launcher.ranks:
         ended += [(rank, -code) for rank, code in failed.items() if code < 0]
-    said += [f"rank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended]
-    return "\n".join(said) or log
+    messages += [f"rank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended]
+    return "\n".join(messages) or log

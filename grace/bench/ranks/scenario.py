@@ -1,4 +1,4 @@
-"""One scenario of a benchmark: ranks that are started over a network, and what the first of them tells."""
+"""One scenario of a benchmark: ranks that are started over a network, and the result of the first of them."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from grace.bench.ranks.launchers import launcher
 from grace.bench.ranks.run import run_ranks
 
 
-def told(
+def run_scenario(
     module: str,
     settings: Any,
     given: Sequence[str],
@@ -24,17 +24,17 @@ def told(
     engine: str = "torch",
     nodes: int | None = None,
 ) -> dict[str, Any]:
-    """Start ranks, and return what rank 0 tells in the end.
+    """Start ranks, and return the result that rank 0 writes in the end.
 
     Args:
         module: their program; its first argument is a folder with settings.json, to which rank 0 writes events.jsonl.
         settings: a dataclass, or a dict.
         given: further arguments.
-        ranks: how many.
+        ranks: the number of ranks.
         rate: bits per second of emulated links; None for loopback.
         watch: called with each event.
-        engine: what joins them.
-        nodes: how many machines a link joins; one for each rank if left out.
+        engine: the engine that joins them.
+        nodes: the number of machines that a link joins; one for each rank if left out.
 
     Raises:
         LinkError: a network cannot be emulated here.
@@ -48,7 +48,7 @@ def told(
         follower = Follower(folder / "events.jsonl")
 
         def listen() -> None:
-            for event in follower.new():
+            for event in follower.read_new():
                 found.update(event.get("scenario", {}))
                 watch(event)
 

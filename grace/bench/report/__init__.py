@@ -1,1 +1,1 @@
-"""One HTML file of any results."""
+"""Reports: one HTML file of any results."""

@@ -1,4 +1,4 @@
-"""Results as one HTML file: figures, tables, and what was measured where; it opens without a network."""
+"""Results as one HTML file: figures, tables, and facts of the machine; it opens without a network."""
 
 import string
 from collections.abc import Sequence
@@ -6,13 +6,23 @@ from importlib.resources import files
 from pathlib import Path
 
 from grace.bench.common.results import Results
-from grace.bench.common.text import clean, digits, number, of_bytes, of_ranks, of_rate, of_seconds, parse_rate, whole
+from grace.bench.common.text import (
+    clean,
+    digits,
+    format_count,
+    number,
+    of_bytes,
+    of_ranks,
+    of_rate,
+    of_seconds,
+    parse_rate,
+)
 from grace.bench.report.figures import kernels, step, train
 from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
 from grace.bench.report.rows import identity
 from grace.bench.report.tables import kernels_columns, step_columns, table, train_columns
 from grace.bench.report.words import verdict
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 
@@ -31,14 +41,14 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
     Each of the results becomes a section; a method has the same colour in all of them. The file is replaced at once.
 
     Args:
-        path: of the file; its folder is made if need be.
+        path: the path of the file; its folder is made if need be.
         results: at least one, of any kinds.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: a row lacks what tells it from the others, or the file cannot be written.
+        ConfigError: a row lacks keys that identify it, or the file cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
     if not results:
@@ -54,14 +64,14 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
 
 
 def write(path: Path, text: str) -> Path:
-    """The file, at once; its folder is made if need be.
+    """Write a file atomically; its folder is made if need be.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
@@ -69,9 +79,9 @@ def write(path: Path, text: str) -> Path:
 
 
 def page(results: Sequence[Results]) -> str:
-    """The report as text."""
+    """Return the report as HTML."""
     for each in results:
-        each.need(NEEDED[each.kind])
+        each.require_keys(NEEDED[each.kind])
     colors = methods_looks(results)
     sections = [_section(each, colors, f"s{i}") for i, each in enumerate(results)]
     links = "".join(f'<a href="#s{i}">{escaped(heading(each))}</a>' for i, each in enumerate(results))
@@ -80,12 +90,12 @@ def page(results: Sequence[Results]) -> str:
 
 
 def document(title: str, sections: Sequence[str], contents: str = "") -> str:
-    """A page in the look of all reports.
+    """Return a page in the look of all reports.
 
     Args:
-        title: of the page.
+        title: the title of the page.
         sections: its ``<section>`` elements.
-        contents: what stands before them.
+        contents: the HTML in front of them.
     """
     template = string.Template(files("grace.bench.report").joinpath("report.html").read_text(encoding="utf-8"))
     text, styles = named("\n".join(sections))
@@ -99,20 +109,20 @@ def document(title: str, sections: Sequence[str], contents: str = "") -> str:
 
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
-    """The look of every method and baseline of these results."""
+    """Return the look of every method and baseline of these results."""
     rows = [row for each in results for row in each.rows]
     baselines = [identity(row) for row in rows if row.get("kind") in ("baseline", "bound")]
     return looks([identity(row) for row in rows], baselines)
 
 
 def heading(results: Results) -> str:
-    """What was measured, in a few words.
+    """Return the heading of results: the measured figure and its subject.
 
     >>> heading(Results("step", {"model": "resnet50"})), heading(Results("train", {"task": "digits"}))
     ('Step time: resnet50', 'Training: digits')
     """
-    of = results.settings.get("model") or results.settings.get("task") or results.settings.get("device")
-    return HEADINGS[results.kind] + (f": {clean(of)}" if of else "")
+    subject = results.settings.get("model") or results.settings.get("task") or results.settings.get("device")
+    return HEADINGS[results.kind] + (f": {clean(subject)}" if subject else "")
 
 
 def _section(results: Results, colors: dict[str, Look], name: str) -> str:
@@ -132,22 +142,22 @@ def _section(results: Results, colors: dict[str, Look], name: str) -> str:
 
 
 def _about(results: Results) -> str:
-    """A sentence about what was asked for."""
+    """Return a sentence about the benchmark's settings."""
     s = results.settings
-    said: list[str] = []
+    phrases: list[str] = []
     if number(s.get("parameters")):
-        said.append(f"{whole(s['parameters'])} parameters")
+        phrases.append(f"{format_count(s['parameters'])} parameters")
     if number(s.get("elements")):
-        said.append(f"tensors of {whole(s['elements'])} elements")
+        phrases.append(f"tensors of {format_count(s['elements'])} elements")
     if s.get("about"):
-        said.append(clean(s["about"]))
+        phrases.append(clean(s["about"]))
     for key, word in (("engine", "engine {}"), ("framework", "{}"), ("device", "on {}"), ("optimizer", "{}")):
         if s.get(key):
-            said.append(word.format(clean(s[key])))
+            phrases.append(word.format(clean(s[key])))
     ranks = s.get("ranks")
     if ranks:
         counts = ranks if isinstance(ranks, list) else [ranks]
-        said.append(" and ".join([*map(whole, counts[:-1]), of_ranks(counts[-1])]))
+        phrases.append(" and ".join([*map(format_count, counts[:-1]), of_ranks(counts[-1])]))
     for key, word in (
         ("batch", "{} samples per rank and step"),
         ("epochs", "{} epochs"),
@@ -156,28 +166,30 @@ def _about(results: Results) -> str:
         ("repeats", "{} repeats"),
     ):
         if number(s.get(key)):
-            said.append(word.format(whole(s[key])).removesuffix("s" if s[key] == 1 and key != "batch" else ""))
+            phrases.append(
+                word.format(format_count(s[key])).removesuffix("s" if s[key] == 1 and key != "batch" else "")
+            )
     if s.get("seeds"):
-        said.append(f"seeds {', '.join(map(str, s['seeds']))}")
+        phrases.append(f"seeds {', '.join(map(str, s['seeds']))}")
     if results.kind == "kernels" and number(s.get("copy_gbps")):
-        said.append(f"one copy at {digits(s['copy_gbps'])} GB/s")
+        phrases.append(f"one copy at {digits(s['copy_gbps'])} GB/s")
     if s.get("bandwidths"):
-        said.append(", ".join(of_rate(rate) for rate in s["bandwidths"]))
-    return escaped(", ".join(said)) + ("." if said else "")
+        phrases.append(", ".join(of_rate(rate) for rate in s["bandwidths"]))
+    return escaped(", ".join(phrases)) + ("." if phrases else "")
 
 
 def _verdict(results: Results) -> str:
-    said = verdict(results)
-    if not said:
+    verdicts = verdict(results)
+    if not verdicts:
         return ""
-    if set(said) == {""}:
-        return f'<div class="verdict">{escaped(said[""])}</div>'
-    lines = "".join(f"<dt>{escaped(_rate(key))}</dt><dd>{escaped(words)}</dd>" for key, words in said.items())
+    if set(verdicts) == {""}:
+        return f'<div class="verdict">{escaped(verdicts[""])}</div>'
+    lines = "".join(f"<dt>{escaped(_rate(key))}</dt><dd>{escaped(words)}</dd>" for key, words in verdicts.items())
     return f'<div class="verdict"><dl>{lines}</dl></div>'
 
 
 def _rate(key: str) -> str:
-    """A bandwidth as the figures show it; other words as they are."""
+    """Format a bandwidth as figures do; other texts are returned as they are."""
     try:
         return of_rate(parse_rate(key))
     except ConfigError:
@@ -202,7 +214,7 @@ def _facts(results: Results) -> str:
 
 
 def figure_html(figure: Figure, wide: bool = False) -> str:
-    """A heading, how to read it, and its panels; a wide one takes the page's whole width."""
+    """Return the HTML of a figure: heading, caption and panels; a wide one takes the page's whole width."""
     keys = "".join(f'<li><i class="{css}"></i>{escaped(name)}</li>' for name, css in figure.keys)
     panels = "".join(
         f'<div class="panel">{f"<h4>{escaped(panel.title)}</h4>" if panel.title else ""}{panel.svg}</div>'

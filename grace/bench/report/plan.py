@@ -1,10 +1,10 @@
-"""What ``grace plan`` chose as one HTML file, in the look of the benchmarks' reports."""
+"""Plan of ``grace plan`` as one HTML file, in the look of the benchmarks' reports."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grace.bench.common.text import of_bytes, whole
+from grace.bench.common.text import format_count, of_bytes
 from grace.bench.report.figures import plan as figures
 from grace.bench.report.figures.style import escaped
 from grace.bench.report.page import document, figure_html, write
@@ -21,10 +21,10 @@ def write_plan(path: Path, plan: Plan, problem: Problem, about: Mapping[str, str
     """Write one self-contained HTML file: the verdict, a step as a Gantt chart, other ranks and bandwidths, memory.
 
     Args:
-        path: of the file; its folder is made if need be.
-        plan: it.
-        problem: what was planned.
-        about: what was planned, and where figures come from.
+        path: the path of the file; its folder is made if need be.
+        plan: the plan.
+        problem: the problem that was planned.
+        about: facts about the problem, and the sources of figures.
 
     Returns:
         The path.
@@ -53,7 +53,7 @@ def page(plan: Plan, problem: Problem, about: Mapping[str, str]) -> str:
         figures.over_rates(rates, now, "rates"),
         figures.memory({**steps, **{name: line[0][1] for name, line in here.items()}}, "memory"),
     ]
-    facts = "".join(f"<div><dt>{escaped(what)}</dt><dd>{escaped(said)}</dd></div>" for what, said in about.items())
+    facts = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(text)}</dd></div>" for name, text in about.items())
     parts = [
         f'<section id="plan"><h2>{escaped("A plan" if plan.compresses else "No compression")} for {ranks} ranks</h2>',
         f'<div class="verdict">{escaped(plan.why)}</div><dl class="facts">{facts}</dl>',
@@ -97,8 +97,8 @@ CANDIDATES = [
 ]
 VARIABLES = [
     words_of("variables", "variables"),
-    figure_of("count", "count", "", whole),
-    figure_of("elements", "elements", "", whole),
+    figure_of("count", "count", "", format_count),
+    figure_of("elements", "elements", "", format_count),
     words_of("method", "method"),
     words_of("sync", "sync"),
     figure_of("share", "error", "of the bound"),

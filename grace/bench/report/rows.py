@@ -9,7 +9,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def one_bound(rows: Rows) -> Rows:
-    """Without the bounds of engines that only baselines were measured on: the first engine is that of the methods.
+    """Return the rows without bounds of engines that only baselines were measured on: the first engine is that of the
+    methods.
 
     >>> bounds = [{"engine": "torch", "kind": "bound"}, {"engine": "horovod", "kind": "bound"}]
     >>> one_bound([*bounds, {"engine": "horovod", "kind": "baseline"}])
@@ -19,14 +20,14 @@ def one_bound(rows: Rows) -> Rows:
 
 
 def plain(rows: Rows) -> Mapping[str, Any] | None:
-    """The row that speedups are relative to: the baseline whose own is 1; else the first baseline, or "none"."""
+    """Return the row that speedups are relative to: the baseline whose own is 1; else the first baseline, or "none"."""
     baselines = [row for row in rows if row["kind"] == "baseline"]
     ones = [row for row in baselines if abs((number(row.get("speedup")) or 0) - 1) < 1e-9]
     return next(iter(ones + baselines + [row for row in rows if row["name"] == "none"]), None)
 
 
 def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
-    """Rows by the values of some keys; numbers ascend, None comes last, words keep their order.
+    """Return rows by the values of some keys; numbers ascend, None comes last, texts keep their order.
 
     >>> list(cases([{"ranks": 4, "bandwidth": None}, {"ranks": 2, "bandwidth": 1e9}], "bandwidth", "ranks"))
     [(1000000000.0, 2), (None, 4)]
@@ -40,7 +41,7 @@ def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
 
 
 def titles(found: Mapping[tuple, Any]) -> list[str]:
-    """What tells cases of (ranks, bandwidth) apart.
+    """Return titles that distinguish cases of (ranks, bandwidth).
 
     >>> titles({(2, 1e9): 0, (4, 1e9): 0}), titles({(2, None): 0})
     (['2 ranks, 1 Gbit/s', '4 ranks, 1 Gbit/s'], ['2 ranks, no emulated link'])
@@ -49,5 +50,5 @@ def titles(found: Mapping[tuple, Any]) -> list[str]:
 
 
 def identity(row: Mapping[str, Any]) -> str:
-    """Whose look a row has: its method's, or that of what it is called."""
+    """Return the name that a row's look belongs to: its method, or else its own name."""
     return str(row.get("method") or row.get("name"))

@@ -1,11 +1,11 @@
-"""The tables of a report, as HTML."""
+"""Tables of a report, as HTML."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grace.bench.common.quality import shown
-from grace.bench.common.text import UNKNOWN, clean, digits, number, of_bytes, of_rate, of_seconds, whole
+from grace.bench.common.text import UNKNOWN, clean, digits, format_count, number, of_bytes, of_rate, of_seconds
 from grace.bench.report.figures.style import Look, escaped, themed
 from grace.bench.report.rows import identity
 
@@ -14,15 +14,15 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column.
+    """Column of a table.
 
     Attributes:
-        title: what it holds, plain text.
-        unit: below the title; may be empty.
-        value: what it is sorted by, of a row: a number, a text, or None.
-        text: how it is shown, of a row.
-        css: the class of a cell, of a row.
-        words: whether it holds words, which stand at the left.
+        title: the header, plain text.
+        unit: the text below the title; may be empty.
+        value: returns a row's sort key: a number, a text, or None.
+        text: returns the text of a row's cell.
+        css: returns the class of a row's cell.
+        words: True if the column holds text, which is aligned at the left.
     """
 
     title: str
@@ -34,34 +34,34 @@ class Column:
 
 
 def figure_of(key: str, title: str, unit: str = "", show: Callable[[Any], str] = digits) -> Column:
-    """A column of numbers that rows have under a key."""
+    """Return a column of numbers that rows have under a key."""
     return Column(title, unit, lambda row: number(row.get(key)), lambda row: show(row.get(key)))
 
 
 def words_of(key: str, title: str) -> Column:
-    """A column of words that rows have under a key."""
+    """Return a column of texts that rows have under a key."""
 
-    def words(row: Row) -> str:
+    def text(row: Row) -> str:
         return clean(row[key]) if isinstance(row.get(key), str) else ""
 
-    return Column(title, "", words, words, words=True)
+    return Column(title, "", text, text, words=True)
 
 
 def bandwidth_column() -> Column:
-    """The rate of the emulated link; none is faster than any."""
+    """Return the column of the emulated link's rate; no link sorts as the fastest."""
     return Column(
         "bandwidth", "", lambda row: number(row.get("bandwidth")) or 1e30, lambda row: of_rate(row.get("bandwidth"))
     )
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Look], name: str) -> str:
-    """A table whose columns can be sorted; a column that no row has a value for is left out.
+    """Return a table whose columns can be sorted; a column that no row has a value for is left out.
 
     Args:
-        rows: in the order in which they are shown first.
-        columns: the first one says whose row it is, and has a dot of the method's colour.
-        looks: of the methods.
-        name: what the table holds, for those who cannot see it.
+        rows: the rows in their first order.
+        columns: the first one names the row, and has a dot of the method's colour.
+        looks: the looks of methods.
+        name: the name of the table for screen readers.
     """
     columns = [column for column in columns if any(column.value(row) not in (None, "") for row in rows)]
     heads = "".join(
@@ -97,7 +97,7 @@ def _class(css: str) -> str:
 
 
 def step_columns(rows: Sequence[Row]) -> list[Column]:
-    """Of results of kind "step"."""
+    """Return the columns of results of kind "step"."""
 
     def quartiles(row: Row) -> str:
         low, high = number(row.get("step_low_ms")), number(row.get("step_high_ms"))
@@ -109,7 +109,7 @@ def step_columns(rows: Sequence[Row]) -> list[Column]:
     return [
         words_of("name", "method"),
         *([words_of("engine", "engine")] if len({row.get("engine") for row in rows}) > 1 else []),
-        figure_of("ranks", "ranks", "", whole),
+        figure_of("ranks", "ranks", "", format_count),
         bandwidth_column(),
         figure_of("step_ms", "step", "ms, median"),
         Column("quartiles", "ms", lambda row: number(row.get("step_low_ms")), quartiles),
@@ -134,12 +134,12 @@ def step_columns(rows: Sequence[Row]) -> list[Column]:
         figure_of("sent_bytes", "sent", "per rank, step", of_bytes),
         figure_of("received_bytes", "received", "per rank, step", of_bytes),
         figure_of("samples_per_s", "throughput", "samples/s"),
-        figure_of("steps", "steps", "measured", whole),
+        figure_of("steps", "steps", "measured", format_count),
     ]
 
 
 def train_columns(settings: Mapping[str, Any]) -> list[Column]:
-    """Of results of kind "train"."""
+    """Return the columns of results of kind "train"."""
     seeds = len(settings.get("seeds") or []) or 1
 
     def quality(row: Row) -> str:
@@ -149,6 +149,7 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
 
     return [
         words_of("method", "method"),
+        *([words_of("optimizer", "optimizer")] if len(settings.get("optimizers") or []) > 1 else []),
         bandwidth_column(),
         Column(str(settings.get("metric", "quality")), "test, final", lambda row: number(row.get("quality")), quality),
         figure_of("bits_per_element", "bits", "per element"),
@@ -173,7 +174,7 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
 
 
 def kernels_columns() -> list[Column]:
-    """Of results of kind "kernels"."""
+    """Return the columns of results of kind "kernels"."""
     return [
         words_of("method", "method"),
         words_of("tensor", "tensor"),
@@ -187,6 +188,6 @@ def kernels_columns() -> list[Column]:
         figure_of("encode_gbps", "encode", "GB/s"),
         figure_of("decode_gbps", "decode", "GB/s"),
         figure_of("peak_extra_bytes", "extra memory", "peak", of_bytes),
-        figure_of("elements", "elements", "", whole),
+        figure_of("elements", "elements", "", format_count),
         words_of("device", "device"),
     ]

@@ -1,4 +1,4 @@
-"""What results mean, in words: the benchmark's own verdict, or a sentence made from its rows."""
+"""Meaning of results, in words: the benchmark's own verdict, or a sentence made from its rows."""
 
 from typing import Any
 
@@ -9,26 +9,29 @@ from grace.bench.report.rows import cases
 
 
 def verdict(results: Results) -> dict[str, str]:
-    """Words by what they are about, such as a bandwidth; "" for all of it. Empty if there is nothing to say.
+    """Return verdicts by their subject, such as a bandwidth; "" for all results. Empty if there is none.
 
     >>> verdict(Results("step", {"verdict": {"1gbit": "topk pays."}}))
     {'1gbit': 'topk pays.'}
     >>> verdict(Results("step", {"verdict": "nothing pays."})), verdict(Results("step", {}))
     ({'': 'nothing pays.'}, {})
     """
-    said: Any = results.settings.get("verdict")
-    if isinstance(said, dict):
-        return {str(key): str(words) for key, words in said.items() if words}
-    if said:
-        return {"": str(said)}
+    recorded: Any = results.settings.get("verdict")
+    if isinstance(recorded, dict):
+        return {str(key): str(words) for key, words in recorded.items() if words}
+    if recorded:
+        return {"": str(recorded)}
     if results.kind == "train":
         return _train(results)
     return _kernels(results) if results.kind == "kernels" else {}
 
 
 def _train(results: Results) -> dict[str, str]:
-    """Which method sends least and which is fastest, of those that are no worse than none beyond the seeds' spread."""
-    settings, sign, said = results.settings, better(results.settings), {}
+    """Name the methods that send least and train fastest, among those that are no worse than none beyond the seeds'
+    spread."""
+    settings = results.settings
+    sign = better(settings)
+    verdicts = {}
     found = cases([row for row in results.rows if number(row.get("quality")) is not None], "bandwidth")
     for (rate,), rows in found.items():
         none = next((row for row in rows if row["method"] == "none"), None)
@@ -45,8 +48,8 @@ def _train(results: Results) -> dict[str, str]:
         metric = settings.get("metric", "quality")
         level = f"the {metric} of none ({shown(none['quality'], settings)})"
         text = f"{len(good)} of {len(others)} methods reach {level} {within}"
-        small = min(_with(good, "relative_volume"), key=lambda row: row["relative_volume"], default=None)
-        fast = max(_with(good, "relative_throughput"), key=lambda row: row["relative_throughput"], default=None)
+        small = min(_rows_with(good, "relative_volume"), key=lambda row: row["relative_volume"], default=None)
+        fast = max(_rows_with(good, "relative_throughput"), key=lambda row: row["relative_throughput"], default=None)
         if small is not None:
             percent = digits(100 * small["relative_volume"], 2)
             text += f"; of them {small['method']} sends least ({percent} % of none's bytes)"
@@ -54,12 +57,12 @@ def _train(results: Results) -> dict[str, str]:
             text += f"; {fast['method']} is the fastest ({fast['relative_throughput']:.2f}\u00d7 none's throughput)"
         elif fast is not None:
             text += "; no one of them trains faster than none"
-        said[of_rate(rate) if len(found) > 1 else ""] = text + "."
-    return said
+        verdicts[of_rate(rate) if len(found) > 1 else ""] = text + "."
+    return verdicts
 
 
 def _kernels(results: Results) -> dict[str, str]:
-    """Which of the methods that shrink a tensor takes the least time."""
+    """Name the fastest of the methods that shrink a tensor, and the one that sends least."""
     key = "encode_copies"
     rows = [row for row in results.rows if number(row.get(key)) and (number(row.get("bits_per_element")) or 32) < 32]
     if not rows:
@@ -73,6 +76,6 @@ def _kernels(results: Results) -> dict[str, str]:
     }
 
 
-def _with(rows: list, key: str) -> list:
-    """Those that have a number under a key."""
+def _rows_with(rows: list, key: str) -> list:
+    """Return the rows that have a number under a key."""
     return [row for row in rows if number(row.get(key))]

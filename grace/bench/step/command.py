@@ -1,4 +1,4 @@
-"""``grace bench step``: what a training step costs with each method, and whether compression pays."""
+"""``grace bench step``: the costs of a training step with each method, and the gain of compression."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ from grace.errors import ConfigError
 
 NAME = "grace bench step"
 ROOMY = 100
-"""Characters in a line from which on all columns are shown."""
+"""Width of the terminal, in characters, from which on all columns are shown."""
 HOW_TO_READ = (
     "step: the median; ±: half of the quartiles' distance; codec: Grace's encoding and decoding; exposed: the "
     "communication that the step waits for, of baselines with their codec; sent, received: in a step, of the rank that "
@@ -129,7 +129,8 @@ def command(
     what the wire adds to that, and waits of the host for the GPU are counted.
     """
     defaults: tuple[str, ...] = QUICK_METHODS if quick or sharded else METHODS
-    here, on_device = options.launched(), device == "cuda"
+    here = options.launched()
+    on_device = device == "cuda"
     if device != "cpu":
         check_device(device, here, ddp_hook, sharded, reduce_scatter, strategy, engine)
         defaults = QUICK_METHODS if quick else DEVICE_METHODS
@@ -153,16 +154,16 @@ def command(
     )
     if here and bandwidth is not None:
         raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
-    (run_on_device if on_device else run)(settings, out, here).finish(Console(highlight=False))
+    (run_on_device if on_device else run)(settings, out, here).report_and_exit(Console(highlight=False))
 
 
 def check_device(
     device: str, here: bool, ddp_hook: bool, sharded: int, reduce_scatter: Any, strategy: Any, engine: str
 ):
-    """Refuse what cannot be measured on one GPU, before anything starts.
+    """Refuse options that cannot be measured on one GPU, before anything starts.
 
     Raises:
-        ConfigError: there is no GPU, or an option that needs ranks.
+        ConfigError: there is no GPU, or an option needs ranks.
     """
     from grace.bench.common.clocks import missing
 
@@ -170,9 +171,11 @@ def check_device(
         raise ConfigError(f"--device is cpu or cuda, not {device!r}")
     given = {"--ddp-hook": ddp_hook, "--sharded": sharded, "--reduce-scatter": reduce_scatter, "--strategy": strategy}
     given |= {f"--engine {engine}": engine != "torch", "a launcher": here}
-    if named := [name for name, value in given.items() if value]:
+    named = [name for name, value in given.items() if value]
+    if named:
         raise ConfigError(f"--device cuda pretends all ranks but one, over a simulated wire: leave out {named[0]}")
-    if why := missing():
+    why = missing()
+    if why:
         raise ConfigError(f"--device cuda: {why}; use --device cpu")
 
 
@@ -187,21 +190,21 @@ def run_on_device(settings: Settings, out: Path, here: bool = False) -> Benchmar
     with console.status("") as status:
         running.measure(lambda: on_device.run(running, settings, lambda what: status.update(escape(what))))
     show(console, running.results)
-    for line in on_device.said(running.results):
+    for line in on_device.notes(running.results):
         console.print(line, markup=False)
     return running
 
 
 def run(settings: Settings, out: Path, here: bool = False) -> BenchmarkRun:
-    """Measure, show and save; what is finished is kept, whatever happens.
+    """Measure, show and save; finished rows are saved, whatever happens.
 
     Args:
-        settings: what to run.
+        settings: the settings of the benchmark.
         out: the folder to write to.
-        here: this process is one of several ranks; only the first writes and shows.
+        here: True if this process is one of several ranks; only the first writes and shows.
 
     Returns:
-        How it ended, and the results.
+        The benchmark with its results and its exit code.
     """
     console = Console(highlight=False, quiet=here and grace.init().rank != 0)
     running = BenchmarkRun(NAME, "step", about(settings), None if console.quiet else out)
@@ -223,7 +226,7 @@ def run(settings: Settings, out: Path, here: bool = False) -> BenchmarkRun:
 
 
 def show(console: Console, results: Results) -> None:
-    """A table and a verdict per scenario."""
+    """Show a table and a verdict per scenario."""
     measured = dict.fromkeys((row["ranks"], row["bandwidth"]) for row in results.rows)
     sharded = results.settings.get("sharded", 0)
     for ranks, rate in measured:
@@ -242,7 +245,8 @@ def show(console: Console, results: Results) -> None:
 
 
 def table(rows: list[dict[str, Any]], width: int = 80, whose: str = "rank") -> Table:
-    """Rows of one scenario; times in milliseconds. Where there is room, bytes received and samples per second too."""
+    """Return the table of one scenario's rows; times in milliseconds. Where there is room, it has bytes received and
+    samples per second too."""
     plain = next((row["name"] for row in rows if row["speedup"] == 1.0), None)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "step\nms": lambda row: number(row["step_ms"]),
@@ -268,12 +272,12 @@ def table(rows: list[dict[str, Any]], width: int = 80, whose: str = "rank") -> T
 
 
 def amount(count: float | None) -> str:
-    """Bytes, if they are known."""
+    """Format bytes, if they are known."""
     return "" if count is None else of_bytes(count)
 
 
 def number(value: float | None) -> str:
-    """Three digits, and no more than needed.
+    """Format a number with three digits, and no more than needed.
 
     >>> [number(x) for x in (None, 0.1234, 5.678, 56.78, 5678.9)]
     ['', '0.12', '5.68', '56.8', '5679']

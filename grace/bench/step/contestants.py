@@ -1,4 +1,4 @@
-"""What ``grace bench step`` compares: Grace's methods, and what people use without Grace."""
+"""Contestants of ``grace bench step``: Grace's methods, and exchanges that people use without Grace."""
 
 import copy
 import dataclasses
@@ -14,24 +14,25 @@ from grace.bench.step.settings import BOUND
 from grace.exchange.bucket import Traffic
 
 LR = 1e-4
-"""Small, so that no method diverges in the steps that are timed."""
+"""Learning rate: so small that no method diverges in the steps that are timed."""
 ONE_BUCKET = 100_000
-"""MB. torch's PowerSGD hook may pair the collectives of several buckets wrongly over gloo, and abort."""
+"""MB of a bucket that holds any model: torch's PowerSGD hook may pair the collectives of several buckets wrongly over
+gloo, and abort."""
 POWERSGD_RANK = 4
 
 Trained = tuple[nn.Module, torch.optim.Optimizer, Any]
-"""What trains over ranks, and whose ``traffic`` is to be read."""
+"""Model and optimizer that train over ranks, and the object with ``traffic``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """A row of the benchmark, before it is measured.
+    """Row of the benchmark, before it is measured.
 
     Attributes:
-        name: as it is shown.
+        name: its name in tables.
         kind: "bound", "baseline" or "grace".
         build: takes a model and its optimizer, and returns those that train over ranks.
-        method: the compressor, if Grace's.
+        method: the compressor, if it is Grace's.
     """
 
     name: str
@@ -41,12 +42,13 @@ class Contestant:
 
 
 class Stepper:
-    """A contestant with a model of its own: call it for one training step, with plain SGD."""
+    """Contestant with a model of its own: a call makes one training step, with plain SGD."""
 
     def __init__(self, contestant: Contestant, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]):
         model = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        self.contestant, self.loss = contestant, loss
+        self.contestant = contestant
+        self.loss = loss
         self.model, self.optimizer, self.exchange = contestant.build(model, optimizer)
 
     def __call__(self) -> None:
@@ -56,23 +58,24 @@ class Stepper:
 
     @property
     def planning(self) -> bool:
-        """Whether ``strategy="auto"`` has not chosen yet, or not checked its choice."""
+        """True if ``strategy="auto"`` has not chosen yet, or not checked its choice."""
         auto = getattr(getattr(self.exchange, "_grace", None), "auto", None)
         return auto is not None and not auto.settled
 
     @property
     def traffic(self) -> Traffic | None:
-        """What Grace's exchange has counted."""
+        """Counts of Grace's exchange; None for other contestants."""
         return getattr(self.exchange, "traffic", None)
 
 
 def bound() -> Contestant:
-    """Every rank trains alone: what no exchange can be faster than."""
+    """Return the contestant whose ranks train alone: no exchange can be faster."""
     return Contestant(BOUND, "bound", lambda model, optimizer: (model, optimizer, None))
 
 
 def torch_baselines() -> list[Contestant]:
-    """DistributedDataParallel: plain, and with torch's own hooks for 16 bits and PowerSGD."""
+    """Return the contestants with DistributedDataParallel: plain, and with torch's own hooks for 16 bits and
+    PowerSGD."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     def hooked(hook: Any, state: Callable[[], Any] = lambda: None, **options: Any) -> Callable[..., Trained]:
@@ -99,7 +102,7 @@ def torch_baselines() -> list[Contestant]:
 
 
 def horovod_baselines() -> list[Contestant]:
-    """Horovod's optimizer: plain, and with its 16-bit compression."""
+    """Return the contestants with Horovod's optimizer: plain, and with its 16-bit compression."""
     import horovod.torch as hvd
 
     def build(compression: Any) -> Callable[..., Trained]:
@@ -117,7 +120,7 @@ def horovod_baselines() -> list[Contestant]:
 
 
 def method(spec: str, bucket_bytes: int | None = None) -> Contestant:
-    """A compressor with its default memory and communicator, in Grace's optimizer."""
+    """Return the contestant of a compressor with its default memory and communicator, in Grace's optimizer."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
         names = model.named_parameters()
@@ -128,7 +131,7 @@ def method(spec: str, bucket_bytes: int | None = None) -> Contestant:
 
 
 def in_hook(spec: str, bucket_bytes: int | None = None) -> Contestant:
-    """The same as a communication hook of DistributedDataParallel."""
+    """Return the contestant of a compressor in a communication hook of DistributedDataParallel."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
         wrapped = _ddp(model)
@@ -139,7 +142,7 @@ def in_hook(spec: str, bucket_bytes: int | None = None) -> Contestant:
 
 
 def strategy(spec: str) -> Contestant:
-    """A strategy, of a file or a builder, in Grace's optimizer."""
+    """Return the contestant of a strategy, of a file or a builder, in Grace's optimizer."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
         optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), strategy=spec)

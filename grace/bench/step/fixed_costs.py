@@ -1,15 +1,15 @@
-"""What a step costs however few bytes it moves: Grace's optimizer on a small network, and on many small variables:
+"""Costs of a step that do not depend on bytes: Grace's optimizer on a small network, and on many small variables:
 ``python -m grace.bench.step.fixed_costs``.
 
 Ranks over gloo on loopback, one thread each. The contestants take turns in blocks of steps, all in one run. Two
 tables of rank 0's medians:
 
-small network: a step of an MLP of 19,450 parameters. "CPU" is what the main thread computes in a step, without the
-time that it waits for the other ranks, and "beside the step" is that less torch's own step without communication:
-what the Python of the exchange costs. "step" is by the clock, waiting and all.
+small network: a step of an MLP of 19,450 parameters. "CPU" is the time of the main thread in a step, without its waits
+for the other ranks, and "beside the step" is that less torch's own step without communication: the cost of the
+exchange's Python. "step" is wall time, waits included.
 
-many variables: a step of 1,000 variables beside one of a single variable of as many elements, and their ratio, by the
-clock; likewise the CPU time beside torch's own step, and codec and memory alone, with a copy_ of all elements.
+many variables: a step of 1,000 variables beside one of a single variable of as many elements, and their ratio, in wall
+time; also the CPU time beside torch's own step, and codec and memory alone, with a copy_ of all elements.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from torch import nn
 from grace.bench.common.options import methods as listed
 from grace.bench.common.results import machine, versions
 from grace.bench.common.text import UNKNOWN
-from grace.bench.ranks.run import joined
-from grace.bench.ranks.scenario import told
+from grace.bench.ranks.run import join_run
+from grace.bench.ranks.scenario import run_scenario
 from grace.bench.step.contestants import Contestant, Stepper, bound, method, torch_baselines
 from grace.bench.step.settings import Settings
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.errors import GraceError
 
@@ -41,18 +41,18 @@ METHODS = "none,topk(ratio=0.01),qsgd,powersgd(rank=4)"
 WIDTHS = (64, 128, 80, 10)
 BATCH = 16
 WARMING = 5
-"""Steps before anything is timed: DDP cuts its buckets anew after the first, Grace finds its codecs in it."""
+"""Steps before anything is timed: DDP rebuilds its buckets after the first, Grace chooses its codecs in it."""
 SMALL, MANY, ONE, COPY = "small network", "many variables", "one variable", "copy_"
 
 Row = dict[str, Any]
 
 
 class Variables(nn.Module):
-    """Variables of equal sizes, whose gradients cost next to nothing to compute.
+    """Model of variables of equal sizes, whose gradients cost next to nothing to compute.
 
     Args:
-        count: of variables.
-        elements: of each.
+        count: the number of variables.
+        elements: the number of elements of each.
     """
 
     def __init__(self, count: int, elements: int):
@@ -64,7 +64,7 @@ class Variables(nn.Module):
 
 
 def small_network(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """An MLP, and its loss on a batch of this rank's."""
+    """Return an MLP, and its loss on a batch of this rank's."""
     layers = [nn.Linear(n, m) for n, m in itertools.pairwise(WIDTHS)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), *layers[2:])
     generator = torch.Generator().manual_seed(rank)
@@ -73,25 +73,26 @@ def small_network(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Ten
 
 
 class Measured:
-    """A contestant, and what its steps have taken: seconds by the clock, of the main thread, and of the codec."""
+    """Contestant with the times of its steps: wall seconds, and seconds of the main thread and of the codec."""
 
     def __init__(self, contestant: Contestant, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]):
-        self.stepper, self.taken = Stepper(contestant, model, loss), list[tuple[float, float, float]]()
+        self.stepper = Stepper(contestant, model, loss)
+        self.times: list[tuple[float, float, float]] = []
 
-    def steps(self, count: int, kept: bool = True) -> None:
-        """Take some steps, and keep their times."""
+    def steps(self, count: int, record: bool = True) -> None:
+        """Make some steps, and record their times."""
         traffic = self.stepper.traffic
         for _ in range(count):
             codec = traffic.codec_seconds if traffic else 0.0
             began, cpu = time.perf_counter(), time.thread_time()
             self.stepper()
             cpu, seconds = time.thread_time() - cpu, time.perf_counter() - began
-            if kept:
-                self.taken.append((seconds, cpu, traffic.codec_seconds - codec if traffic else 0.0))
+            if record:
+                self.times.append((seconds, cpu, traffic.codec_seconds - codec if traffic else 0.0))
 
     def row(self) -> Row:
-        """Medians, and the least times, in microseconds."""
-        columns = dict(zip(("step", "cpu", "codec"), zip(*self.taken, strict=True), strict=True))
+        """Return medians, and the least times, in microseconds."""
+        columns = dict(zip(("step", "cpu", "codec"), zip(*self.times, strict=True), strict=True))
         if self.stepper.traffic is None:
             del columns["codec"]
         medians = {f"{key}_us": 1e6 * statistics.median(column) for key, column in columns.items()}
@@ -99,10 +100,10 @@ class Measured:
 
 
 def measure(settings: dict[str, Any], backend: Backend) -> list[Row]:
-    """Let the contestants take turns; a row for each in each case, the same calls on every rank.
+    """Let the contestants take turns, and return a row for each in each case; every rank makes the same calls.
 
     Args:
-        settings: what the command line says.
+        settings: the arguments of the command line.
         backend: the run that this rank has joined.
     """
     torch.set_num_threads(1)
@@ -119,10 +120,10 @@ def measure(settings: dict[str, Any], backend: Backend) -> list[Row]:
     for case, model, loss, steps in cases:
         measured = [Measured(contestant, model, loss) for contestant in contestants]
         for one in measured:
-            one.steps(WARMING, kept=False)
+            one.steps(WARMING, record=False)
         for _ in range(settings["rounds"]):
             for one in measured:
-                backend.allgather_object(None)  # nobody starts before what came earlier is done
+                backend.allgather_object(None)  # a barrier: the former contestant's collectives are done on all ranks
                 one.steps(steps)
         numel = sum(p.numel() for p in model.parameters())
         rows += [
@@ -137,17 +138,19 @@ def _own_loss(model: nn.Module) -> torch.Tensor:
 
 
 def _copy(elements: int) -> float:
-    """Median microseconds of a ``copy_`` of so many float32s."""
-    source, target, taken = torch.randn(elements), torch.empty(elements), list[float]()
+    """Return the median microseconds of a ``copy_`` of so many float32s."""
+    source = torch.randn(elements)
+    target = torch.empty(elements)
+    times = []
     for _ in range(20):
         began = time.perf_counter()
         target.copy_(source)
-        taken.append(1e6 * (time.perf_counter() - began))
-    return statistics.median(taken)
+        times.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(times)
 
 
 def small_table(rows: Sequence[Row], ranks: int) -> Table:
-    """The table of the small network."""
+    """Return the table of the small network."""
     found = [row for row in rows if row["case"] == SMALL]
     alone = found[0]
     title = f"{found[0]['elements']:,} parameters, {ranks} rank{'s' * (ranks > 1)}: microseconds a step, medians"
@@ -160,7 +163,7 @@ def small_table(rows: Sequence[Row], ranks: int) -> Table:
 
 
 def many_table(rows: Sequence[Row], variables: int) -> Table:
-    """The table of many variables beside one."""
+    """Return the table of many variables beside one."""
     many, one = ({row["name"]: row for row in rows if row["case"] == case} for case in (MANY, ONE))
     (copy,) = (row for row in rows if row["case"] == COPY)
     alone = next(iter(many))
@@ -185,7 +188,7 @@ def many_table(rows: Sequence[Row], variables: int) -> Table:
 
 def run(settings: dict[str, Any]) -> list[Row]:
     """Start the ranks, and return rank 0's rows."""
-    rows: list[Row] = told(__spec__.name, settings, [], settings["ranks"], None, lambda event: None)["rows"]
+    rows: list[Row] = run_scenario(__spec__.name, settings, [], settings["ranks"], None, lambda event: None)["rows"]
     return rows
 
 
@@ -202,28 +205,28 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1000, help="of each of many variables (default: 1000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all medians and least times there as well")
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.folder is not None:  # this is a rank
-        with joined(given.folder, dict, "torch") as (settings, backend, emit):
+    arguments = parser.parse_args()
+    if arguments.folder is not None:  # this is a rank
+        with join_run(arguments.folder, dict, "torch") as (settings, backend, emit):
             emit({"scenario": {"rows": measure(settings, backend)}})
         return
     for name in ("steps", "variables", "elements"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
-    settings = {key: value for key, value in vars(given).items() if key not in ("json", "folder")}
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "folder")}
     try:
-        settings["methods"] = listed(given.methods)
-        Settings(methods=settings["methods"], ranks=[given.ranks], rounds=given.rounds)  # which checks them
+        settings["methods"] = listed(arguments.methods)
+        Settings(methods=settings["methods"], ranks=[arguments.ranks], rounds=arguments.rounds)  # checks them
         rows = run(settings)
     except GraceError as error:
         parser.error(str(error))
-    if given.json is not None:
+    if arguments.json is not None:
         facts = {"settings": settings, "machine": machine(), "versions": versions(), "rows": rows}
-        with replacing(given.json) as draft:
+        with atomic_write(arguments.json) as draft:
             draft.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     console = Console(width=None if Console().is_terminal else 120)
-    console.print(small_table(rows, given.ranks))
-    console.print(many_table(rows, given.variables))
+    console.print(small_table(rows, arguments.ranks))
+    console.print(many_table(rows, arguments.variables))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long it takes to plan: ``python -m grace.bench.step.planning_time``.
+"""Time that planning takes: ``python -m grace.bench.step.planning_time``.
 
 For each number of variables a model like a transformer's, of made up shapes, is planned as ``auto`` does without
 measuring: layouts and methods, refinement, and the explanation. One line each: seconds, and what was chosen.
@@ -15,11 +15,11 @@ from grace.planner.explain import Plan
 
 BLOCK = ((512, 512), (512,), (512, 2048), (2048,), (2048, 512), (512,), (512,))
 BACKWARD = 2e-9
-"""Seconds for each element."""
+"""Seconds of backward for each element."""
 
 
 def model(count: int) -> list[Variable]:
-    """An embedding, and as many matrices, biases and norms as there is room for.
+    """Return an embedding, and further matrices, biases and norms, up to a number of variables.
 
     >>> [variable.shape for variable in model(3)], len(model(200))
     ([(32000, 512), (512, 512), (512,)], 200)
@@ -29,12 +29,12 @@ def model(count: int) -> list[Variable]:
 
 
 def timed(count: int, ranks: int = 8, **options: object) -> tuple[float, Plan]:
-    """Seconds that a plan of so many variables takes, and the plan.
+    """Return the seconds that a plan of so many variables takes, and the plan.
 
     Args:
-        count: of variables.
-        ranks: two on each node.
-        options: of :class:`grace.planner.builders.auto.Auto`.
+        count: the number of variables.
+        ranks: the number of ranks, two on each node.
+        options: arguments of :class:`grace.planner.builders.auto.Auto`.
 
     Raises:
         ConfigError: an option is wrong.
@@ -56,16 +56,16 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="1gbit", help="of each rank (default: 1gbit)")
     parser.add_argument("--quality", default="feedback", help="exact, half, unbiased or feedback (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
-    given = parser.parse_args()
-    if min([*given.variables, given.ranks]) < 1:
+    arguments = parser.parse_args()
+    if min([*arguments.variables, arguments.ranks]) < 1:
         parser.error("numbers of variables and ranks are at least 1")
-    for count in given.variables:
+    for count in arguments.variables:
         try:
-            options = {"bandwidth": given.bandwidth, "quality": given.quality, "seed": given.seed}
-            seconds, plan = timed(count, given.ranks, **options)
+            options = {"bandwidth": arguments.bandwidth, "quality": arguments.quality, "seed": arguments.seed}
+            seconds, plan = timed(count, arguments.ranks, **options)
         except GraceError as error:
             parser.error(str(error))
-        print(f"{count:,} variables, {given.ranks} ranks: {seconds:.2f} s; {plan.chosen.name}", flush=True)
+        print(f"{count:,} variables, {arguments.ranks} ranks: {seconds:.2f} s; {plan.chosen.name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ranks have told of their steps, as rows of a table."""
+"""Rows of a table, made of the events of ranks."""
 
 import statistics
 from collections.abc import Iterable
@@ -11,22 +11,24 @@ from grace.bench.step.settings import Event
 
 
 class Table:
-    """What rank 0 of a group of ranks has told so far, as rows.
+    """Events of rank 0 of a group of ranks, as rows.
 
     Args:
-        engine: what joins them.
-        ranks: how many.
+        engine: the engine that joins them.
+        ranks: the number of ranks.
         rate: bits per second of their link, or None.
     """
 
     def __init__(self, engine: str, ranks: int, rate: float | None):
-        self.engine, self.ranks, self.rate = engine, ranks, rate
+        self.engine = engine
+        self.ranks = ranks
+        self.rate = rate
         self.facts: dict[str, Any] = {}
         self.blocks: dict[str, list[Event]] = {}
         self.about: dict[str, Event] = {}
 
-    def take(self, event: Event) -> None:
-        """An event of rank 0's."""
+    def add(self, event: Event) -> None:
+        """Add an event of rank 0's."""
         if "facts" in event:
             self.facts.update(event["facts"])
         elif "times_ms" in event:
@@ -34,7 +36,7 @@ class Table:
             self.blocks.setdefault(event["name"], []).append(event)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per contestant that has been measured; compute is the time of the bound's steps."""
+        """Return one row per contestant that has been measured; compute is the time of the bound's steps."""
         alone = next((blocks for name, blocks in self.blocks.items() if self.about[name]["kind"] == "bound"), [])
         if not alone:
             return []
@@ -42,7 +44,9 @@ class Table:
         return [self._row(name, blocks, compute) for name, blocks in self.blocks.items()]
 
     def _row(self, name: str, blocks: list[Event], compute: float) -> dict[str, Any]:
-        times, about, rate = _times(blocks), self.about[name], self.rate
+        times = _times(blocks)
+        about = self.about[name]
+        rate = self.rate
         low, step, high = quartiles(times)
         codecs = [block["codec_ms"] for block in blocks]
         codec = None if None in codecs else statistics.median(codecs)
@@ -75,11 +79,13 @@ class Table:
 
 def conclude(results: Results, first: int, ranks: int, rate: float | None, engine: str) -> None:
     """Write the verdict on the rows from ``first`` on into the settings."""
-    results.settings.setdefault("verdict", {})[scenario(ranks, rate)] = verdicts.words(results.rows[first:], engine)
+    results.settings.setdefault("verdict", {})[scenario(ranks, rate)] = verdicts.verdict_text(
+        results.rows[first:], engine
+    )
 
 
-def judged(rows: list[dict[str, Any]], engine: str) -> list[dict[str, Any]]:
-    """The rows of a scenario, compared with its plain baseline: ``speedup`` and ``pays`` are filled in."""
+def add_verdicts(rows: list[dict[str, Any]], engine: str) -> list[dict[str, Any]]:
+    """Return the rows of a scenario, compared with its plain baseline: ``speedup`` and ``pays`` are filled in."""
     plain = verdicts.plain_row(rows, engine)
     for row in rows:
         row["speedup"] = plain["step_ms"] / row["step_ms"] if plain else None
@@ -89,7 +95,7 @@ def judged(rows: list[dict[str, Any]], engine: str) -> list[dict[str, Any]]:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """The first, the median and the third.
+    """Return the first quartile, the median and the third quartile.
 
     >>> quartiles([4.0, 1.0, 2.0, 3.0, 5.0]), quartiles([7.0])
     ((2.0, 3.0, 4.0), (7.0, 7.0, 7.0))

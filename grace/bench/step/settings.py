@@ -1,4 +1,4 @@
-"""What ``grace bench step`` is to run."""
+"""Settings of ``grace bench step``."""
 
 import dataclasses
 from typing import Any
@@ -12,18 +12,18 @@ from grace.launch.command_lines import checked_strategy
 
 METHODS = (
     "none", "fp16", "qsgd", "natural", "terngrad", "efsignsgd", "topk(ratio=0.01)", "dgc(ratio=0.01)",
-    "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64, norm=max)",
+    "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64)",
 )  # fmt: skip
 QUICK_METHODS = ("none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_METHODS = ("none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_RANKS, DEVICE_LINKS = "8", "10gbit,25gbit"
-"""Of a GPU: ranks that are pretended, and the simulated wires."""
+"""Pretended ranks and simulated wires on a GPU."""
 ROUNDS, QUICK_ROUNDS = 8, 3
 BASELINES = ("ddp", "horovod")
 BOUND = "no communication"
-"""The contestant whose ranks train alone: what no exchange can be faster than."""
+"""Name of the contestant whose ranks train alone: no exchange can be faster."""
 SHARDS_ALONE = "shard groups alone"
-"""With ``--sharded`` the contestant whose replicas exchange nothing."""
+"""Name of the contestant, with ``--sharded``, whose replicas exchange nothing."""
 MODELS = ("transformer", "resnet", "resnet50", "gpt2", "lstm", "ncf", "mlp")
 """Functions of :mod:`grace.bench.workloads.models`."""
 Event = dict[str, Any]
@@ -31,18 +31,18 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass
 class Settings:
-    """What to run.
+    """Settings of the benchmark.
 
     Args:
         model: a name of :mod:`grace.bench.workloads.models`, or ``module:function``.
         methods: compressor specs; memory and communicator are each method's defaults.
         strategies: files' paths, or builders' specs.
-        engine: what moves Grace's payloads: "torch", "horovod" or "mpi".
-        baselines: of "ddp" and "horovod", those that are compared with; what is not installed is left out.
+        engine: the engine that moves Grace's payloads: "torch", "horovod" or "mpi".
+        baselines: "ddp" and "horovod", or one of them; an engine that is not installed is left out.
         ranks: numbers of processes on this machine, one scenario each.
         bandwidths: bits per second of emulated links, one scenario each; None for loopback.
         rounds: blocks of steps per row; the rows take turns.
-        ddp_hook: whether the methods are measured as hooks of DistributedDataParallel too.
+        ddp_hook: True to measure the methods as hooks of DistributedDataParallel too.
         bucket_bytes: bytes on the wire that a collective of Grace's carries; Grace's own choice if left out.
         sharded: ranks of a shard group, which are one node of emulated links; 0 if every rank has the whole model.
         reduce_scatter: compressor of reduce-scatters within shard groups, which the methods are measured with too.
@@ -122,17 +122,17 @@ class Settings:
                 raise ConfigError("--reduce-scatter needs shard groups of 2 ranks or more: --sharded 2")
 
     def nodes(self, ranks: int) -> int:
-        """Machines that emulated links join: one for each rank, or each shard group."""
+        """Return the number of machines that emulated links join: one for each rank, or each shard group."""
         return ranks // max(1, self.sharded) or 1
 
     @property
     def scenarios(self) -> list[tuple[int, float | None]]:
-        """Numbers of ranks, and bandwidths."""
+        """Numbers of ranks, and bandwidths, of all scenarios."""
         return [(ranks, rate) for ranks in self.ranks for rate in self.bandwidths]
 
     @property
     def groups(self) -> list[str]:
-        """The engines whose ranks are started for a scenario, one after the other: that of the methods first."""
+        """Engines whose ranks are started for a scenario, one after the other: that of the methods first."""
         if self.sharded:
             return [self.engine]
         wanted = {"torch": "ddp" in self.baselines, "horovod": "horovod" in self.baselines and has_horovod("torch")}
@@ -140,5 +140,5 @@ class Settings:
 
 
 def about(settings: Settings) -> dict[str, Any]:
-    """The settings as they are recorded; the ranks tell the rest."""
+    """Return the settings as they are recorded; further facts come from the ranks."""
     return {**dataclasses.asdict(settings), "verdict": {}}

@@ -1,4 +1,4 @@
-"""What ``grace bench step --sharded`` compares: FSDP2 with Grace's exchange between replicas, and torch's own HSDP."""
+"""Contestants of ``grace bench step --sharded``: FSDP2 with Grace's exchange between replicas, and torch's own HSDP."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from grace.bench.step.settings import SHARDS_ALONE, Settings
 
 
 def contestants(settings: Settings) -> list[Contestant]:
-    """Shard groups that train alone, torch's HSDP, and Grace's hook: each method as it is, and with compressed
+    """Return shard groups that train alone, torch's HSDP, and Grace's hook: each method alone, and with compressed
     reduce-scatters if the settings have them."""
     shards, reduce_scatter = settings.sharded, settings.reduce_scatter
     bf16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
@@ -38,7 +38,7 @@ def contestants(settings: Settings) -> list[Contestant]:
 
 
 def _plain(shards: int, axis: str | None, model: nn.Module, optimizer: Any, **options: Any) -> Trained:
-    """FSDP2 as it is, over one axis or both."""
+    """Shard a model by FSDP2 over one axis or both, without Grace."""
     mesh = _mesh(next(model.parameters()).device.type, shards)
     model, optimizer = _sharded(model, mesh if axis is None else mesh[axis], **options)
     return model, optimizer, None
@@ -55,14 +55,14 @@ def _hooked(
     return model, optimizer, state
 
 
-@functools.cache  # process groups cost threads
+@functools.cache  # each mesh has process groups, and each of these has threads
 def _mesh(device: str, shards: int) -> Any:
     size = torch.distributed.get_world_size()
     return init_device_mesh(device, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _sharded(model: nn.Module, mesh: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, sharded by the parts that its lists of layers have, and an optimizer of what it now consists of."""
+    """Return the model, sharded by the modules of its lists of layers, and an optimizer of its new parameters."""
     lists: list[Any] = [model] if isinstance(model, nn.Sequential) else []
     lists += [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for part in [part for layers in reversed(lists) for part in layers]:

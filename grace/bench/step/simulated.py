@@ -1,4 +1,4 @@
-"""A wire that is simulated beside a GPU's computing, since NCCL takes no two ranks on one GPU."""
+"""Simulated wire beside a GPU's computation, since NCCL takes no two ranks on one GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from grace.core.backend import Handle
 from grace.planner.simulated_ranks import SimulatedRanks
 
 CALIBRATION = 20_000_000
-"""Cycles that a kernel sleeps, to learn how many a second has."""
+"""Cycles that a kernel sleeps, to measure the cycles of a second."""
 
 
 class Lane:
-    """A stream of its own, on which a kernel sleeps as long as bytes would travel."""
+    """Stream on which a kernel sleeps as long as bytes would travel."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
@@ -26,12 +26,12 @@ class Lane:
         self.cycles = 1e3 * CALIBRATION / began.elapsed_time(ended)
 
     def carry(self, move: Callable[[], Handle], seconds: Callable[[], float], sent: torch.Tensor) -> Handle:
-        """Start a collective behind what was computed until now; its handle lets later work wait, and not the host.
+        """Start a collective after all work so far; its handle lets later work wait, and not the host.
 
         Args:
-            move: makes what arrives.
-            seconds: on the wire, once that is made.
-            sent: what it is made of.
+            move: makes the received tensors.
+            seconds: returns the seconds on the wire, after ``move``.
+            sent: the sent tensor.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -53,11 +53,11 @@ class Lane:
 class Simulated(SimulatedRanks):
     """Ranks that one process pretends, behind a wire: a collective takes its bytes over the bandwidth.
 
-    What arrives are copies, made on the wire's stream, as NCCL would write them.
+    Received tensors are copies, made on the wire's stream, as NCCL would write them.
 
     Args:
-        size: ranks.
-        lane: what collectives travel on, one after the other.
+        size: the number of ranks.
+        lane: the stream of collectives, which travel one after the other.
         rate: bits per second; None if they arrive at once.
     """
 
@@ -65,7 +65,8 @@ class Simulated(SimulatedRanks):
 
     def __init__(self, size: int, lane: Any, rate: float | None):
         super().__init__(size)
-        self.lane, self.rate = lane, rate
+        self.lane = lane
+        self.rate = rate
 
     def _carried(self, move: Callable[[], Handle], sent: torch.Tensor) -> Handle:
         before = self.sent_bytes

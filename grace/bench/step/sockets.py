@@ -1,4 +1,4 @@
-"""What has crossed this process's TCP connections, as Linux counts it."""
+"""Bytes that have crossed this process's TCP connections, as Linux counts them."""
 
 import contextlib
 import os
@@ -7,17 +7,17 @@ import struct
 import sys
 
 ACKNOWLEDGED, RECEIVED = 120, 128
-"""Where TCP_INFO (linux/tcp.h) has ``tcpi_bytes_acked`` and ``tcpi_bytes_received``, 64 bits each."""
+"""Offsets in TCP_INFO (linux/tcp.h) of ``tcpi_bytes_acked`` and ``tcpi_bytes_received``, 64 bits each."""
 
 
 def tcp_bytes(between_nodes: bool = False) -> tuple[int, int] | None:
-    """Bytes sent (and acknowledged) and received so far by all TCP connections that are open now; headers not counted.
+    """Return the bytes sent (and acknowledged) and received so far by all open TCP connections, without headers.
 
     Args:
-        between_nodes: count only connections whose ends have different addresses.
+        between_nodes: True to count only connections whose ends have different addresses.
 
     Returns:
-        None where that cannot be known: elsewhere than on Linux, or if no connection leaves this node.
+        None where the bytes cannot be known: elsewhere than on Linux, or if no connection leaves this node.
 
     >>> sent, received = tcp_bytes() or (0, 0)
     >>> sent >= 0 and received >= 0

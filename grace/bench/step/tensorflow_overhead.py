@@ -1,9 +1,9 @@
-"""What TensorFlow's exchange costs beside Horovod's own all-reduce: step times side by side, in one run.
+"""Costs of TensorFlow's exchange beside Horovod's own all-reduce: step times side by side, in one run.
 
     horovodrun -np 2 python -m grace.bench.step.tensorflow_overhead
 
 Every side trains the same network on the same data in a ``tf.function``; "alone" exchanges nothing. Steps alternate,
-so that what the machine does meanwhile hits all alike; the ratio is that of the medians to Horovod's.
+so that other work of the machine disturbs all alike; the ratio is that of the medians to Horovod's.
 """
 
 import argparse
@@ -22,7 +22,7 @@ NETWORKS = {"demo's network": (64, 256, 256, 10), "8.4 M parameters": (*[1024] *
 
 
 def stepper(kind: str, widths: tuple[int, ...]) -> Callable[[], Any]:
-    """A function that does one training step: "alone", "horovod", or with a compressor."""
+    """Return a function that makes one training step: "alone", "horovod", or with a compressor."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(width, "relu") for width in widths[1:-1]]
     model = keras.Sequential([keras.layers.Input(widths[:1]), *layers, keras.layers.Dense(widths[-1])])

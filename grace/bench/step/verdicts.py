@@ -1,20 +1,21 @@
-"""Does compression pay? The rows of a scenario of ``grace bench step``, in words."""
+"""Verdicts on the rows of a scenario of ``grace bench step``, in words: does compression pay?"""
 
 from typing import Any
 
 from grace.bench.step.settings import SHARDS_ALONE
 
 LEAST_GAIN = 1.05
-"""How much faster than plain averaging a method must be to be worth its trouble."""
+"""Speedup over plain averaging that a method must have to pay."""
 LONGEST_LIST = 4
 PLAIN = {"torch": ("DDP", "HSDP"), "horovod": ("Horovod",)}
-"""The uncompressed baseline of an engine."""
+"""Uncompressed baselines of each engine."""
 
 Row = dict[str, Any]
 
 
 def plain_row(rows: list[Row], engine: str) -> Row | None:
-    """What the others are compared with: the engine's uncompressed baseline, another engine's, or Grace's ``none``.
+    """Return the row that others are compared with: the engine's uncompressed baseline, another engine's, or Grace's
+    ``none``.
 
     >>> plain_row([{"name": "none"}, {"name": "DDP"}], "mpi"), plain_row([{"name": "none"}], "torch")
     ({'name': 'DDP'}, {'name': 'none'})
@@ -25,7 +26,7 @@ def plain_row(rows: list[Row], engine: str) -> Row | None:
 
 
 def pays(row: Row, plain: Row) -> bool:
-    """Whether a row is clearly faster than the plain one: by 5 %, and their middle halves do not overlap.
+    """Return True if a row is clearly faster than the plain one: by 5 %, and their middle halves do not overlap.
 
     >>> plain = {"step_ms": 100.0, "step_low_ms": 95.0}
     >>> [pays({"step_ms": step, "step_high_ms": step + 3}, plain) for step in (50.0, 93.0, 96.0)]
@@ -34,16 +35,16 @@ def pays(row: Row, plain: Row) -> bool:
     return row["step_high_ms"] < plain["step_low_ms"] and plain["step_ms"] >= LEAST_GAIN * row["step_ms"]
 
 
-def words(rows: list[Row], engine: str) -> str:
-    """The verdict on a scenario, in two or three sentences.
+def verdict_text(rows: list[Row], engine: str) -> str:
+    """Return the verdict on a scenario, in two or three sentences.
 
     >>> def row(name, ms, kind="grace"):
     ...     return {"name": name, "kind": kind, "step_ms": ms, "step_low_ms": ms, "step_high_ms": ms, "pays": ms < 190}
     >>> bound, plain = row("no communication", 50.0, "bound"), row("DDP", 200.0, "baseline")
-    >>> print(words([bound, plain, row("topk", 80.0), row("qsgd", 250.0)], "torch"))
+    >>> print(verdict_text([bound, plain, row("topk", 80.0), row("qsgd", 250.0)], "torch"))
     Compress: topk makes a step 2.5x as fast as DDP (80 ms instead of 200 ms). Slower than DDP: qsgd. Without any
     communication it would be 4.0x.
-    >>> print(words([bound, plain, row("qsgd", 250.0)], "torch"))
+    >>> print(verdict_text([bound, plain, row("qsgd", 250.0)], "torch"))
     Do not compress: no method is clearly faster than DDP (200 ms a step). Slower than DDP: qsgd. Without any
     communication it would be 4.0x as fast.
     """
@@ -57,27 +58,30 @@ def words(rows: list[Row], engine: str) -> str:
     paying = sorted((row for row in others if row["pays"]), key=lambda row: row["step_ms"])
     slower = [row["name"] for row in others if row["step_low_ms"] > plain["step_high_ms"]]
     own = [row for row in paying if row["kind"] == "grace" and row.get("method", row["name"]) != "none"]
-    said = []
+    sentences = []
     if own:
-        said.append(f"Compress: {_gain(own[0], plain)} ({_ms(own[0])} instead of {_ms(plain)}).")
+        sentences.append(f"Compress: {_gain(own[0], plain)} ({_ms(own[0])} instead of {_ms(plain)}).")
         if paying[0] is not own[0]:
-            said.append(f"Faster still: {', '.join(_times(row, plain) for row in paying[: paying.index(own[0])])}.")
-        if rest := [row for row in paying[paying.index(own[0]) + 1 :]]:
-            said.append(f"It pays too with {_listed([_times(row, plain) for row in rest])}.")
+            sentences.append(
+                f"Faster still: {', '.join(_times(row, plain) for row in paying[: paying.index(own[0])])}."
+            )
+        rest = paying[paying.index(own[0]) + 1 :]
+        if rest:
+            sentences.append(f"It pays too with {_listed([_times(row, plain) for row in rest])}.")
     else:
-        said.append(f"Do not compress: no method is clearly faster than {plain['name']} ({_ms(plain)} a step).")
+        sentences.append(f"Do not compress: no method is clearly faster than {plain['name']} ({_ms(plain)} a step).")
         if paying:
-            said.append(f"But {', '.join(_times(row, plain) for row in paying)} would be.")
+            sentences.append(f"But {', '.join(_times(row, plain) for row in paying)} would be.")
     if slower:
-        said.append(f"Slower than {plain['name']}: {_listed(slower)}.")
+        sentences.append(f"Slower than {plain['name']}: {_listed(slower)}.")
     most = plain["step_ms"] / bound["step_ms"]
     without = "Without an exchange between replicas" if bound["name"] == SHARDS_ALONE else "Without any communication"
-    said.append(f"{without} it would be {most:.1f}x{'' if own else ' as fast'}.")
-    return " ".join(said)
+    sentences.append(f"{without} it would be {most:.1f}x{'' if own else ' as fast'}.")
+    return " ".join(sentences)
 
 
 def _listed(names: list[str]) -> str:
-    """The first few.
+    """Return the first few names as a list in words.
 
     >>> _listed(["a", "b", "c", "d"]), _listed(["a", "b", "c", "d", "e", "f"])
     ('a, b, c, d', 'a, b, c and 3 others')

@@ -2,8 +2,8 @@
 
 Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
-    {"facts": {...}}                            what all rows share; names of contestants that cannot run, and why
-    {"blocks": n}                               how many blocks of steps follow
+    {"facts": {...}}                            facts of all rows; names of contestants that cannot run, with reasons
+    {"blocks": n}                               the number of blocks of steps that follow
     {"name", "kind", "method", "samples",
      "times_ms", "codec_ms", "sent_bytes", "received_bytes"}    a block of steps
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from grace.bench.ranks.run import as_rank, joined
+from grace.bench.ranks.run import as_rank, join_run
 from grace.bench.step.contestants import (
     Contestant,
     Stepper,
@@ -33,20 +33,21 @@ from grace.core.backend import Backend
 from grace.errors import GraceError
 
 WARM_UP = 3
-"""Steps before anything is timed: DDP cuts its buckets anew after the first; torch's PowerSGD starts at the third.
+"""Steps before anything is timed: DDP rebuilds its buckets after the first; torch's PowerSGD starts at the third.
 ``strategy="auto"`` takes more, until it has chosen."""
 BLOCK_SECONDS = 0.2
+"""Approximate seconds of a block."""
 LONGEST_BLOCK = 50
-"""Steps; a block has at least one."""
+"""Largest number of a block's steps; a block has at least one."""
 
 
 def measure(settings: Settings, backend: Backend, engine: str, emit: Callable[[Event], None]) -> None:
     """Let the contestants take turns; rank 0 calls ``emit`` with each event.
 
     Args:
-        settings: what to compare.
+        settings: the settings of the benchmark.
         backend: the run that this rank has joined.
-        engine: decides which contestants there are: Grace's if it is the settings' engine, and the engine's baselines.
+        engine: the engine of this run: its baselines are measured, and Grace's methods if it is the settings' engine.
         emit: takes an event.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -104,24 +105,27 @@ def _about(contestant: Contestant) -> Event:
 
 
 def _warm_up(stepper: Stepper, backend: Backend) -> int:
-    """Take the first steps; returns how many make a block, the same number on all ranks."""
-    taken = 0
-    while taken < WARM_UP or stepper.planning:
+    """Make the first steps, and return the number of steps of a block, the same on all ranks."""
+    count = 0
+    while count < WARM_UP or stepper.planning:
         began = time.perf_counter()
         stepper()
         _synchronize(stepper)
         seconds = time.perf_counter() - began
-        taken += 1
+        count += 1
     first = backend.allgather_object(seconds)[0]
     return min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
 
 
 def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> Event:
-    """Some steps: each one's time on this rank, and the bytes of the rank that moved most, per step; of shard groups
-    those that left or entered one, of the group that moved most."""
-    backend.allgather_object(None)  # nobody starts before what came earlier is done
+    """Make some steps, and return each one's time on this rank, and the bytes per step of the rank that moved most.
+
+    With shard groups, bytes are those that left or entered a group, of the group that moved most.
+    """
+    backend.allgather_object(None)  # a barrier: the former contestant's collectives are done on all ranks
     traffic = stepper.traffic
-    sockets, codec = tcp_bytes(bool(sharded)), traffic.codec_seconds if traffic else None
+    sockets = tcp_bytes(bool(sharded))
+    codec = traffic.codec_seconds if traffic else None
     counted = traffic.sent_bytes if traffic else 0
     times = []
     for _ in range(steps):
@@ -142,7 +146,7 @@ def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> 
 
 
 def _moved(before: Any, after: Any, counted: float | None) -> tuple[float | None, float | None]:
-    """Bytes through the sockets; where there are none (shared memory), what Grace has counted, if anything.
+    """Return the bytes through the sockets; where there are none (shared memory), those that Grace has counted, if any.
 
     >>> _moved((100, 50), (400, 80), 290.0), _moved((0, 0), (0, 0), 290.0), _moved(None, None, None)
     ((300, 30), (290.0, None), (None, None))
@@ -153,7 +157,7 @@ def _moved(before: Any, after: Any, counted: float | None) -> tuple[float | None
 
 
 def _most(values: Sequence[float | None], steps: int, together: int) -> float | None:
-    """Per step, of the group of so many ranks that has most.
+    """Return the largest value per step over groups of so many ranks.
 
     >>> _most([4, 6, 1, 2], 2, together=1), _most([4, 6, 1, 2], 2, together=2), _most([4, None], 2, together=1)
     (3.0, 5.0, None)
@@ -171,7 +175,7 @@ def _synchronize(stepper: Stepper) -> None:
 
 def main(folder: str, engine: str) -> None:
     """Join the run, and measure."""
-    with joined(folder, Settings, engine) as (settings, backend, emit):
+    with join_run(folder, Settings, engine) as (settings, backend, emit):
         measure(settings, backend, engine, emit)
 
 

@@ -1,5 +1,6 @@
 """``grace bench train``: what compression does to the quality of a model, and how soon it gets there."""
 
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,8 @@ def command(
     task: Annotated[
         str,
         typer.Option(
-            help="digits (accuracy), charlm (a character LSTM's perplexity), or module:function, which returns a "
+            help="digits (accuracy), charlm (a character LSTM's perplexity), chargpt (a character GPT's loss), "
+            "recommender (two embedding tables and an MLP), or module:function, which returns a "
             "grace.bench.workloads.Task."
         ),
     ] = "digits",
@@ -35,6 +37,14 @@ def command(
         ),
     ] = DEFAULT_METHODS,
     framework: Annotated[str, typer.Option(help="torch or tensorflow.")] = "torch",
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="sgd (with momentum), adamw, or both, as in adamw,sgd.", show_default="the task's"),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="About how many parameters chargpt's model has, as in 500k.", show_default="70k"),
+    ] = None,
     ranks: options.Ranks = 2,
     bandwidth: Annotated[
         str | None,
@@ -77,6 +87,12 @@ def command(
     of signsgd and signum) need a learning rate of their own: give it with --lr.
     The time of evaluations does not count. What is finished is kept, Ctrl-C
     included.
+
+    \b
+    Examples:
+      grace bench train --methods none,topk --seeds 3
+      grace bench train --task chargpt --optimizer adamw,sgd --methods none,qsgd
+      grace bench train --task recommender --bandwidth 100mbit --quick
     """
     settings = Settings(
         options.methods(methods),
@@ -88,10 +104,12 @@ def command(
         framework,
         options.bandwidths(bandwidth),
         target,
+        options.split(optimizer or ""),
+        None if size is None else options.size(size),
     )
     if quick and epochs is None:
         settings.epochs = settings.facts["quick_epochs"]
-    run(settings, out or Path(f"out/train-{task.replace(':', '-')}")).finish(Console(highlight=False))
+    run(settings, out or Path(f"out/train-{task.replace(':', '-')}")).report_and_exit(Console(highlight=False))
 
 
 def run(settings: Settings, out: Path) -> BenchmarkRun:
@@ -121,12 +139,16 @@ def show(console: Console, running: BenchmarkRun) -> None:
 
     results = running.results
     rates = dict.fromkeys(row["bandwidth"] for row in results.rows)
-    for rate in rates:
-        rows = [row for row in results.rows if row["bandwidth"] == rate]
-        if rate is not None or len(rates) > 1:
-            console.print(f"\n[bold]{'loopback' if rate is None else show_rate(rate)}[/]")
-        console.print(results_table(rows, results))
-        last = rows
+    optimizers = dict.fromkeys(row["optimizer"] for row in results.rows)
+    for rate, optimizer in itertools.product(rates, optimizers):
+        rows = [row for row in results.rows if (row["bandwidth"], row["optimizer"]) == (rate, optimizer)]
+        where = ["loopback" if rate is None else show_rate(rate)] if rate is not None or len(rates) > 1 else []
+        where += [optimizer] if len(optimizers) > 1 else []
+        if where and rows:
+            console.print(f"\n[bold]{', '.join(where)}[/]")
+        if rows:
+            console.print(results_table(rows, results))
+            last = rows
     if results.rows:
         console.print(advice(last, results))
 

@@ -1,13 +1,14 @@
 """Train a small model with several methods over real ranks, and compare bytes, time and quality."""
 
 import importlib.util
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 from grace.bench.common.results import Results
 from grace.bench.ranks.launchers import engine_of
-from grace.bench.ranks.scenario import told
+from grace.bench.ranks.scenario import run_scenario
 from grace.bench.train.settings import EXTRAS, Event, Settings
 from grace.errors import missing_extra
 
@@ -55,21 +56,22 @@ def _over(
             results.rows = [*before, *summarize(runs, settings, rate)]
         watch(rate, event)
 
-    told("grace.bench.train.worker", settings, [], settings.ranks, rate, take, engine)
+    run_scenario("grace.bench.train.worker", settings, [], settings.ranks, rate, take, engine)
 
 
 def summarize(runs: list[dict[str, Any]], settings: Settings, rate: float | None = None) -> list[dict[str, Any]]:
-    """One row per method that has runs over this bandwidth: means over its runs, and how they compare with ``none``."""
+    """One row per method and optimizer with runs over this bandwidth: their means, relative to those of ``none``."""
     about = settings.about()
     rows = []
-    for method in settings.methods:
-        own = [run for run in runs if run["method"] == method]
+    for optimizer, method in itertools.product(settings.optimizers, settings.methods):
+        own = [run for run in runs if (run["method"], run["optimizer"]) == (method, optimizer)]
         if not own:
             continue
         qualities = [run["quality"] for run in own]
         rows.append(
             {
                 "method": method,
+                "optimizer": optimizer,
                 "bandwidth": rate,
                 "ranks": settings.ranks,
                 "lr": own[0]["lr"],
@@ -82,8 +84,9 @@ def summarize(runs: list[dict[str, Any]], settings: Settings, rate: float | None
                 "runs": own,
             }
         )
-    plain = next((row for row in rows if row["method"] == "none"), None)
+    plains = {row["optimizer"]: row for row in rows if row["method"] == "none"}
     for row in rows:
+        plain = plains.get(row["optimizer"])
         if plain is not None:
             row["relative_throughput"] = row["samples_per_s"] / plain["samples_per_s"]
             if plain["sent_bytes_per_step"]:

@@ -1,5 +1,6 @@
-"""A small language task: the next character of Python's own reference manual, and an LSTM."""
+"""Small language tasks: the next character of Python's own reference manual, by an LSTM and by a GPT."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,12 @@ from grace.bench.workloads.task import Task
 
 HIDDEN, EMBEDDING = 128, 32
 """Of an embedding, one LSTM layer and a linear layer over the characters."""
-WINDOW = 32
-TRAINING, TEST = 200_000, 20_000
+WINDOW, GPT_WINDOW = 32, 64
+TRAINING, GPT_TRAINING, TEST = 200_000, 440_000, 20_000
 """Characters."""
+SIZE, BLOCKS, HEADS, UNIT, SPREAD = 70_000, 2, 4, 16, 0.02
+"""Of a GPT: parameters, blocks, heads of attention, what its width is a multiple of, and the standard deviation of its
+embeddings at first."""
 WORST = 700.0
 """The largest mean loss whose exponential is shown: of a model that diverged it is large, but a number."""
 
@@ -28,26 +32,65 @@ class CharacterModel(Task):
     target = 5.5
     quick_epochs = 4
     lr, epochs, clip, batch = 1.0, 16, 1.0, 32
+    window, training = WINDOW, TRAINING
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics
 
-        text = "\n".join(topics[key] for key in sorted(topics))[: TRAINING + TEST]
+        text = "\n".join(topics[key] for key in sorted(topics))[: self.training + TEST]
         self.characters = sorted(set(text))
         number = {character: i for i, character in enumerate(self.characters)}
         codes = np.array([number[character] for character in text])
-        self.train: Any = windows(codes[:TRAINING])
-        self.test: Any = windows(codes[TRAINING:])
+        self.train: Any = windows(codes[: self.training], self.window)
+        self.test: Any = windows(codes[self.training :], self.window)
 
     @property
     def count(self) -> int:
         return len(self.train)
 
 
-def windows(codes: np.ndarray) -> np.ndarray:
-    """The characters in rows of ``WINDOW``; those that do not fill one are left out.
+class CharacterGPT(CharacterModel):
+    """A GPT (Radford et al., 2018) of two blocks, whose quality is its mean cross-entropy in nats on held-out text.
 
-    >>> windows(np.arange(70)).shape
+    AdamW's rate rises in the first tenth of all steps; it is 6e-3 for a width of 48, the default's, and falls with the
+    width's inverse.
+
+    Args:
+        size: about how many parameters there are.
+    """
+
+    about = "characters of Python's manual, GPT"
+    metric = "loss"
+    target = 1.5
+    quick_epochs = 1
+    optimizer, lr, adamw_lr, warmup, epochs, clip = "adamw", 1.0, 6e-3, 0.1, 4, 1.0
+    window, training = GPT_WINDOW, GPT_TRAINING
+    sized = True
+
+    def __init__(self, size: int = SIZE) -> None:
+        super().__init__()
+        self.width = width_of(size, len(self.characters))
+
+    def rate(self, optimizer: str) -> float:
+        return super().rate(optimizer) * (48 / self.width if optimizer == "adamw" else 1)
+
+
+def width_of(size: int, characters: int) -> int:
+    """Return the width of the GPT that has about so many parameters.
+
+    >>> [width_of(size, 100) for size in (1, 70_000, 1_000_000)]
+    [16, 48, 192]
+    """
+    # a block has 12 width^2 and 13 width; embeddings, positions, the last norm and the output the rest
+    square, linear = 12 * BLOCKS, 13 * BLOCKS + 2 * characters + GPT_WINDOW + 2
+    width = (math.sqrt(linear**2 + 4 * square * size) - linear) / (2 * square)
+    return max(1, round(width / UNIT)) * UNIT
+
+
+def windows(codes: np.ndarray, size: int) -> np.ndarray:
+    """The characters in rows of ``size``; those that do not fill one are left out.
+
+    >>> windows(np.arange(70), 32).shape
     (2, 32)
     """
-    return codes[: len(codes) // WINDOW * WINDOW].reshape(-1, WINDOW)
+    return codes[: len(codes) // size * size].reshape(-1, size)

@@ -2,6 +2,7 @@
 
 import abc
 import importlib
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -11,10 +12,21 @@ from grace.core import specs
 from grace.core.registry import known
 from grace.errors import ConfigError
 
-TASKS = {"digits": "Digits", "charlm": "CharacterModel"}
-"""Of each module ``TASK`` beside this one the class of a task; ``FRAMEWORK_tasks`` fills it in."""
+TASKS = {
+    "digits": "digits.Digits",
+    "charlm": "charlm.CharacterModel",
+    "chargpt": "charlm.CharacterGPT",
+    "recommender": "recommender.Recommender",
+}
+"""The module and class of each task; in ``FRAMEWORK_tasks`` a class of the same name fills it in."""
 FRAMEWORKS = ("torch", "tensorflow")
-FACTS = ("about", "metric", "unit", "scale", "higher_is_better", "target", "epochs", "quick_epochs", "lr", "batch")
+OPTIMIZERS = ("sgd", "adamw")
+ADAMW_BETA2 = 0.99
+"""The second moments' decay, for runs of about a thousand steps; AdamW's first beta is the task's ``momentum``."""
+FACTS = (
+    *("about", "metric", "unit", "scale", "higher_is_better", "target"),
+    *("optimizer", "epochs", "quick_epochs", "batch"),
+)
 
 
 def in_optimizer(method: str) -> dict[str, str]:
@@ -42,8 +54,14 @@ class Task(abc.ABC):
     scale: ClassVar[float] = 1.0
     """What ``quality`` is multiplied with to be shown in ``unit``."""
     higher_is_better: ClassVar[bool] = True
+    optimizer: ClassVar[str] = "sgd"
+    """The optimizer that is taken where none is named: one of ``OPTIMIZERS``."""
     lr: ClassVar[float]
-    """The learning rate at the start; it falls to 0 along a cosine."""
+    """The peak of SGD's learning rate."""
+    adamw_lr: ClassVar[float] = 3e-3
+    """The peak of AdamW's learning rate."""
+    warmup: ClassVar[float] = 0.0
+    """The part of all steps in which the learning rate rises to its peak; it falls to 0 along a cosine afterwards."""
     momentum: ClassVar[float] = 0.9
     clip: ClassVar[float | None] = None
     """The largest norm of the averaged gradient of all parameters."""
@@ -54,6 +72,8 @@ class Task(abc.ABC):
     """A quality that is worth reaching: how long that takes is measured."""
     batch: ClassVar[int]
     """Examples in a global batch, whatever the number of ranks."""
+    sized: ClassVar[bool] = False
+    """True if the class takes the number of the model's parameters."""
 
     @property
     @abc.abstractmethod
@@ -76,6 +96,17 @@ class Task(abc.ABC):
     def quality(self, model: Any) -> Any:
         """How good the model is on held-out data: a number, or a 0-d tensor."""
 
+    def rate(self, optimizer: str) -> float:
+        """Return the peak of an optimizer's learning rate."""
+        return self.lr if optimizer == "sgd" else self.adamw_lr
+
+    def schedule(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step, of so many, relative to its peak; it is above 0."""
+        rise = self.warmup * steps
+        if step < rise:
+            return (step + 1) / (rise + 1)
+        return (1 + math.cos(math.pi * (step - rise) / (steps - rise))) / 2
+
     def shares(self, ranks: int, rank: int, seed: int, epoch: int) -> list[Any]:
         """This rank's shares of an epoch's batches, in order: numbers of examples, no example twice.
 
@@ -93,11 +124,12 @@ class Trainer(abc.ABC):
         method: the compressor.
         seed: of weights, order and method.
         lr: the learning rate at the start.
-        momentum: the optimizer's.
+        momentum: the optimizer's; AdamW's first beta.
+        optimizer: one of ``OPTIMIZERS``.
     """
 
     @abc.abstractmethod
-    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float): ...
+    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float, optimizer: str = "sgd"): ...
 
     @staticmethod
     @abc.abstractmethod
@@ -122,23 +154,34 @@ class Trainer(abc.ABC):
         """The task's, of the model as it is."""
 
 
-def task_class(name: str, framework: str | None = None) -> Callable[[], Task]:
+def task_class(name: str, framework: str | None = None, size: int | None = None) -> Callable[[], Task]:
     """What makes a task in a framework; without one, of its facts and data.
 
     Args:
         name: one of ``TASKS``, or ``module:function``, whose function (or class) returns a Task.
         framework: "torch" or "tensorflow".
+        size: about how many parameters the model has; the task's own number if left out.
+
+    Raises:
+        ConfigError: there is no such task, or its model has one size.
 
     >>> task_class("digits").metric
     'accuracy'
     >>> task_class("mnist")
     Traceback (most recent call last):
-    grace.errors.ConfigError: unknown task 'mnist'; known: charlm, digits, or module:function
+    grace.errors.ConfigError: unknown task 'mnist'; known: chargpt, charlm, digits, recommender, or module:function
     """
-    if name not in TASKS:
-        return partial(_own, name, load_function(name, "task", sorted(TASKS)))
-    module = name if framework is None else f"{check_framework(framework)}_tasks"
-    return getattr(importlib.import_module(f"grace.bench.workloads.{module}"), TASKS[name])
+    if name in TASKS:
+        module, _, cls = TASKS[name].partition(".")
+        module = module if framework is None else f"{check_framework(framework)}_tasks"
+        made: Any = getattr(importlib.import_module(f"grace.bench.workloads.{module}"), cls)
+    else:
+        made = partial(_own, name, load_function(name, "task", sorted(TASKS)))
+    if size is None:
+        return made
+    if not getattr(made, "sized", False):
+        raise ConfigError(f"size: the model of the task {name} has one size; chargpt's can be chosen")
+    return partial(made, size)
 
 
 def _own(name: str, function: Callable[[], Any]) -> Task:

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import grace
-from grace.bench.workloads import charlm, digits
-from grace.bench.workloads.charlm import EMBEDDING, HIDDEN, WORST
+from grace.bench.workloads import charlm, digits, recommender
+from grace.bench.workloads.charlm import BLOCKS, EMBEDDING, GPT_WINDOW, HEADS, HIDDEN, WORST
 from grace.bench.workloads.digits import WIDTH
-from grace.bench.workloads.task import Task, Trainer, in_optimizer
+from grace.bench.workloads.task import ADAMW_BETA2, Task, Trainer, in_optimizer
 from grace.exchange.bucket import Traffic
 
 
@@ -39,13 +39,17 @@ class InTorch(Task):
         return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-class Digits(InTorch, digits.Digits):
-    """The digits, as tensors."""
+class _Labelled(InTorch):
+    """Inputs ``x`` and labels ``y`` as tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.train_x, self.test_x = torch.tensor(self.train_x), torch.tensor(self.test_x)
-        self.train_y, self.test_y = torch.tensor(self.train_y), torch.tensor(self.test_y)
+        for key in ("train_x", "train_y", "test_x", "test_y"):
+            setattr(self, key, torch.tensor(getattr(self, key)))
+
+
+class Digits(_Labelled, digits.Digits):
+    """The digits."""
 
     def network(self, seed: int) -> nn.Module:
         return network(seed)
@@ -73,8 +77,8 @@ def network(seed: int) -> nn.Sequential:
 class CharacterModel(InTorch, charlm.CharacterModel):
     """The text, as tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
         self.train, self.test = torch.tensor(self.train), torch.tensor(self.test)
 
     def network(self, seed: int) -> nn.Module:
@@ -113,14 +117,97 @@ class CharacterLSTM(nn.Module):
         return self.output(self.lstm(self.embedding(codes))[0])
 
 
-class FrameworkTrainer(Trainer):
-    """SGD, over torch.distributed."""
+class CharacterGPT(CharacterModel, charlm.CharacterGPT):
+    """The text, as tensors, and the GPT."""
 
-    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float):
+    def network(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return GPT(len(self.characters), self.width)
+
+    def quality(self, model: nn.Module) -> float:
+        """The mean cross-entropy."""
+        with torch.no_grad():
+            return float(_next_character(model, self.test))
+
+
+class GPT(nn.Module):
+    """Embeddings of characters and positions, two blocks, a norm and a linear layer over the characters.
+
+    >>> sum(p.numel() for p in GPT(100, 48).parameters())
+    69364
+    """
+
+    def __init__(self, characters: int, width: int):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(characters, width), nn.Embedding(GPT_WINDOW - 1, width)
+        for table in (self.embedding, self.positions):
+            nn.init.normal_(table.weight, std=charlm.SPREAD)
+        looks: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        blocks = [nn.TransformerEncoderLayer(width, HEADS, 4 * width, 0.0, **looks) for _ in range(BLOCKS)]
+        self.blocks, self.norm, self.output = nn.ModuleList(blocks), nn.LayerNorm(width), nn.Linear(width, characters)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(GPT_WINDOW - 1), persistent=False)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """Logits of the next character: (batch, length, characters)."""
+        x = self.embedding(codes) + self.positions.weight
+        for block in self.blocks:
+            x = block(x, self.mask, is_causal=True)
+        return self.output(self.norm(x))
+
+
+class Recommender(_Labelled, recommender.Recommender):
+    """The clicks."""
+
+    def network(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Scores()
+
+    def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
+        return binary_cross_entropy_with_logits(model(self.train_x[share]), self.train_y[share])
+
+    def quality(self, model: nn.Module) -> float:
+        """The log loss."""
+        with torch.no_grad():
+            return float(binary_cross_entropy_with_logits(model(self.test_x), self.test_y))
+
+
+class Scores(nn.Module):
+    """Two embedding tables, and an MLP of both embeddings and their product.
+
+    >>> sum(p.numel() for p in Scores().parameters())
+    27201
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (recommender.USERS, recommender.EMBEDDING), (recommender.ITEMS, recommender.EMBEDDING)
+        self.users, self.items = (nn.Embedding(*size) for size in sizes)
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=recommender.SPREAD)
+        hidden = nn.Linear(3 * recommender.EMBEDDING, recommender.HIDDEN)
+        self.mlp = nn.Sequential(hidden, nn.ReLU(), nn.Linear(recommender.HIDDEN, 1))
+
+    def forward(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Logits of clicks: (batch,)."""
+        user, item = self.users(pairs[:, 0]), self.items(pairs[:, 1])
+        return self.mlp(torch.cat([user, item, user * item], 1)).squeeze(1)
+
+
+class FrameworkTrainer(Trainer):
+    """SGD or AdamW, over torch.distributed."""
+
+    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float, optimizer: str = "sgd"):
         self.task, self.model = task, task.network(seed)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
+        parameters = self.model.parameters()
+        made: torch.optim.Optimizer = (
+            torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+            if optimizer == "sgd"
+            else torch.optim.AdamW(parameters, lr=lr, betas=(momentum, ADAMW_BETA2))
+        )
         self.optimizer = grace.DistributedOptimizer(
-            optimizer, self.model.named_parameters(), seed=seed, **in_optimizer(method)
+            made, self.model.named_parameters(), seed=seed, **in_optimizer(method)
         )
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""What a training run spends its time on: recorded while it runs, and read afterwards."""
+"""Traces of training runs: events are recorded during a run, and summarized afterwards."""

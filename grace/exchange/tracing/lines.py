@@ -1,4 +1,4 @@
-"""What a line of a rank's trace must be; anything may stand in a file that was cut, mixed up or edited."""
+"""Checks of the lines of a rank's trace, which may have been cut, mixed up or edited."""
 
 import json
 import math
@@ -9,21 +9,22 @@ from grace.errors import ConfigError
 from grace.exchange.tracing.recorder import FORMAT
 
 MOST = 2**62
-"""Nanoseconds, bytes, elements, and clocks."""
+"""Largest number of nanoseconds, bytes or elements."""
 MOST_RANKS = 1 << 20
+"""Largest number of ranks."""
 PHASES = ("compensate", "compress", "update", "decode", "sum rows", "encode", "average")
-"""Events of one variable."""
+"""Names of the events of one variable."""
 
 
 def entry_of(line: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """The event or the facts in a line.
+    """Return the event or the facts in a line.
 
     Args:
-        line: of the file.
-        facts: what the lines before it said; empty if there are none.
+        line: the line of the file.
+        facts: the facts in the lines before it; empty for the first line.
 
     Raises:
-        ValueError: it is damaged; the message says what is wrong.
+        ValueError: the line is damaged; the message names the fault.
 
     >>> entry_of('{"waits": "DDP"}', {"rank": 0})
     {'waits': 'DDP'}
@@ -58,16 +59,24 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _number(value: Any, low: float = 0) -> str:
+def _check_number(value: Any, low: float = 0) -> str:
+    """Return the fault of a value that is no number of at least ``low``; empty if it is one."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= MOST
     return "" if number and math.isfinite(value) else f"must be a number from {low} on"
 
 
-def _whole(value: Any, low: float = 0) -> str:
-    return "" if isinstance(value, int) and not _number(value, low) else f"must be a whole number from {low} on"
+def _check_integer(value: Any, low: float = 0) -> str:
+    """Return the fault of a value that is no whole number of at least ``low``; empty if it is one."""
+    return "" if isinstance(value, int) and not _check_number(value, low) else f"must be a whole number from {low} on"
 
 
-def _text(value: Any) -> str:
+def _check_sizes(value: Any) -> str:
+    """Return the fault of a value that is no list of sizes; empty if it is one."""
+    return "" if isinstance(value, list) and not any(map(_check_integer, value)) else "must be sizes"
+
+
+def _check_text(value: Any) -> str:
+    """Return the fault of a value that is no printable text; empty if it is one."""
     try:
         value.encode()
         return ""
@@ -85,44 +94,44 @@ def _check(entry: dict[str, Any], place: str = "", **wanted: Callable[[Any], str
 def _check_event(event: dict[str, Any], facts: dict[str, Any]) -> None:
     _check(event, ph=lambda value: "" if value in ("X", "b", "e", "i") else "must be X, b, e or i")
     phase, args = event["ph"], event.get("args", {})
-    _check(event, name=_text, cat=_text, ts=_number, tid=_whole)
+    _check(event, name=_check_text, cat=_check_text, ts=_check_number, tid=_check_integer)
     if phase == "X":
-        _check(event, dur=lambda value: _number(value, int(event["name"] == "step")))
+        _check(event, dur=lambda value: _check_number(value, int(event["name"] == "step")))
     elif phase in ("b", "e"):
-        _check(event, id=_whole)
+        _check(event, id=_check_integer)
     if not isinstance(args, dict):
         raise ValueError(f"args must be an object, not {_short(args)}")
     if phase == "b" or "communicator" in args:
-        _check(args, "args.", variables=_text, communicator=_text)
+        _check(args, "args.", variables=_check_text, communicator=_check_text)
     if phase == "b":
-        _check(args, "args.", bytes=_number)
+        _check(args, "args.", bytes=_check_number)
     named = list(args) if event["name"] == "payload" else [args.get("variable")] if event["name"] in PHASES else []
     for name in named:
         if not isinstance(name, str) or name not in facts["variables"]:
             raise ValueError(f"the variable {_short(name)} is none that the rank has")
     if event["name"] == "payload":
-        _check(args, "args.", **dict.fromkeys(args, _number))
+        _check(args, "args.", **dict.fromkeys(args, _check_number))
     elif event["name"] == "step" and phase != "X":
         raise ValueError("a step must have a duration")
 
 
 def _check_facts(entry: dict[str, Any], first: bool) -> None:
     if first:
-        _check(entry, rank=_whole, size=_whole, host=_text, engine=_text, offset=lambda value: _whole(value, -MOST))
+        _check(entry, rank=_check_integer, size=_check_integer, host=_check_text, engine=_check_text)
+        _check(entry, offset=lambda value: _check_integer(value, -MOST))
         if not entry["rank"] < entry["size"] <= MOST_RANKS:
             raise ValueError(f"there is no rank {entry['rank']} of {entry['size']}")
     elif "rank" in entry:
         raise ValueError("it is of another trace")
     if "waits" in entry:
-        _check(entry, waits=_text)
+        _check(entry, waits=_check_text)
     for key in ("tracks", "variables"):
         if not isinstance(entry.get(key, {}), dict):
             raise ValueError(f"{key} must be an object, not {_short(entry[key])}")
     for track, name in entry.get("tracks", {}).items():
-        if not (track.isdecimal() and track.isascii() and len(track) < 10) or _text(name):
+        if not (track.isdecimal() and track.isascii() and len(track) < 10) or _check_text(name):
             raise ValueError(f"tracks must name numbers, not {_short(track)} {_short(name)}")
     for name, variable in entry.get("variables", {}).items():
-        if not isinstance(variable, dict) or _text(name):
+        if not isinstance(variable, dict) or _check_text(name):
             raise ValueError(f"variables.{_short(name)} must be an object, not {_short(variable)}")
-        sizes = lambda value: "" if isinstance(value, list) and not any(map(_whole, value)) else "must be sizes"  # noqa: E731
-        _check(variable, f"variables.{_short(name)}.", shape=sizes, method=_text)
+        _check(variable, f"variables.{_short(name)}.", shape=_check_sizes, method=_check_text)

@@ -1,13 +1,13 @@
-"""What a training run spends its time on, recorded event by event.
+"""The recorder of a training run's events, which shows where its time goes.
 
-Where the environment variable GRACE_TRACE names a folder, every rank leaves a file ``rankN.jsonl`` in it, and
-``grace trace FOLDER`` makes one picture of them. The first GRACE_TRACE_SKIP steps (5) are left out, the next
-GRACE_TRACE_STEPS (50) are recorded; before and after, and where nothing is traced, a phase costs a look at a variable.
+If the environment variable GRACE_TRACE names a folder, every rank writes a file ``rankN.jsonl`` there, and
+``grace trace FOLDER`` merges them into one timeline. The first GRACE_TRACE_SKIP steps (5) are left out, the next
+GRACE_TRACE_STEPS (50) are recorded; outside of these, and without a trace, a phase costs one read of a variable.
 
-Times are the host's: on a GPU, where operations are started and not awaited, they say how long starting took.
-Events only look at clocks: a traced step runs the same program as any other. Where a bucket is encoded in one pass,
-each variable's event is its share of the time by its elements. What was recorded is written at the end of each step,
-between two steps, so that a rank that is killed leaves what it had.
+Times are the host's: on a GPU, where operations are started and not awaited, they are the times to start operations.
+Events only read clocks: a traced step runs the same program as any other. If a bucket is encoded in one pass, each
+variable's event gets its share of the time by its number of elements. Events are written at the end of each step, so
+that a killed rank leaves all events of its earlier steps.
 """
 
 import atexit
@@ -28,36 +28,39 @@ from grace.errors import ConfigError
 FOLDER, STEPS, SKIP = "GRACE_TRACE", "GRACE_TRACE_STEPS", "GRACE_TRACE_SKIP"
 DEFAULT_STEPS, DEFAULT_SKIP = 50, 5
 FORMAT = 1
-"""Of the ranks' files; another one is refused."""
+"""Version of the format of the ranks' files; other versions are refused."""
 STEP_TRACK, COLLECTIVE_TRACK, FIRST_THREAD = 0, 1, 2
-"""The tracks of a rank: its steps, its collectives, and one per thread."""
+"""Numbers of a rank's tracks: steps, collectives, and the first of its threads."""
 
 run: "Recorder | None" = None
-"""The recorder of this process; None where nothing is traced. Sessions tell it of gradients, exchanges and updates."""
+"""Recorder of this process; None without a trace. Sessions call it for gradients, exchanges and updates."""
 active: "Recorder | None" = None
-"""The same; None outside the steps that are to be recorded."""
+"""Recorder of this process during the steps that are recorded; else None."""
 _NOTHING = contextlib.nullcontext()
 
 
 class Recorder:
-    """The events of one rank, in a list until the step ends, then in its file.
+    """Recorder of one rank's events, which are in a list until the step ends, then in its file.
 
     The file has one JSON object per line: events of Chrome's trace format, but in nanoseconds of the rank's own clock,
     and facts (objects without "ph").
 
     Args:
-        folder: where the file goes.
-        rank, size: whose it is.
-        steps: how many steps are recorded,
-        skip: after how many.
-        engine: the backend, for people.
+        folder: the folder of the file.
+        rank, size: the number of this rank, and of all ranks.
+        steps: number of steps that are recorded.
+        skip: number of steps before them.
+        engine: description of the backend.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, steps: int, skip: int, engine: str = ""):
-        self.path, self.steps, self.skip, self.pid = folder / f"rank{rank}.jsonl", steps, skip, os.getpid()
+        self.path = folder / f"rank{rank}.jsonl"
+        self.steps = steps
+        self.skip = skip
+        self.pid = os.getpid()
         offset = time.time_ns() - time.perf_counter_ns()
         facts = {"rank": rank, "size": size, "host": socket.gethostname(), "engine": engine, "offset": offset}
         self.events: list[dict[str, Any]] = [{"grace_trace": FORMAT, **facts}]
@@ -78,23 +81,23 @@ class Recorder:
 
     @property
     def recording(self) -> bool:
-        """Whether the step that is under way is to be recorded."""
+        """True if the current step is recorded."""
         return self.skip <= self.number < self.skip + self.steps
 
     # -- events ----------------------------------------------------------------------------------------
 
     def note(self, **facts: Any) -> None:
-        """Facts about the rank; dicts add to what was noted before."""
+        """Record facts about the rank. Dicts are merged with earlier ones of the same name."""
         self.events.append(facts)
 
     def add(self, name: str, kind: str, began: int, ended: int, track: int, args: dict[str, Any]) -> None:
-        """A complete event."""
+        """Record a complete event; times are in nanoseconds."""
         self.events.append(
             {"ph": "X", "name": name, "cat": kind, "ts": began, "dur": ended - began, "tid": track, "args": args}
         )
 
     def track(self) -> int:
-        """That of the current thread."""
+        """Return the track of the current thread."""
         ident = threading.get_ident()
         if ident not in self.tracks:
             self.tracks[ident] = track = FIRST_THREAD + len(self.tracks)
@@ -104,8 +107,8 @@ class Recorder:
         return self.tracks[ident]
 
     def write(self) -> None:
-        """Append what was recorded to the file. If that fails, training goes on, and nothing more is recorded."""
-        if os.getpid() != self.pid:  # a process that was forked off
+        """Append the recorded events to the file. If that fails, training continues, and the trace ends."""
+        if os.getpid() != self.pid:  # a forked child must not write into its parent's file
             return
         if not self.events:
             return
@@ -123,30 +126,30 @@ class Recorder:
     # -- steps -----------------------------------------------------------------------------------------
 
     def gradient(self) -> None:
-        """A gradient is there: the backward pass runs."""
-        if self.exchanged_at is not None:  # the step before had no update, as after an overflow
+        """Note that a gradient is ready, so that the backward pass is running."""
+        if self.exchanged_at is not None:  # the step before had no update, after an overflow for instance
             self.end_step()
         now = time.perf_counter_ns()
         self.backward = (now if self.backward is None else self.backward[0], now)
 
     def exchanged(self) -> None:
-        """All exchanges of a step are over; so is the step, unless somebody tells when the update is."""
+        """Note that all exchanges of a step have ended. Unless the session reports updates, the step ends, too."""
         self.exchanged_at = time.perf_counter_ns()
         if not self.updates_follow:
             self.end_step()
 
     def update_begins(self) -> None:
-        """The user's optimizer is about to change the variables."""
+        """Note that the user's optimizer is about to change the variables."""
         self.update_began = time.perf_counter_ns()
 
     def update_ends(self) -> None:
-        """It has."""
+        """Note that the user's optimizer has changed the variables."""
         if self.recording and self.update_began is not None:
             self.add("optimizer", "optimizer", self.update_began, time.perf_counter_ns(), STEP_TRACK, {})
         self.update_began = None
 
     def end_step(self) -> None:
-        """The step is over, and the next one begins."""
+        """End the step, and begin the next one."""
         if self.recording:
             self.add("step", "step", self.began, time.perf_counter_ns(), STEP_TRACK, {"step": self.number})
             if self.backward is not None:
@@ -164,7 +167,7 @@ class Recorder:
 
 
 class Phase:
-    """A context whose time is an event of the current thread."""
+    """Context whose time is an event of the current thread."""
 
     __slots__ = ("args", "began", "kind", "name", "recorder")
 
@@ -180,38 +183,38 @@ class Phase:
 
 
 class CollectiveEvent:
-    """The event of a collective under way, made when it starts; collectives overlap, so events are asynchronous."""
+    """Event of a collective, made when it starts. Collectives overlap, so their events are asynchronous."""
 
     def __init__(self, recorder: Recorder, args: dict[str, Any]):
         self.recorder, self.args, self.began = recorder, args, time.perf_counter_ns()
 
     def end(self) -> None:
-        """Record that the collective is known to be done."""
+        """Record the end of the collective."""
         event = {"name": "collective", "cat": "collective", "id": next(self.recorder.ids), "tid": COLLECTIVE_TRACK}
         begin = {"ph": "b", "ts": self.began, **event, "args": _plain(self.args)}
         self.recorder.events += [begin, {"ph": "e", "ts": time.perf_counter_ns(), **event}]
 
 
 def _plain(args: dict[str, Any]) -> dict[str, Any]:
-    """With a bucket's number, variables and communicator instead of the bucket."""
+    """Return facts with a bucket's number, variables and communicator instead of the bucket."""
     bucket = args.pop("bucket", None)
     if bucket is None:
         return args
     return {"bucket": bucket.index, "variables": bucket.ends, "communicator": bucket.communicator.describe(), **args}
 
 
-# -- what the exchange says --------------------------------------------------------------------------------------------
+# -- functions that the exchange calls ---------------------------------------------------------------------------------
 
 
 def begin(backend: Any, shards: Iterable[Any]) -> None:
-    """A runner is made: start to record if GRACE_TRACE says so, and note what it exchanges.
+    """Start to record if GRACE_TRACE is set, and note the shards of a new runner.
 
     Args:
-        backend: whose rank this is.
-        shards: see :class:`grace.session.sharding.Shard`.
+        backend: the backend, which has the number of this rank.
+        shards: the runner's shards; see :class:`grace.session.sharding.Shard`.
 
     Raises:
-        ConfigError: the folder cannot be written, or a number is none.
+        ConfigError: the folder cannot be written, or an environment variable is no number.
     """
     global run
     if not os.environ.get(FOLDER):
@@ -245,12 +248,12 @@ def _number(name: str, default: int, low: int) -> int:
 
 
 def phase(name: str, kind: str = "codec", **args: Any) -> Any:
-    """A context whose time is recorded, as an event of this name.
+    """Return a context whose time is recorded as an event.
 
     Args:
-        name: "compress", "wait" ...
-        kind: "codec" (work of the method), "wait" (for other ranks), or "part" (one that holds others).
-        args: what it was for: ``variable="w"`` or ``bucket=a Bucket``.
+        name: name of the event, such as "compress" or "wait".
+        kind: "codec" (work of the method), "wait" (for other ranks), or "part" (a phase that contains others).
+        args: facts of the event: ``variable="w"`` or ``bucket=a Bucket``.
 
     >>> with phase("compress", variable="w"):  # nothing is traced here
     ...     pass
@@ -259,7 +262,7 @@ def phase(name: str, kind: str = "codec", **args: Any) -> Any:
 
 
 def each(name: str, names: Sequence[str], function: Any, *columns: Iterable[Any]) -> list[Any]:
-    """``function(*items, name)`` for every variable, each an event of its own.
+    """Return ``function(*items, name)`` of every variable, and record an event for each.
 
     >>> each("compress", ["a", "b"], lambda x, name: f"{name}{x}", [1, 2])
     ['a1', 'b2']
@@ -275,8 +278,8 @@ def each(name: str, names: Sequence[str], function: Any, *columns: Iterable[Any]
 
 
 def shared(name: str, variables: Sequence[Any], function: Any, *args: Any) -> Any:
-    """``function(*args)``, which does something for several variables together: an event for each, of the share of the
-    time that its elements are of all elements.
+    """Return ``function(*args)``, which works on several variables together, and record an event for each: its share of
+    the time by its number of elements.
 
     >>> shared("compress", [], max, 1, 2)
     2
@@ -294,7 +297,7 @@ def shared(name: str, variables: Sequence[Any], function: Any, *args: Any) -> An
 
 
 def payload(nbytes: dict[str, int]) -> None:
-    """So many bytes of each variable were handed to the engine."""
+    """Record the bytes of each variable that were passed to the engine."""
     if active is not None:
         now = time.perf_counter_ns()
         event = {"ph": "i", "name": "payload", "cat": "payload", "ts": now, "s": "t", "tid": active.track()}
@@ -303,7 +306,7 @@ def payload(nbytes: dict[str, int]) -> None:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Nothing is recorded in this context: what it does is no part of training."""
+    """Record nothing in this context, which is no part of training."""
     global active
     before, active = active, None
     try:
@@ -312,12 +315,12 @@ def paused() -> Iterator[None]:
         active = before
 
 
-# -- facts that sessions add -------------------------------------------------------------------------------------------
+# -- functions that sessions call --------------------------------------------------------------------------------------
 
 
 def note(**facts: Any) -> None:
-    """Note facts about this rank: ``updates_follow=True`` if the session calls :meth:`Recorder.end_step` after each
-    update, ``waits`` for who waits for collectives if Grace does not."""
+    """Record facts about this rank: ``updates_follow=True`` if the session calls :meth:`Recorder.end_step` after each
+    update, ``waits`` for the library that waits for collectives if Grace does not."""
     if run is not None:
         run.updates_follow = facts.pop("updates_follow", run.updates_follow)
         if facts:

@@ -1,4 +1,4 @@
-"""What a trace says: where a step's time goes, what each variable costs, and what each bucket waits for."""
+"""Summary of a trace: the parts of a step's time, and the costs of each variable and each bucket."""
 
 import dataclasses
 import math
@@ -10,25 +10,24 @@ from grace.exchange.tracing.timeline import Event, RankTrace
 
 PHASES = ("compensate", "compress", "update", "decode")
 WITHIN = {"sum rows": "compensate", "encode": "compress", "average": "decode"}
-"""Phases that are counted as others: a bucket that is encoded in one pass is compensated and remembered meanwhile."""
-"""Phases that are counted with another."""
-BESIDE = "grace exchanges"
-"""The thread whose work training does not wait for."""
+"""Phases that are counted as another: encoding in one pass includes compensation and the memory's update."""
+BACKGROUND_THREAD = "grace exchanges"
+"""Name of the thread that training does not wait for."""
 
 Interval = tuple[float, float]
 
 
 @dataclasses.dataclass
 class VariableCost:
-    """What a variable costs, per step, on average over steps and ranks.
+    """Cost of a variable per step, averaged over steps and ranks.
 
     Attributes:
-        name: of the variable or part.
+        name: name of the variable or shard.
         shape: its shape.
-        method: its compressor.
-        calls: of the compressor.
+        method: spec of its compressor.
+        calls: number of calls of the compressor.
         ms: milliseconds per phase: compensate, compress, update, decode.
-        nbytes: of payload.
+        nbytes: bytes of payload.
     """
 
     name: str
@@ -40,22 +39,22 @@ class VariableCost:
 
     @property
     def total(self) -> float:
-        """Milliseconds, all phases."""
+        """Milliseconds of all phases."""
         return sum(self.ms.values())
 
 
 @dataclasses.dataclass
 class GroupCost:
-    """What a bucket's collectives cost, likewise.
+    """Cost of a bucket's collectives per step, averaged over steps and ranks.
 
     Attributes:
-        variables: the first and the last.
-        communicator: communicator, method and memory.
-        collectives: how many.
-        nbytes: of buffers handed to the engine.
-        packing: milliseconds to put payloads into buffers, take them out, and add them up.
-        under_way: milliseconds from their start until they were known to be done.
-        waited: milliseconds that training stood still for them.
+        variables: names of the first and the last variable.
+        communicator: specs of communicator, method and memory.
+        collectives: number of collectives.
+        nbytes: bytes of buffers passed to the engine.
+        packing: milliseconds to pack, unpack and add up payloads.
+        under_way: milliseconds from the start of collectives until they were known to be done.
+        waited: milliseconds that training waited for them.
     """
 
     variables: str
@@ -69,17 +68,17 @@ class GroupCost:
 
 @dataclasses.dataclass
 class Summary:
-    """A trace, in numbers; times in milliseconds per step, on average over steps and ranks.
+    """Numbers of a trace; times are milliseconds per step, averaged over steps and ranks.
 
     Attributes:
-        ranks: how many.
-        steps: of each (of the one that recorded most).
-        step: the whole step.
-        parts: what it is made of, by the keys of ``WORDS``; they add up to ``step``.
-        under_way: how long any collective was under way.
-        variables: by their total time, the largest first.
-        buckets: by the time waited, then under way.
-        waits: who waits for collectives, if Grace does not: then "rest" holds the time waited.
+        ranks: number of ranks.
+        steps: number of steps of the rank that recorded most.
+        step: time of the whole step.
+        parts: times of the step's parts, by the keys of ``WORDS``; their sum is ``step``.
+        under_way: time in which any collective was under way.
+        variables: costs of variables, the largest total time first.
+        buckets: costs of buckets, by the time waited, then under way.
+        waits: name of the library that waits for collectives, if Grace does not: "rest" then includes that time.
     """
 
     ranks: int
@@ -92,8 +91,8 @@ class Summary:
     waits: str = ""
 
     @property
-    def words(self) -> dict[str, str]:
-        """What each part is."""
+    def descriptions(self) -> dict[str, str]:
+        """Descriptions of the parts, by key."""
         rest = ["waiting for other stages"] if "stage" in self.parts else ["forward", "backward"]
         if "optimizer" not in self.parts:
             rest.append("the update")
@@ -102,7 +101,7 @@ class Summary:
         return {**WORDS, "rest": f"{', '.join(rest)} and the rest"}
 
     def sentence(self) -> str:
-        """What dominates.
+        """Return a sentence about the largest parts.
 
         >>> parts = {"rest": 2.0, "codec": 1.5, "wait": 6.0, "optimizer": 0.5}
         >>> print(Summary(2, 50, 10.0, parts, 8.0, [], []).sentence())
@@ -111,8 +110,8 @@ class Summary:
         """
         shares = {part: 100 * ms / self.step for part, ms in self.parts.items()}
         first, *others = [part for part in sorted(shares, key=lambda part: -shares[part]) if shares[part] >= 0.5]
-        said = [f"{shares[first]:.0f} % of a step is {self.words[first]}"]
-        said += [f"{shares[part]:.0f} % {self.words[part]}" for part in others]
+        said = [f"{shares[first]:.0f} % of a step is {self.descriptions[first]}"]
+        said += [f"{shares[part]:.0f} % {self.descriptions[part]}" for part in others]
         return "; ".join(said) + "."
 
 
@@ -125,10 +124,10 @@ WORDS = {
 
 
 def summarize(ranks: Sequence[RankTrace]) -> Summary:
-    """The numbers of a trace. Only what lies in steps that were recorded whole is counted.
+    """Return the summary of a trace. Only events in completely recorded steps are counted.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no such steps.
     """
     count = sum(len(rank.steps) for rank in ranks)
     if not count:
@@ -162,7 +161,7 @@ def _add_costs(
     rank: RankTrace, count: int, variables: dict[str, VariableCost], buckets: dict[tuple[str, str], GroupCost]
 ) -> None:
     """Add a rank's events to the costs of variables and buckets, divided by the number of all steps."""
-    beside = _beside(rank)
+    beside = _background_tracks(rank)
     begun: dict[int, tuple[GroupCost, int]] = {}
     for event in _counted(rank):
         args, name, ms = event.get("args", {}), event["name"], event.get("dur", 0) / 1e6 / count
@@ -191,9 +190,9 @@ def _add_costs(
 
 
 def _parts(rank: RankTrace) -> dict[str, float]:
-    """What a rank's steps are made of, in nanoseconds. Where phases of several threads overlap, the codec's come first,
-    then the optimizer's, then waiting."""
-    beside = _beside(rank)
+    """Return the parts of a rank's steps, in nanoseconds. Overlapping phases of several threads are counted once: as
+    codec first, then as optimizer, then as waiting."""
+    beside = _background_tracks(rank)
     spans: dict[str, list[Interval]] = {"codec": [], "optimizer": [], "wait": [], "stage": []}
     collectives: list[Interval] = []
     begun: dict[int, float] = {}
@@ -209,7 +208,8 @@ def _parts(rank: RankTrace) -> dict[str, float]:
     for kind, intervals in spans.items():
         together += intervals
         covered = length(together)
-        parts[kind], before = covered - before, covered
+        parts[kind] = covered - before  # the part that no earlier kind covers
+        before = covered
     rest = total - before
     for kind in ("optimizer", "stage"):
         if not spans[kind]:
@@ -220,7 +220,7 @@ def _parts(rank: RankTrace) -> dict[str, float]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of the union of intervals.
+    """Return the length of the union of intervals.
 
     >>> length([(0, 2), (5, 6), (1, 3)])
     4.0
@@ -233,11 +233,11 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def _counted(rank: RankTrace) -> Iterator[Event]:
-    """The events from the first whole step to the last, in order."""
+    """Return the events from the first completely recorded step to the last, in order."""
     first, last = rank.steps[0]["ts"], rank.steps[-1]["ts"] + rank.steps[-1]["dur"]
     return (event for event in sorted(rank.events, key=lambda event: event["ts"]) if first <= event["ts"] <= last)
 
 
-def _beside(rank: RankTrace) -> set[int]:
-    """The tracks of threads that training does not wait for."""
-    return {int(track) for track, name in rank.facts["tracks"].items() if name == BESIDE}
+def _background_tracks(rank: RankTrace) -> set[int]:
+    """Return the tracks of threads that training does not wait for."""
+    return {int(track) for track, name in rank.facts["tracks"].items() if name == BACKGROUND_THREAD}

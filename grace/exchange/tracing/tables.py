@@ -13,7 +13,7 @@ from grace.exchange.tracing.summary import PHASES, Summary
 
 
 def tables(summary: Summary, top: int) -> Group:
-    """What to print: where a step's time goes, and the ``top`` most expensive variables and buckets."""
+    """Return the tables to print: the parts of a step's time, and the ``top`` most expensive variables and buckets."""
     steps = f"{summary.steps} step{'s' if summary.steps > 1 else ''}"
     ranks = f"{summary.ranks} rank{'s' if summary.ranks > 1 else ''}"
     found: list[Any] = [f"Milliseconds per step, on average over {steps} of {ranks}.", ""]
@@ -27,12 +27,16 @@ def tables(summary: Summary, top: int) -> Group:
         found.append(
             f"{len(left_buckets)} more buckets: waited {_ms(sum(bucket.waited for bucket in left_buckets))} ms\n"
         )
-    found += [_whole(summary), escape(summary.sentence())]
+    found += [_step_table(summary), escape(summary.sentence())]
     return Group(*found)
 
 
 def _table(*columns: tuple[str, bool]) -> Table:
-    """Of columns with a header, and whether they hold numbers."""
+    """Return an empty table.
+
+    Args:
+        columns: the header of each column, and True if it holds numbers.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for header, numbers in columns:
         table.add_column(header, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
@@ -73,10 +77,10 @@ def _buckets(summary: Summary, top: int) -> Table:
     return table
 
 
-def _whole(summary: Summary) -> Table:
+def _step_table(summary: Summary) -> Table:
     table = _table(("a step", False), ("ms", True), ("share", True))
     for part, ms in sorted(summary.parts.items(), key=lambda part: -part[1]):
-        table.add_row(escape(summary.words[part]), _ms(ms), f"{100 * ms / summary.step:.0f} %")
+        table.add_row(escape(summary.descriptions[part]), _ms(ms), f"{100 * ms / summary.step:.0f} %")
     table.add_section()
     table.add_row("the step", _ms(summary.step), "100 %")
     table.add_row("(collectives under way)", _ms(summary.under_way), f"{100 * summary.under_way / summary.step:.0f} %")
@@ -84,7 +88,7 @@ def _whole(summary: Summary) -> Table:
 
 
 def _names(spec: str) -> str:
-    """A spec without its parameters.
+    """Return a spec without its parameters.
 
     >>> _names("topk(ratio=0.1) | qsgd(levels=7)")
     'topk | qsgd'
@@ -93,7 +97,7 @@ def _names(spec: str) -> str:
 
 
 def _ms(milliseconds: float) -> str:
-    """Three digits.
+    """Return milliseconds as text with three significant digits.
 
     >>> _ms(0.01234), _ms(1.234), _ms(12.34), _ms(1234.5)
     ('0.012', '1.23', '12.3', '1234')
@@ -103,7 +107,7 @@ def _ms(milliseconds: float) -> str:
 
 
 def _si(number: float) -> str:
-    """With a prefix.
+    """Return a number as text with three significant digits and an SI prefix.
 
     >>> _si(0), _si(999), _si(2_359_296), _si(14_200)
     ('0', '999', '2.36M', '14.2k')

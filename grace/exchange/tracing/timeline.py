@@ -1,4 +1,4 @@
-"""What ranks have recorded, put together: one file in Chrome's trace format."""
+"""The timeline of all ranks: their traces merged into one file in Chrome's trace format."""
 
 import dataclasses
 import gzip
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.exchange.tracing.lines import entry_of
@@ -17,14 +17,14 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass
 class RankTrace:
-    """One rank's file.
+    """Trace of one rank, read from its file.
 
     Attributes:
         facts: "rank", "size", "host", "engine", "offset" (nanoseconds from its clock to the epoch's), "tracks" (names
-            by number), "variables" (shape, dtype, method, memory and communicator by name), and "waits": who waits
-            for collectives, if Grace does not.
-        events: in Chrome's format, but in nanoseconds of the rank's clock.
-        damage: the lines that were left out, and why.
+            by number), "variables" (shape, dtype, method, memory and communicator by name), and "waits": the library
+            that waits for collectives, if Grace does not.
+        events: events in Chrome's format, but in nanoseconds of the rank's clock.
+        damage: descriptions of lines that were left out.
     """
 
     facts: dict[str, Any]
@@ -33,21 +33,21 @@ class RankTrace:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the rank, for messages."""
         return f"rank {self.facts['rank']}"
 
     @property
     def steps(self) -> list[Event]:
-        """The steps that were recorded from their beginning to their end."""
+        """Events of completely recorded steps."""
         return [event for event in self.events if event["name"] == "step"]
 
 
 def read(path: Path) -> RankTrace:
-    """Read one rank's file. Damaged lines are left out; so is, without a word, a last one that was cut off because the
-    rank was killed.
+    """Read one rank's file. Damaged lines are left out and noted; a last line that was cut off because the rank was
+    killed is left out silently.
 
     Raises:
-        ConfigError: it was not written by a rank, or by that of another version.
+        ConfigError: it was not written by a rank, or by one with another version.
     """
     facts: dict[str, Any] = {}
     events, damage = [], []
@@ -79,14 +79,14 @@ def read(path: Path) -> RankTrace:
 
 
 def load(folder: Path, damage: list[str] | None = None) -> list[RankTrace]:
-    """Read what all ranks have left in a folder, in their order.
+    """Return the traces of all ranks in a folder, in rank order.
 
     Args:
-        folder: where.
-        damage: what could not be read is told here, by file and line; None to be told nothing.
+        folder: the folder.
+        damage: list that descriptions of unreadable lines and files are appended to; None to drop them.
 
     Raises:
-        ConfigError: there is no such folder, nothing in it that can be read, or files of different runs.
+        ConfigError: the folder does not exist, has no readable file, or has files of different runs.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
@@ -97,19 +97,19 @@ def load(folder: Path, damage: list[str] | None = None) -> list[RankTrace]:
             "the folder while they run"
         )
     found: dict[int, RankTrace] = {}
-    told = [] if damage is None else damage
+    faults = [] if damage is None else damage
     for path in paths:
         try:
             rank = read(path)
         except ConfigError as error:
-            told.append(str(error))
+            faults.append(str(error))
             continue
-        told += rank.damage
+        faults += rank.damage
         if rank.facts["rank"] in found:
-            told.append(f"{path}: another file is of {rank.name}, too")
+            faults.append(f"{path}: another file is of {rank.name}, too")
         found.setdefault(rank.facts["rank"], rank)
     if not found:
-        raise ConfigError(told[0])
+        raise ConfigError(faults[0])
     ranks = [rank for _, rank in sorted(found.items())]
     sizes = {rank.name: rank.facts["size"] for rank in ranks}
     if len(set(sizes.values())) > 1:
@@ -119,7 +119,7 @@ def load(folder: Path, damage: list[str] | None = None) -> list[RankTrace]:
 
 
 def missing(ranks: list[RankTrace]) -> list[int]:
-    """The ranks that have left no file.
+    """Return the ranks without a file.
 
     >>> missing([RankTrace({"rank": 1, "size": 3}, [])])
     [0, 2]
@@ -128,10 +128,11 @@ def missing(ranks: list[RankTrace]) -> list[int]:
 
 
 def merged(ranks: list[RankTrace]) -> dict[str, Any]:
-    """All ranks in Chrome's trace format: a process for each, microseconds from the first event on.
+    """Return the timeline of all ranks in Chrome's trace format: a process for each, times in microseconds since the
+    first event.
 
-    A rank's clock is set by the machine's clock of the moment when its recording began: ranks of one machine agree to
-    some microseconds, and those of several as well as the machines' clocks do.
+    A rank's clock is set by its machine's clock when its recording begins: clocks of ranks on one machine agree within
+    some microseconds, those on several machines as well as the machines' clocks.
 
     >>> rank = RankTrace({"rank": 0, "size": 1, "host": "a", "offset": 7, "tracks": {"0": "steps"}, "variables": {}},
     ...                  [{"ph": "X", "name": "step", "cat": "step", "ts": 5000, "dur": 2500, "tid": 0, "args": {}}])
@@ -185,7 +186,7 @@ def save(ranks: list[RankTrace], path: Path) -> None:
     raw = json.dumps(merged(ranks), separators=(",", ":")).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -94,7 +94,7 @@ class Kernels(ValueKernels, SparseKernels):
         """The bytes (uint8) of a contiguous 1-d tensor whose address is known, to be read and written."""
         raise NotImplementedError
 
-    def far(self, x: Tensor) -> bool:
+    def on_device(self, x: Tensor) -> bool:
         """Whether to read a number of this tensor is to wait for a device."""
         return False
 
@@ -254,17 +254,21 @@ class Kernels(ValueKernels, SparseKernels):
 
     @abc.abstractmethod
     def quantize(
-        self, x: Tensor, levels: int, bucket_size: int, norm: str, stream: Stream | None
+        self, x: Tensor, levels: float, bucket_size: int, norm: str, stream: Stream | None
     ) -> tuple[Tensor, Tensor]:
-        """Stochastic rounding per bucket: s = l2 or max norm of the bucket (accumulated in float64, at most
-        the largest float32); code = sign(x) min(levels, floor(abs(x)/s levels + u)), stored as code + levels.
-        Without a stream u is 0.5, which rounds to the nearest level.
+        """Rounding to multiples of a scale per bucket: s = l2 or max norm of the bucket, or with "rms" its root mean
+        square times :func:`~grace.kernels.contract.quantization.gaussian_reach` (accumulated in float64, at most the
+        largest float32); code = sign(x) min(levels, floor(abs(x)/s levels + u)), stored as code + levels. Without a
+        stream u is 0.5, which rounds to the nearest level.
+
+        With levels of n + 1/2, as "rms" has them and which take no stream, there is no zero:
+        code = sign(x) (min(n, floor(abs(x)/s levels)) + 1/2), where the sign of 0 is 1.
 
         Returns the codes (uint8, n) and the scales (float32, ceil(n / bucket_size))."""
 
     @abc.abstractmethod
     def dequantize(
-        self, out: Tensor, codes: Tensor, scales: Tensor, levels: int, bucket_size: int, weight: float
+        self, out: Tensor, codes: Tensor, scales: Tensor, levels: float, bucket_size: int, weight: float
     ) -> Tensor:
         """``out += weight s code / levels``."""
 

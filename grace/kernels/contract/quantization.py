@@ -3,6 +3,8 @@
 import abc
 from typing import Any
 
+import numpy as np
+
 from grace.kernels.random import Stream
 
 Tensor = Any
@@ -19,6 +21,20 @@ LOWEST_BIASED = 127 - 6
 
 POWER_OFFSET = 127 + LOWEST_POWER - 1
 """Code 1 is the lowest power, so this is a float32's biased exponent minus its code."""
+
+GAUSSIAN_STEPS = {1.5: 0.9957, 3.5: 0.5860, 7.5: 0.3352, 127.5: 0.03076}
+"""The steps of the equidistant quantizers of 4, 8, 16 and 256 levels, half of them on each side of zero, whose squared
+error of a standard Gaussian is smallest (Max, "Quantizing for minimum distortion", IRE Trans. Information Theory 6,
+1960), by the outermost level in steps."""
+
+
+def gaussian_reach(levels: float) -> float:
+    """Return the outermost level of one of :data:`GAUSSIAN_STEPS` in root mean squares, rounded to float32.
+
+    >>> round(gaussian_reach(1.5), 4)
+    1.4935
+    """
+    return float(np.float32(levels * GAUSSIAN_STEPS[levels]))
 
 
 class ValueKernels(abc.ABC):

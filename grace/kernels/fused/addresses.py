@@ -6,13 +6,18 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from grace.kernels.fused.lanes import intrinsic, part
-from grace.kernels.fused.loops import compiled, u64
+from grace.kernels.fused.lanes import intrinsic, part, pattern_of, prefetch, prefetch_to_write
+from grace.kernels.fused.loops import LOW31, _max_bits, compiled, u32, u64
 
 GRADIENT, KEPT, NEXT = 0, 1, 2
 """Columns of addresses."""
 SIZE, FIRST, SECOND, MORE = 0, 1, 2, 3
 """Columns of numbers: elements, byte offsets of the payload's tensors, and a number of the method's."""
+
+LINE = 16
+"""Elements of a cache line."""
+AHEAD = 128
+"""Elements that are computed between requests for memory: so few that requests do not wait for each other."""
 
 
 @intrinsic
@@ -30,25 +35,48 @@ def _at(address, n, dtype):
 
 @compiled
 def _add_kept(x, gradient, kept, a, b):
+    """Write x, and return its largest magnitude as a bit pattern."""
+    largest = u32(0)
     for i in range(x.size):
-        x[i] = a * kept[i] + b * gradient[i]
+        value = a * kept[i] + b * gradient[i]
+        x[i] = value
+        magnitude = u32(pattern_of(value) & LOW31)
+        largest = magnitude if magnitude > largest else largest
+    return largest
 
 
 @compiled
 def _scaled(x, gradient, b):
+    """Write x where nothing was kept, and return its largest magnitude as a bit pattern."""
+    largest = u32(0)
     for i in range(x.size):
-        x[i] = b * gradient[i]
+        value = b * gradient[i]
+        x[i] = value
+        magnitude = u32(pattern_of(value) & LOW31)
+        largest = magnitude if magnitude > largest else largest
+    return largest
 
 
 @njit(inline="always")
 def _compensated(row, factors, n, low, high):
-    """x between two elements: in its place as the next residual, or the gradient itself."""
+    """Return x between two elements, in its place as the next residual or the gradient itself, and its largest
+    magnitude as a bit pattern."""
     gradient = part(_at(row[GRADIENT], n, np.float32), low, high)
     if row[NEXT] == 0:
-        return gradient
+        return gradient, _max_bits(gradient.view(np.uint32))
     x = part(_at(row[NEXT], n, np.float32), low, high)
     if row[KEPT] == 0:
-        _scaled(x, gradient, factors[1])
-    else:
-        _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factors[0], factors[1])
-    return x
+        return x, _scaled(x, gradient, factors[1])
+    return x, _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factors[0], factors[1])
+
+
+@compiled
+def _fetch_ahead(row, low, high):
+    """Request the memory of elements that :func:`_compensated` takes soon; they may lie beyond the end."""
+    for i in range(low, high, LINE):
+        place = u64(4 * i)
+        prefetch(row[GRADIENT] + place)
+        if row[NEXT] != 0:
+            prefetch_to_write(row[NEXT] + place)
+        if row[KEPT] != 0:
+            prefetch(row[KEPT] + place)

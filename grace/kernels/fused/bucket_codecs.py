@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from grace.kernels.contract.primitives import Placed
-from grace.kernels.fused import addresses, buckets, sparse_buckets
+from grace.kernels.contract.quantization import gaussian_reach
+from grace.kernels.fused import addresses, buckets, rounding, sparse_buckets
 from grace.kernels.fused.loops import TILE, f32
 from grace.kernels.fused.primitives import _random_indices
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
@@ -108,24 +109,25 @@ class Levels(Codec):
         self,
         sizes: Sequence[int],
         payloads: Sequence[Sequence[Placed]],
-        levels: int,
+        levels: float,
         bits: int,
         bucket: int,
-        l2: bool,
+        norm: str = "max",
         nearest: bool = False,
     ):
         super().__init__(sizes, payloads)
-        self.levels, self.bits, self.bucket, self.l2, self.nearest = levels, bits, bucket, l2, nearest
+        self.levels, self.bits, self.bucket, self.nearest = float(levels), bits, bucket, nearest
+        self.scaled = rounding.NORMS[norm], gaussian_reach(levels) if norm == "rms" else 1.0
         self.draws = not nearest
-        self.spare = np.empty(0 if bits == 8 else self.most, np.uint8)
+        self.held = np.empty(TILE + 8, np.uint8)
 
     def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        chosen = self.levels, self.bits, self.bucket, self.l2, self.nearest, self.spare, self.sound
+        chosen = self.levels, self.bits, self.bucket, *self.scaled, self.nearest, self.held, self.sound
         buckets.encode_levels(rows, factors, self.plan, streams, wire, most, *chosen)
         return self.sound.tolist()
 
     def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        chosen = self.levels, self.bits, self.bucket, self.spare
+        chosen = self.levels, self.bits, self.bucket, self.held
         buckets.decode_levels(outs, wires, self.plan, f32(1 / count), *chosen)
         return True
 
@@ -134,7 +136,7 @@ class Ternary(Levels):
     """See :class:`~grace.compressors.terngrad.TernGrad`."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], clip: float):
-        super().__init__(sizes, payloads, levels=1, bits=2, bucket=max([1, *sizes]), l2=False)
+        super().__init__(sizes, payloads, levels=1, bits=2, bucket=max([1, *sizes]))
         self.clip = clip
 
     def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:

@@ -10,7 +10,18 @@ those of the kernels that compressors call one by one, in the same order, so tha
 import numpy as np
 from numba import njit
 
-from grace.kernels.fused.addresses import FIRST, GRADIENT, NEXT, SECOND, SIZE, _at, _compensated
+from grace.kernels.fused.addresses import (
+    AHEAD,
+    FIRST,
+    GRADIENT,
+    LINE,
+    NEXT,
+    SECOND,
+    SIZE,
+    _at,
+    _compensated,
+    _fetch_ahead,
+)
 from grace.kernels.fused.halves import (
     _add_brain,
     _add_half,
@@ -21,8 +32,8 @@ from grace.kernels.fused.halves import (
     _widen_brain,
     _widen_half,
 )
-from grace.kernels.fused.lanes import float_of, part, pattern_of
-from grace.kernels.fused.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32
+from grace.kernels.fused.lanes import float_of, part, pattern_of, prefetch_to_write
+from grace.kernels.fused.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
 from grace.kernels.fused.packing import _add_either, _pack, _pack_signs, _unpack
 from grace.kernels.fused.primitives import _add, _sum_abs
 from grace.kernels.fused.quantization import (
@@ -33,7 +44,18 @@ from grace.kernels.fused.quantization import (
     _side_sums,
     _sum,
 )
-from grace.kernels.fused.rounding import NEAREST, _dequantize_bucket, _reciprocal, _round_bucket, _scale
+from grace.kernels.fused.rounding import (
+    MAX,
+    MAX_BITS,
+    _dequantize_bucket,
+    _dequantize_to,
+    _reciprocal,
+    _round_bucket,
+    _round_nearest,
+    _round_to_two_bits,
+    _scale,
+    _threshold,
+)
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -64,9 +86,11 @@ def encode_numbers(rows, factors, plan, wire, most, form, sound):
         row, by, n, kept, largest = rows[v], factors[v], plan[v, SIZE], rows[v, NEXT] != 0, u32(0)
         for low in range(0, n, TILE):
             high = min(low + TILE, n)
-            x = _compensated(row, by, n, low, high)
-            if most != ANY:
-                largest = max(largest, _max_bits(x.view(np.uint32)))
+            if row[NEXT] == 0 and most == ANY:
+                x = part(_at(row[GRADIENT], n, np.float32), low, high)
+            else:
+                x, top = _compensated(row, by, n, low, high)
+                largest = max(largest, top)
             if form == FLOAT:
                 part(_at(wire + plan[v, FIRST], n, np.float32), low, high)[:] = x
                 if kept:
@@ -138,9 +162,10 @@ def encode_signs(rows, factors, plan, wire, most, form, sound):
         lower, upper, count, largest = f64(0), f64(0), 0, u32(0)
         for low in range(0, n, TILE):
             high = min(low + TILE, n)
-            x = _compensated(row, by, n, low, high)
-            given = part(_at(row[GRADIENT], n, np.float32), low, high) if form == MOMENT else x
-            largest = max(largest, _max_bits(given.view(np.uint32)))
+            x, top = _compensated(row, by, n, low, high)
+            if form == MOMENT:
+                top = _max_bits(part(_at(row[GRADIENT], n, np.uint32), low, high))
+            largest = max(largest, top)
             if form == SCALED:
                 upper += _sum_abs(x)
             elif form == SIDED:
@@ -199,76 +224,117 @@ def _words_of(streams, v):
 
 
 @compiled
-def encode_levels(rows, factors, plan, streams, wire, most, levels, bits, bucket_size, l2, nearest, spare, sound):
-    random, middle = np.full(TILE + 4, NEAREST), f32(levels)
+def _pack_held(held, count, bits, packed, done):
+    """Pack those of ``count`` held codes that fill whole bytes, behind the ``done`` ones before them.
+
+    Return how many are still held, at the beginning, and how many are packed.
+    """
+    whole = count // 8 * 8
+    _pack(part(held, 0, whole), bits, part(packed, done * bits // 8, packed.size))
+    for i in range(count - whole):
+        held[i] = held[whole + i]
+    return count - whole, done + whole
+
+
+@compiled
+def encode_levels(
+    rows, factors, plan, streams, wire, most, levels, bits, bucket_size, norm, reach, nearest, held, sound
+):
+    """Round to levels. Codes of fewer than 8 bits are held, a tile and up to 7 more, until they fill whole bytes."""
+    random, middle = np.empty(TILE + 4, np.uint32), f32(levels)
     reciprocal, rest = _reciprocal(levels)
     for v in range(rows.shape[0]):
         row, by, n, largest = rows[v], factors[v], plan[v, SIZE], u32(0)
         size = max(1, min(bucket_size, n))
         scales = _at(wire + plan[v, SECOND], (n + size - 1) // size, np.float32)
-        codes = _at(wire + plan[v, FIRST], n, np.uint8) if bits == 8 else part(spare, 0, n)
+        packed = _at(wire + plan[v, FIRST], (n * bits + 7) // 8, np.uint8)
+        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
         span = max(1, TILE // size) * size  # several small buckets share a tile, a large one has several
+        count, done = 0, 0
         for low in range(0, n, span):
             high = min(low + span, n)
-            x = _compensated(row, by, n, low, high)
-            largest = max(largest, _max_bits(x.view(np.uint32)))
-            for start in range(low, high, size):
-                scales[start // size] = _scale(part(x, start - low, min(start + size, high) - low), l2)
+            for start in range(low, high, size if norm == MAX else span):
+                _, top = _compensated(row, by, n, start, min(start + (size if norm == MAX else span), high))
+                largest = max(largest, top)
+                if norm == MAX:
+                    scales[start // size] = float_of(min(top, MAX_BITS))
+            if norm != MAX:
+                for start in range(low, high, size):
+                    scales[start // size] = _scale(part(x, start, min(start + size, high)), norm, reach)
             for tile in range(low, high, TILE):
                 stop, skip = min(tile + TILE, high), tile % 4
                 if not nearest:
                     words = _words_of(streams, v)
                     _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, *words)
+                codes = part(packed, tile, stop) if bits == 8 else part(held, count, count + stop - tile)
                 for start in range(tile, stop, size):
                     end, scale = min(start + size, stop), scales[start // size]
-                    drawn, divisor = (
-                        part(random, start - tile + skip, end - tile + skip),
-                        scale if scale > 0 else f32(1),
-                    )
-                    values, coded = part(x, start - low, end - low), part(codes, start, end)
-                    _round_bucket(values, drawn, divisor, levels, coded)
-                    if row[NEXT] != 0:
-                        _dequantize_bucket(values, coded, scale * f32(-1), middle, reciprocal, rest)
-        if bits != 8:
-            _pack(codes, bits, _at(wire + plan[v, FIRST], (n * bits + 7) // 8, np.uint8))
+                    divisor, factor = scale if scale > 0 else f32(1), scale * f32(-1)
+                    compares = bits == 2 and nearest and row[NEXT] != 0
+                    threshold = _threshold(divisor, levels) if compares else f32(0)
+                    for first in range(start, end, AHEAD):
+                        last = min(first + AHEAD, end)
+                        values, coded = part(x, first, last), part(codes, first - tile, last - tile)
+                        if compares:
+                            _round_to_two_bits(values, threshold, levels, coded, factor, reciprocal, rest)
+                        elif nearest:
+                            subtracts = row[NEXT] != 0
+                            _round_nearest(values, divisor, levels, coded, factor, reciprocal, rest, subtracts)
+                        else:
+                            drawn = part(random, first - tile + skip, last - tile + skip)
+                            _round_bucket(values, drawn, divisor, levels, coded)
+                            if row[NEXT] != 0:
+                                _dequantize_bucket(values, coded, factor, middle, reciprocal, rest)
+                        if span <= TILE:
+                            _fetch_ahead(row, first + span, last + span)
+                if bits != 8:
+                    count, done = _pack_held(held, count + stop - tile, bits, packed, done)
+        if count > 0:
+            _pack(part(held, 0, count), bits, part(packed, done * bits // 8, packed.size))
         sound[v] = largest <= most
 
 
 @compiled
-def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, spare):
+def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, held):
     middle = f32(levels)
     reciprocal, rest = _reciprocal(levels)
     for v in range(outs.size):
         n = plan[v, SIZE]
         size = max(1, min(bucket_size, n))
-        buckets = (n + size - 1) // size
-        whole = _at(outs[v], n, np.float32)
-        packed = bits != 8  # then rank by rank, else all ranks' codes of a bucket while its means are in the cache
-        for first in range(wires.size if packed else 1):
-            if packed:
-                _unpack(_at(wires[first] + plan[v, FIRST], (n * bits + 7) // 8, np.uint8), bits, part(spare, 0, n))
-            for bucket in range(buckets):
-                start, stop = bucket * size, min((bucket + 1) * size, n)
-                out = part(whole, start, stop)
-                if first == 0:
-                    out[:] = 0
-                for rank in range(first, first + 1 if packed else wires.size):
-                    codes = part(spare, 0, n) if packed else _at(wires[rank] + plan[v, FIRST], n, np.uint8)
-                    factor = _at(wires[rank] + plan[v, SECOND], buckets, np.float32)[bucket] * weight
-                    _dequantize_bucket(out, part(codes, start, stop), factor, middle, reciprocal, rest)
+        nbytes, buckets = (n * bits + 7) // 8, (n + size - 1) // size
+        for low in range(0, n, TILE):  # of whole bytes; all ranks' codes of it while its means are in the cache
+            high = min(low + TILE, n)
+            out = part(_at(outs[v], n, np.float32), low, high)
+            for rank in range(wires.size):
+                packed = part(_at(wires[rank] + plan[v, FIRST], nbytes, np.uint8), low * bits // 8, nbytes)
+                scales = _at(wires[rank] + plan[v, SECOND], buckets, np.float32)
+                codes = part(packed if bits == 8 else held, 0, high - low)
+                if bits != 8:
+                    _unpack(packed, bits, codes)
+                start = low
+                while start < high:
+                    stop = min((start // size + 1) * size, high)
+                    places = part(out, start - low, stop - low), part(codes, start - low, stop - low)
+                    factor = scales[start // size] * weight
+                    if rank == 0:
+                        _dequantize_to(*places, factor, middle, reciprocal, rest)
+                        for i in range(start, stop, LINE):
+                            prefetch_to_write(outs[v] + u64(4 * (i + TILE)))
+                    else:
+                        _dequantize_bucket(*places, factor, middle, reciprocal, rest)
+                    start = stop
 
 
 @compiled
 def encode_ternary(rows, factors, plan, streams, wire, most, clip, sound):
     """Levels -1, 0 and 1 of what is clipped to so many standard deviations, in two bits; decoded as levels are."""
     random, clipped, codes = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
-    reciprocal, rest = _reciprocal(1)
+    reciprocal, rest = _reciprocal(1.0)
     for v in range(rows.shape[0]):
         row, by, n, total, largest = rows[v], factors[v], plan[v, SIZE], f64(0), u32(0)
         for low in range(0, n, TILE):
-            x = _compensated(row, by, n, low, min(low + TILE, n))
-            largest = max(largest, _max_bits(x.view(np.uint32)))
-            total += _sum(x)
+            x, top = _compensated(row, by, n, low, min(low + TILE, n))
+            largest, total = max(largest, top), total + _sum(x)
         sound[v] = largest <= most
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
         limit = _deviation_limit(x, total, clip)
@@ -281,7 +347,7 @@ def encode_ternary(rows, factors, plan, streams, wire, most, clip, sound):
             values, y, coded = part(x, low, high), part(clipped, 0, high - low), part(codes, 0, high - low)
             _clip(values, limit, y)
             _random_blocks(part(random, 0, (high - low + 3) // 4 * 4), low // 4, *_words_of(streams, v))
-            _round_bucket(y, random, scale if scale > 0 else f32(1), 1, coded)
+            _round_bucket(y, random, scale if scale > 0 else f32(1), 1.0, coded)
             _pack(coded, 2, part(packed, low // 4, packed.size))
             if row[NEXT] != 0:
                 _dequantize_bucket(values, coded, scale * f32(-1), f32(1), reciprocal, rest)
@@ -298,8 +364,8 @@ def encode_powers(rows, factors, plan, streams, wire, most, sound):
         codes = _at(wire + plan[v, FIRST], n, np.uint8)
         for low in range(0, n, TILE):
             high = min(low + TILE, n)
-            x, coded = _compensated(row, by, n, low, high), part(codes, low, high)
-            largest = max(largest, _max_bits(x.view(np.uint32)))
+            (x, top), coded = _compensated(row, by, n, low, high), part(codes, low, high)
+            largest = max(largest, top)
             _random_blocks(part(random, 0, (high - low + 3) // 4 * 4), low // 4, *_words_of(streams, v))
             _round_powers_tile(x.view(np.uint32), random, coded)
             if row[NEXT] != 0:

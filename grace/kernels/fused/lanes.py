@@ -58,6 +58,25 @@ def part(typing_context, array, start, stop):
     return array(array, types.intp, types.intp), generate
 
 
+def _prefetching(writes):
+    def typed(typing_context, address):
+        def generate(context, builder, signature, args):
+            pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+            function = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+            builder.call(function, [builder.inttoptr(args[0], pointer), number(writes), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return types.void(types.uint64), generate
+
+    return intrinsic(typed)
+
+
+prefetch, prefetch_to_write = _prefetching(0), _prefetching(1)
+"""Request the memory at an address, wherever that is, before it is read or written: processors do not look beyond a few
+hundred instructions."""
+
+
 @intrinsic
 def magnitudes_within(typing_context, bits, start, low, width):
     """Of 32 float32s' bit patterns: a bit for each whose magnitude's is in [low, low + width)."""

@@ -1,7 +1,8 @@
 """Codes as streams of bits, and what decodes them, as compiled loops.
 
 Eight codes below 2^bits make ``bits`` bytes. Both are taken as one 64-bit number, in which neighbours are moved
-together (or apart) in three steps: by one code, by two, by four.
+together (or apart) in three steps: by one code, by two, by four. Where a byte holds two or four whole codes it is made
+of these, by a loop that is vectorized.
 """
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from grace.kernels.fused.lanes import LANES, add_chosen, not_negative, part
 from grace.kernels.fused.loops import compiled, u8, u32, u64
 
+u16 = np.uint16
 ONES1, ONES2, ONES4 = u64(0x0001000100010001), u64(0x0000000100000001), u64(1)
 BITS8, BITS16, BITS32 = u64(0x00FF00FF00FF00FF), u64(0x0000FFFF0000FFFF), u64(0x00000000FFFFFFFF)
 
@@ -45,7 +47,53 @@ def _parted(word, bits):
 
 
 @compiled
+def _pack_fours(codes, out):
+    """Pack codes of 4 bits, two a byte."""
+    pairs = part(codes, 0, codes.size // 2 * 2).view(np.uint16)
+    for i in range(pairs.size):
+        out[i] = u8(pairs[i] | pairs[i] >> u16(4))
+    if codes.size % 2:
+        out[pairs.size] = codes[codes.size - 1]
+
+
+@compiled
+def _unpack_fours(packed, out):
+    pairs = part(out, 0, out.size // 2 * 2).view(np.uint16)
+    for i in range(pairs.size):
+        byte = u16(packed[i])
+        pairs[i] = u16((byte | byte << u16(4)) & u16(0x0F0F))
+    if out.size % 2:
+        out[out.size - 1] = packed[pairs.size] & u8(0x0F)
+
+
+@compiled
+def _pack_twos(codes, out):
+    """Pack codes of 2 bits, four a byte."""
+    fours = part(codes, 0, codes.size // 4 * 4).view(np.uint32)
+    for i in range(fours.size):
+        word = fours[i]
+        out[i] = u8(word | word >> u32(6) | word >> u32(12) | word >> u32(18))
+    for i in range(4 * fours.size, codes.size):
+        before = out[fours.size] if i % 4 else u8(0)
+        out[fours.size] = u8(before | codes[i] << u8(2 * (i % 4)))
+
+
+@compiled
+def _unpack_twos(packed, out):
+    fours = part(out, 0, out.size // 4 * 4).view(np.uint32)
+    for i in range(fours.size):
+        byte = u32(packed[i])
+        fours[i] = u32((byte | byte << u32(6) | byte << u32(12) | byte << u32(18)) & u32(0x03030303))
+    for i in range(4 * fours.size, out.size):
+        out[i] = packed[fours.size] >> u8(2 * (i % 4)) & u8(3)
+
+
+@compiled
 def _pack(codes, bits, out):
+    if bits == 4:
+        return _pack_fours(codes, out)
+    if bits == 2:
+        return _pack_twos(codes, out)
     groups = codes.size // 8
     whole = max(0, min(groups, (out.size - 8) // bits + 1))  # groups behind which 8 bytes may be written
     for group in range(whole):
@@ -63,6 +111,10 @@ def _pack(codes, bits, out):
 
 @compiled
 def _unpack(packed, bits, out):
+    if bits == 4:
+        return _unpack_fours(packed, out)
+    if bits == 2:
+        return _unpack_twos(packed, out)
     whole = max(0, min(out.size // 8, (packed.size - 8) // bits + 1))
     for group in range(whole):
         word = _parted(_eight_bytes(part(packed, group * bits, group * bits + 8)), bits)

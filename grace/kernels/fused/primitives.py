@@ -11,6 +11,7 @@ import numpy as np
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_scale
 from grace.kernels.contract.primitives import bucket_within
+from grace.kernels.contract.quantization import gaussian_reach
 from grace.kernels.fused.halves import HalfFused
 from grace.kernels.fused.lanes import part
 from grace.kernels.fused.loops import (
@@ -29,7 +30,7 @@ from grace.kernels.fused.loops import (
 from grace.kernels.fused.packing import _add_signs, _pack, _pack_signs, _unpack
 from grace.kernels.fused.products import ProductsFused
 from grace.kernels.fused.quantization import ValueFused
-from grace.kernels.fused.rounding import _dequantize, _quantize
+from grace.kernels.fused.rounding import NORMS, _dequantize, _quantize
 from grace.kernels.fused.selection import _topk
 from grace.kernels.fused.sparsification import SparseFused, check_used
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
@@ -186,14 +187,14 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
     def quantize(self, x, levels, bucket_size, norm, stream):
         bucket_size = bucket_within(bucket_size, x.size)
         codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
-        words = _words(stream or Stream(0))
-        _quantize(x, codes, scales, levels, bucket_size, norm == "l2", stream is None, *words)
+        reach, words = gaussian_reach(levels) if norm == "rms" else 1.0, _words(stream or Stream(0))
+        _quantize(x, codes, scales, f64(levels), bucket_size, NORMS[norm], reach, stream is None, *words)
         return codes, scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         bucket_size = bucket_within(bucket_size, codes.size)
         check_quantized(codes.size, scales.size, out.size, bucket_size)
-        _dequantize(out, codes, scales, levels, bucket_size, np.float32(weight))
+        _dequantize(out, codes, scales, f64(levels), bucket_size, np.float32(weight))
         return out
 
     def pack(self, codes, bits):

@@ -24,7 +24,7 @@ from grace.kernels.fused.loops import (
     u32,
 )
 from grace.kernels.fused.packing import _add_either, _add_table
-from grace.kernels.fused.rounding import MAX_BITS, _add_float8, _quantize, _rotate
+from grace.kernels.fused.rounding import MAX, MAX_BITS, _add_float8, _quantize, _rotate
 from grace.kernels.random import Stream
 from grace.kernels.reference.primitives import FLOAT32_MAX
 from grace.kernels.reference.quantization import CONSTANT, FLOAT8, table_factor
@@ -219,7 +219,7 @@ class ValueFused:
     def round_float8(self, x, bucket_size, stream):
         bucket_size, words = bucket_within(bucket_size, x.size), _words(stream or Stream(0))
         codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
-        _quantize(x, codes, scales, 0, bucket_size, False, stream is None, *words)
+        _quantize(x, codes, scales, f64(0), bucket_size, MAX, 1.0, stream is None, *words)
         return codes, scales
 
     def add_float8(self, out, codes, scales, bucket_size, weight):

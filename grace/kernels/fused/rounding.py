@@ -3,6 +3,7 @@
 import numpy as np
 
 from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, ROTATED
+from grace.kernels.fused.compiling import loop
 from grace.kernels.fused.lanes import float_of, part, pattern_of
 from grace.kernels.fused.loops import (
     SHIFT8,
@@ -14,7 +15,6 @@ from grace.kernels.fused.loops import (
     f32,
     f64,
     i32,
-    summing,
     u8,
     u32,
 )
@@ -23,12 +23,15 @@ from grace.kernels.reference.quantization import ROOT
 
 MAX_BITS = FLOAT32_MAX.view(np.uint32)
 NEAREST = u32(1 << 31)  # the random number of an offset of a half, which rounds to the nearest
+HALF, NEAR = f32(0.5), u32(2)
+MAX, L2, RMS = 0, 1, 2
+NORMS = {"max": MAX, "l2": L2, "rms": RMS}
 LARGEST, LOWEST, BOTH, SHIFT23 = f32(LARGEST_FLOAT8), u32(LOWEST_BIASED), u32(257), u32(23)
 EIGHT, MOST_CODE, SIGN, ZERO, SHRINK = i32(8), i32(126), i32(128), i32(0), f32(1 / ROTATED)
 UPPER16 = u32(0xFFFFFF00)  # of the 24 bits of a float32's significand
 
 
-@summing
+@loop(fastmath={"reassoc", "contract"})  # no product is rounded, so that it may be joined with the sum
 def _sum_squares(x):
     total = f64(0)
     for i in range(x.size):
@@ -37,11 +40,12 @@ def _sum_squares(x):
 
 
 @compiled
-def _scale(x, l2):
+def _scale(x, norm, reach):
     """The norm of a bucket, at most the largest float32."""
-    if l2:
-        return f32(min(np.sqrt(_sum_squares(x)), f64(FLOAT32_MAX)))
-    return float_of(min(_max_bits(x.view(np.uint32)), MAX_BITS))
+    if norm == MAX:
+        return float_of(min(_max_bits(x.view(np.uint32)), MAX_BITS))
+    squares = _sum_squares(x)
+    return f32(min(np.sqrt(squares) if norm == L2 else np.sqrt(squares / x.size) * reach, f64(FLOAT32_MAX)))
 
 
 @compiled
@@ -52,6 +56,52 @@ def _round_bucket(x, random, divisor, levels, codes):
         code = i32(raised)
         code = code if code < most else most
         codes[i] = u8(i32(most + (code if x[i] >= 0 else i32(-code))))
+
+
+@compiled
+def _round_nearest(x, divisor, levels, codes, factor, high, low, subtracts):
+    """Round to the nearest level; then subtract it as :func:`_dequantize_bucket` does, while x is in registers."""
+    top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
+    offset = HALF if below == above else f32(0)
+    for i in range(x.size):
+        value = x[i]
+        code = i32(abs(value) / divisor * top + offset)
+        code = code if code < below else below
+        code = i32(above + code) if value >= 0 else i32(below - code)
+        codes[i] = u8(code)
+        level = f32(code) - top
+        if subtracts:
+            x[i] = value + factor * (level * high + level * low)
+
+
+@compiled
+def _threshold(divisor, levels):
+    """Return the smallest magnitude that :func:`_round_nearest` rounds up from the level next to zero.
+
+    It is divisor (1 - offset) / levels, but for what is rounded there and in :func:`_round_nearest`: at most two
+    float32s from what is computed, so these are tried.
+    """
+    top = f32(levels)
+    offset = HALF if levels == i32(levels) else f32(0)
+    first, below = u32(pattern_of(divisor * f32((1 - offset) / levels)) - NEAR), u32(0)
+    for i in range(2 * NEAR):
+        raised = float_of(u32(first + u32(i))) / divisor * top + offset
+        below += u32(0) if raised >= f32(1) else u32(1)
+    return float_of(u32(first + below))
+
+
+@compiled
+def _round_to_two_bits(x, threshold, levels, codes, factor, high, low):
+    """Round and subtract as :func:`_round_nearest` does, where levels end at 1 or 1.5, without a division."""
+    top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
+    far, near = f32(i32(above + 1)) - top, f32(above) - top
+    far, near = factor * (far * high + far * low), factor * (near * high + near * low)
+    for i in range(x.size):
+        value = x[i]
+        is_far, is_up = abs(value) >= threshold, value >= 0
+        code, amount = i32(1) if is_far else i32(0), far if is_far else near
+        codes[i] = u8(i32(above + code) if is_up else i32(below - code))
+        x[i] = value + amount if is_up else value - amount
 
 
 @compiled
@@ -67,14 +117,14 @@ def _round_float8(x, random, divisor, codes):
 
 
 @compiled
-def _quantize(x, codes, scales, levels, bucket_size, l2, nearest, k0, k1, step, draw):
+def _quantize(x, codes, scales, levels, bucket_size, norm, reach, nearest, k0, k1, step, draw):
     """To levels, or where there are none to 8-bit floats."""
     random = np.full(TILE + 4, NEAREST)
     span = max(1, TILE // bucket_size) * bucket_size  # several small buckets share a tile, a large one has several
     for low in range(0, x.size, span):
         high = min(low + span, x.size)
         for start in range(low, high, bucket_size):
-            scales[start // bucket_size] = _scale(part(x, start, min(start + bucket_size, high)), l2)
+            scales[start // bucket_size] = _scale(part(x, start, min(start + bucket_size, high)), norm, reach)
         for tile in range(low, high, TILE):
             stop, skip = min(tile + TILE, high), tile % 4
             if not nearest:
@@ -82,10 +132,13 @@ def _quantize(x, codes, scales, levels, bucket_size, l2, nearest, k0, k1, step, 
             for start in range(tile, stop, bucket_size):
                 end, scale = min(start + bucket_size, stop), scales[start // bucket_size]
                 drawn, divisor = part(random, start - tile + skip, end - tile + skip), scale if scale > 0 else f32(1)
+                values, coded = part(x, start, end), part(codes, start, end)
                 if levels == 0:
-                    _round_float8(part(x, start, end), drawn, divisor, part(codes, start, end))
+                    _round_float8(values, drawn, divisor, coded)
+                elif nearest:
+                    _round_nearest(values, divisor, levels, coded, f32(0), f32(0), f32(0), False)
                 else:
-                    _round_bucket(part(x, start, end), drawn, divisor, levels, part(codes, start, end))
+                    _round_bucket(values, drawn, divisor, levels, coded)
 
 
 @compiled
@@ -133,6 +186,14 @@ def _dequantize_bucket(out, codes, factor, middle, high, low):
     for i in range(out.size):
         level = f32(codes[i]) - middle
         out[i] += factor * (level * high + level * low)
+
+
+@compiled
+def _dequantize_to(out, codes, factor, middle, high, low):
+    """Write what :func:`_dequantize_bucket` makes of zeros."""
+    for i in range(out.size):
+        level = f32(codes[i]) - middle
+        out[i] = f32(0) + factor * (level * high + level * low)
 
 
 @compiled

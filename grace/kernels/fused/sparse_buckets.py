@@ -5,7 +5,7 @@ from numba import njit
 
 from grace.kernels.fused.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
 from grace.kernels.fused.lanes import float_of, part, pattern_of
-from grace.kernels.fused.loops import TILE, _max_bits, compiled, i32, u8, u32, u64
+from grace.kernels.fused.loops import TILE, compiled, i32, u8, u32, u64
 from grace.kernels.fused.selection import LOWERED, _collect, _filter_part, _kth_largest, _take_chunk
 
 u16 = np.uint16
@@ -36,8 +36,8 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
         threshold = pattern_of(float_of(last[v]) * LOWERED)
         largest, count = u32(0), room + 1 if last[v] == 0 else 0
         for low in range(0, n, TILE):
-            x = _compensated(row, by, n, low, min(low + TILE, n))
-            largest = max(largest, _max_bits(x.view(np.uint32)))
+            x, top = _compensated(row, by, n, low, min(low + TILE, n))
+            largest = max(largest, top)
             if guessing and count <= room:
                 count = _filter_part(x.view(np.uint32), threshold, low, indices, found, count)
         sound[v] = largest <= most
@@ -68,8 +68,8 @@ def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, 
         row, n, count, width = rows[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         largest, guess, done = u32(0), u32(0), 0
         for low in range(0, n, chunk):
-            bits = _compensated(row, factors[v], n, low, min(low + chunk, n)).view(np.uint32)
-            largest = max(largest, _max_bits(bits))
+            x, top = _compensated(row, factors[v], n, low, min(low + chunk, n))
+            bits, largest = x.view(np.uint32), max(largest, top)
             mine = min(kept, count - done)
             kth = _take_chunk(bits, guess, low, indices, found, part(chosen, done, done + mine))
             guess, done = pattern_of(float_of(kth) * LOWERED), done + mine
@@ -86,7 +86,7 @@ def encode_drawn(row, by, plan, wire, most, indices, scale):
     """
     n, largest = plan[SIZE], u32(0)
     for low in range(0, n, TILE):
-        largest = max(largest, _max_bits(_compensated(row, by, n, low, min(low + TILE, n)).view(np.uint32)))
+        largest = max(largest, _compensated(row, by, n, low, min(low + TILE, n))[1])
     x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
     values = _at(wire + plan[FIRST], indices.size, np.float32)
     for j in range(indices.size):

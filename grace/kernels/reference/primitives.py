@@ -8,6 +8,7 @@ import numpy as np
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.contract.quantization import gaussian_reach
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 from grace.kernels.reference.quantization import ValueReference
 from grace.kernels.reference.sparsification import SparseReference
@@ -155,16 +156,19 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         padded = np.zeros(buckets * bucket_size, np.float32)
         padded[:n] = np.abs(x)
         magnitude = padded.reshape(buckets, bucket_size)
-        if norm == "l2":
-            scales = np.sqrt(np.square(magnitude, dtype=np.float64).sum(axis=1))
-        else:
+        if norm == "max":
             scales = magnitude.max(axis=1, initial=0)
+        else:
+            squares = np.square(magnitude, dtype=np.float64).sum(axis=1)
+            sizes = np.minimum(bucket_size, n - bucket_size * np.arange(buckets))
+            scales = np.sqrt(squares) if norm == "l2" else np.sqrt(squares / sizes) * gaussian_reach(levels)
         scales = np.minimum(scales, FLOAT32_MAX).astype(np.float32)
         divisor = np.where(scales > 0, scales, np.float32(1))[:, None]
         exact = (magnitude / divisor * np.float32(levels)).reshape(-1)[:n]
-        offset = np.float32(0.5) if stream is None else self.uniform(stream, n)
-        code = np.minimum(np.floor(exact + offset), levels).astype(np.int32)
-        return (levels + np.where(x >= 0, code, -code)).astype(np.uint8), scales
+        below, above = math.floor(levels), math.ceil(levels)  # of a code 0; they differ where there is no level 0
+        offset = np.float32(0.5 if below == above else 0) if stream is None else self.uniform(stream, n)
+        code = np.minimum(np.floor(exact + offset), below).astype(np.int32)
+        return np.where(x >= 0, above + code, below - code).astype(np.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         bucket_size = bucket_within(bucket_size, codes.size)

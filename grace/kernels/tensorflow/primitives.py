@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels
+from grace.kernels.contract.quantization import gaussian_reach
 from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
 from grace.kernels.tensorflow.graph_numbers import LOW31, bucket_of, is_upper, length, number, refuse_xla
 from grace.kernels.tensorflow.interop import aligned_empty, as_tensor
@@ -197,20 +198,24 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
             return tf.cast(index, tf.int32)
 
     def quantize(self, x, levels, bucket_size, norm, stream):
-        n, top = length(x), number(levels, tf.float32)
+        n, top, below, above = length(x), number(levels, tf.float32), math.floor(levels), math.ceil(levels)
         bucket_size = bucket_of(bucket_size, n)
         buckets = (n + bucket_size - 1) // bucket_size
         magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
-        if norm == "l2":
-            scales = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(magnitude, tf.float64)), axis=1))
-        else:
+        if norm == "max":
             scales = tf.reduce_max(magnitude, axis=1)
+        else:
+            scales = tf.reduce_sum(tf.square(tf.cast(magnitude, tf.float64)), axis=1)
+            if norm == "rms":
+                sizes = tf.minimum(n - bucket_size * tf.range(tf.cast(buckets, tf.int64)), bucket_size)
+                scales /= tf.cast(sizes, tf.float64)
+            scales = tf.sqrt(scales) if norm == "l2" else tf.sqrt(scales) * number(gaussian_reach(levels), tf.float64)
         scales = tf.cast(tf.minimum(scales, FLOAT32_MAX), tf.float32)
         divisor = tf.where(scales > 0, scales, 1.0)[:, None]
         exact = tf.reshape(magnitude / divisor * top, [-1])[:n]
-        offset = 0.5 if stream is None else self.uniform(stream, n, x)
-        code = tf.cast(tf.minimum(tf.floor(exact + offset), top), tf.int32)
-        return tf.cast(levels + tf.where(x >= 0, code, -code), tf.uint8), scales
+        offset = (0.5 if below == above else 0.0) if stream is None else self.uniform(stream, n, x)
+        code = tf.cast(tf.minimum(tf.floor(exact + offset), below), tf.int32)
+        return tf.cast(tf.where(is_upper(x), above + code, below - code), tf.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, middle = length(codes), number(levels, tf.float32)

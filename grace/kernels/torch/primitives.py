@@ -9,6 +9,7 @@ import torch
 from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.contract.quantization import gaussian_reach
 from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
 from grace.kernels.torch.copies import to_device, to_host
 from grace.kernels.torch.quantization import ValueTorch
@@ -49,7 +50,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def cast(self, x, dtype):
         return x.to(DTYPES[dtype])
 
-    def far(self, x):
+    def on_device(self, x):
         return x.device.type != "cpu"
 
     def read(self, tensors):
@@ -193,16 +194,20 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         bucket_size = bucket_within(bucket_size, x.numel())
         n, buckets = x.numel(), -(-x.numel() // bucket_size)
         magnitude = torch.nn.functional.pad(x.abs(), (0, buckets * bucket_size - n)).view(buckets, bucket_size)
-        if norm == "l2":
-            scales = magnitude.double().square().sum(dim=1).sqrt()
-        else:
+        if norm == "max":
             scales = magnitude.amax(dim=1)
+        else:
+            scales = magnitude.double().square().sum(dim=1)
+            if norm == "rms":
+                scales /= (n - bucket_size * torch.arange(buckets, device=x.device)).clamp_(max=bucket_size)
+            scales = scales.sqrt_() if norm == "l2" else scales.sqrt_() * gaussian_reach(levels)
         scales = scales.clamp(max=FLOAT32_MAX).float()
         divisor = torch.where(scales > 0, scales, 1.0)[:, None]
         exact = (magnitude / divisor * levels).view(-1)[:n]
-        offset = 0.5 if stream is None else self.uniform(stream, n, x)
-        code = torch.floor(exact + offset).clamp_(max=levels).to(torch.int32)
-        return (levels + torch.where(x >= 0, code, -code)).to(torch.uint8), scales
+        below, above = math.floor(levels), math.ceil(levels)
+        offset = (0.5 if below == above else 0.0) if stream is None else self.uniform(stream, n, x)
+        code = torch.floor(exact + offset).clamp_(max=below).to(torch.int32)
+        return torch.where(x >= 0, above + code, below - code).to(torch.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, buckets, bucket_size = codes.numel(), scales.numel(), bucket_within(bucket_size, codes.numel())
@@ -262,7 +267,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return narrow.to(torch.int32) & 0xFFFF
 
     def check_indices(self, indices, n):
-        if indices.numel() and not self.far(indices):
+        if indices.numel() and not self.on_device(indices):
             lowest, highest = indices.aminmax()
             check_range(int(lowest), int(highest), n)
 

@@ -17,7 +17,7 @@ class SparseTorch(SparseKernels):
     tensor([1, 2], dtype=torch.int32)
     """
 
-    far: Any
+    on_device: Any
     topk: Any
 
     def topk_chunks(self, x, chunk, k):
@@ -61,7 +61,7 @@ class SparseTorch(SparseKernels):
 
     def zero_at(self, out, indices):
         self.check_indices(indices, out.numel())
-        if self.far(out):
+        if self.on_device(out):
             marked = torch.zeros(out.numel() + 1, dtype=torch.bool, device=out.device)
             there = torch.where((indices >= 0) & (indices < out.numel()), indices, out.numel())
             return out.masked_fill_(marked.index_fill_(0, there.long(), True)[:-1], 0)
@@ -75,7 +75,7 @@ class SparseTorch(SparseKernels):
 
     def inside(self, out, indices, values):
         """On a device, where positions are not read, those outside of ``out`` get nothing."""
-        if not self.far(out):
+        if not self.on_device(out):
             return indices, values
         inside = (indices >= 0) & (indices < out.numel())
         return torch.where(inside, indices, 0), torch.where(inside, values, 0.0)
@@ -89,7 +89,7 @@ class SparseTorch(SparseKernels):
     def one_side(self, x, sign):
         positive = x > 0 if sign > 0 else x < 0
         count = positive.sum()
-        return torch.where(positive, x.abs(), 0.0), count if self.far(x) else int(count)
+        return torch.where(positive, x.abs(), 0.0), count if self.on_device(x) else int(count)
 
     def fixed_tags(self, x, bound, top, step8, step16):
         magnitude = x.abs()

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from grace.kernels.contract.primitives import Placed
+from grace.kernels.contract.quantization import gaussian_reach
 from grace.kernels.torch.copies import constant
 from grace.kernels.triton import bucket_levels, buckets, rounding, tables
 from grace.kernels.triton.codec import TYPES, Codec
@@ -108,17 +109,18 @@ class Levels(Codec):
         sizes: Sequence[int],
         payloads: Sequence[Sequence[Placed]],
         device: torch.device,
-        levels: int = 0,
+        levels: float = 0,
         bits: int = 8,
         bucket: int = 1 << 62,
-        l2: bool = False,
+        norm: str = "max",
         nearest: bool = False,
         float8: bool = False,
         rotated: bool = False,
     ):
         super().__init__(sizes, payloads, device)
         self.draws, self.levels, longest = not nearest, float(levels), max([1, *sizes])
-        self.form = rounding.FLOAT8 if float8 else rounding.LEVELS_BY_NORM if l2 else self.form
+        self.form = rounding.FLOAT8 if float8 else self.form if norm == "max" else rounding.LEVELS_BY_NORM
+        self.reach = gaussian_reach(levels) if norm == "rms" else 0.0
         self.shape = {"FORM": self.form, "ROTATED": rotated, "BITS": bits}
         self.scaled = {**self.shape, "BUCKET": 0 if bucket >= longest else bucket, "N": self.span}
         self.bucket, self.small = min(bucket, max(longest, LARGEST_ROW + 1)), bucket <= LARGEST_ROW
@@ -127,7 +129,14 @@ class Levels(Codec):
             rows = max(1, (2 if bucket % 4 == 0 else 1) * BLOCK // columns)
             self.at_once, folded = bits == 8 or columns == bucket, [-(-n // (rows * bucket)) for n in sizes]
             warps = max(4, columns // 512)
-            self.rows = {**self.shape, "WRITES": self.at_once, "BUCKET": bucket, "ROWS": rows, "COLS": columns}
+            self.rows = {
+                **self.shape,
+                "REACH": self.reach,
+                "WRITES": self.at_once,
+                "BUCKET": bucket,
+                "ROWS": rows,
+                "COLS": columns,
+            }
             self.rows |= {"DRAWN": self.draws, "warps": warps}
         else:
             self.at_once, each = False, [min(self.bucket, max(1, n)) for n in sizes]
@@ -159,7 +168,7 @@ class Levels(Codec):
         launch(bucket_levels.fold_buckets, len(self.folding), *given, **shape, N=LARGEST_ROW, warps=8)
         ending, numbers, of_type = self.ending(end)
         given = *ending, self.limits, self.parts, table, self.joining, self.variables, *numbers
-        shape = {"FORM": self.form, "PART": LARGEST_ROW, "N": BLOCK}
+        shape = {"FORM": self.form, "REACH": self.reach, "PART": LARGEST_ROW, "N": BLOCK}
         launch(bucket_levels.write_scales, len(self.joining), *given, self.bucket, self.factor, **shape, **of_type)
         return ending[1]
 

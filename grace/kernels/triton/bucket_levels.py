@@ -111,8 +111,8 @@ def left_out(x, code, scale, levels, entries, whole, FORM: tl.constexpr, ROTATED
 @triton.jit(do_not_specialize=("variables", "most", "step"))
 def encode_rows(
     flags, table, owners, variables, most, step, levels,
-    FORM: tl.constexpr, DRAWN: tl.constexpr, ROTATED: tl.constexpr, BITS: tl.constexpr, WRITES: tl.constexpr,
-    KEEPS: tl.constexpr, BUCKET: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    FORM: tl.constexpr, REACH: tl.constexpr, DRAWN: tl.constexpr, ROTATED: tl.constexpr, BITS: tl.constexpr,
+    WRITES: tl.constexpr, KEEPS: tl.constexpr, BUCKET: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """ROWS buckets of at most COLS elements: their scales and, if these follow each other, their codes."""
     variable = tl.load(owners + tl.program_id(0))
@@ -130,7 +130,7 @@ def encode_rows(
     if ROTATED:
         y = tl.reshape(turned_rows(tl.reshape(x, [all_of]), tl.reshape(turns, [all_of]), all_of), [ROWS, COLS])
     if FORM == LEVELS_BY_NORM:
-        scale = norm_of(square_sums(y))
+        scale = norm_of(square_sums(y), tl.minimum(n - base - line * BUCKET, BUCKET), REACH)
     else:
         scale = finite_scale(tl.max(magnitude_bits(y), 1))
     wire = wire_at(table, variables, 0)
@@ -209,7 +209,7 @@ def clipped_to(parts, shares, n, factor, PART: tl.constexpr, N: tl.constexpr):
 @triton.jit(do_not_specialize=("variables", "pieces", "heard", "size", "bucket"))
 def write_scales(
     flags, sound, marks, limits, parts, table, owners, variables, pieces, heard, size, overflow, bucket, factor,
-    FORM: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
+    FORM: tl.constexpr, REACH: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The scale of a bucket from its programs' parts; a variable's first program writes what the wire says of it."""
     variable = tl.load(owners + tl.program_id(0))
@@ -229,7 +229,7 @@ def write_scales(
         else:
             found = tl.maximum(found, more)
     if FORM == LEVELS_BY_NORM:
-        scale = norm_of(tl.sum(found, 0))
+        scale = norm_of(tl.sum(found, 0), tl.minimum(n - place * bucket, bucket), REACH)
     else:
         largest = tl.max(found, 0).to(tl.int32)
         if FORM == TERNARY:

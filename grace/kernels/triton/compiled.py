@@ -112,6 +112,7 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
         "quantize odd buckets": lambda k: k.quantize(x, 127, 37, "max", stream),
         "quantize one bucket": lambda k: k.quantize(x, 1, N, "max", stream),
         "quantize to the nearest": lambda k: k.quantize(x, 7, 64, "max", None),
+        "quantize by root mean squares": lambda k: k.quantize(x, 1.5, 128, "rms", None),
         "dequantize": lambda k: k.dequantize(x, codes, scales, 127, 512, 0.5),
         "round_float8": lambda k: k.round_float8(x, 512, None),
         "add_float8": lambda k: k.add_float8(x, codes, scales, 512, 0.5),
@@ -166,7 +167,7 @@ BUCKETS: dict[str, tuple[str, list[tuple[Any, str]], dict[str, Any]]] = {
     ),
     "topk of chunks": ("largest of chunks", [(N // 128, "float32"), (N // 128, "int16")], {"chunk": 1024, "kept": 8}),
     "topk of large chunks": ("largest of chunks", [(N, "float32"), (N // 8, "uint8")], {"chunk": 4096, "kept": 4096}),
-    "qsgd": ("levels", [(N, "uint8"), _SCALES], {"levels": 127, "bucket": 512, "l2": True}),
+    "qsgd": ("levels", [(N, "uint8"), _SCALES], {"levels": 127, "bucket": 512}),
     "qsgd of 5 bits": ("levels", [(N * 5 // 8, "uint8"), _SCALES], {"levels": 15, "bits": 5, "bucket": 512}),
     "qsgd of odd buckets": (
         "levels",
@@ -175,6 +176,16 @@ BUCKETS: dict[str, tuple[str, list[tuple[Any, str]], dict[str, Any]]] = {
     ),
     "qsgd of large buckets": ("levels", [(N, "uint8"), (N // 9000, "float32")], {"levels": 127, "bucket": 9000}),
     "block": ("levels", [(N // 2, "uint8"), _SCALES], {"levels": 7, "bits": 4, "bucket": 512, "nearest": True}),
+    "block of 3 bits": (
+        "levels",
+        [(N * 3 // 8, "uint8"), (N // 128, "float32")],
+        {"levels": 3, "bits": 3, "bucket": 128, "nearest": True},
+    ),
+    "block of 2 bits": (
+        "levels",
+        [(N // 4, "uint8"), (N // 128, "float32")],
+        {"levels": 1.5, "bits": 2, "bucket": 128, "norm": "rms", "nearest": True},
+    ),
     "float8": ("coded", [(N, "uint8"), _SCALES], {"float8": True, "bucket": 512, "nearest": True}),
     "rotated": ("coded", [(N // 2, "uint8"), _SCALES], {"levels": 7, "bits": 4, "rotated": True, "bucket": 512}),
     "terngrad": ("ternary", [(N // 4, "uint8"), (1, "float32")], {"clip": 2.5}),

@@ -7,7 +7,7 @@ import triton
 
 from grace.kernels.checks import check_packed, check_quantized, check_scale, check_table
 from grace.kernels.contract.primitives import bucket_within
-from grace.kernels.contract.quantization import ROTATED
+from grace.kernels.contract.quantization import ROTATED, gaussian_reach
 from grace.kernels.reference.quantization import CONSTANT
 from grace.kernels.torch.copies import constant
 from grace.kernels.triton import arithmetic, packing, rounding
@@ -51,8 +51,9 @@ class ValueTriton:
         return (_sum(x, arithmetic.ABSOLUTE) / max(1, x.numel())).float().reshape(1)
 
     def quantize(self, x, levels, bucket_size, norm, stream):
-        form = rounding.LEVELS_BY_NORM if norm == "l2" else rounding.LEVELS
-        return _rounded(x, bucket_size, form, float(levels), stream)
+        form = rounding.LEVELS if norm == "max" else rounding.LEVELS_BY_NORM
+        reach = gaussian_reach(levels) if norm == "rms" else 0.0
+        return _rounded(x, bucket_size, form, float(levels), stream, reach)
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         bucket_size = bucket_within(bucket_size, codes.numel())
@@ -116,7 +117,9 @@ def _sum(x: torch.Tensor, what: Any, mean: torch.Tensor | None = None) -> torch.
     return parts.sum()
 
 
-def _rounded(x: torch.Tensor, bucket_size: int, form: Any, levels: float, stream: Any) -> tuple[torch.Tensor, ...]:
+def _rounded(
+    x: torch.Tensor, bucket_size: int, form: Any, levels: float, stream: Any, reach: float = 0.0
+) -> tuple[torch.Tensor, ...]:
     """The codes and scales of buckets: in one pass where a program can read a bucket at once, else in two."""
     n, bucket_size = x.numel(), bucket_within(bucket_size, x.numel())
     buckets = triton.cdiv(n, bucket_size)
@@ -127,13 +130,13 @@ def _rounded(x: torch.Tensor, bucket_size: int, form: Any, levels: float, stream
         columns = max(4, triton.next_power_of_2(bucket_size))
         rows = max(1, 2 * BLOCK // columns)
         numbers = n, buckets, bucket_size, levels
-        shape = {"FOURS": bucket_size % 4 == 0, "ROWS": rows, "COLS": columns}
+        shape = {"REACH": reach, "FOURS": bucket_size % 4 == 0, "ROWS": rows, "COLS": columns}
         launch(rounding.round_rows, triton.cdiv(buckets, rows), codes, scales, x, *numbers, *words, **chosen, **shape)
         return codes, scales
     shares = triton.cdiv(bucket_size, LARGEST_ROW)
     dtype = torch.float64 if form == rounding.LEVELS_BY_NORM else torch.int32
     parts = torch.empty(buckets * shares, dtype=dtype, device=x.device)
     launch(rounding.scale_parts, buckets * shares, parts, x, n, bucket_size, shares, FORM=form, N=LARGEST_ROW)
-    launch(rounding.joined_scales, buckets, scales, parts, shares, FORM=form, N=BLOCK)
+    launch(rounding.joined_scales, buckets, scales, parts, shares, n, bucket_size, FORM=form, REACH=reach, N=BLOCK)
     launch(rounding.round_by_scales, blocks(x), codes, scales, x, n, bucket_size, levels, *words, **chosen, N=BLOCK)
     return codes, scales

@@ -9,7 +9,8 @@ from grace.kernels.triton.arithmetic import LOW31, MAX, finite_scale, magnitude_
 from grace.kernels.triton.random import WORDS, row_of_words, rows_of_words, uniform
 
 LEVELS, LEVELS_BY_NORM, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What is rounded to: multiples of a bucket's largest magnitude, or of its l2 norm, or 8-bit floats."""
+"""What is rounded to: multiples of a bucket's largest magnitude, or of its l2 norm or root mean square, or 8-bit
+floats."""
 _LARGEST_FLOAT8, _LOWEST_BIASED = tl.constexpr(LARGEST_FLOAT8), tl.constexpr(LOWEST_BIASED)
 _POWER_OFFSET, ROTATED_ROW = tl.constexpr(POWER_OFFSET), tl.constexpr(ROTATED)
 _ROOT, _SHARE = tl.constexpr(float(ROOT)), tl.constexpr(1 / ROTATED)
@@ -23,9 +24,13 @@ def square_sums(x):
 
 
 @triton.jit
-def norm_of(squares):
-    """The l2 norm in float32, at most the largest number; NaN stays."""
-    norm = tl.sqrt(squares)
+def norm_of(squares, many, REACH: tl.constexpr):
+    """The l2 norm, or REACH times the root mean square of so many elements, in float32, at most the largest number; NaN
+    stays."""
+    if REACH == 0:
+        norm = tl.sqrt(squares)
+    else:
+        norm = tl.sqrt(squares / tl.maximum(many, 1).to(tl.float64)) * REACH
     return tl.where(norm > MAX, MAX, norm).to(tl.float32)
 
 
@@ -39,15 +44,18 @@ def rounded(x, scale, offset, levels, FORM: tl.constexpr):
         places = scaled * ((257 - biased) << 23).to(tl.float32, bitcast=True)  # in units of its last bit
         code = tl.minimum((biased - _LOWEST_BIASED) * 8 + tl.minimum(places + offset, 126.0).to(tl.int32), 126)
         return (code + tl.where(x < 0, 128, 0)).to(tl.uint8)
-    code = tl.minimum(scaled * levels + offset, levels).to(tl.int32)
-    middle = (tl.zeros_like(x) + levels).to(tl.int32)
-    return (middle + tl.where(x >= 0, code, -code)).to(tl.uint8)
+    wide = tl.zeros_like(x) + levels
+    below, above = wide.to(tl.int32), (wide + 0.5).to(tl.int32)  # of a code 0; they differ where there is no level 0
+    most = below.to(tl.float32)
+    code = tl.minimum(scaled * levels + (offset - (wide - most)), most).to(tl.int32)
+    return tl.where(x >= 0, above + code, below - code).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=WORDS)
 def round_rows(
     codes, scales, x, n, buckets, bucket_size, levels, key_low, key_high, step, draw,
-    FORM: tl.constexpr, DRAWN: tl.constexpr, FOURS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    FORM: tl.constexpr, REACH: tl.constexpr, DRAWN: tl.constexpr, FOURS: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """ROWS buckets of at most COLS elements, each read once: its scale and its codes."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -57,7 +65,7 @@ def round_rows(
     inside = (column < bucket_size)[None, :] & (place < n - base)
     value = tl.load(x + base + place, mask=inside, other=0)
     if FORM == LEVELS_BY_NORM:
-        scale = norm_of(square_sums(value))
+        scale = norm_of(square_sums(value), tl.minimum(n - base - row * bucket_size, bucket_size), REACH)
     else:
         scale = finite_scale(tl.max(magnitude_bits(value), 1))
     tl.store(scales + first + row, scale, mask=row < buckets - first)
@@ -85,7 +93,9 @@ def scale_parts(parts, x, n, bucket_size, shares, FORM: tl.constexpr, N: tl.cons
 
 
 @triton.jit
-def joined_scales(scales, parts, shares, FORM: tl.constexpr, N: tl.constexpr):
+def joined_scales(
+    scales, parts, shares, n, bucket_size, FORM: tl.constexpr, REACH: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
     """The scale of a bucket from its programs' parts."""
     place = tl.arange(0, N)
     first = tl.program_id(0).to(tl.int64) * shares
@@ -93,7 +103,8 @@ def joined_scales(scales, parts, shares, FORM: tl.constexpr, N: tl.constexpr):
         squares = tl.zeros([N], tl.float64)
         for low in range(0, shares, N):
             squares += tl.load(parts + first + low + place, mask=low + place < shares, other=0)
-        tl.store(scales + tl.program_id(0), norm_of(tl.sum(squares, 0)))
+        many = tl.minimum(n - tl.program_id(0).to(tl.int64) * bucket_size, bucket_size)
+        tl.store(scales + tl.program_id(0), norm_of(tl.sum(squares, 0), many, REACH))
     else:
         bits = tl.zeros([N], tl.int32)
         for low in range(0, shares, N):

@@ -1,4 +1,4 @@
-"""The strategy builders, one file each; :mod:`grace.core.registry` finds them here."""
+"""Strategy builders, one file each; :mod:`grace.core.registry` finds them here."""
 
 from grace.strategy.builders.all_reduce import AllReduce
 from grace.strategy.builders.by_type import ByType

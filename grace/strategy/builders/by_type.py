@@ -14,8 +14,8 @@ class ByType(Builder):
     sparse ones in a third.
 
     Args:
-        compressor, memory: of the matrices.
-        vectors, sparse: compressors of the others.
+        compressor, memory: compressor and memory of the matrices.
+        vectors, sparse: compressors of the other types.
         matrices: another word for compressor.
         chunk_size: variables of one type that travel together; by default as many as ``compressor=`` lets.
 

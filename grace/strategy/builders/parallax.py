@@ -15,7 +15,7 @@ class Parallax(Reducing):
 
     Args:
         chunk_size: dense variables that travel together.
-        sync, staleness, local_replication, ahead: of the sparse ones, as in a strategy's ``sync``.
+        sync, staleness, local_replication, ahead: for sparse variables, as in a strategy's ``sync``.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
@@ -35,7 +35,7 @@ class Parallax(Reducing):
     def build(self, variables, resources):
         loads, dense = Loads(resources), count()
         parts = [
-            self.reduced(v, loads.place(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
+            self.reduced(v, loads.assign(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
             for v in variables
         ]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

@@ -27,5 +27,5 @@ class PartitionedPS(Reducing, Sharding):
 
     def build(self, variables, resources):
         loads = Loads(resources)
-        plans = [self.cut(v, lambda shard: self.reduced(shard, loads.place(shard.nbytes))) for v in variables]
+        plans = [self.cut(v, lambda shard: self.reduced(shard, loads.assign(shard.nbytes))) for v in variables]
         return self.strategy(plans, resources)

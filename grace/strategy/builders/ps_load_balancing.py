@@ -36,5 +36,5 @@ class PSLoadBalancing(Reducing):
     def build(self, variables, resources):
         loads = Loads(resources)
         order = sorted(variables, key=lambda v: -v.nbytes) if self.sorted else variables
-        destination = {v.name: loads.place(v.nbytes) for v in order}
+        destination = {v.name: loads.assign(v.nbytes) for v in order}
         return self.strategy([VariablePlan(v, (self.reduced(v, destination[v.name]),)) for v in variables], resources)

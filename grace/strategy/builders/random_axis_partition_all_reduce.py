@@ -12,7 +12,7 @@ class RandomAxisPartitionAllReduce(Sharding):
     """PartitionedAllReduce along an axis of size > 1 that is drawn per variable; axis 0 of sparse ones.
 
     Args:
-        seed: of the draws (Python's Mersenne Twister), so that every run builds the same.
+        seed: the seed of the draws (Python's Mersenne Twister), so that every run builds the same strategy.
         chunk_size: shards that travel together.
 
     >>> from grace.strategy.builder import OneNode

@@ -14,9 +14,9 @@ class SizeThreshold(Builder):
     groups, with ``compressor`` and ``memory``.
 
     Args:
-        compressor, memory: of the large ones.
-        bytes: the largest small variable.
-        small: the compressor of the small ones.
+        compressor, memory: compressor and memory of the large variables.
+        bytes: the size of the largest small variable, in bytes.
+        small: the compressor of the small variables.
         large: another word for compressor.
         chunk_size: small variables, or large ones, that travel together; by default as many as ``compressor=`` lets.
 

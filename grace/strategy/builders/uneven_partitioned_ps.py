@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from grace.strategy.builder import Loads
-from grace.strategy.partitioner import Sharding, smallest_other
+from grace.strategy.partitioner import Sharding, smallest_nondivisor
 from grace.strategy.reducing import Reducing
 
 
@@ -28,7 +28,7 @@ class UnevenPartitionedPS(Reducing, Sharding):
     def build(self, variables, resources):
         loads = Loads(resources)
         plans = [
-            self.cut(v, lambda shard: self.reduced(shard, loads.place(shard.nbytes)), count=smallest_other)
+            self.cut(v, lambda shard: self.reduced(shard, loads.assign(shard.nbytes)), count=smallest_nondivisor)
             for v in variables
         ]
         return self.strategy(plans, resources)

@@ -37,7 +37,7 @@ class Uniform(Builder):
         kinds = Kinds(1, self.chunk_size)
         parts = [self.collective(v, kinds.group(0)) for v in variables]
         if self.communicator is not None:
-            parts = [replace(part, sync=Sync.of(self.communicator, part.sync.group)) for part in parts]
+            parts = [replace(part, sync=Sync.from_spec(self.communicator, part.sync.group)) for part in parts]
         plans = [VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)]
         built = self.strategy(plans, resources)
         return built if self.chunk_size else in_buckets(built)

@@ -1,1 +1,1 @@
-"""The rules that a match may name, one file each; :mod:`grace.core.registry` finds them here."""
+"""Rules that a match may name, one file each; :mod:`grace.core.registry` finds them here."""

@@ -1,4 +1,5 @@
-"""Blocks of a model under ``torch.no_grad()`` or ``torch.autocast(...)``: their operations as nodes of the graph."""
+"""Blocks of a model under ``torch.no_grad()`` or ``torch.autocast(...)``, whose operations become nodes of the
+graph."""
 
 import operator
 from typing import Any
@@ -11,20 +12,22 @@ BLOCKS: dict[Any, tuple[Any, int]] = {
     wrap_with_set_grad_enabled: (torch.set_grad_enabled, 1),
     wrap_with_autocast: (torch.autocast, 4),
 }
-"""Operations that ``torch.export`` makes of blocks: the context, and how many of the operation's arguments are its."""
+"""Context, and number of its arguments, for each operation that ``torch.export`` makes of a block."""
 
 
 class WithinBlock:
-    """An operation that runs in a context, as in a block of the model's.
+    """An operation that runs in the context of a block of the model.
 
     Args:
-        operation: what is called.
-        context: makes the context of its arguments.
-        arguments: of it.
+        operation: the operation to call.
+        context: a function that makes the context.
+        arguments: the arguments of ``context``.
     """
 
     def __init__(self, operation: Any, context: Any, arguments: tuple[Any, ...]):
-        self.operation, self.context, self.arguments = operation, context, arguments
+        self.operation = operation
+        self.context = context
+        self.arguments = arguments
         self.__name__ = self.__qualname__ = str(getattr(operation, "__name__", operation))
         self.__module__ = __name__
 
@@ -36,22 +39,25 @@ class WithinBlock:
         return f"{self.operation} in {self.context.__name__}{self.arguments}"
 
 
-def operation_of(node: fx.Node) -> Any:
-    """Return what a node calls, whatever block it is in."""
-    found: Any = node.target
-    while isinstance(found, WithinBlock):
-        found = found.operation
-    return found
+def unwrap_operation(node: fx.Node) -> Any:
+    """Return the operation that a node calls, without the contexts of blocks."""
+    operation: Any = node.target
+    while isinstance(operation, WithinBlock):
+        operation = operation.operation
+    return operation
 
 
 def inline_blocks(module: fx.GraphModule) -> None:
-    """Put operations of blocks into a graph, of which ``torch.export`` makes one node with a graph of its own."""
+    """Replace each node of a block by the operations of its graph. ``torch.export`` makes one node with a graph of its
+    own of a block."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target not in BLOCKS:
             continue
         context, count = BLOCKS[node.target]
-        arguments, inner, given = node.args[:count], node.args[count], iter(node.args[count + 1 :])
+        arguments = node.args[:count]
+        inner = node.args[count]
+        block_inputs = iter(node.args[count + 1 :])
         block = operator.attrgetter(inner.target)(module)
         inline_blocks(block)
         new: dict[fx.Node, Any] = {}
@@ -59,7 +65,7 @@ def inline_blocks(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             for one in block.graph.nodes:
                 if one.op == "placeholder":
-                    new[one] = next(given)
+                    new[one] = next(block_inputs)
                 elif one.op == "output":
                     outputs = fx.map_arg(one.args[0], new.__getitem__)
                 else:

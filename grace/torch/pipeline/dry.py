@@ -1,4 +1,4 @@
-"""The graph that a pipeline is planned from, of a model alone: no ranks, no optimizer."""
+"""The graph for planning a pipeline, of a model alone: no ranks, no optimizer."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,14 @@ import torch
 from grace.partition.graph import Graph
 from grace.torch.pipeline import profile
 from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import call_of, capture, check_plain
-from grace.torch.pipeline.rows import rows_of
+from grace.torch.pipeline.capture import capture, check_plain_model, split_call
+from grace.torch.pipeline.rows import count_rows
 
 
-def graph_of(
+def build_graph(
     model: torch.nn.Module, example_inputs: Any, dry: bool = False, profiles: str | Path | None = None
 ) -> Graph:
-    """A model's atomic subcomponents, and what each takes: as :class:`grace.torch.Pipeline` sees it, on every rank.
+    """Return a model's atomic subcomponents and their costs, as :class:`grace.torch.Pipeline` plans with on every rank.
 
     Args:
         model: any module that ``torch.export`` takes; it is put into training mode. One on ``meta`` is never run.
@@ -24,19 +24,20 @@ def graph_of(
         profiles: the file of measured seconds; None measures anew.
 
     Raises:
-        ConfigError: ``torch.export`` cannot take the model, or it is no plain one.
+        ConfigError: ``torch.export`` cannot take the model, or it is not a plain module.
 
-    >>> graph = graph_of(torch.nn.Linear(2, 3), torch.ones(4, 2), dry=True)
+    >>> graph = build_graph(torch.nn.Linear(2, 3), torch.ones(4, 2), dry=True)
     >>> graph.rows, [node.name for node in graph.nodes], graph.variable("weight").shape
     (4, ['linear'], (3, 2))
     """
-    check_plain(model)
-    args, kwargs = call_of(example_inputs)
+    check_plain_model(model)
+    args, kwargs = split_call(example_inputs)
     captured = capture(model.train(True), args, kwargs)
-    atoms, flat = Atoms(captured), captured.flat(args, kwargs)
+    atoms = Atoms(captured)
+    flat = captured.flat(args, kwargs)
     dry = dry or any(p.is_meta for p in model.parameters())
     if dry:
-        costs = profile.estimated_by_rows(model, atoms, flat, [False] * len(flat))
+        costs = profile.estimate_costs_by_rows(model, atoms, flat, [False] * len(flat))
     else:
-        costs = profile.measured_by_rows(model, atoms, flat, [False] * len(flat), profiles)
-    return atoms.graph(rows_of(flat), costs)
+        costs = profile.measure_costs_by_rows(model, atoms, flat, [False] * len(flat), profiles)
+    return atoms.graph(count_rows(flat), costs)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from grace.errors import ConfigError
 
-THEIR_CODE = str(Path(torch.__file__).parent)
+TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 INSTEAD = (
     "a pipeline's stages run forward's operations and differentiate these, so it would train with another gradient. "
     "Write it as a torch.autograd.Function that forward applies, or leave it out"
@@ -37,16 +37,18 @@ CLIPPED = (
 
 
 class AppliedFunction:
-    """An ``autograd.Function`` with its arguments that are no tensors, as the operation of a node.
+    """An ``autograd.Function`` with its arguments that are not tensors, as the operation of a node.
 
     Args:
         cls: the Function.
-        args: its arguments; None where a tensor is.
-        places: where the tensors are.
+        args: its arguments, with None for each tensor.
+        places: positions of the tensors.
     """
 
     def __init__(self, cls: Any, args: tuple[Any, ...], places: Sequence[int]):
-        self.cls, self.args, self.places = cls, args, places
+        self.cls = cls
+        self.args = args
+        self.places = places
         self.__name__ = self.__qualname__ = cls.__name__
         self.__module__ = __name__
 
@@ -61,7 +63,8 @@ class AppliedFunction:
 
 
 class _Placeholder(HigherOrderOperator):
-    """Stands for an applied Function while ``torch.export`` looks at the graph, and takes its number first."""
+    """The operation that stands for an applied Function while ``torch.export`` inspects the graph. Its first argument
+    is the Function's number."""
 
     def __init__(self) -> None:
         super().__init__("grace_autograd_function")
@@ -81,18 +84,19 @@ class CarriedFunctions:
         self.within = False
         """True in the forward of a Function, whose operations are not recorded."""
 
-    def put_into(self, module: torch.nn.Module) -> None:
-        """Let nodes call the Functions themselves, in graphs of blocks too."""
+    def insert_into(self, module: torch.nn.Module) -> None:
+        """Replace placeholders by the Functions themselves, in graphs of blocks too."""
         for part in module.modules():
             for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
                 if node.target is _placeholder:
-                    node.target, node.args = self.applied[node.args[0]], tuple(node.args[1:])
+                    node.target = self.applied[node.args[0]]
+                    node.args = tuple(node.args[1:])
 
     def _apply(self, cls: Any, *args: Any) -> Any:
-        """Return what a Function returns, as the value of a node."""
-        if issubclass(cls, CheckpointFunction):  # its backward is forward's derivative
-            function, _, *given = args
-            return function(*given)
+        """Apply a Function, and record the result as the value of a node."""
+        if issubclass(cls, CheckpointFunction):  # its backward is forward's derivative, so the operations will do
+            function, _, *arguments = args
+            return function(*arguments)
         tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
         original = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if tracing is None or self.within:
@@ -100,14 +104,14 @@ class CarriedFunctions:
         for one in pytree.tree_leaves(args):
             if isinstance(one, torch.nn.Module) or inspect.isroutine(one):
                 raise ConfigError(
-                    f"the autograd.Function {_named(cls)} is applied{_line()} to "
+                    f"the autograd.Function {_describe(cls)} is applied{_model_location()} to "
                     f"{getattr(one, '__qualname__', type(one).__name__)}, whose parameters a pipeline cannot know: "
                     "apply it to tensors alone, which are carried"
                 )
             if isinstance(one, FakeTensor) and not any(one is arg for arg in args):
                 raise ConfigError(
-                    f"the autograd.Function {_named(cls)} is applied{_line()} to a list or dict of tensors, which a "
-                    "pipeline does not carry: give each of them as an argument of its own"
+                    f"the autograd.Function {_describe(cls)} is applied{_model_location()} to a list or dict of "
+                    "tensors, which a pipeline does not carry: give each of them as an argument of its own"
                 )
         places = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
         tensors = [args[i] for i in places]
@@ -120,52 +124,61 @@ class CarriedFunctions:
             self.within = False
         if versions != [tensor._version for tensor in tensors]:
             raise ConfigError(
-                f"the autograd.Function {_named(cls)}, applied{_line()}, writes to what it is given, which a pipeline "
-                "does not carry: let it return a new tensor"
+                f"the autograd.Function {_describe(cls)}, applied{_model_location()}, writes to what it is given, "
+                "which a pipeline does not carry: let it return a new tensor"
             )
-        number, proxies = len(self.applied), [tracing.tracer.unwrap_proxy(tensor) for tensor in tensors]
+        number = len(self.applied)
+        proxies = [tracing.tracer.unwrap_proxy(tensor) for tensor in tensors]
         self.applied.append(
             AppliedFunction(cls, tuple(None if i in places else one for i, one in enumerate(args)), places)
         )
         name = str(cls.__name__).lower()
-        made = tracing.tracer.create_proxy("call_function", _placeholder, (number, *proxies), {}, name=name)
-        track_tensor_tree(result, made, constant=None, tracer=tracing.tracer)
+        proxy = tracing.tracer.create_proxy("call_function", _placeholder, (number, *proxies), {}, name=name)
+        track_tensor_tree(result, proxy, constant=None, tracer=tracing.tracer)
         return result
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """A context in which a model is captured.
+        """Return a context in which a model is captured.
 
         Raises:
-            ConfigError: in it, where the model registers a hook on a tensor, or changes what autograd saves.
+            ConfigError: the model registers a hook on a tensor, or changes what autograd saves, in the context.
         """
         entered = saved_tensors_hooks.__enter__
 
         def apply(cls: Any, *args: Any) -> Any:
+            """Apply a Function, and record it. Replaces ``Function.apply``."""
             return self._apply(cls, *args)
 
         def register(tensor: torch.Tensor, hook: Any, *ignored: Any, **keywords: Any) -> Any:
-            raise ConfigError(f"the model registers a hook on a tensor{_line()} ({_named(hook)}): {INSTEAD}")
+            """Refuse a hook on a tensor. Replaces ``Tensor.register_hook``."""
+            raise ConfigError(
+                f"the model registers a hook on a tensor{_model_location()} ({_describe(hook)}): {INSTEAD}"
+            )
 
         def grad_fn(tensor: torch.Tensor) -> Any:
-            if is_users(sys._getframe(1).f_code.co_filename):
-                raise ConfigError(f"the model reads a tensor's grad_fn{_line()}, which takes hooks: {INSTEAD}")
+            """Return a tensor's grad_fn to torch; refuse to return it to user code. Replaces ``Tensor.grad_fn``."""
+            if is_user_code(sys._getframe(1).f_code.co_filename):
+                raise ConfigError(
+                    f"the model reads a tensor's grad_fn{_model_location()}, which takes hooks: {INSTEAD}"
+                )
             return vars(torch._C.TensorBase)["grad_fn"].__get__(tensor)
 
         def enter(context: Any) -> Any:
+            """Enter a context of saved tensors; refuse the user's. Replaces ``saved_tensors_hooks.__enter__``."""
             if not type(context).__module__.startswith("torch.") or type(context) is saved_tensors_hooks:
                 raise ConfigError(
-                    f"the model changes what autograd saves{_line()} ({_named(context.pack_hook)}): a pipeline's "
-                    "stages save what forward computes. Leave it out; recompute=True saves less"
+                    f"the model changes what autograd saves{_model_location()} ({_describe(context.pack_hook)}): a "
+                    "pipeline's stages save what forward computes. Leave it out; recompute=True saves less"
                 )
             return entered(context)
 
         with contextlib.ExitStack() as stack:
-            # Function.apply calls this one, also where a program kept `reverse = Reversal.apply`
-            stack.enter_context(_replaced(_SingleLevelFunction, "apply", classmethod(apply)))
-            stack.enter_context(_replaced(torch.Tensor, "register_hook", register))
-            stack.enter_context(_replaced(torch.Tensor, "grad_fn", property(grad_fn)))
-            stack.enter_context(_replaced(saved_tensors_hooks, "__enter__", enter))
+            # Function.apply calls this method, even if a program saved `reverse = Reversal.apply` before
+            stack.enter_context(_patched(_SingleLevelFunction, "apply", classmethod(apply)))
+            stack.enter_context(_patched(torch.Tensor, "register_hook", register))
+            stack.enter_context(_patched(torch.Tensor, "grad_fn", property(grad_fn)))
+            stack.enter_context(_patched(saved_tensors_hooks, "__enter__", enter))
             yield
 
 
@@ -183,60 +196,63 @@ def check_hooks(model: torch.nn.Module) -> None:
     """
     every = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
     for hook in (hook for hooks in every for hook in hooks.values()):
-        raise ConfigError(f"all modules have a backward hook ({_named(hook)}): {INSTEAD}")
+        raise ConfigError(f"all modules have a backward hook ({_describe(hook)}): {INSTEAD}")
     for name, module in model.named_modules():
         for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
             what = f"the module {name!r}" if name else "the model"
-            raise ConfigError(f"{what} ({type(module).__name__}) has a backward hook ({_named(hook)}): {INSTEAD}")
+            raise ConfigError(f"{what} ({type(module).__name__}) has a backward hook ({_describe(hook)}): {INSTEAD}")
     for name, p in model.named_parameters():
         for hook in (*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()):  # type: ignore
-            if not getattr(hook, "__module__", "").startswith("grace."):  # those of an earlier pipeline are there
-                raise ConfigError(f"the parameter {name!r} has a hook ({_named(hook)}): {CLIPPED}")
+            if not getattr(hook, "__module__", "").startswith("grace."):  # hooks of an earlier pipeline stay
+                raise ConfigError(f"the parameter {name!r} has a hook ({_describe(hook)}): {CLIPPED}")
 
 
 @contextlib.contextmanager
 def _below_tracing() -> Iterator[None]:
-    """A context in which operations are computed and differentiated, and not recorded."""
-    keys, pre = torch._C._dispatch_tls_local_include_set(), torch._C.DispatchKey.PreDispatch
-    left_out = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(pre)
-    with torch._C._ForceDispatchKeyGuard(keys.remove(pre), left_out), torch._C.DisableTorchFunction():
+    """Return a context in which operations are computed and differentiated, but not recorded."""
+    keys = torch._C._dispatch_tls_local_include_set()
+    pre = torch._C.DispatchKey.PreDispatch
+    excluded = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(pre)
+    with torch._C._ForceDispatchKeyGuard(keys.remove(pre), excluded), torch._C.DisableTorchFunction():
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which a class has another attribute."""
-    own, before = name in vars(owner), vars(owner).get(name)
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Return a context in which a class has another value of an attribute."""
+    own = name in vars(owner)
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
         if own:
             setattr(owner, name, before)
-        else:
+        else:  # the class inherits it
             delattr(owner, name)
 
 
-def is_users(file: str) -> bool:
-    return not file.startswith((THEIR_CODE, str(Path(__file__).parent), "<"))
+def is_user_code(file: str) -> bool:
+    """Return True if a file is neither torch's nor part of the pipeline."""
+    return not file.startswith((TORCH_DIRECTORY, str(Path(__file__).parent), "<"))
 
 
-def _place(one: Any) -> str:
-    """Where a class or function is written, as "file:line"; its module where that is not known."""
+def _source_location(one: Any) -> str:
+    """Return the place where a class or function is written, as "file:line"; its module if that is not known."""
     try:
         return f"{Path(inspect.getsourcefile(one) or '').name}:{inspect.getsourcelines(one)[1]}"
     except (TypeError, OSError):
         return str(getattr(one, "__module__", type(one).__module__))
 
 
-def _named(hook: Any) -> str:
-    """A hook, and where it is."""
+def _describe(hook: Any) -> str:
+    """Return a description of a hook or class, with its place in the source."""
     function = getattr(hook, "__func__", hook)
     name = getattr(function, "__qualname__", type(function).__name__)
-    return name if inspect.isbuiltin(function) else f"{name}, {_place(function)}"
+    return name if inspect.isbuiltin(function) else f"{name}, {_source_location(function)}"
 
 
-def _line() -> str:
-    """Where the model is at, as " at file:line"."""
-    frames = [one for one in traceback.extract_stack() if is_users(one.filename)]
+def _model_location() -> str:
+    """Return the line that the model is at, as " at file:line"."""
+    frames = [one for one in traceback.extract_stack() if is_user_code(one.filename)]
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

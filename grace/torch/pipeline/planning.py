@@ -1,4 +1,4 @@
-"""The plan that a pipeline runs by: what the user gave, a file, or one that is searched for."""
+"""The plan that a pipeline runs by: the user's, a file's, or one that is searched for."""
 
 import contextlib
 import dataclasses
@@ -22,17 +22,17 @@ from grace.planner.network import Links
 from grace.planner.step_timer import undisturbed
 from grace.session.versions import public
 
-USUAL = Links(1.25e9, 50e-6)
-"""10 Gbit/s, where nobody says what connects ranks."""
+DEFAULT_LINKS = Links(1.25e9, 50e-6)
+"""10 Gbit/s: the network that is assumed if ``links`` is left out."""
 SHARDING = ("deepspeed", "fairscale")
-"""Packages whose optimizers spread their state over ranks, as torch.distributed's do."""
-UPDATED = 2**22
-"""Elements of the parameter that an optimizer is timed with."""
+"""Packages with optimizers that spread their state over ranks. torch.distributed has such optimizers too."""
+TIMED_ELEMENTS = 2**22
+"""Number of elements of the parameter that an optimizer is timed with."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What the user leaves to the search, and what not; as :class:`grace.torch.Pipeline` takes it."""
+class SearchOptions:
+    """The user's constraints of the search, as :class:`grace.torch.Pipeline` takes them."""
 
     stages: Any = None
     replicas: Any = None
@@ -51,7 +51,8 @@ class Wanted:
 
     def __post_init__(self) -> None:
         names = (self.schedule,) if isinstance(self.schedule, str) else self.schedule or ()
-        if unknown := [name for name in names if name not in SCHEDULES]:
+        unknown = [name for name in names if name not in SCHEDULES]
+        if unknown:
             raise ConfigError(f"schedule {unknown[0]!r} is unknown; there are {', '.join(SCHEDULES)}")
         for name in ("stages", "replicas", "microbatches"):
             given = getattr(self, name)
@@ -61,23 +62,23 @@ class Wanted:
                     raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
 
 
-def found(
-    graph: Graph, nodes: Sequence[int], rows: int, each: bool, wanted: Wanted, state: float, update: float
+def search_plan(
+    graph: Graph, nodes: Sequence[int], rows: int, each: bool, wanted: SearchOptions, state: float, update: float
 ) -> Plan:
-    """The plan with the most rows per second.
+    """Return the plan with the most rows per second.
 
     Args:
-        graph: measured.
-        nodes: the number of the node that each rank is on.
-        rows: of the example, one replica's or all replicas'.
-        each: whether they are those of one replica: then all stages have as many replicas, unless the user says how
-            many each has.
-        wanted: what the user wants.
+        graph: the model's graph, with measured costs.
+        nodes: number of the node that each rank is on.
+        rows: rows of the example.
+        each: True if the rows are one replica's, so that all stages have equally many replicas unless the user gives
+            a number for each; False if they are all replicas'.
+        wanted: the user's constraints.
         state: bytes of the optimizer's state for each byte of parameters.
-        update: seconds of its step for each byte of them.
+        update: seconds of the optimizer's step for each byte of parameters.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: no plan fits.
     """
     options = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted) if field.name != "links"}
     options |= {"optimizer_state": state, "optimizer_seconds": update, "nodes": nodes}
@@ -87,20 +88,21 @@ def found(
     counts: list[Any] = [None]
     if each and not unequal:
         counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (r in may_be or None in may_be)]
-        counts = [r for r in counts if _possible(ranks // r, wanted)]
+        counts = [r for r in counts if _is_possible(ranks // r, wanted)]
         if not counts and wanted.replicas is None:
-            asked = " or ".join(map(str, sorted(_stages(wanted))))
+            asked = " or ".join(map(str, sorted(_stage_counts(wanted))))
             raise ConfigError(
                 f"{ranks} ranks cannot be {asked} stages with as many replicas each, as they must where a rank gives "
                 "its own replica's rows. Stages with different numbers of replicas take rows of the whole batch: "
                 'grace.torch.Pipeline(..., inputs="global"), and every rank passes the whole batch'
             )
-    plans, error = list[Plan](), ConfigError(f"{ranks} ranks cannot have {wanted.replicas} replicas of every stage")
+    plans = list[Plan]()
+    error = ConfigError(f"{ranks} ranks cannot have {wanted.replicas} replicas of every stage")
     for replicas in counts:
         batch = rows * (replicas or (max(wanted.replicas) if each and unequal else 1))
-        given = {**options, "replicas": wanted.replicas if replicas is None else replicas}
+        chosen = {**options, "replicas": wanted.replicas if replicas is None else replicas}
         try:
-            plans.append(search(graph, ranks, batch, wanted.links or USUAL, **given))
+            plans.append(search(graph, ranks, batch, wanted.links or DEFAULT_LINKS, **chosen))
         except ConfigError as refused:
             error = refused
     if not plans:
@@ -108,31 +110,32 @@ def found(
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
 
 
-def _possible(places: int, wanted: Wanted) -> bool:
-    """True if the stages that are wanted can be on so many places, several on each only where a schedule allows it."""
-    if not _stages(wanted):
+def _is_possible(places: int, wanted: SearchOptions) -> bool:
+    """Return True if one of the wanted numbers of stages fits these places. Several stages fit one place only if a
+    schedule allows it."""
+    if not _stage_counts(wanted):
         return True
     schedules = (wanted.schedule,) if isinstance(wanted.schedule, str) else wanted.schedule or SINGLE
     several = places > 1 and any(schedule not in SINGLE for schedule in schedules)
-    return any(stage == places or (several and stage % places == 0) for stage in _stages(wanted))
+    return any(stage == places or (several and stage % places == 0) for stage in _stage_counts(wanted))
 
 
-def _stages(wanted: Wanted) -> set[int]:
-    """The numbers of stages that are wanted; none if any is."""
+def _stage_counts(wanted: SearchOptions) -> set[int]:
+    """Return the wanted numbers of stages; an empty set if any number will do."""
     if wanted.cuts is not None:
         return {len(wanted.cuts) + 1}
     return {wanted.stages} if isinstance(wanted.stages, int) else set(wanted.stages or ())
 
 
-def check_whole(make_optimizer: Callable[..., Any]) -> None:
+def check_optimizer_state_whole(make_optimizer: Callable[..., Any]) -> None:
     """Refuse optimizers whose state is spread over ranks. Every rank must call it: making one may be a collective.
 
     Raises:
-        ConfigError: it is such a one.
+        ConfigError: ``make_optimizer`` makes such an optimizer.
     """
     try:
         optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(8, 8))])
-    except Exception:  # it wants the model's own parameters
+    except Exception:  # it needs the model's own parameters
         return
     for cls in type(optimizer).__mro__:
         if cls.__module__.partition(".")[0] in SHARDING or cls.__module__.startswith("torch.distributed."):
@@ -144,22 +147,24 @@ def check_whole(make_optimizer: Callable[..., Any]) -> None:
 
 
 def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> float:
-    """Bytes that an optimizer keeps for each byte of its parameters, found by its first step with fake ones.
+    """Return the bytes that an optimizer keeps for each byte of its parameters, measured by its first step with fake
+    ones.
 
     Args:
-        make_optimizer: the user's.
-        parameters: whose shapes count.
+        make_optimizer: the user's function.
+        parameters: the parameters whose shapes are used.
 
     >>> state_bytes(lambda parameters: torch.optim.Adam(parameters), torch.nn.Linear(8, 8).parameters())
     2.0
     """
-    with FakeTensorMode(), contextlib.suppress(Exception):  # it wants the model's own parameters
+    with FakeTensorMode(), contextlib.suppress(Exception):  # it may need the model's own parameters
         own = [torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in parameters if p.requires_grad]
         own = own or [torch.nn.Parameter(torch.empty(8, 8))]
         for p in own:
             p.grad = torch.empty_like(p)
-        optimizer, done = make_optimizer(own), False
-        with contextlib.suppress(Exception):  # some look at numbers, and have made their state before
+        optimizer = make_optimizer(own)
+        done = False
+        with contextlib.suppress(Exception):  # some optimizers read values, but have made their state before that
             optimizer.step()
             done = True
         kept = [one for p in own for one in optimizer.state[p].values() if isinstance(one, torch.Tensor)]
@@ -169,13 +174,14 @@ def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.T
 
 
 def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> float:
-    """Seconds of a step of an optimizer for each byte of its parameters, gradients scaled before as a pipeline does;
-    0 if it cannot be tried.
+    """Return the seconds of an optimizer's step for each byte of its parameters, including the scaling of gradients
+    that a pipeline does before; 0 if it cannot be tried.
 
     >>> 0 < update_seconds(lambda parameters: torch.optim.SGD(parameters, lr=0.1), torch.device("cpu")) < 1e-6
     True
     """
-    p, took = torch.nn.Parameter(torch.zeros(UPDATED, device=device)), list[float]()
+    p = torch.nn.Parameter(torch.zeros(TIMED_ELEMENTS, device=device))
+    seconds = list[float]()
     p.grad = torch.ones_like(p)
     try:
         optimizer = make_optimizer([p])
@@ -183,27 +189,31 @@ def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> 
             began = time.perf_counter()
             p.grad.mul_(0.5)
             optimizer.step()
-            float(p.detach()[0])  # when the device is done
-            took.append(time.perf_counter() - began)
-    except Exception:  # it wants the model's own parameters
+            float(p.detach()[0])  # reading a value waits for the device
+            seconds.append(time.perf_counter() - began)
+    except Exception:  # it needs the model's own parameters
         return 0.0
-    return undisturbed(took) / p.nbytes
+    return undisturbed(seconds) / p.nbytes
 
 
-def agreed(plan: Any, measure: Callable[[], Any], make: Callable[[Any], Plan], graph: Graph, backend: Backend) -> Plan:
-    """The plan of all ranks, which is rank 0's: the user's, a file's, or one that is made (and written to the file).
+def agree_on_plan(
+    plan: Any, measure: Callable[[], Any], make: Callable[[Any], Plan], graph: Graph, backend: Backend
+) -> Plan:
+    """Return the plan of all ranks, which is rank 0's: the user's, a file's, or a new one, which is written to the
+    file. Every rank must call it.
 
     Args:
         plan: a Plan, a file, or None.
-        measure: what the model takes; all ranks do so at once, as they will compute at once, which on one machine takes
-            longer than alone.
-        make: makes one of what was measured.
-        graph: which it is to be for.
-        backend: all ranks; every rank must call it.
+        measure: a function that measures the model's costs. All ranks call it at once, as they will compute at once,
+            which takes longer on one machine than alone.
+        make: a function that makes a plan of measured costs.
+        graph: the graph that the plan must fit.
+        backend: the backend of all ranks.
     """
     versions = {"torch": public(torch.__version__)}
 
-    def known() -> Plan | None:
+    def given_plan() -> Plan | None:
+        """Return the user's plan, or the file's; None if there is none."""
         if isinstance(plan, Plan):
             return plan
         if plan is not None and not isinstance(plan, (str, os.PathLike)):
@@ -212,16 +222,17 @@ def agreed(plan: Any, measure: Callable[[], Any], make: Callable[[Any], Plan], g
             return Plan.load(Path(plan))
         return None
 
-    def made() -> Plan:
+    def make_and_save() -> Plan:
+        """Return a new plan, and write it to the file."""
         new = make(measured)
         new = dataclasses.replace(new, versions={**new.versions, **versions})
         if plan is not None:
             new.save(Path(plan))
         return new
 
-    chosen = from_root(known) if backend.size > 1 else known()
+    chosen = from_root(given_plan) if backend.size > 1 else given_plan()
     if chosen is None:
         measured = measure()
-        chosen = from_root(made) if backend.size > 1 else made()
+        chosen = from_root(make_and_save) if backend.size > 1 else make_and_save()
     chosen.check(graph, backend.size, versions)
     return chosen

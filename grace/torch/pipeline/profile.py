@@ -1,4 +1,5 @@
-"""What each atomic subcomponent takes: measured seconds, or seconds from FLOPs and bytes where nothing is run."""
+"""Costs of each atomic subcomponent: measured seconds, or seconds estimated from FLOPs and bytes without running
+anything."""
 
 import contextlib
 import hashlib
@@ -16,29 +17,38 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.user_cache import user_cache
-from grace.torch.pipeline.atoms import Atoms, storages_of, tensors_of
-from grace.torch.pipeline.capture import capture, values, written
-from grace.torch.pipeline.rows import cut_rows, rows_of
+from grace.torch.pipeline.atoms import Atoms, storage_ids, tensor_leaves
+from grace.torch.pipeline.capture import capture, fake_values, written_nodes
+from grace.torch.pipeline.rows import count_rows, slice_rows
 
-REPEATS, MOST, SPREAD, SECONDS = 5, 30, 0.1, 0.1
-"""At least and at most so many runs of a node, until the middle half of them lies within so much of the median, and no
-longer than so many seconds."""
-FLOPS, BYTES, OVERHEAD = 50e9, 10e9, 5e-6
-"""Of a processor core, per second, and seconds of starting an operation: a dry run's, unless one knows better."""
+REPEATS = 5
+"""Least number of runs of a node."""
+MOST = 30
+"""Largest number of runs of a node."""
+SPREAD = 0.1
+"""Width of the middle half of the runs, relative to their median, at which they are steady."""
+SECONDS = 0.1
+"""Seconds after which no further runs of a node are made."""
+FLOPS = 50e9
+"""FLOPs per second of a CPU core, for estimates."""
+BYTES = 10e9
+"""Bytes per second that memory moves, for estimates."""
+OVERHEAD = 5e-6
+"""Seconds of starting an operation, for estimates."""
 VERSION = 1
 
 Costs = dict[str, dict[str, float]]
 
 
 def cache_file() -> Path:
-    """Where profiles are kept: in ``$XDG_CACHE_HOME/grace``, or else ``~/.cache/grace``."""
+    """Return the file of profiles: in ``$XDG_CACHE_HOME/grace``, or else in ``~/.cache/grace``."""
     return user_cache() / "pipeline-profiles.json"
 
 
 def _machine() -> str:
-    """What computes here: on another kind, home directories may be the same, and times are others."""
+    """Return a description of the hardware. Machines of different kinds may share a home directory."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores, {gpu}"
 
@@ -46,70 +56,75 @@ def _machine() -> str:
 _memory: dict[str, list[float]] = {}
 
 
-def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None, beside: int = 1) -> Costs:
-    """Seconds of forward and backward and bytes kept, of each atomic subcomponent, by running it on real inputs.
+def measure_costs(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None, local_ranks: int = 1) -> Costs:
+    """Measure the seconds of forward and backward, and the bytes kept, of each atomic subcomponent, by running it on
+    real inputs.
 
     Identical subgraphs (operations, shapes, dtypes, devices) are measured once, in this process and, if there is a
-    ``file``, in all that know it.
+    ``file``, in all processes that use it.
 
     Args:
-        atoms: of a model whose parameters have values.
+        atoms: the subcomponents of a model whose parameters have values.
         flat: the inputs that it was captured with.
-        file: of profiles.
-        beside: how many ranks of this host measure at once.
+        file: the file of profiles.
+        local_ranks: number of ranks of this host that measure at once.
 
     >>> from grace.torch.pipeline.capture import capture
     >>> x = torch.ones(4, 2)
-    >>> costs = measured(Atoms(capture(torch.nn.Linear(2, 3), (x,))), [x])
+    >>> costs = measure_costs(Atoms(capture(torch.nn.Linear(2, 3), (x,))), [x])
     >>> sorted(costs["linear"]), costs["linear"]["forward"] > 0
     (['backward', 'forward', 'kept'], True)
     """
-    known = _read(file)
-    before = dict(known)
-    found = _Measure(atoms, known, beside).costs(flat)
-    if file is not None and known != before:
-        with contextlib.suppress(OSError):  # a cache that cannot be written is none
+    known = _read_profiles(file)
+    known_before = dict(known)
+    costs = _Measure(atoms, known, local_ranks).costs(flat)
+    if file is not None and known != known_before:
+        with contextlib.suppress(OSError):  # a cache that cannot be written is left out
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as draft:
-                draft.write_text(json.dumps({"version": VERSION, "seconds": {**_read(file), **known}}))
-    return found
+            with atomic_write(file) as draft:
+                # read again: other processes may have written to it meanwhile
+                draft.write_text(json.dumps({"version": VERSION, "seconds": {**_read_profiles(file), **known}}))
+    return costs
 
 
-def measured_by_rows(
+def measure_costs_by_rows(
     model: torch.nn.Module,
     atoms: Atoms,
     flat: Sequence[Any],
     whole: Sequence[bool],
     file: str | Path | None = None,
-    beside: int = 1,
+    local_ranks: int = 1,
 ) -> Costs:
-    """The same with a batch of a quarter of the rows as well, so that what does not depend on them is known: starting
-    operations, and reading weights and writing their gradients, which a micro-batch of few rows takes as long for.
+    """Measure costs (:func:`measure_costs`) with a batch of a quarter of the rows as well, so that the part that does
+    not depend on rows is known: starting operations, reading weights and writing their gradients. These take as long
+    for a micro-batch of few rows.
 
     Args:
-        model: that ``atoms`` are of.
-        atoms: see :func:`measured`.
+        model: the model of ``atoms``.
+        atoms: see :func:`measure_costs`.
         flat: the inputs that it was captured with.
-        whole: of each of them, whether it has no rows whatever its shape is.
-        file, beside: see :func:`measured`.
+        whole: for each input, True if it has no rows whatever its shape is.
+        file, local_ranks: see :func:`measure_costs`.
 
     >>> from grace.torch.pipeline.capture import capture
     >>> x, model = torch.ones(64, 256), torch.nn.Linear(256, 256)
-    >>> cost = measured_by_rows(model, Atoms(capture(model, (x,))), [x], [False])["linear"]
+    >>> cost = measure_costs_by_rows(model, Atoms(capture(model, (x,))), [x], [False])["linear"]
     >>> 0 <= cost["overhead"] <= cost["forward"], 0 <= cost["overhead_back"] <= cost["backward"]
     (True, True)
     """
     fixed = {"forward": "overhead", "backward": "overhead_back", "kept": "kept_fixed"}
-    return _by_rows(model, atoms, flat, whole, fixed, lambda own, given: measured(own, given, file, beside))
+    return _costs_by_rows(
+        model, atoms, flat, whole, fixed, lambda atoms, flat: measure_costs(atoms, flat, file, local_ranks)
+    )
 
 
-def estimated_by_rows(model: torch.nn.Module, atoms: Atoms, flat: Sequence[Any], whole: Sequence[bool]) -> Costs:
-    """Estimate (:func:`estimated`) with a batch of a quarter of the rows as well, so that the bytes that are kept
-    whatever the rows are known."""
-    return _by_rows(model, atoms, flat, whole, {"kept": "kept_fixed"}, lambda own, given: estimated(own))
+def estimate_costs_by_rows(model: torch.nn.Module, atoms: Atoms, flat: Sequence[Any], whole: Sequence[bool]) -> Costs:
+    """Estimate costs (:func:`estimate_costs`) with a batch of a quarter of the rows as well, so that the kept bytes
+    that do not depend on rows are known."""
+    return _costs_by_rows(model, atoms, flat, whole, {"kept": "kept_fixed"}, lambda atoms, flat: estimate_costs(atoms))
 
 
-def _by_rows(
+def _costs_by_rows(
     model: torch.nn.Module,
     atoms: Atoms,
     flat: Sequence[Any],
@@ -117,16 +132,17 @@ def _by_rows(
     fixed: Mapping[str, str],
     costs_of: Callable[[Atoms, Sequence[Any]], Costs],
 ) -> Costs:
-    """Costs, and of those in ``fixed`` the part that does not depend on the rows."""
-    costs, rows = costs_of(atoms, flat), rows_of(flat, whole)
+    """Return costs, and for the fields in ``fixed`` the part that does not depend on rows."""
+    costs = costs_of(atoms, flat)
+    rows = count_rows(flat, whole)
     few = max(rows // 4, 2)
     if few >= rows:
         return costs
-    fewer = cut_rows(flat, rows, 0, few, whole)
+    fewer = slice_rows(flat, rows, 0, few, whole)
     args, kwargs = pytree.tree_unflatten(fewer, atoms.captured.in_spec)
     try:
         smaller = costs_of(Atoms(capture(model, args, kwargs)), fewer)
-    except Exception:  # the model is for batches of that size alone, as PyTorch says in its own words
+    except Exception:  # the model takes batches of the original size only
         return costs
     for name, cost in costs.items():
         for key, part in fixed.items():
@@ -136,10 +152,11 @@ def _by_rows(
     return costs
 
 
-def _read(file: str | Path | None) -> dict[str, list[float]]:
+def _read_profiles(file: str | Path | None) -> dict[str, list[float]]:
+    """Return the profiles of this process and of the file. A damaged file counts as empty."""
     if file is None:
         return _memory
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # damaged: measured again
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged file is measured again
         document = json.loads(Path(file).read_text())
         if document["version"] == VERSION:
             return {**_memory, **document["seconds"]}
@@ -147,16 +164,19 @@ def _read(file: str | Path | None) -> dict[str, list[float]]:
 
 
 class _Measure(fx.Interpreter):
-    """Runs the graph once with real values, and each node on the way as often as it takes."""
+    """Interpreter that runs the graph once with real values, and times each node by repeated runs."""
 
-    def __init__(self, atoms: Atoms, known: dict[str, list[float]], beside: int):
+    def __init__(self, atoms: Atoms, known: dict[str, list[float]], local_ranks: int):
         super().__init__(atoms.captured.module)
-        self.atoms, self.known, self.found = atoms, known, dict[str, list[float]]()
-        self.where = f"{_machine()}, {beside} ranks"
+        self.atoms = atoms
+        self.known = known
+        self.found = dict[str, list[float]]()
+        self.machine = f"{_machine()}, {local_ranks} ranks"
 
     def costs(self, flat: Sequence[Any]) -> Costs:
+        """Run the graph, and return the costs of its dynamic nodes."""
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            self.run(*(_copied(one) for one in flat), enable_io_processing=False)
+            self.run(*(_clone(one) for one in flat), enable_io_processing=False)
         _memory.update(self.known)
         kept = kept_bytes(self.atoms)
         return {
@@ -165,9 +185,11 @@ class _Measure(fx.Interpreter):
         }
 
     def fetch_attr(self, target: str) -> Any:
-        return _copied(self.atoms.captured.attributes[target])  # what is written here is not the model's
+        """Return a copy of a parameter, buffer or constant."""
+        return _clone(self.atoms.captured.attributes[target])  # operations write to the copy, and not to the model
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and time it unless its seconds are known."""
         if n.op == "output":
             return None
         if n.op == "get_attr":
@@ -181,25 +203,28 @@ class _Measure(fx.Interpreter):
             return super().run_node(n)
 
     def _key(self, node: fx.Node) -> str:
-        """Digest of a node with the constants that feed it."""
+        """Return a digest of a node with the constants that feed it."""
         named: dict[fx.Node, int] = {}
-        lines = [self.where, str(torch.get_num_threads()), str(torch.is_autocast_enabled()), str(torch.__version__)]
+        lines = [self.machine, str(torch.get_num_threads()), str(torch.is_autocast_enabled()), str(torch.__version__)]
         for one in (*self.atoms.reads(node), *self.atoms.constants(node), node):
             named[one] = len(named)
             value = self.atoms.values[one]
             shapes = [
-                (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensors_of(value)
+                (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensor_leaves(value)
             ]
             args = fx.map_arg((one.args, one.kwargs), lambda other: f"%{named.get(other)}")
             lines.append(f"{'' if one.op != 'call_function' else one.target} {args} {shapes}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
     def _seconds(self, node: fx.Node) -> tuple[float, float]:
-        reads, constants = self.atoms.reads(node), self.atoms.constants(node)
-        writes = bool(written(node))
+        """Return the median seconds of forward and of backward of a node."""
+        reads = self.atoms.reads(node)
+        constants = self.atoms.constants(node)
+        writes = bool(written_nodes(node))
         wants = {one for one in constants if one.op == "get_attr" and self.atoms.values[one].requires_grad}
         sums = [torch.zeros_like(self.fetch_attr(str(one.target))) for one in constants if one in wants]
-        forward, backward = list[float](), list[float]()
+        forward = list[float]()
+        backward = list[float]()
         start = time.perf_counter()
         while True:
             env: dict[fx.Node, Any] = {}
@@ -208,31 +233,32 @@ class _Measure(fx.Interpreter):
                 value = self.fetch_attr(str(one.target)) if one.op == "get_attr" else self.env[one]
                 env[one] = pytree.tree_map(_leaf, value, grad)
             weights = [env[one] for one in constants if one in wants]
-            given = [t for one in env.values() for t in tensors_of(one) if t.requires_grad]
-            if writes:  # which leaves cannot be
+            leaves = [t for one in env.values() for t in tensor_leaves(one) if t.requires_grad]
+            if writes:  # autograd refuses to write to leaves in place
                 env = pytree.tree_map_only(torch.Tensor, torch.clone, env)
-            began = _now(env)
+            began = _time_when_done(env)
             for one in (*constants, node):
                 if one not in env:
                     args, kwargs = fx.map_arg((one.args, one.kwargs), env.__getitem__)
                     env[one] = one.target(*args, **kwargs)  # type: ignore[operator]
-            forward.append(_now(env) - began)
-            outputs = [t for t in tensors_of(env[node]) if t.requires_grad]
-            if outputs and given:
+            forward.append(_time_when_done(env) - began)
+            outputs = [t for t in tensor_leaves(env[node]) if t.requires_grad]
+            if outputs and leaves:
                 ones = [torch.ones_like(t) for t in outputs]
-                began = _now(env)
-                gradients = torch.autograd.grad(outputs, given, ones, allow_unused=True)
-                for weight, total in zip(weights, sums, strict=True):  # as micro-batches add up
-                    at = next((g for t, g in zip(given, gradients, strict=True) if t is weight), None)
-                    if at is not None:
-                        total += at
-                backward.append(_now(env) - began)
+                began = _time_when_done(env)
+                gradients = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+                for weight, total in zip(weights, sums, strict=True):  # micro-batches add up gradients
+                    own = next((g for t, g in zip(leaves, gradients, strict=True) if t is weight), None)
+                    if own is not None:
+                        total += own
+                backward.append(_time_when_done(env) - began)
             spent = time.perf_counter() - start
             if len(forward) >= MOST or (len(forward) >= REPEATS and (_steady(forward, backward) or spent > SECONDS)):
                 return statistics.median(forward), statistics.median(backward or [0.0])
 
 
 def _steady(*runs: Sequence[float]) -> bool:
+    """Return True if the middle half of each list of seconds lies within SPREAD of the median."""
     for seconds in runs:
         if seconds:
             low, middle, high = statistics.quantiles(seconds, n=4)
@@ -241,22 +267,23 @@ def _steady(*runs: Sequence[float]) -> bool:
     return True
 
 
-def _now(env: Mapping[fx.Node, Any]) -> float:
-    """The time, when the device is done."""
+def _time_when_done(env: Mapping[fx.Node, Any]) -> float:
+    """Return the time once the device has finished its work, in seconds."""
     for value in env.values():
-        for tensor in tensors_of(value):
+        for tensor in tensor_leaves(value):
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
                 return time.perf_counter()
     return time.perf_counter()
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
+    """Return a copy of a tensor; any other value as it is."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _leaf(value: Any, like: Any) -> Any:
-    """A value as a node reads it, with a gradient of its own."""
+    """Return a value as a node reads it, as a leaf with a gradient of its own if it has one."""
     if not isinstance(value, torch.Tensor):
         return value
     wants = bool(getattr(like, "requires_grad", False)) and (value.is_floating_point() or value.is_complex())
@@ -264,73 +291,81 @@ def _leaf(value: Any, like: Any) -> Any:
 
 
 def kept_bytes(atoms: Atoms) -> dict[str, float]:
-    """Bytes that are kept of each node's forward for backward: distinct storages that autograd saves, or that the model
-    returns, each at the node that makes it; parameters, buffers and the model's inputs left out."""
-    kept, seen, fakes = dict.fromkeys((node.name for node in atoms.dynamic), 0.0), set[int](), list[Any]()
+    """Return the bytes that each node's forward keeps for backward: distinct storages that autograd saves, or that the
+    model returns, each at the node that makes it. Parameters, buffers and the model's inputs are left out."""
+    kept = dict.fromkeys((node.name for node in atoms.dynamic), 0.0)
+    seen = set[int]()
+    fakes = list[Any]()
     feeds = {one: node.name for node in reversed(atoms.dynamic) for one in (*atoms.constants(node), node)}
     makers: dict[int, fx.Node] = {}
 
-    def keep(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    def save(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        """Count a saved tensor's storage at the node that made it."""
         storage = tensor.untyped_storage()
         maker = makers.get(storage._cdata, node)
         if storage._cdata not in seen and maker in feeds:
             seen.add(storage._cdata)
-            fakes.append(tensor)  # or another storage would get its number
+            fakes.append(tensor)  # kept alive: another storage could get its id
             kept[feeds[maker]] += storage.nbytes()
         return tensor
 
-    def around(node: fx.Node) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: keep(tensor, node), lambda tensor: tensor)
+    def saving(node: fx.Node) -> Any:
+        """Return a context that counts the tensors that a node saves."""
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: save(tensor, node), lambda tensor: tensor)
 
-    def known(node: fx.Node, value: Any) -> None:
+    def record(node: fx.Node, value: Any) -> None:
+        """Record the storages of a value, and the node that made them."""
         if node.op in ("get_attr", "placeholder"):
-            seen.update(storages_of(value))
-        for storage in storages_of(value):
+            seen.update(storage_ids(value))
+        for storage in storage_ids(value):
             makers.setdefault(storage, node)
 
-    found = values(atoms.captured, around=around, given=known)
+    value_of = fake_values(atoms.captured, context_of=saving, on_value=record)
     for node in atoms.outputs():
-        for tensor in tensors_of(found[node]):
-            keep(tensor, node)
+        for tensor in tensor_leaves(value_of[node]):
+            save(tensor, node)
     return kept
 
 
-def estimated(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, overhead: float = OVERHEAD) -> Costs:
-    """The same without running anything: forward = overhead + max(FLOPs / ``flops``, bytes / ``nbytes``), backward
-    twice what is not overhead.
+def estimate_costs(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, overhead: float = OVERHEAD) -> Costs:
+    """Estimate costs without running anything: forward = overhead + max(FLOPs / ``flops``, bytes / ``nbytes``),
+    backward = overhead + twice the rest.
 
     Args:
-        atoms: of a model that may be on ``meta``.
-        flops: per second.
-        nbytes: that memory moves per second.
+        atoms: the subcomponents of a model, which may be on ``meta``.
+        flops: FLOPs per second.
+        nbytes: bytes that memory moves per second.
         overhead: seconds of starting an operation.
     """
     counts: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def around(node: fx.Node) -> Iterator[None]:
+    def counting(node: fx.Node) -> Iterator[None]:
+        """Count the FLOPs of a node in this context."""
         with FlopCounterMode(display=False) as counter:
             yield
         counts[node.name] = float(counter.get_total_flops())
 
-    values(atoms.captured, around=around)
-    kept, found = kept_bytes(atoms), Costs()
+    fake_values(atoms.captured, context_of=counting)
+    kept = kept_bytes(atoms)
+    costs = Costs()
     for node in atoms.dynamic:
         own = (*atoms.constants(node), node)
-        moved = sum(t.nbytes for one in {*own, *atoms.reads(node)} for t in tensors_of(atoms.values[one]))
-        view = bool(tensors_of(atoms.values[node])) and not written(node) and _is_view(atoms, node)
+        moved = sum(t.nbytes for one in {*own, *atoms.reads(node)} for t in tensor_leaves(atoms.values[one]))
+        view = bool(tensor_leaves(atoms.values[node])) and not written_nodes(node) and _is_view(atoms, node)
         work = 0.0 if view else max(sum(counts.get(one.name, 0.0) for one in own) / flops, moved / nbytes)
-        back = any(t.requires_grad for t in tensors_of(atoms.values[node]))
-        found[node.name] = {
+        back = any(t.requires_grad for t in tensor_leaves(atoms.values[node]))
+        costs[node.name] = {
             "forward": overhead + work,
             "backward": overhead + 2 * work if back else 0.0,
             "kept": kept[node.name],
             "overhead": overhead,
             "overhead_back": overhead if back else 0.0,
         }
-    return found
+    return costs
 
 
 def _is_view(atoms: Atoms, node: fx.Node) -> bool:
+    """Return True if all storages of a node's value are those of its inputs."""
     read = set[int]().union(*(atoms.storages[one] for one in node.all_input_nodes))
     return bool(atoms.storages[node]) and atoms.storages[node] <= read

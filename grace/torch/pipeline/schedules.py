@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining, by the names that plans have for them."""
+"""Schedules of torch.distributed.pipelining, by the names that plans have for them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,17 +15,17 @@ SEVERAL = {
 }
 
 
-def schedule_of(name: str, stages: Sequence[Any], microbatches: int, loss: Callable[[Any, Any], Any]) -> Any:
-    """A schedule for a rank's stages, which leaves gradients as sums over micro-batches.
+def make_schedule(name: str, stages: Sequence[Any], microbatches: int, loss: Callable[[Any, Any], Any]) -> Any:
+    """Return a schedule for a rank's stages, which leaves gradients as sums over micro-batches.
 
     Args:
-        name: as in a plan.
-        stages: this rank's, in order.
-        microbatches: how many.
-        loss: of the last stage's output and a target.
+        name: name of the schedule in a plan.
+        stages: this rank's stages, in order.
+        microbatches: number of micro-batches.
+        loss: function of the last stage's output and a target.
 
     Raises:
-        ConfigError: it cannot run as many micro-batches.
+        ConfigError: the schedule cannot run so many micro-batches.
     """
     try:
         if name in SINGLE:
@@ -39,14 +39,14 @@ def schedule_of(name: str, stages: Sequence[Any], microbatches: int, loss: Calla
         ) from error
 
 
-def run(schedule: Any, stages: Sequence[Any], args: list[Any], targets: list[Any]) -> list[Any]:
-    """Forward and backward of all micro-batches; the losses of this rank, if it has the last stage.
+def run_schedule(schedule: Any, stages: Sequence[Any], args: list[Any], targets: list[Any]) -> list[Any]:
+    """Run forward and backward of all micro-batches. Return the losses, if this rank has the last stage.
 
     Args:
-        schedule: from :func:`schedule_of`.
-        stages: which it was made for.
-        args: for each micro-batch the inputs of this rank's stages, by their numbers.
-        targets: for each micro-batch.
+        schedule: the result of :func:`make_schedule`.
+        stages: the stages that the schedule was made for.
+        args: inputs of this rank's stages, by the stages' numbers, for each micro-batch.
+        targets: the target for each micro-batch.
     """
     losses: list[Any] = []
     for stage in stages:
@@ -57,8 +57,9 @@ def run(schedule: Any, stages: Sequence[Any], args: list[Any], targets: list[Any
     return [loss.detach() for loss in losses]
 
 
-def forward(stages: Sequence[Any], args: list[Any]) -> list[Any]:
-    """Forward alone, without gradients; the outputs of the last stage, for each micro-batch."""
+def run_forward(stages: Sequence[Any], args: list[Any]) -> list[Any]:
+    """Run forward of all micro-batches, without gradients. Return the outputs of the last stage, for each
+    micro-batch."""
     for stage in stages:
         stage.has_backward = False
         stage.clear_runtime_states()

@@ -1,4 +1,4 @@
-"""A module for each stage, of the nodes that a plan gives it; values are passed on stage by stage."""
+"""Modules of the stages, made of the nodes that a plan gives them. Values are passed on from stage to stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from grace.torch.pipeline.atoms import Atoms
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one stage computes.
+class StageSpec:
+    """The nodes, inputs and outputs of one stage.
 
     Attributes:
-        index: of the stage.
-        nodes: names of its nodes.
-        receives: names of the values that come from the stage before it.
-        inputs: names of the model's inputs that it reads, which every rank has of its own.
-        sends: names of the values that go to the next stage; what the last one returns are the flat outputs.
-        attributes: names of the parameters and buffers that it reads.
+        index: number of the stage.
+        nodes: names of the stage's nodes.
+        receives: names of the values that come from the previous stage.
+        inputs: names of the model's inputs that the stage reads. Every rank has its own inputs.
+        sends: names of the values that go to the next stage; empty for the last stage, which returns the flat outputs.
+        attributes: names of the parameters and buffers that the stage reads.
     """
 
     index: int
@@ -33,46 +33,46 @@ class Piece:
     attributes: tuple[str, ...]
 
 
-def pieces(atoms: Atoms, stages: Sequence[Sequence[str]]) -> list[Piece]:
-    """The stages as pieces.
+def stage_specs(atoms: Atoms, stages: Sequence[Sequence[str]]) -> list[StageSpec]:
+    """Return the specifications of all stages.
 
     Args:
-        atoms: of the captured model.
-        stages: for each stage the names of its nodes; each dynamic node in one stage.
+        atoms: the subcomponents of the captured model.
+        stages: names of the nodes of each stage; each dynamic node is in one stage.
 
     Raises:
-        ConfigError: a node is in no stage or in two, reads what a later stage computes, or is apart from nodes that it
-            must be with.
+        ConfigError: a node is in no stage or in two, reads a value of a later stage, or is separated from nodes that
+            must be in the same stage.
     """
     graph = atoms.graph(1)
     by_name = {node.name: node for node in atoms.order}
     inputs = set(graph.inputs)
-    hands = [tuple(name for name in names if name not in inputs) for names in graph.passed_on(stages)]
-    for name in (name for names in hands for name in names):
+    passed = [tuple(name for name in names if name not in inputs) for names in graph.passed_on(stages)]
+    for name in (name for names in passed for name in names):
         if not isinstance(atoms.values[by_name[name]], torch.Tensor):
             raise ConfigError(f"the value of {name!r} is no tensor and cannot be passed on: keep it with its readers")
-    found = []
+    specs = []
     for i, names in enumerate(stages):
         own = [by_name[name] for name in names]
         used = [one for node in own for one in (*atoms.reads(node), *atoms.constants(node))]
         last = i == len(stages) - 1
         if last:
             used += _outputs_constants(atoms) + [one for one in atoms.outputs() if one.op == "placeholder"]
-        found.append(
-            Piece(
+        specs.append(
+            StageSpec(
                 i,
                 tuple(sorted(names, key=lambda name: atoms.order[by_name[name]])),
-                hands[i - 1] if i else (),
+                passed[i - 1] if i else (),
                 tuple(dict.fromkeys(one.name for one in used if one.op == "placeholder")),
-                () if last else hands[i],
+                () if last else passed[i],
                 tuple(dict.fromkeys(str(one.target) for one in used if one.op == "get_attr")),
             )
         )
-    return found
+    return specs
 
 
 def _outputs_constants(atoms: Atoms) -> list[fx.Node]:
-    """The constant nodes that the model's outputs are made of."""
+    """Return the constant nodes that the model's outputs are made of."""
     found: dict[fx.Node, None] = {}
     for one in atoms.captured.outputs:
         if isinstance(one, fx.Node) and one.op != "placeholder" and one not in atoms.dynamic:
@@ -80,17 +80,18 @@ def _outputs_constants(atoms: Atoms) -> list[fx.Node]:
     return list(found)
 
 
-def module_of(atoms: Atoms, piece: Piece, last: bool) -> fx.GraphModule:
-    """A stage's module. Its parameters and buffers are the model's own, under the model's names.
+def build_module(atoms: Atoms, spec: StageSpec, last: bool) -> fx.GraphModule:
+    """Return a stage's module. Its parameters and buffers are the model's own, under the model's names.
 
-    It is called with the values of ``piece.receives`` and then those of ``piece.inputs``, and returns a tuple: the
-    values of ``piece.sends``, or the flat outputs if it is the last.
+    The module is called with the values of ``spec.receives`` and then those of ``spec.inputs``. It returns a tuple: the
+    values of ``spec.sends``, or the flat outputs if it is the last.
     """
     nodes = {node.name: node for node in atoms.order}
-    graph, new = fx.Graph(), dict[fx.Node, Any]()
-    for name in (*piece.receives, *piece.inputs):
+    graph = fx.Graph()
+    new = dict[fx.Node, Any]()
+    for name in (*spec.receives, *spec.inputs):
         new[nodes[name]] = graph.placeholder(name)
-    own = [nodes[name] for name in piece.nodes]
+    own = [nodes[name] for name in spec.nodes]
     needed = dict.fromkeys(one for node in own for one in (*atoms.constants(node), node))
     if last:
         needed.update(dict.fromkeys(_outputs_constants(atoms)))
@@ -99,27 +100,27 @@ def module_of(atoms: Atoms, piece: Piece, last: bool) -> fx.GraphModule:
     if last:
         graph.output(tuple(new[one] if isinstance(one, fx.Node) else one for one in atoms.captured.outputs))
     else:
-        graph.output(tuple(new[nodes[name]] for name in piece.sends))
-    attributes = {name: atoms.captured.attributes[name] for name in piece.attributes}
-    module = fx.GraphModule(attributes, graph, class_name=f"Stage{piece.index}")
+        graph.output(tuple(new[nodes[name]] for name in spec.sends))
+    attributes = {name: atoms.captured.attributes[name] for name in spec.attributes}
+    module = fx.GraphModule(attributes, graph, class_name=f"Stage{spec.index}")
     module.train(atoms.captured.module.training)
     return module
 
 
-def run(atoms: Atoms, stages: Sequence[Sequence[str]], args: Sequence[Any], kwargs: Any = None) -> Any:
-    """The stages one after the other in this process; what the model would return.
+def run_stages(atoms: Atoms, stages: Sequence[Sequence[str]], args: Sequence[Any], kwargs: Any = None) -> Any:
+    """Run the stages one after the other in this process, and return the model's output.
 
     >>> from grace.torch.pipeline.capture import capture
     >>> model, x = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(4, 2)
     >>> atoms = Atoms(capture(model, (x,)))
-    >>> bool((run(atoms, [["linear"], ["relu"]], (x,)) == model(x)).all())
+    >>> bool((run_stages(atoms, [["linear"], ["relu"]], (x,)) == model(x)).all())
     True
     """
-    cut = pieces(atoms, stages)
+    specs = stage_specs(atoms, stages)
     flat = dict(zip(atoms.captured.inputs, atoms.captured.flat(args, kwargs or {}), strict=True))
     received: dict[str, Any] = {}
-    for piece in cut:
-        module = module_of(atoms, piece, piece is cut[-1])
-        out = module(*(received[name] for name in piece.receives), *(flat[name] for name in piece.inputs))
-        received = dict(zip(piece.sends, out, strict=False))
+    for spec in specs:
+        module = build_module(atoms, spec, spec is specs[-1])
+        out = module(*(received[name] for name in spec.receives), *(flat[name] for name in spec.inputs))
+        received = dict(zip(spec.sends, out, strict=False))
     return pytree.tree_unflatten(out, atoms.captured.out_spec)

@@ -153,7 +153,8 @@ def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
 def of_a_dry_run(file):
     model, (args, kwargs, target) = made("Residual"), batch("Residual")
     if grace.rank() == 0:
-        search(dry.graph_of(model, (args, kwargs), dry=True), 2, ROWS, Links(1e9), stages=2, microbatches=2).save(file)
+        graph = dry.build_graph(model, (args, kwargs), dry=True)
+        search(graph, 2, ROWS, Links(1e9), stages=2, microbatches=2).save(file)
     engine = model_of(plan=file)
     engine.step(*args, target)
     return engine.plan, engine.stage

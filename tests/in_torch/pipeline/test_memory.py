@@ -9,7 +9,7 @@ import grace
 from grace.torch.pipeline import profile
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.dry import graph_of
+from grace.torch.pipeline.dry import build_graph
 from tests.support.live import LiveBytes
 from tests.support.pools import ranks_of
 
@@ -121,12 +121,12 @@ def test_a_plan_says_what_is_alive_on_each_of_two_stages():
 
 
 def test_what_does_not_train_is_held_once_and_what_has_no_rows_does_not_shrink():
-    graph = graph_of(nn.Sequential(frozen(), nn.Linear(10, 10)), torch.randn(64, 256), dry=True)
+    graph = build_graph(nn.Sequential(frozen(), nn.Linear(10, 10)), torch.randn(64, 256), dry=True)
     layer = 4.0 * (256 * 256 + 256)
     assert graph.nodes[0].held == {"0.0.weight": 4.0 * 256 * 256, "0.0.bias": 4.0 * 256}
     assert sum(graph.held.values()) == 4 * layer
     assert sum(graph.parameters.values()) == 4.0 * (256 * 10 + 10 + 100 + 10)
-    product = graph_of(Product(), torch.randn(64, 300), dry=True)
+    product = build_graph(Product(), torch.randn(64, 300), dry=True)
     assert sum(node.kept_fixed for node in product.nodes) == 4.0 * 300 * 300
     assert sum(node.kept for node in product.nodes) == 4.0 * (300 * 300 + 64 * (300 + 300 + 10))
 

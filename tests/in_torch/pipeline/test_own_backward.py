@@ -15,7 +15,7 @@ from grace.partition.blocks import blocks
 from grace.torch.pipeline import profile
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.stages import run
+from grace.torch.pipeline.stages import run_stages
 from tests.support.pipelines import sgd
 from tests.support.pools import ranks_of
 
@@ -189,9 +189,9 @@ def test_stages_have_the_models_gradients(name):
     cut = Net(part, change or (lambda net: None))  # spectral_norm cannot be copied
     model(x).square().mean().backward()
     atoms = Atoms(capture(cut, (x,)))
-    stages = [block.nodes for block in blocks(atoms.graph(8, profile.measured(atoms, [x])), 99)]
+    stages = [block.nodes for block in blocks(atoms.graph(8, profile.measure_costs(atoms, [x])), 99)]
     assert len(stages) >= 5  # the block's operations are not one node
-    run(atoms, stages, (x,)).square().mean().backward()
+    run_stages(atoms, stages, (x,)).square().mean().backward()
     for (key, p), q in zip(model.named_parameters(), cut.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), key
         assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-8), key

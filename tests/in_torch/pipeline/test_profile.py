@@ -19,7 +19,7 @@ def test_all_nodes_are_measured_and_the_model_is_untouched(name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     captured = capture(model, args, kwargs)
     atoms, drawn = Atoms(captured), torch.get_rng_state()
-    costs = profile.measured(atoms, captured.flat(args, kwargs))
+    costs = profile.measure_costs(atoms, captured.flat(args, kwargs))
     graph = atoms.graph(8, costs)
     assert all(node.forward > 0 for node in graph.nodes)
     assert any(node.backward > 0 for node in graph.nodes)
@@ -36,17 +36,17 @@ def test_identical_subgraphs_are_measured_once(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "_memory", {})
     x, file = torch.ones(16, 64), tmp_path / "kept" / "profiles.json"
     atoms = Atoms(capture(layers(), (x,)))
-    first = profile.measured(atoms, [x], file)
+    first = profile.measure_costs(atoms, [x], file)
     assert first["linear_1"] == first["linear_2"]
     written = file.read_text()
     # the first layer gives no gradient back for the input, and so is another than the others
     assert len(json.loads(written)["seconds"]) == 3
     monkeypatch.setattr(profile, "_memory", {})
     monkeypatch.setattr(profile._Measure, "_seconds", lambda *_: pytest.fail("measured again"))
-    assert profile.measured(atoms, [x], file) == first
+    assert profile.measure_costs(atoms, [x], file) == first
     file.write_text("damaged")
     monkeypatch.undo()
-    assert profile.measured(atoms, [x], file).keys() == first.keys()
+    assert profile.measure_costs(atoms, [x], file).keys() == first.keys()
 
 
 def test_what_more_ranks_take_is_measured_anew(tmp_path, monkeypatch):
@@ -54,11 +54,12 @@ def test_what_more_ranks_take_is_measured_anew(tmp_path, monkeypatch):
     x, file = torch.ones(16, 64), tmp_path / "profiles.json"
     atoms = Atoms(capture(layers(), (x,)))
     for beside, count in ((1, 3), (2, 6), (2, 6)):
-        profile.measured(atoms, [x], file, beside)
+        profile.measure_costs(atoms, [x], file, beside)
         assert len(json.loads(file.read_text())["seconds"]) == count
     monkeypatch.setattr(profile, "_memory", {})
     (tmp_path / "taken").write_text("")
-    assert profile.measured(atoms, [x], tmp_path / "taken" / "profiles.json")  # a cache that cannot be written is none
+    # a cache that cannot be written is none
+    assert profile.measure_costs(atoms, [x], tmp_path / "taken" / "profiles.json")
 
 
 def test_kept_bytes_are_those_of_distinct_storages():
@@ -72,7 +73,7 @@ def test_a_dry_run_needs_no_values():
     with torch.device("meta"):
         model = layers(1024)
     atoms = Atoms(capture(model, (torch.ones(16, 1024, device="meta"),)))
-    costs = profile.estimated(atoms, flops=1e9, nbytes=1e12, overhead=1e-6)
+    costs = profile.estimate_costs(atoms, flops=1e9, nbytes=1e12, overhead=1e-6)
     assert costs["linear"]["forward"] == pytest.approx(1e-6 + 2 * 16 * 1024 * 1024 / 1e9)
     assert costs["linear"]["backward"] == pytest.approx(1e-6 + 4 * 16 * 1024 * 1024 / 1e9)
     assert costs["relu"]["forward"] == pytest.approx(1e-6 + 2 * 16 * 1024 * 4 / 1e12)

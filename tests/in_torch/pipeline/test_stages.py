@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from grace.errors import ConfigError
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.stages import module_of, pieces, run
+from grace.torch.pipeline.stages import build_module, run_stages, stage_specs
 from tests.support.pipelines import BY_NAME, batch, halves, loss_fn, made
 
 
@@ -43,7 +43,7 @@ def test_stages_are_the_model_bit_for_bit(name):
         expected = plain(*copy.deepcopy(args), **kwargs)
         loss_fn(expected, target).backward()
         atoms = Atoms(capture(model, args, kwargs))
-        got = run(atoms, stages, copy.deepcopy(args), kwargs)
+        got = run_stages(atoms, stages, copy.deepcopy(args), kwargs)
         loss_fn(got, target).backward()
         assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(got), strict=True))
         for (key, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
@@ -55,8 +55,8 @@ def test_modules_have_the_models_names_and_tensors():
     model = made("TiedEmbedding")
     atoms = Atoms(capture(model, *batch("TiedEmbedding")[:2]))
     names = list(atoms.graph(8).index)
-    cut = pieces(atoms, [names[:1], names[1:]])
-    first, second = (module_of(atoms, piece, last) for piece, last in zip(cut, (False, True), strict=True))
+    cut = stage_specs(atoms, [names[:1], names[1:]])
+    first, second = (build_module(atoms, piece, last) for piece, last in zip(cut, (False, True), strict=True))
     assert [name for name, _ in first.named_parameters()] == ["table.weight"]
     assert dict(first.named_parameters())["table.weight"] is model.table.weight
     assert "table.weight" in dict(second.named_parameters())
@@ -65,7 +65,7 @@ def test_modules_have_the_models_names_and_tensors():
 
 def test_a_residual_is_passed_on_by_the_stage_between():
     atoms = Atoms(capture(made("Residual"), *batch("Residual")[:2]))
-    cut = pieces(atoms, halves(atoms.graph(8), 3))
+    cut = stage_specs(atoms, halves(atoms.graph(8), 3))
     assert "linear" in cut[0].sends
     assert "linear" in cut[1].receives
     assert "linear" in cut[1].sends
@@ -81,7 +81,7 @@ def test_what_is_written_in_place_is_not_parted_from_its_readers():
             return h + before
 
     atoms = Atoms(capture(Writes(), (torch.ones(4, 2),)))
-    together = [group for group in atoms.together if "zero_" in group]
+    together = [group for group in atoms.inseparable if "zero_" in group]
     assert together == [frozenset({"mul", "select", "zero_", "add", "add_1"})]
 
 
@@ -149,8 +149,8 @@ def test_bad_cuts_are_refused():
     atoms = Atoms(capture(made("FewParameters"), *batch("FewParameters")[:2]))
     names = list(atoms.graph(8).index)
     with pytest.raises(ConfigError, match="in no stage"):
-        pieces(atoms, [names[:1], names[2:]])
+        stage_specs(atoms, [names[:1], names[2:]])
     with pytest.raises(ConfigError, match="which stage 1 computes"):
-        pieces(atoms, [names[1:], names[:1]])
+        stage_specs(atoms, [names[1:], names[:1]])
     with pytest.raises(ConfigError, match="is called with 2 arguments"):
-        run(atoms, [names], (torch.ones(8, 6), torch.ones(8, 6)))
+        run_stages(atoms, [names], (torch.ones(8, 6), torch.ones(8, 6)))

@@ -1,1 +1,1 @@
-"""The figures of a report, as SVG text: what they share, and one module for each kind of results."""
+"""Figures of a report, as SVG: common parts, and one module for each kind of results."""

@@ -7,27 +7,27 @@ from typing import Any
 
 from grace.bench.common.text import short
 from grace.bench.report.figures.labels import text_width
-from grace.bench.report.figures.style import INK, MUTED, PAPER, Look, label_axes, panel, place, write
+from grace.bench.report.figures.style import INK, MUTED, PAPER, Look, label_axes, panel, set_margins, write
 
 ROW = 21
 """CSS pixels of a row."""
 FAR = 4.0
-"""Bars are cut at so many times the median one, where at most a third of them are longer."""
+"""Multiple of the median bar at which bars are cut, where at most a third of them are longer."""
 Mark = tuple[str, float, Any]
-"""A vertical line: name, position, line style of matplotlib."""
+"""Vertical line: name, position, line style of matplotlib."""
 REST = "rest"
-"""The shade of the part that is the same work in every row."""
+"""Shade of the part that is the same work in every row."""
 ALPHAS = {"full": 1.0, "half": 0.5, "light": 0.22}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """One row.
+    """Bar of one row.
 
     Attributes:
-        name: of the row.
+        name: the row's name.
         parts: (length, shade), from the left; a shade is "full", "half" or "light" of the look's colour, or "rest".
-        text: what is written at its end.
+        text: the text at its end.
         look: its colour.
         low, high: ends of the whisker, or None.
         group: rows of different groups have a gap between them.
@@ -43,12 +43,13 @@ class Bar:
 
     @property
     def length(self) -> float:
-        """Of all parts together."""
+        """Sum of the lengths of all parts."""
         return sum(length for length, _ in self.parts)
 
 
 def outliers(lengths: Sequence[float]) -> float:
-    """Where bars are cut so that few long ones leave the others room; 0 if none is far from the others.
+    """Return the length at which bars are cut so that few long ones leave the others room; 0 if none is far from the
+    others.
 
     >>> outliers([1.0, 2.0, 3.0, 90.0]), outliers([1.0, 2.0, 3.0]), outliers([1.0, 90.0])
     (12.0, 0.0, 0.0)
@@ -58,23 +59,24 @@ def outliers(lengths: Sequence[float]) -> float:
 
 
 def horizontal(bars: Sequence[Bar], x: str, marks: Sequence[Mark] = (), clip: float = 0.0) -> Any:
-    """A panel of bars, the first at the top.
+    """Return a panel of bars, the first at the top.
 
     Args:
         bars: at least one.
-        x: what the lengths are, with the unit.
+        x: the label of the lengths, with the unit.
         marks: vertical lines.
-        clip: the longest length that is drawn as it is; 0 draws all so.
+        clip: the longest length that is not cut; 0 cuts none.
     """
     gaps = sum(one.group != other.group for one, other in itertools.pairwise(bars))
-    top, bottom = (22 if marks else 8), 42
+    top = 22 if marks else 8
+    bottom = 42
     drawing, axes = panel(round(top + bottom + ROW * (len(bars) + 0.6 * gaps)))
     names = [short(bar.name) for bar in bars]
     left = min(190, max(text_width(drawing, name, 11) for name in names) + 14)
     longest = max([bar.high or bar.length for bar in bars] + [position for _, position, _ in marks])
     limit = min(longest, clip) if clip else longest
-    far = [bar for bar in bars if bar.length >= 0.6 * limit]  # beside the others there is room
-    place(drawing, axes, left, max(text_width(drawing, bar.text, 10.5) for bar in far or bars) + 10, top, bottom)
+    far = [bar for bar in bars if bar.length >= 0.6 * limit]  # beside shorter bars there is room for their texts
+    set_margins(drawing, axes, left, max(text_width(drawing, bar.text, 10.5) for bar in far or bars) + 10, top, bottom)
     axes.set_xlim(0, (limit or 1) * 1.02)
     axes.grid(False, axis="y")
     heights, y = [], 0.0
@@ -118,7 +120,7 @@ def _draw(axes: Any, bar: Bar, y: float, limit: float) -> None:
 
 
 def _marks(axes: Any, drawing: Any, marks: Sequence[Mark]) -> None:
-    """Vertical lines with names above them; a name that would stand on another one goes to the other side."""
+    """Draw vertical lines with names above them; a name that would cover another one is moved to the right."""
     frame, ends = axes.get_window_extent(), -1e9
     for name, position, dash in sorted(marks, key=lambda mark: mark[1]):
         axes.axvline(position, color=INK, linewidth=1, linestyle=dash, zorder=3)

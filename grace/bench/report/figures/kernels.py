@@ -6,7 +6,7 @@ from typing import Any
 from grace.bench.common.text import digits, number, power
 from grace.bench.report.figures.bars import Bar, horizontal, outliers
 from grace.bench.report.figures.labels import beside_points
-from grace.bench.report.figures.style import INK, Figure, Look, Panel, label_axes, panel, place, svg
+from grace.bench.report.figures.style import INK, Figure, Look, Panel, label_axes, panel, set_margins, svg
 from grace.bench.report.rows import cases
 
 KEYS = (("encode", "full"), ("decode", "half"), ("memory (error feedback)", "light"))
@@ -14,7 +14,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def figures(rows: Rows, looks: Mapping[str, Look], name: str) -> list[Figure]:
-    """All that the rows allow; ``name`` begins the ids of their elements."""
+    """Return all figures that the rows allow; ``name`` is the prefix of their elements' ids."""
     return [figure for figure in (_errors(rows, looks, name), _times(rows, looks, name)) if figure.panels]
 
 
@@ -27,7 +27,7 @@ def _errors(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     floor = 10**-0.7 * min(inexact, default=1.0)
     for i, ((tensor,), some) in enumerate(cases(known, "tensor").items()):
         drawing, axes = panel(384)
-        place(drawing, axes, 50, 16, 38, 42)
+        set_margins(drawing, axes, 50, 16, 38, 42)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         points = []

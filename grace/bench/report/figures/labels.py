@@ -8,16 +8,17 @@ from grace.bench.common.text import clean, short
 from grace.bench.report.figures.style import MUTED, SIZE, Look, any_text, write
 
 Box = tuple[float, float, float, float]
-"""left, bottom, right, top; in pixels."""
+"""Box in pixels: left, bottom, right, top."""
 LINE = 13.5
 """Pixels between the middles of two labels below each other."""
 DISTANCES = (9, 16, 26, 38, 52, 70, 92)
+"""Distances of a label from its point, in pixels; earlier ones are preferred."""
 ANGLES = (0, 180, 90, 270, 35, 145, 325, 215, 60, 120, 240, 300)
-"""Where a label may stand, seen from its point, in degrees; what comes first is preferred."""
+"""Directions of a label, seen from its point, in degrees; earlier ones are preferred."""
 
 
 def overlap(one: Box, other: Box) -> float:
-    """The area that two boxes share.
+    """Return the area that two boxes share.
 
     >>> overlap((0, 0, 2, 2), (1, 1, 3, 3)), overlap((0, 0, 1, 1), (2, 0, 3, 1))
     (1, 0)
@@ -28,7 +29,7 @@ def overlap(one: Box, other: Box) -> float:
 
 
 def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions in the order of those that are wanted, at least ``gap`` apart, as near to them as a sweep finds.
+    """Return positions in the order of the wanted ones, at least ``gap`` apart, as near to these as a sweep finds.
 
     Where the room between ``low`` and ``high`` is too small for all, they are evenly spaced in it.
 
@@ -60,9 +61,9 @@ def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> 
 
 
 def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacles: Sequence[Box] = ()) -> None:
-    """A name beside each point (name, x, y), with a thin line to it where it had to stand further away.
+    """Write a name beside each point (name, x, y), with a thin line to it where the name is further away.
 
-    The axes' limits and position must be final. Each label takes the place, of a few dozen around its point, where it
+    The axes' limits and position must be final. Each label gets the position, of a few dozen around its point, where it
     covers least of points, other labels and ``obstacles`` (in pixels).
     """
     figure = axes.figure
@@ -70,7 +71,7 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
     frame: Box = tuple(axes.get_window_extent().extents)  # type: ignore[assignment]
     page: Box = (frame[0] + 1, frame[1] + 2, 72 * figure.get_size_inches()[0] - 2, frame[3] + 6)
     dots: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in canvas]
-    taken: list[Box] = [*obstacles]
+    occupied: list[Box] = [*obstacles]
     crowd = [sum(math.hypot(x - u, y - v) < 60 for u, v in canvas) for x, y in canvas]
     for i in sorted(range(len(points)), key=lambda i: crowd[i]):
         name, (x, y) = short(points[i][0]), canvas[i]
@@ -83,18 +84,18 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
                 box: Box = (left - 3, y + dy - height / 2 - 1, left + width + 3, y + dy + height / 2 + 1)
                 area = (box[2] - box[0]) * (box[3] - box[1])
                 cost = 40 * (area - overlap(box, page)) / area + far * 0.6 + turn * 0.05
-                cost += sum(10 * shared / area + 1.2 for other in taken if (shared := overlap(box, other)))
+                cost += sum(10 * shared / area + 1.2 for other in occupied if (shared := overlap(box, other)))
                 cost += sum(8 * overlap(box, other) / 144 for k, other in enumerate(dots) if k != i or far)
                 end = (left - 1 if dx > 1 else left + width + 1 if dx < -1 else left + width / 2, y + dy)
                 if abs(dx) <= 1:
                     end = (end[0], end[1] - math.copysign(height / 2 + 1, dy))
                 leader = _leader((x, y), end) if far else []
-                crossed = sum(overlap(piece, other) > 0 for piece in leader for other in taken)
+                crossed = sum(overlap(piece, other) > 0 for piece in leader for other in occupied)
                 cost += 0.3 * crossed + 2 * (crossed > 1)
                 if cost < best[0]:
                     best = (cost, (box, leader, left, y + dy, end))
         box, leader, left, middle, end = best[1]
-        taken += [box, *leader]
+        occupied += [box, *leader]
         if leader:
             between = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
             axes.annotate("", (x, y), end, xycoords="figure pixels", textcoords="figure pixels", arrowprops=between)
@@ -102,13 +103,13 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
 
 
 def _leader(point: tuple[float, float], end: tuple[float, float]) -> list[Box]:
-    """Small boxes along the line from a point to its label."""
+    """Return small boxes along the line from a point to its label."""
     steps = [(point[0] + (end[0] - point[0]) * t / 8, point[1] + (end[1] - point[1]) * t / 8) for t in range(2, 8)]
     return [(x - 1, y - 1, x + 1, y + 1) for x, y in steps]
 
 
 def at_the_right(axes: Any, ends: Sequence[tuple[str, float, float, Look]]) -> None:
-    """Names of lines in the right margin, each joined to the end (x, y) of its line."""
+    """Write names of lines in the right margin, each joined to the end (x, y) of its line."""
     frame = axes.get_window_extent()
     pixels = [axes.transData.transform((x, y)) for _, x, y, _ in ends]
     heights = spread_out([y for _, y in pixels], LINE, frame.y0 + 4, frame.y1)
@@ -120,7 +121,8 @@ def at_the_right(axes: Any, ends: Sequence[tuple[str, float, float, Look]]) -> N
 
 
 def keys_at_the_right(axes: Any, names: Sequence[tuple[str, Look]]) -> None:
-    """Names in the right margin, each with a piece of its line: where the ends of lines are too far from it."""
+    """Write names in the right margin, each with a piece of its line: where the ends of lines are too far from the
+    margin."""
     frame = axes.get_window_extent()
     for i, (name, look) in enumerate(names):
         height = frame.y1 - 4 - i * LINE
@@ -131,7 +133,7 @@ def keys_at_the_right(axes: Any, names: Sequence[tuple[str, Look]]) -> None:
 
 
 def text_width(figure: Any, text: str, size: float = SIZE) -> float:
-    """Pixels that a text takes in matplotlib's own font, which is wider than those of browsers."""
+    """Return the pixels that a text takes in matplotlib's own font, which is wider than those of browsers."""
     from matplotlib.text import Text
 
     drawn = Text(0, 0, clean(text), fontsize=size, parse_math=False, figure=figure)

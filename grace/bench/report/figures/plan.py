@@ -1,4 +1,4 @@
-"""Figures of a plan: one step as it is expected, steps of other numbers of ranks and over other links, memory."""
+"""Figures of a plan: one predicted step, steps of other numbers of ranks and over other links, memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from grace.bench.report.figures.style import (
     Panel,
     label_axes,
     panel,
-    place,
+    set_margins,
     svg,
 )
 from grace.planner.scaling import Line
@@ -37,17 +37,17 @@ WIDE = 620
 
 
 def gantt(steps: Mapping[str, Prediction], name: str) -> Figure:
-    """What computes and what travels when.
+    """Return a figure of computation and communication over the time of a step.
 
     Args:
         steps: predictions with their events, by names.
-        name: begins the ids of elements.
+        name: the prefix of elements' ids.
     """
     panels = []
     for i, (title, step) in enumerate(steps.items()):
         drawing, axes = panel(128)
         left = text_width(drawing, "computing", 11) + 14
-        place(drawing, axes, left, 12, 8, 42)
+        set_margins(drawing, axes, left, 12, 8, 42)
         for what, _, begin, end in step.events:
             color, alpha = COLORS.get(what, CODEC), 0.28 if what == "compute" else 1.0
             bar = axes.barh(LANES[what], 1e3 * (end - begin), left=1e3 * begin, height=0.72, color=color, alpha=alpha)
@@ -77,12 +77,12 @@ def gantt(steps: Mapping[str, Prediction], name: str) -> Figure:
 
 
 def over_ranks(lines: Mapping[str, Line], now: int, name: str) -> Figure:
-    """Steps over numbers of ranks.
+    """Return a figure of steps over numbers of ranks.
 
     Args:
         lines: predictions by names.
         now: the number of ranks that is planned for.
-        name: begins the ids of elements.
+        name: the prefix of elements' ids.
     """
     drawing, axes = _lines(lines, "ranks (log scale)")
     counts = sorted({int(x) for line in lines.values() for x, _ in line})
@@ -91,7 +91,7 @@ def over_ranks(lines: Mapping[str, Line], now: int, name: str) -> Figure:
     axes.minorticks_off()
     axes.axvline(now, color=MUTED, linewidth=1, linestyle=":", zorder=1)
     named_lines(axes, _points(lines), looks(lines))
-    about = "Lines of the time of a step against ranks: " + _said(lines, "{:,} ranks")
+    about = "Lines of the time of a step against ranks: " + _describe(lines, "{:,} ranks")
     caption = (
         "One method for all variables, cut into an optimizer's own buckets, over links like these; the plan as it is, "
         "without planning anew. All-gathers (topk's) bring what every rank sends, and rise with the ranks: where "
@@ -102,12 +102,12 @@ def over_ranks(lines: Mapping[str, Line], now: int, name: str) -> Figure:
 
 
 def over_rates(lines: Mapping[str, Line], now: float | None, name: str) -> Figure:
-    """Steps over bandwidths.
+    """Return a figure of steps over bandwidths.
 
     Args:
         lines: predictions by names.
         now: bit/s that is planned for, if it is known.
-        name: begins the ids of elements.
+        name: the prefix of elements' ids.
     """
     drawing, axes = _lines(lines, "bandwidth of a link (log scale)")
     rates = sorted({x for line in lines.values() for x, _ in line})
@@ -117,7 +117,7 @@ def over_rates(lines: Mapping[str, Line], now: float | None, name: str) -> Figur
     if now is not None and rates[0] <= now <= rates[-1]:
         axes.axvline(now, color=MUTED, linewidth=1, linestyle=":", zorder=1)
     named_lines(axes, _points(lines), looks(lines))
-    about = "Lines of the time of a step against the bandwidth: " + _said(lines, "{:.3g} bit/s")
+    about = "Lines of the time of a step against the bandwidth: " + _describe(lines, "{:.3g} bit/s")
     caption = (
         "The same at this number of ranks, over links of other bandwidths with the same latency. To the right of where "
         "none's line is the lowest, compressing costs more than it saves."
@@ -126,11 +126,11 @@ def over_rates(lines: Mapping[str, Line], now: float | None, name: str) -> Figur
 
 
 def memory(steps: Mapping[str, Prediction], name: str) -> Figure:
-    """Bytes that exchanges keep on a rank.
+    """Return a figure of the bytes that exchanges keep on a rank.
 
     Args:
         steps: predictions by names.
-        name: begins the ids of elements.
+        name: the prefix of elements' ids.
     """
     seen = looks(steps)
     ordered = sorted(steps.items(), key=lambda item: item[1].memory)
@@ -162,8 +162,8 @@ def _lines(lines: Mapping[str, Line], x: str) -> tuple[Any, Any]:
     return lines_of(_points(lines), looks(lines), x, "ms of a step (log scale)", WIDE)
 
 
-def _said(lines: Mapping[str, Line], place: str) -> str:
+def _describe(lines: Mapping[str, Line], template: str) -> str:
     return "; ".join(
-        f"{name} " + ", ".join(f"{digits(1e3 * step.step)} ms at {place.format(x)}" for x, step in line)
+        f"{name} " + ", ".join(f"{digits(1e3 * step.step)} ms at {template.format(x)}" for x, step in line)
         for name, line in lines.items()
     )

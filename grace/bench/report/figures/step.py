@@ -15,7 +15,7 @@ from grace.bench.report.figures.style import (
     Panel,
     label_axes,
     panel,
-    place,
+    set_margins,
     svg,
     write,
 )
@@ -27,11 +27,11 @@ KEYS = (
     ("communication that nothing hides; for baselines with their codec", "half"),
 )
 CLIP = 2.5
-"""Bars are cut at so many times the slowest baseline."""
+"""Multiple of the slowest baseline at which bars are cut."""
 
 
 def figures(rows: Rows, looks: Mapping[str, Look], name: str) -> list[Figure]:
-    """All that the rows allow; ``name`` begins the ids of their elements."""
+    """Return all figures that the rows allow; ``name`` is the prefix of their elements' ids."""
     rows = one_bound([row for row in rows if number(row.get("step_ms"))])
     found = [_time(rows, looks, name)] if rows else []
     if len({row["bandwidth"] for row in rows}) > 1:
@@ -94,7 +94,7 @@ def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
         named_lines(axes, lines, looks)
         title = of_ranks(ranks)
-        about = f"Lines of the speedup against the bandwidth, {title}: " + _said(
+        about = f"Lines of the speedup against the bandwidth, {title}: " + _describe(
             lines, [of_rate(rate) for rate in rates]
         )
         panels.append(Panel(title, svg(drawing, f"{name}-bandwidth{i}", about), about))
@@ -130,7 +130,7 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
             write(axes, "ideal", end, (-6, 4), color=MUTED, textcoords="offset points", ha="right")
         named_lines(axes, lines, looks)
         title = of_rate(rate)
-        about = f"Lines of samples per second against ranks, {title}: " + _said(
+        about = f"Lines of samples per second against ranks, {title}: " + _describe(
             lines, {count: of_ranks(count) for count in counts}
         )
         panels.append(Panel(title, svg(drawing, f"{name}-ranks{i}", about), about))
@@ -145,10 +145,14 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
 def lines_of(
     lines: Mapping[str, Any], looks: Mapping[str, Look], x: str, y: str, width: int = WIDTH
 ) -> tuple[Any, Any]:
-    """A panel of lines, on a logarithmic axis: of each name points (x, y), of which those without y are left out."""
+    """Return a panel of lines, on a logarithmic axis.
+
+    Args:
+        lines: points (x, y) by name; points without y are left out.
+    """
     drawing, axes = panel(max(300, 14 * len(lines) + 90), width)
     right = max((text_width(drawing, short(who, 26)) for who in lines), default=0) + 24
-    place(drawing, axes, 52, min(right, 200), 34, 42)
+    set_margins(drawing, axes, 52, min(right, 200), 34, 42)
     for who, points in lines.items():
         look = looks[who]
         known = sorted(point for point in points if point[1])
@@ -161,7 +165,7 @@ def lines_of(
 
 
 def named_lines(axes: Any, lines: Mapping[str, Any], looks: Mapping[str, Look]) -> None:
-    """Ticks of y, and the lines' names at their ends."""
+    """Set the ticks of y, and write the lines' names at their ends."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
@@ -178,7 +182,7 @@ def named_lines(axes: Any, lines: Mapping[str, Any], looks: Mapping[str, Look]) 
     at_the_right(axes, ends)
 
 
-def _said(lines: Mapping[str, Any], where: Any) -> str:
+def _describe(lines: Mapping[str, Any], where: Any) -> str:
     return "; ".join(
         f"{who} " + ", ".join(f"{digits(y)} at {where[x]}" for x, y in sorted(points) if y)
         for who, points in lines.items()

@@ -1,4 +1,4 @@
-"""What all figures of a report share: one look for each method, panels of one size, and their SVG text."""
+"""Common style of a report's figures: one look for each method, panels of one size, and their SVG."""
 
 import contextlib
 import dataclasses
@@ -16,23 +16,23 @@ from grace.errors import missing_extra
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#C8B900")
 """Okabe and Ito's colours, which colour-blind readers can tell apart; their yellow is darker here, for white paper."""
 GREYS = ("#57606A", "#818B98", "#A2ABB5")
-"""Of baselines."""
+"""Colours of baselines."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: Sequence[Any] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 INK, MUTED, GRID, PAPER = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF"
-"""Of text and axes."""
+"""Colours of text and axes."""
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card", PALETTE[0]: "--blue"}
 VARIABLES |= {grey: f"--grey{i}" for i, grey in enumerate(GREYS)}
-"""Colours that are others where a report is read in the dark: its style sheet says which."""
+"""Colours that the style sheet replaces in dark mode."""
 SIZE = 10.5
-"""Of letters, in CSS pixels, where nothing else is said."""
+"""Default size of letters, in CSS pixels."""
 WIDTH = 464
-"""Of a panel, in CSS pixels."""
+"""Width of a panel, in CSS pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """How one method is drawn, everywhere in a report."""
+    """Look of one method, everywhere in a report."""
 
     color: str
     marker: str = "o"
@@ -41,12 +41,12 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One drawing.
+    """Drawing of a figure.
 
     Attributes:
-        title: what tells it from its neighbours, such as the bandwidth; may be empty.
+        title: the difference to its neighbours, such as the bandwidth; may be empty.
         svg: an ``<svg>`` element.
-        about: what is seen, for those who cannot see it.
+        about: a description for screen readers.
     """
 
     title: str
@@ -62,7 +62,7 @@ class Figure:
         title: the heading, plain text.
         caption: how to read it, plain text.
         panels: at least one.
-        keys: what shades or lines mean: (name, CSS class of the swatch).
+        keys: the legend of shades or lines: (name, CSS class of the swatch).
     """
 
     title: str
@@ -72,7 +72,7 @@ class Figure:
 
 
 def looks(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Look]:
-    """One look for each name: a colour, and where there are more names than colours, another marker and dash too.
+    """Return one look for each name: a colour, and where there are more names than colours, another marker and dash.
 
     >>> found = looks(["none", "topk", "qsgd"], ["DDP"])
     >>> [found[name].color for name in ("none", "topk", "qsgd", "DDP")]
@@ -94,7 +94,7 @@ def looks(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Lo
 
 
 def panel(height: int = 360, width: int = WIDTH) -> tuple[Any, Any]:
-    """An empty figure of so many CSS pixels, and its axes.
+    """Return an empty figure of so many CSS pixels, and its axes.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -116,34 +116,35 @@ def panel(height: int = 360, width: int = WIDTH) -> tuple[Any, Any]:
     return drawing, axes
 
 
-def place(drawing: Any, axes: Any, left: float, right: float, top: float, bottom: float) -> None:
-    """Put the axes so many CSS pixels from the edges."""
+def set_margins(drawing: Any, axes: Any, left: float, right: float, top: float, bottom: float) -> None:
+    """Set the axes' distances from the edges, in CSS pixels."""
     width, height = 72 * drawing.get_size_inches()
     axes.set_position((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height))
 
 
 def label_axes(axes: Any, x: str, y: str = "") -> None:
-    """What is on the axes, units included; that of y stands above it, where it can be read without turning the head."""
+    """Write the labels of the axes, units included; that of y is above the axis, where it can be read without turning
+    the head."""
     axes.set_xlabel(clean(x), fontsize=11.5, color=INK, labelpad=7, parse_math=False)
     if y:
         write(axes, y, (0, 1), (4, -8), size=11.5, xycoords="figure fraction", textcoords="offset points", va="top")
 
 
 def write(axes: Any, text: str, at: Any, offset: Any = None, size: float = SIZE, color: str = INK, **more: Any) -> None:
-    """A text, never a formula, that may stand outside the axes; ``more`` goes to ``axes.annotate``."""
+    """Write a text, never a formula, that may be outside the axes; ``more`` is passed to ``axes.annotate``."""
     axes.annotate(clean(text), at, offset, fontsize=size, color=color, parse_math=False, annotation_clip=False, **more)
 
 
 @contextlib.contextmanager
 def any_text() -> Iterator[None]:
-    """No warnings of letters that matplotlib's own font lacks: browsers have other fonts."""
+    """Return a context without warnings of letters that matplotlib's own font lacks: browsers have other fonts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         yield
 
 
 def svg(drawing: Any, name: str, about: str) -> str:
-    """The figure as an element for HTML: text stays text, ids begin with ``name``, the page names colours."""
+    """Return the figure as an element for HTML: text stays text, ids begin with ``name``, the page names colours."""
     from matplotlib import rc_context
 
     text = io.StringIO()
@@ -167,7 +168,7 @@ def svg(drawing: Any, name: str, about: str) -> str:
 
 
 def _shorter(value: str, name: str) -> str:
-    """An attribute for a page with other figures: ids of its own, the page's fonts and colours, fewer digits."""
+    """Return an attribute for a page with other figures: unique ids, the page's fonts and colours, fewer digits."""
     value = re.sub(r"^(#?)((?:p|m|h|image)[0-9a-f]{8,})$", rf"\1{name}-\2", value)
     value = value.replace("url(#", f"url(#{name}-")
     value = re.sub(r" ?font-family: [^;]*;", "", value)
@@ -178,7 +179,7 @@ def _shorter(value: str, name: str) -> str:
 
 
 def _unwrap(element: Any) -> None:
-    """Put the children of groups that say nothing in their place, and leave out what draws nothing."""
+    """Replace groups without attributes by their children, and remove elements that draw nothing."""
     children: list[Any] = []
     for child in element:
         _unwrap(child)
@@ -190,7 +191,9 @@ def _unwrap(element: Any) -> None:
 
 
 def named(page: str) -> tuple[str, str]:
-    """The page with a class in place of each ``style`` attribute, and the style sheet of these classes: much shorter.
+    """Return the page with a class instead of each ``style`` attribute, and the style sheet of these classes.
+
+    The page becomes much shorter.
 
     >>> named('<p style="fill:none">a style="b"</p><i style="fill:none" />')
     ('<p class="k0">a style="b"</p><i class="k0" />', '.k0{fill:none}')
@@ -208,7 +211,7 @@ def named(page: str) -> tuple[str, str]:
 
 
 def themed(color: str) -> str:
-    """The colour for a style sheet.
+    """Return the colour for a style sheet.
 
     >>> themed(INK), themed(PALETTE[1])
     ('var(--ink)', '#D55E00')
@@ -217,5 +220,5 @@ def themed(color: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for HTML, in attributes too."""
+    """Return a text for HTML, also for attributes."""
     return html.escape(clean(text), quote=True)

@@ -1,31 +1,38 @@
 """Figures of training: GRACE's two (quality against volume and against throughput), curves, time to the target."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grace.bench.common.quality import Settings, better, quality_axis, scale, shown
-from grace.bench.common.text import digits, number, of_bytes, of_rate, power, short
+from grace.bench.common.text import clean, digits, number, of_bytes, of_rate, power, short
 from grace.bench.report.figures.bars import Bar, Mark, horizontal
 from grace.bench.report.figures.labels import Box, at_the_right, beside_points, keys_at_the_right, text_width
-from grace.bench.report.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, place, svg
+from grace.bench.report.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, set_margins, svg
 from grace.bench.report.rows import cases
 
 FAR = 8
-"""Throughputs so many times apart need a logarithmic axis."""
+"""Ratio of throughputs from which on their axis is logarithmic."""
 Rows = Sequence[Mapping[str, Any]]
 
 
 def figures(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str) -> list[Figure]:
-    """All that the rows allow; ``name`` begins the ids of their elements."""
+    """Return all figures that the rows allow, for each optimizer; ``name`` is the prefix of their elements' ids."""
     rows = [row for row in rows if number(row.get("quality")) is not None]
-    found = [_trade(rows, settings, looks, name), _curves(rows, settings, looks, name)]
-    found.append(_target(rows, settings, looks, name))
+    found: list[Figure] = []
+    by_optimizer = cases(rows, "optimizer")
+    for i, ((optimizer,), some) in enumerate(by_optimizer.items()):
+        for draw in (_trade, _curves, _target):
+            figure = draw(some, settings, looks, f"{name}-{i}")
+            title = f"{figure.title}, {clean(optimizer)}" if len(by_optimizer) > 1 else figure.title
+            found.append(dataclasses.replace(figure, title=title))
     return [figure for figure in found if figure.panels]
 
 
 def window(finals: Sequence[float], others: Sequence[float], sign: int) -> tuple[float, float]:
-    """Limits of an axis: all of ``finals`` that did not diverge, and as much of ``others`` as leaves them room.
+    """Return the limits of an axis: all of ``finals`` that did not diverge, and as much of ``others`` as leaves them
+    room.
 
     >>> window([96.0, 90.0], [10.0, 50.0], 1)
     (70.8, 97.2)
@@ -58,8 +65,9 @@ def _trade(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str)
         else ("sent_bytes_per_step", "bytes sent per rank and step (log scale)")
     )
     first = next(iter(found.values()), [])
-    if drawn := _scatter(first, key, settings, looks, limits, x, log=True):
-        about = f"Points of {quality_axis(settings)}, against {x}: " + _said(first, key, settings)
+    drawn = _scatter(first, key, settings, looks, limits, x, log=True)
+    if drawn:
+        about = f"Points of {quality_axis(settings)}, against {x}: " + _describe(first, key, settings)
         panels.append(Panel("against bytes", svg(drawn, f"{name}-volume", about), about))
     relative = any(number(row.get("relative_throughput")) for row in rows)
     key, x = (
@@ -68,8 +76,11 @@ def _trade(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str)
         else ("samples_per_s", "samples per second, all ranks together")
     )
     for i, ((rate,), some) in enumerate(found.items()):
-        if drawn := _scatter(some, key, settings, looks, limits, x, log=False):
-            about = f"Points of {quality_axis(settings)}, against {x}, {of_rate(rate)}: " + _said(some, key, settings)
+        drawn = _scatter(some, key, settings, looks, limits, x, log=False)
+        if drawn:
+            about = f"Points of {quality_axis(settings)}, against {x}, {of_rate(rate)}: " + _describe(
+                some, key, settings
+            )
             panels.append(Panel(f"against throughput, {of_rate(rate)}", svg(drawn, f"{name}-speed{i}", about), about))
     seeds = len(settings.get("seeds") or [])
     mean = f"the mean of {seeds} seeds, with half their range as the bar" if seeds > 1 else "of one seed"
@@ -90,7 +101,7 @@ def _scatter(rows: Rows, key: str, settings: Settings, looks: Mapping, limits: A
     if not log and max(values) > FAR * min(values):
         log, x = True, f"{x} (log scale)"
     drawing, axes = panel(372 + 8 * max(0, len(known) - 10))
-    place(drawing, axes, 50, 16, 38, 42)
+    set_margins(drawing, axes, 50, 16, 38, 42)
     if log:
         axes.set_xscale("log")
     low, high = limits
@@ -150,7 +161,8 @@ def _curves(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
         for column, key, x, log in kinds:
             if i and key != "seconds":
                 continue  # the same whatever the bandwidth
-            if drawn := _curve_panel(lines, column, settings, looks, x, log):
+            drawn = _curve_panel(lines, column, settings, looks, x, log)
+            if drawn:
                 title = f"against {key}" + (f", {of_rate(rate)}" if key == "seconds" else "")
                 about = f"Lines of {quality_axis(settings)}, against {x}: " + "; ".join(
                     f"{who} ends at {shown(line[-1][3] / scale(settings), settings)}" for who, line in lines.items()
@@ -179,7 +191,7 @@ def _curve(row: Mapping[str, Any], settings: Settings) -> list[tuple[float, floa
 def _curve_panel(lines: Mapping[str, Any], column: int, settings: Settings, looks: Mapping, x: str, log: bool) -> Any:
     drawing, axes = panel(max(320, 14 * len(lines) + 90))
     right = max(text_width(drawing, short(who, 26)) for who in lines) + (24 if column == 0 else 38)
-    place(drawing, axes, 50, min(210, right), 38, 42)
+    set_margins(drawing, axes, 50, min(210, right), 38, 42)
     if log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: of_bytes(value, 1))
@@ -249,5 +261,5 @@ def _target(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
     return Figure(f"Time to {shown(target, settings)}", caption, panels)
 
 
-def _said(rows: Rows, key: str, settings: Settings) -> str:
+def _describe(rows: Rows, key: str, settings: Settings) -> str:
     return "; ".join(f"{row['method']} {shown(row['quality'], settings)} at {digits(row.get(key))}" for row in rows)

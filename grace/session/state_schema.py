@@ -1,8 +1,8 @@
-"""What a saved state looks like, in no framework's terms, and whether it still is what was saved.
+"""The form of a saved state, independent of the framework, and its checksums.
 
-A state is nested dicts and lists of numbers, text and arrays, of whatever framework; :func:`check` knows every entry of
-it. It is sealed by a CRC-32 for each value, and one for all the rest: that costs a read of the values when they are
-saved and again when they are loaded (and on a GPU a copy of each to the host).
+A state is nested dicts and lists of numbers, text and arrays of any framework; :func:`check` knows every entry. It is
+sealed by a CRC-32 for each value, and one for all other entries. This costs a read of the values when they are saved
+and again when they are loaded (and on a GPU a copy of each to the host).
 """
 
 import json
@@ -14,45 +14,45 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.variable import unwrapped
+from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
 VERSION = 2
-"""Of what is saved; 1 had no id and no checksums."""
+"""Version of the format that is saved; version 1 had no id and no checksums."""
 READ = (1, 2)
 LARGEST = sys.float_info.max
 SCALES = 2.0**-126, 2.0**127
-"""Between which a loss scale is a normal float32, and so is its reciprocal."""
+"""Bounds of a loss scale, within which it and its reciprocal are normal float32 numbers."""
 _words = reprlib.Repr()
 _words.maxstring = 200
 Form = Callable[[Any, str], None]
-"""Raises if a value, whose place is given, is not of the form."""
+"""Function that raises ConfigError if a value, whose location in the state is given, has another form."""
 
 
-def damaged(why: str) -> ConfigError:
-    """An error about the state as a whole, to be raised by the caller."""
+def damage_error(why: str) -> ConfigError:
+    """Return an error about the whole state, which the caller raises."""
     return ConfigError(f"the checkpoint's 'grace' entry is damaged: {why}")
 
 
 def refuse(where: str, should: str, value: Any) -> ConfigError:
-    """An error about one entry, to be raised by the caller."""
-    return damaged(f"{where or 'it'} should be {should}, and is {short(value)}")
+    """Return an error about one entry, which the caller raises."""
+    return damage_error(f"{where or 'it'} should be {should}, and is {short(value)}")
 
 
 def short(value: Any) -> str:
-    """A number or text as it is written, of bounded length; of anything else what it is."""
+    """Return a number or text in bounded length; for any other value the name of its type."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"about 2^{value.bit_length()}"
     written = value is None or isinstance(value, (int, float, str))
     return _words.repr(value) if written else f"a {type(value).__name__}"
 
 
-def _at(where: str, key: str) -> str:
+def _join_path(where: str, key: str) -> str:
     return f"{where}[{short(key)}]" if where else short(key)
 
 
-def _is(kind: Any, should: str) -> Form:
+def _instance_of(kind: Any, should: str) -> Form:
     def form(value: Any, where: str) -> None:
         if not isinstance(value, kind):
             raise refuse(where, should, value)
@@ -60,7 +60,7 @@ def _is(kind: Any, should: str) -> Form:
     return form
 
 
-def _whole(low: int = 0, high: int = 2**63) -> Form:
+def _integer(low: int = 0, high: int = 2**63) -> Form:
     def form(value: Any, where: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < high:
             raise refuse(where, f"a whole number of at least {low}" if low >= 0 else "a whole number", value)
@@ -93,8 +93,8 @@ def _table(form: Form, keys: Callable[[str], bool] = lambda key: True) -> Form:
             raise refuse(where, "a dict", value)
         for key, item in value.items():
             if not isinstance(key, str) or not keys(key):
-                raise damaged(f"{where or 'it'} holds {short(key)}, which is unknown")
-            form(item, _at(where, key))
+                raise damage_error(f"{where or 'it'} holds {short(key)}, which is unknown")
+            form(item, _join_path(where, key))
 
     return check
 
@@ -106,9 +106,9 @@ def _record(needed: dict[str, Form], more: dict[str, Form]) -> Form:
         _table(lambda item, where: None, forms.__contains__)(value, where)
         for key, form in forms.items():
             if key in value:
-                form(value[key], _at(where, key))
+                form(value[key], _join_path(where, key))
             elif key in needed:
-                raise damaged(f"{_at(where, key)} is missing")
+                raise damage_error(f"{_join_path(where, key)} is missing")
 
     return check
 
@@ -119,7 +119,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether this is a plain array of numbers, in memory."""
+    """Return True if a value is a dense array of numbers in memory."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
     if getattr(value, "is_meta", False) or str(getattr(value, "layout", "torch.strided")) != "torch.strided":
@@ -148,8 +148,8 @@ def _mean(value: Any, where: str) -> None:
     (_record({"values": _array, "rows": _array}, {}) if isinstance(value, dict) else _array)(value, where)
 
 
-_seed = _whole(-(2**1023), 2**1023)
-_text, _yes_or_no = _is(str, "text"), _is(bool, "True or False")
+_seed = _integer(-(2**1023), 2**1023)
+_text, _yes_or_no = _instance_of(str, "text"), _instance_of(bool, "True or False")
 
 
 def _all_or_some(value: Any, where: str) -> None:
@@ -157,22 +157,22 @@ def _all_or_some(value: Any, where: str) -> None:
 
 
 _state = _table(_table(_value))
-_axis = {"axis": _or_none(_whole())}
+_axis = {"axis": _or_none(_integer())}
 _cut = {
-    "shape": _listed(_whole()),
-    "sizes": _listed(_whole()),
+    "shape": _listed(_integer()),
+    "sizes": _listed(_integer()),
     "methods": _listed(_text),
     "memories": _listed(_text),
-    "destinations": _listed(_or_none(_whole())),
+    "destinations": _listed(_or_none(_integer())),
 }
 _always = {
-    "version": _whole(),
+    "version": _integer(),
     "components": _text,
-    "step": _whole(),
+    "step": _integer(),
     "seed": _seed,
     "loss_scale": _scale,
-    "rank": _whole(),
-    "size": _whole(1),
+    "rank": _integer(),
+    "size": _integer(1),
     "state": _state,
 }
 _since_1 = {
@@ -181,22 +181,22 @@ _since_1 = {
     "pending": _listed(_table(_mean)),
     "holds": _listed(_text),
 }
-_seal: dict[str, Form] = {"id": _text, "checksums": _listed(_whole()), "checksum": _whole()}
+_seal: dict[str, Form] = {"id": _text, "checksums": _listed(_integer()), "checksum": _integer()}
 _ranks = {"ranks": _listed(_state), "plan": _text}
 FORMS = {
     1: _record(_always, {**_since_1, **_ranks, "pieces": _table(_record(_axis, _cut))}),
     2: _record({**_always, **_since_1, **_seal, "pieces": _table(_record({**_axis, **_cut}, {}))}, _ranks),
 }
-"""By the version of the format."""
-_spec = _or_none(_is((str, dict), "a method's spec"))
+"""Form of a state, by the version of the format."""
+_spec = _or_none(_instance_of((str, dict), "a method's spec"))
 _options = {
     **dict.fromkeys(("compressor", "memory", "communicator", "strategy", "resources"), _spec),
     **dict.fromkeys(("sparse_as_dense", "broadcast", "hierarchical"), _yes_or_no),
     "op": _text,
     "gradient_predivide_factor": _scale,
     "seed": _seed,
-    **dict.fromkeys(("bucket_bytes", "group_bytes"), _or_none(_whole(1))),
-    "compress_after": _whole(0),
+    **dict.fromkeys(("bucket_bytes", "group_bytes"), _or_none(_integer(1))),
+    "compress_after": _integer(0),
 }
 
 
@@ -205,19 +205,19 @@ def _tensor(value: Any, where: str) -> None:
     if len(value) != 3:
         raise refuse(where, "a name, a shape and a type", str(list(value)))
     _text(value[0], f"{where}[0]")
-    _listed(_whole())(value[1], f"{where}[1]")
+    _listed(_integer())(value[1], f"{where}[1]")
     if value[2] not in ("float16", "bfloat16", "float32", "float64"):
         raise refuse(f"{where}[2]", "a type of floats", value[2])
 
 
 TENSORS = _listed(_listed(_tensor))
-"""Of the tensors that a communicator exchanged by hand: lists of those that came together."""
+"""Form of the tensors that a communicator exchanged by hand: lists of tensors that were exchanged together."""
 MODEL = _record({"options": _record({}, _options), "state": lambda value, where: value}, {})
-"""Of what a model's file holds: the choices, and a state that is checked where it is loaded."""
+"""Form of a model's file: the choices, and a state, which is checked when it is loaded."""
 
 
 def check(saved: Any) -> None:
-    """Refuse what no Grace has saved.
+    """Refuse a state that no version of Grace can have saved.
 
     Raises:
         ConfigError: the message names the entry.
@@ -233,17 +233,17 @@ def check(saved: Any) -> None:
     if saved["rank"] >= saved["size"]:
         raise refuse("'rank'", f"below its size, {saved['size']}", saved["rank"])
     if "ranks" in saved and len(saved["ranks"]) != saved["size"]:
-        raise damaged(f"it is of {saved['size']} ranks and holds {len(saved['ranks'])}")
+        raise damage_error(f"it is of {saved['size']} ranks and holds {len(saved['ranks'])}")
     for name, cut in saved.get("pieces", {}).items():
-        _check_cut(cut, _at("'pieces'", name))
+        _check_cut(cut, _join_path("'pieces'", name))
     if version > 1 and len(saved["holds"]) != len(saved["checksums"]):
-        raise damaged("'checksums' should have one for each value that it holds, and has not")
+        raise damage_error("'checksums' should have one for each value that it holds, and has not")
 
 
 def check_facts(saved: dict[str, Any]) -> None:
-    """Refuse a state, which was checked, if anything but its values is not what was saved."""
-    if saved["version"] > 1 and saved["checksum"] != _of_facts(saved):
-        raise damaged("what it says of steps, ranks and variables is not what was saved (its checksum differs)")
+    """Refuse a state, which :func:`check` accepted, if entries other than its values differ from the saved ones."""
+    if saved["version"] > 1 and saved["checksum"] != _checksum_of_facts(saved):
+        raise damage_error("what it says of steps, ranks and variables is not what was saved (its checksum differs)")
 
 
 def _check_cut(cut: dict[str, Any], where: str) -> None:
@@ -262,7 +262,7 @@ def _check_cut(cut: dict[str, Any], where: str) -> None:
 
 
 def items(saved: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values, with what each is, in words."""
+    """Yield the values with a description of each."""
     states = [("", saved["state"]), *((f" of rank {i}", one) for i, one in enumerate(saved.get("ranks", ())))]
     for whose, state in states:
         for kind, values in state.items():
@@ -272,16 +272,23 @@ def items(saved: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def seal(saved: dict[str, Any]) -> dict[str, Any]:
-    """The same with a list of what it holds, and checksums."""
+    """Return the state with a list of its values, and checksums."""
     held = dict(items(saved))
     saved = {**saved, "holds": list(held), "checksums": [checksum(value) for value in held.values()]}
-    return {**saved, "checksum": _of_facts(saved)}
+    return {**saved, "checksum": _checksum_of_facts(saved)}
 
 
-def spoilt(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
-    """Values that are missing, damaged or not finite, with why they cannot be loaded; of a state that was checked.
-    ``partial`` says how values may be missing."""
-    held, why, listed = dict(items(saved)), {}, saved.get("holds", ())
+def damaged_values(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
+    """Return the values that are missing, damaged or not finite, each with the reason, of a state that :func:`check`
+    accepted.
+
+    Args:
+        saved: the state.
+        partial: sentence for messages on how values may be missing.
+    """
+    held = dict(items(saved))
+    why = {}
+    listed = saved.get("holds", ())
     for what, crc in zip(listed, saved.get("checksums") or [None] * len(listed), strict=True):
         if what not in held:
             why[what] = f"the checkpoint should hold {what}, and does not. {partial}"
@@ -289,54 +296,66 @@ def spoilt(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
             why[what] = f"the checkpoint is damaged: {what} is not what was saved (its checksum differs)"
     known = set(saved.get("holds", held))
     for what, value in held.items():
-        if what not in why and not what.startswith("mean ") and not _finite(value):  # an overflow may be on its way
+        # A mean that is still to be applied may be an overflow, which the step that applies it handles.
+        if what not in why and not what.startswith("mean ") and not _finite(value):
             why[what] = f"the checkpoint holds {what}, which is not finite"
         elif what not in known:
             why[what] = f"the checkpoint holds {what}, which was not saved with it"
     return why
 
 
-def without(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
-    """The same without these values."""
+def without_values(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
+    """Return the state without these values.
 
-    def rest(state: dict[str, Any], whose: str) -> dict[str, Any]:
+    Args:
+        saved: the state.
+        left_out: descriptions of the values; see :func:`items`.
+    """
+
+    def remaining(state: dict[str, Any], whose: str) -> dict[str, Any]:
         return {
             kind: {n: v for n, v in values.items() if f"the {kind} of {n!r}{whose}" not in left_out}
             for kind, values in state.items()
         }
 
-    new = {**saved, "state": rest(saved["state"], "")}
+    new = {**saved, "state": remaining(saved["state"], "")}
     if "ranks" in saved:
-        new["ranks"] = [rest(one, f" of rank {i}") for i, one in enumerate(saved["ranks"])]
+        new["ranks"] = [remaining(one, f" of rank {i}") for i, one in enumerate(saved["ranks"])]
     steps = enumerate(saved.get("pending", ()))
     new["pending"] = [{n: v for n, v in step.items() if f"mean {i} of {n!r}" not in left_out} for i, step in steps]
     return new
 
 
-def renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
-    """Return a state under this run's names, where they differ only by what wrappers put into them."""
+def rename_variables(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
+    """Return a state under this run's names, if names differ only by the parts that torch's wrappers add."""
     shards = saved.get("pieces") or {}
     before = list(shards) or list(dict.fromkeys(name for values in saved["state"].values() for name in values))
-    ours = dict(zip(unwrapped(now), now, strict=True))
-    new = {old: old if old in now else ours.get(name, old) for old, name in zip(before, unwrapped(before), strict=True)}
+    ours = dict(zip(unwrap_names(now), now, strict=True))
+    unwrapped = zip(before, unwrap_names(before), strict=True)
+    new = {old: old if old in now else ours.get(name, old) for old, name in unwrapped}
     if all(old == name for old, name in new.items()) or len(set(new.values())) != len(new):
         return saved
     names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}
-    called: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: {  # noqa: E731
-        {**new, **names}.get(name, name): value for name, value in values.items()
-    }
-    renamed = {**saved, "pieces": called(shards), "pending": [called(step) for step in saved.get("pending", ())]}
+    names = {**new, **names}
+
+    def rename_keys(values: dict[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    new_state = {**saved, "pieces": rename_keys(shards)}
+    new_state["pending"] = [rename_keys(step) for step in saved.get("pending", ())]
     for key in ("state", "shared"):
         if key in saved:
-            renamed[key] = {
-                kind: called(values) if isinstance(values, dict) else list(called(dict.fromkeys(values)))
+            new_state[key] = {
+                kind: rename_keys(values) if isinstance(values, dict) else list(rename_keys(dict.fromkeys(values)))
                 for kind, values in saved[key].items()
             }
-    if isinstance(some := saved.get("hierarchical"), list):
-        renamed["hierarchical"] = list(called(dict.fromkeys(some)))
+    led = saved.get("hierarchical")
+    if isinstance(led, list):
+        new_state["hierarchical"] = list(rename_keys(dict.fromkeys(led)))
     if "ranks" in saved:
-        renamed["ranks"] = [{kind: called(values) for kind, values in one.items()} for one in saved["ranks"]]
-    return renamed
+        ranks = saved["ranks"]
+        new_state["ranks"] = [{kind: rename_keys(values) for kind, values in state.items()} for state in ranks]
+    return new_state
 
 
 def _finite(value: Any) -> bool:
@@ -346,7 +365,7 @@ def _finite(value: Any) -> bool:
 
 
 def checksum(value: Any, crc: int = 0) -> int:
-    """CRC-32 of a number, a tensor (its type, shape and bytes), or a dict of those."""
+    """Return the CRC-32 of a number, a tensor (its type, shape and bytes), or a dict of those."""
     if isinstance(value, dict):
         for key in sorted(value):
             crc = checksum(value[key], zlib.crc32(key.encode("utf-8", "surrogatepass"), crc))
@@ -360,7 +379,7 @@ def checksum(value: Any, crc: int = 0) -> int:
     return zlib.crc32(host, zlib.crc32(f"{k.dtype(value)}{list(map(int, value.shape))}".encode(), crc))
 
 
-def _of_facts(saved: dict[str, Any]) -> int:
-    """Of all but the values, which have theirs among it."""
+def _checksum_of_facts(saved: dict[str, Any]) -> int:
+    """Return the CRC-32 of all entries except the values, whose checksums are among these entries."""
     facts = {key: value for key, value in saved.items() if key not in ("state", "ranks", "pending", "checksum")}
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())

@@ -1,38 +1,43 @@
-"""What starts equal on all ranks, and how the ranks compare it before it is broadcast."""
+"""The tensors that start equal on all ranks, and how ranks compare them before they are broadcast."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
-from grace.torch.parameters import check_initialized, own_name, values
+from grace.torch.parameters import check_initialized, name_in_optimizer, named_tensors
 
 
-def starting(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.Tensor]:
-    """What is to start equal on all ranks, by name: parameters, frozen ones too, and a module's buffers; each once.
+def initial_tensors(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that must start equal on all ranks, by name: parameters, frozen ones too, and a module's
+    buffers. Each tensor is listed once.
 
     >>> norm = torch.nn.BatchNorm1d(2)
-    >>> list(starting(torch.optim.SGD(norm.parameters()), norm))
+    >>> list(initial_tensors(torch.optim.SGD(norm.parameters()), norm))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
-    pairs = values(named_parameters) if named_parameters is not None else []
+    pairs = named_tensors(named_parameters) if named_parameters is not None else []
     groups = optimizer.param_groups
-    own = [(own_name(groups, f"{g}.{i}"), p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
+    own = [
+        (name_in_optimizer(groups, f"{g}.{i}"), p)
+        for g, group in enumerate(groups)
+        for i, p in enumerate(group["params"])
+    ]
     names: dict[torch.Tensor, str] = {}
-    plain = zip(unwrapped([name for name, _ in pairs]), (tensor for _, tensor in pairs), strict=True)
+    plain = zip(unwrap_names([name for name, _ in pairs]), (tensor for _, tensor in pairs), strict=True)
     for name, tensor in [*plain, *own]:
         names.setdefault(tensor, name)
     return {name: tensor for tensor, name in names.items()}
 
 
-def start_facts(start: Mapping[str, torch.Tensor], variables: Sequence[Variable]) -> list[tuple[str, str]]:
-    """What is to start equal, as facts for the ranks to compare.
+def initial_facts(start: Mapping[str, torch.Tensor], variables: Sequence[Variable]) -> list[tuple[str, str]]:
+    """Return names and shapes of the tensors that must start equal, as facts for the ranks to compare.
 
     Args:
-        start: by name.
-        variables: those of the tensors that are trained.
+        start: the tensors, by name.
+        variables: the variables of the trained tensors.
 
     Raises:
         ConfigError: a tensor cannot be broadcast.

@@ -1,4 +1,4 @@
-"""What was given where an optimizer is wanted, and a communicator as GRACE's users give it."""
+"""Checks of users' arguments: the optimizer, and the communicator in GRACE's call forms."""
 
 import functools
 import sys
@@ -11,11 +11,11 @@ from grace.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def as_in_grace(function: F) -> F:
-    """Let a function that takes ``communicator=`` be called as those of GRACE's Horovod are, too: ``f(x, grc, ...)``
-    and ``f(x, grace=grc)``.
+def accept_grace_argument(function: F) -> F:
+    """Let a function that takes ``communicator=`` accept GRACE's forms for Horovod, too: ``f(x, grc, ...)`` and
+    ``f(x, grace=grc)``.
 
-    >>> as_in_grace(lambda x, **options: options)(1, grace="topk")
+    >>> accept_grace_argument(lambda x, **options: options)(1, grace="topk")
     Traceback (most recent call last):
     grace.errors.ConfigError: grace= takes a communicator, as grace.from_params({...}) makes one, not 'topk'
     """
@@ -35,10 +35,10 @@ def as_in_grace(function: F) -> F:
     return cast(F, called)
 
 
-def unconverted(function: F) -> F:
+def do_not_convert(function: F) -> F:
     """Mark a function so that AutoGraph, which rewrites what a ``tf.function`` calls, runs it as it stands.
 
-    >>> unconverted(lambda x: x)(1)
+    >>> do_not_convert(lambda x: x)(1)
     1
     """
     function.autograph_info__ = {}  # type: ignore[attr-defined]  # what AutoGraph looks for
@@ -49,17 +49,17 @@ def _is_communicator(value: Any = None) -> bool:
     return isinstance(value, Component) and value.kind == "communicator"
 
 
-def not_an_optimizer(value: Any) -> ConfigError:
-    """The error that says what was given instead, and what is wanted.
+def optimizer_type_error(value: Any) -> ConfigError:
+    """Return the error for a value of another type than an optimizer; it names the type, and the likely correction.
 
-    >>> print(not_an_optimizer([1, 2]))
+    >>> print(optimizer_type_error([1, 2]))
     grace.DistributedOptimizer takes an optimizer of torch or Keras, not a list of 2: call it for each optimizer
     """
     said, hint = f"an object of {_name(type(value))}", ""
     held = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    inner = next((part for part in held if _is(part, "torch", "optim.Optimizer")), None)
-    if _is(value, "keras", "optimizers.Optimizer") and (on := keras_backend()) != "tensorflow":
-        return keras_runs_on(on)
+    inner = next((part for part in held if _is_instance(part, "torch", "optim.Optimizer")), None)
+    if _is_instance(value, "keras", "optimizers.Optimizer") and (on := keras_backend()) != "tensorflow":
+        return keras_backend_error(on)
     if value is None:
         said = "None"
     elif isinstance(value, type):
@@ -68,10 +68,10 @@ def not_an_optimizer(value: Any) -> ConfigError:
         said, hint = f"a {type(value).__name__} of {len(value)}", ": call it for each optimizer"
     elif isinstance(value, str):
         said = repr(value)
-    elif _is(value, "torch", "nn.Module"):
+    elif _is_instance(value, "torch", "nn.Module"):
         said = f"the model ({type(value).__name__})"
         hint = ": grace.DistributedOptimizer(optimizer, model.named_parameters(), ...)"
-    elif _is(value, "keras", "Model"):
+    elif _is_instance(value, "keras", "Model"):
         said = f"the model ({type(value).__name__})"
         hint = ": model.compile(grace.DistributedOptimizer(optimizer, ...), ...)"
     elif inner is not None:
@@ -80,14 +80,14 @@ def not_an_optimizer(value: Any) -> ConfigError:
 
 
 def keras_backend() -> str:
-    """What Keras runs on."""
+    """Return the name of Keras's backend. Keras must be imported."""
     return sys.modules["keras"].backend.backend()
 
 
-def keras_runs_on(backend: str) -> ConfigError:
-    """The error that says what to do where Keras's optimizers do not hold TensorFlow's variables.
+def keras_backend_error(backend: str) -> ConfigError:
+    """Return the error for a backend of Keras other than TensorFlow; it says what to do instead.
 
-    >>> print(keras_runs_on("jax"))
+    >>> print(keras_backend_error("jax"))
     Keras runs on jax here, whose gradients Grace does not exchange: set KERAS_BACKEND=tensorflow before it is imported
     """
     if backend != "torch":
@@ -106,8 +106,9 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is(value: Any, module: str, path: str) -> bool:
-    """Whether it is of a framework's class; one that was never imported has no objects."""
+def _is_instance(value: Any, module: str, path: str) -> bool:
+    """Return True if a value is an instance of a framework's class. Nothing is imported for it: a framework that was
+    never imported has no instances."""
     found: Any = sys.modules.get(module)
     for name in path.split("."):
         found = getattr(found, name, None)

@@ -1,4 +1,4 @@
-"""Whatever comes over the watch's port: the hub goes on, and lets in who knows the token only."""
+"""Whatever comes over the watch's port: the watch's server goes on, and lets in who knows the token only."""
 
 import json
 import os
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from grace.core import hub as hubs
-from grace.core.hub import Hub, Line, parsed
+from grace.core import watch_server
+from grace.core.watch_server import Line, WatchServer, parse_message
 from tests.support.drawing import THOROUGH
 from tests.support.mutations import NESTED, NUMBERS, WORDS
 
@@ -67,56 +67,56 @@ def drawn(rng):
 
 
 @pytest.fixture
-def hub():
-    """A hub of three ranks, the last of which comes when the test is done with the others."""
-    hub = Hub(3, True, TOKEN)
-    yield hub
-    hub.close()
+def server():
+    """A server of three ranks, the last of which comes when the test is done with the others."""
+    server = WatchServer(3, True, TOKEN)
+    yield server
+    server.close()
 
 
-def come(hub, line):
+def come(server, line):
     """Somebody has connected and said this."""
     stranger = Line(Wire(line + b"\n"))
-    hub.strangers[stranger] = None
-    hub._read(stranger)
+    server.unauthenticated[stranger] = None
+    server._read(stranger)
     return stranger
 
 
-def test_the_hub_goes_on_whatever_comes(hub):
+def test_the_hub_goes_on_whatever_comes(server):
     seed = random.randrange(2**32) if os.environ.get("GRACE_FUZZ") else 0
     rng = random.Random(seed)
     for number in range(LINES):
         line, told = drawn(rng), f"seed {seed}, line {number}"
-        message = parsed(line)
+        message = parse_message(line)
         if number % 2:
-            stranger = come(hub, line)
+            stranger = come(server, line)
             right = message is not None and message.get("token") == TOKEN and type(message.get("rank")) is int
             assert (stranger.rank >= 0) <= right, told
             assert stranger.socket.closed == (stranger.rank < 0), told
-            hub.ranks.clear()
-            hub.strangers.clear()
+            server.ranks.clear()
+            server.unauthenticated.clear()
         else:
-            ranks = [come(hub, json.dumps({"rank": rank, "token": TOKEN}).encode()) for rank in range(2)]
+            ranks = [come(server, json.dumps({"rank": rank, "token": TOKEN}).encode()) for rank in range(2)]
             ranks[1].socket.came = line + b"\n"
             while ranks[1].socket.came and not ranks[1].socket.closed:
-                hub._read(ranks[1])
+                server._read(ranks[1])
             assert ranks[1].socket.closed == (message is None), told
             if message is None:
-                assert hub.ended[1] == hubs.LOST, told
+                assert server.ended[1] == watch_server.LOST, told
             elif "end" not in message:
-                assert not hub.ended, told
-            hub.ranks.clear()
-            hub.ended.clear()
-            hub.meetings.clear()
-            hub.asking.clear()
-    assert hub.thread.is_alive()
+                assert not server.ended, told
+            server.ranks.clear()
+            server.ended.clear()
+            server.meetings.clear()
+            server.asking.clear()
+    assert server.thread.is_alive()
     held = Line(Wire())
-    hub.strangers[held] = None
-    ranks = [come(hub, json.dumps({"rank": rank, "token": TOKEN}).encode()) for rank in range(3)]
+    server.unauthenticated[held] = None
+    ranks = [come(server, json.dumps({"rank": rank, "token": TOKEN}).encode()) for rank in range(3)]
     assert held.socket.closed  # all have come
     for rank in ranks:
         rank.socket.came = b'{"meet": 1, "kind": "k", "name": "n"}\n'
-        hub._read(rank)
+        server._read(rank)
     for rank in ranks:
         assert b'{"met": 1, "said": null}\n' in rank.socket.sent
 
@@ -126,7 +126,7 @@ def test_the_hub_goes_on_whatever_comes(hub):
     [b'{"a": 1e999}', b'{"a": NaN}', b'{"a": "[[[[[[[[[[[[[[[[[[[[[[[["}', b'{"a": "\\"[[[[[[[[[[[[[[[[[[["}', b"{}"],
 )
 def test_brackets_in_words_are_not_depth(line):
-    assert parsed(line) is not None
+    assert parse_message(line) is not None
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_brackets_in_words_are_not_depth(line):
     ids=range(9),
 )
 def test_what_is_no_message_is_none(line):
-    assert parsed(line) is None
+    assert parse_message(line) is None

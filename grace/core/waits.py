@@ -1,4 +1,4 @@
-"""Where the threads of this rank wait for other ranks, and for how long they may."""
+"""Waits of this rank's threads for other ranks, and their time limits."""
 
 import contextlib
 import math
@@ -15,26 +15,26 @@ from typing import Any
 from grace.errors import ConfigError
 
 TIMEOUT = 600.0
-"""Seconds that a rank waits for others, if nobody says anything else."""
+"""Seconds that a rank waits for others by default."""
 LONGEST = 1e9
 
 _chosen: float | None = None
-"""What ``grace.init()`` was told."""
+"""The ``timeout`` of ``grace.init()``; None if it was not given."""
 
 
-def choose(timeout: float | None) -> None:
-    """What the user says of how long a rank waits, for everything that is opened from now on.
+def set_timeout(timeout: float | None) -> None:
+    """Set the user's timeout, in seconds, for all backends that are opened from now on; None for the default.
 
     Raises:
-        ConfigError: it is no positive number.
+        ConfigError: the timeout is no positive number.
     """
     global _chosen
     _chosen = None if timeout is None else _checked(timeout, "timeout")
 
 
 def timeout_for(engines: float | None = None) -> float:
-    """Return the seconds that a rank waits: what ``grace.init()`` was told, or GRACE_TIMEOUT says; or else 600, or
-    what the engine was started with if that is less.
+    """Return the seconds that a rank waits for others: the timeout of ``grace.init()``, or else that of GRACE_TIMEOUT,
+    or else 600, or the engine's own timeout if that is less.
 
     Raises:
         ConfigError: GRACE_TIMEOUT is no positive number.
@@ -64,10 +64,11 @@ class Wait:
     """One wait of a thread for other ranks.
 
     Attributes:
-        place: what it waits in, the same words on all ranks; a function that makes them, for they are seldom needed.
-        timeout: seconds after which to call ``give_up``, which ends the wait where the thread itself cannot.
-        began: the time (``time.monotonic()``) when it began.
-        warned: True if a message said that it takes long.
+        place: returns a description of the operation, equal on all ranks. It is a function because it is seldom needed.
+        timeout: seconds after which the watch calls ``give_up``.
+        give_up: ends the wait for a thread that cannot end it itself.
+        began: the time (``time.monotonic()``) at which the wait began.
+        warned: True if a warning about this wait was printed.
     """
 
     place: Callable[[], str]
@@ -78,17 +79,18 @@ class Wait:
 
 
 waits: dict[Any, Wait] = {}
-"""By thread, or by whatever else waits for one thing at a time."""
+"""Current waits by thread, or by another object that waits for one operation at a time."""
 _program = threading.main_thread()
-"""In which the program trains: the one that last did something with all ranks."""
+"""The thread that trains: the thread that last ran an operation of all ranks."""
 _failed: list[tuple[Wait, float]] = []
-"""The wait that failed last, if none has succeeded since, and when: others may ask a moment later."""
-MOMENT = 5.0
+"""The last wait that failed, and its time; empty once another wait has succeeded."""
+FAILED_WAIT_SECONDS = 5.0
+"""Time for which a failed wait counts as the position of this rank: other ranks may ask a moment later."""
 
 
 @contextlib.contextmanager
 def waiting(place: Callable[[], str]) -> Iterator[Wait]:
-    """In this context the thread waits; in a wait inside another the outer one counts."""
+    """Register a wait of this thread for other ranks in this context. Of nested waits the outer one is registered."""
     mine = threading.get_ident()
     outer = waits.get(mine)
     wait = waits[mine] = outer or Wait(place)
@@ -103,22 +105,24 @@ def waiting(place: Callable[[], str]) -> Iterator[Wait]:
             waits.pop(mine, None)
 
 
-def program_is_here() -> None:
-    """The program trains in this thread: trainers (Ray's) keep the main one to themselves."""
+def register_training_thread() -> None:
+    """Register the current thread as the thread that trains. It need not be the main thread (it is not in Ray)."""
     global _program
     _program = threading.current_thread()
 
 
-def here() -> tuple[list[str], str]:
-    """Where this rank is: what its threads wait in, and the line of the program that it is at."""
-    waited = list(waits.values()) or [wait for wait, when in _failed if time.monotonic() - when < MOMENT]
+def current_position() -> tuple[list[str], str]:
+    """Return the position of this rank: the operations that its threads wait in, and the current line of the
+    program."""
+    recently_failed = [wait for wait, when in _failed if time.monotonic() - when < FAILED_WAIT_SECONDS]
+    waited = list(waits.values()) or recently_failed
     places = [wait.place() for wait in waited]
     trains = _program.is_alive()
     thread = _program if trains else threading.main_thread()
     frame: Any = sys._current_frames().get(thread.ident or 0)
     inner = ""
-    while frame is not None and not _users(frame):
-        if not inner and not _graces(frame):
+    while frame is not None and not _is_users(frame):
+        if not inner and not _is_graces(frame):
             inner = f", in {frame.f_code.co_name}()"
         frame = frame.f_back
     if frame is None:
@@ -126,12 +130,12 @@ def here() -> tuple[list[str], str]:
     return places, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{inner if not places else ''}"
 
 
-def asked_for() -> str:
-    """The function of Grace's that the program called, which has led here."""
+def called_function() -> str:
+    """Return the name of Grace's function that the program called: the outermost one on the call stack."""
     frame: Any = sys._getframe(1)
     name = ""
-    while frame is not None and not _users(frame):
-        if _graces(frame):
+    while frame is not None and not _is_users(frame):
+        if _is_graces(frame):
             name = frame.f_code.co_name
         frame = frame.f_back
     return f"{name}()"
@@ -140,10 +144,12 @@ def asked_for() -> str:
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
 
 
-def _users(frame: Any) -> bool:
+def _is_users(frame: Any) -> bool:
+    """Return True if a frame runs the user's program, and not a library."""
     file = frame.f_code.co_filename
     return "site-packages" not in file and not file.startswith(_NOT_THE_USERS)
 
 
-def _graces(frame: Any) -> bool:
+def _is_graces(frame: Any) -> bool:
+    """Return True if a frame runs a function of Grace."""
     return frame.f_globals.get("__name__", "").partition(".")[0] == "grace"

@@ -1,19 +1,19 @@
-"""What messages call things that every framework has another name for."""
+"""Names of API calls that error messages mention, by framework."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Calls:
-    """The names in one framework.
+class ApiNames:
+    """Names of API calls in one framework, for error messages.
 
     Attributes:
-        step: what ends a training step.
-        save_all: what saves the state of all ranks.
-        load: what loads a checkpoint.
-        memory: its parameter for what becomes of memories.
-        group: what a dict of hyperparameters is, by its number.
-        partial: how a checkpoint may have lost values, and what to do.
+        step: the call that ends a training step.
+        save_all: the call that saves the state of all ranks.
+        load: the call that loads a checkpoint, with a place for its arguments.
+        memory: name of the loading call's parameter that decides how memories are loaded.
+        group: name of a parameter group, with a place for its number; empty if the framework has none.
+        partial: advice for checkpoints that lack values: a possible cause, and the remedy.
     """
 
     step: str
@@ -25,19 +25,19 @@ class Calls:
 
     @property
     def reset(self) -> str:
-        """What loads a checkpoint without memories."""
+        """The call that loads a checkpoint and empties memories."""
         return self.load.format(f"{self.memory}='reset'")
 
     @property
     def otherwise(self) -> str:
-        """How to load what does not fit."""
+        """Advice on loading a checkpoint that does not fit."""
         return (
             f"or load it with {self.memory}='keep', which keeps what fits, or {self.memory}='reset', which starts with "
             "empty memories"
         )
 
 
-TORCH = Calls(
+TORCH = ApiNames(
     step="optimizer.step()",
     save_all="optimizer.full_state_dict()",
     load="load_state_dict(state, {})",
@@ -45,19 +45,19 @@ TORCH = Calls(
     partial="torch.distributed.checkpoint loads only what is in the dict that it is given: save "
     "full_state_dict(packed=True), and let it load into that of the new optimizer",
 )
-BY_HAND = Calls(
+BY_HAND = ApiNames(
     step="step() or receive_step()",
     save_all="state_dict(everyone=True)",
     load="load_state_dict(state, {})",
     partial="Save it again",
 )
-REDUCE_SCATTER = Calls(
+REDUCE_SCATTER = ApiNames(
     step="optimizer.step()",
     save_all="the states of all ranks, rank_0_of_N to rank_{N-1}_of_N",
     load="load_state_dict(state, {})",
     partial="Save it again",
 )
-KERAS = Calls(
+KERAS = ApiNames(
     step="a training step (optimizer.apply)",
     save_all="the model by grace.tensorflow.save_model, or optimizer.full_state()",
     load="grace.tensorflow.load_model(path, {})",

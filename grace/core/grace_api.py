@@ -1,6 +1,6 @@
-"""How compressors are called, whichever contract they are written to: Grace's, or that of the original GRACE.
+"""Adapters for compressors written to the original GRACE's contract, or to Grace's.
 
-Wrapped around the methods that a class defines, so that the exchange, memories and users' own calls get the same.
+They wrap the methods that a class defines, so that the exchange, memories and users' own calls behave alike.
 """
 
 import functools
@@ -18,18 +18,19 @@ ITEM_SIZE = {
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
     **dict.fromkeys(("uint8", "int8", "bool"), 1),
 }
-"""The dtypes of payload tensors, and the bytes of an element."""
+"""Bytes of an element, by dtype of payload tensors."""
 
 
-def encoding(compress: Callable[..., Any], ours: bool = False) -> Callable[..., Any]:
-    """``compress(tensor, name)`` that gets float32 unless the method is exact, and returns a list of tensors and ctx.
+def wrap_compress(compress: Callable[..., Any], ours: bool = False) -> Callable[..., Any]:
+    """Wrap ``compress(tensor, name)``: it gets float32 unless the method is exact, and returns a list of tensors and
+    ctx.
 
     Args:
-        compress: as its class defines it.
-        ours: whether that is a part of Grace, whose payloads need no check.
+        compress: the method that the class defines.
+        ours: True for a class of Grace, whose payloads need no check.
 
     Raises:
-        ConfigError: it cannot be compressed, or what came of it is no payload; the message names the variable.
+        ConfigError: the tensor cannot be compressed, or the result is no payload; the message names the variable.
     """
 
     @functools.wraps(compress)
@@ -41,17 +42,22 @@ def encoding(compress: Callable[..., Any], ours: bool = False) -> Callable[..., 
                 raise self.refuse(f"cannot compress {name!r}, which is of dtype {dtype}: cast it to float32 first")
             tensor = kernels.cast(tensor, "float32")
         given = compress(self, tensor, name)
-        if ours:  # and tested, so that no step has to
+        if ours:  # Grace's own methods are tested instead of checked at every step
             return given
         if not isinstance(given, (tuple, list)) or len(given) != 2:
-            raise self.refuse(f"compress() of {name!r} must return two things, (payload, ctx), not {_said(given)}")
+            returned = _describe_type(given)
+            raise self.refuse(f"compress() of {name!r} must return two things, (payload, ctx), not {returned}")
         return _payload(self, given[0], name), given[1]
 
     return encoded
 
 
 def _payload(compressor: Any, given: Any, name: str) -> list[Any]:
-    """The payload as a list; a single tensor is one of itself."""
+    """Return the payload as a list; a single tensor becomes a list of one.
+
+    Raises:
+        ConfigError: it is empty, or holds something that is no tensor or has a dtype that cannot be sent.
+    """
     payload = list(given) if isinstance(given, (list, tuple)) else [given]
     if not payload:
         raise compressor.refuse(
@@ -62,7 +68,8 @@ def _payload(compressor: Any, given: Any, name: str) -> list[Any]:
         try:
             dtype = kernels_of(tensor).dtype(tensor)
         except TypeError:
-            raise compressor.refuse(f"the payload of {name!r} holds {_said(tensor)}, which is no tensor") from None
+            found = _describe_type(tensor)
+            raise compressor.refuse(f"the payload of {name!r} holds {found}, which is no tensor") from None
         if dtype not in ITEM_SIZE:
             raise compressor.refuse(
                 f"the payload of {name!r} holds a tensor of dtype {dtype}; what travels is of {', '.join(ITEM_SIZE)}"
@@ -70,18 +77,18 @@ def _payload(compressor: Any, given: Any, name: str) -> list[Any]:
     return payload
 
 
-def _said(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def aggregating(aggregate: Callable[..., Any]) -> Callable[..., Any]:
-    """``aggregate(payloads, ctx, out, count)`` that may also be called with decoded tensors alone, GRACE's way, and of
-    which a class may define that form alone."""
-    ported = len(inspect.signature(aggregate).parameters) == 2
+def wrap_aggregate(aggregate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``aggregate(payloads, ctx, out, count)`` so that it may also be defined, and called, in GRACE's form
+    ``aggregate(tensors)`` with decoded tensors."""
+    by_tensors = len(inspect.signature(aggregate).parameters) == 2
 
     @functools.wraps(aggregate)
     def aggregated(self: Any, payloads: Any, *more: Any, **named: Any) -> Any:
-        if ported:
+        if by_tensors:
             return (
                 _by_tensors(self, aggregate, payloads, *more, **named) if more or named else aggregate(self, payloads)
             )
@@ -101,10 +108,10 @@ def _by_tensors(compressor: Any, aggregate: Callable[..., Any], payloads: Any, c
 
 
 def check_shape(value: Any, out: Any, what: str = "decompress()") -> Any:
-    """The value, if it has the shape of ``out``; a graph may not know that.
+    """Return the value if it has the shape of ``out``. Dimensions that a graph does not know are not compared.
 
     Raises:
-        PayloadError: it has another one, and would be broadcast.
+        PayloadError: it has another shape, and would be broadcast.
     """
     got, wanted = tuple(getattr(value, "shape", ("none",))), tuple(out.shape)
     if got != wanted and None not in (*got, *wanted):

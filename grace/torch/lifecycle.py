@@ -1,4 +1,4 @@
-"""The life of a distributed optimizer: what ties it to a session and its hooks, and what unties them again."""
+"""Lifecycle of a distributed optimizer: it is attached to a session and its hooks, and detached from them."""
 
 import gc
 import weakref
@@ -12,19 +12,19 @@ from grace.errors import ConfigError
 from grace.torch.step_hooks import around_steps
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The sessions of optimizers that live, and were not closed."""
+"""Sessions of optimizers that exist and were not closed."""
 
 
-def check_free(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def check_not_distributed(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Refuse parameters that another distributed optimizer exchanges: both would start with the same gradients.
 
     Raises:
-        ConfigError: the message names the first.
+        ConfigError: a parameter is exchanged already; the message names the first.
     """
-    taken = _taken()
+    taken = _exchanged_parameters()
     if not taken.isdisjoint(parameters.values()):
-        gc.collect()  # a scheduler makes a cycle of its optimizer
-        taken = _taken()
+        gc.collect()  # a learning-rate scheduler and its optimizer form a reference cycle
+        taken = _exchanged_parameters()
     for name, p in parameters.items():
         if p in taken:
             raise ConfigError(
@@ -33,23 +33,24 @@ def check_free(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def _taken() -> set[torch.nn.Parameter]:
+def _exchanged_parameters() -> set[torch.nn.Parameter]:
+    """Return the parameters of all open sessions."""
     return {p for session in _open for p in session.parameters.values()}
 
 
 def is_open() -> bool:
-    """Return True if a distributed optimizer lives."""
+    """Return True if a distributed optimizer exists that was not closed."""
     return len(_open) > 0
 
 
 def only_optimizer(what: str) -> Any:
-    """Return the distributed optimizer that lives, if it is one.
+    """Return the only distributed optimizer of this program.
 
     Raises:
         ConfigError: there is none, or there are several.
     """
     if len(_optimizers()) != 1:
-        gc.collect()  # a scheduler makes a cycle of its optimizer
+        gc.collect()  # a learning-rate scheduler and its optimizer form a reference cycle
     optimizers = _optimizers()
     if len(optimizers) != 1:
         raise ConfigError(
@@ -60,25 +61,29 @@ def only_optimizer(what: str) -> Any:
 
 
 def _optimizers() -> list[Any]:
+    """Return the optimizers of all open sessions."""
     return [session.optimizer for session in _open if session.optimizer is not None]
 
 
-def begin(optimizer: Any, session: Any, before_step: Callable, after_step: Callable, had: set[str]) -> None:
-    """The optimizer is of its new class: tie it to its session, which must not keep it alive.
+def attach(
+    optimizer: Any, session: Any, before_step: Callable, after_step: Callable, attributes_before: set[str]
+) -> None:
+    """Attach an optimizer, whose class was changed already, to its session. The session must not keep it alive.
 
     Args:
         before_step, after_step: the hooks of its steps, as :func:`~grace.torch.step_hooks.around_steps` calls them.
-        had: its attributes before.
+        attributes_before: names of the attributes that the optimizer had before it was made distributed.
     """
     session.hooks += around_steps(optimizer, before_step, after_step)
-    optimizer._grace_added = set(vars(optimizer)) - had
+    optimizer._grace_added = set(vars(optimizer)) - attributes_before
     _open.add(session)
-    session.finalizer = weakref.finalize(optimizer, end, session)
-    session.finalizer.atexit = False
+    session.finalizer = weakref.finalize(optimizer, detach, session)
+    session.finalizer.atexit = False  # engines may be shut down by then
 
 
-def end(session: Any) -> None:
-    """The optimizer exchanges no more. No collective: each rank comes here when Python deletes its optimizer."""
+def detach(session: Any) -> None:
+    """Detach a session from its optimizer, and close its runner. It has no collective, because each rank comes here
+    when Python deletes its optimizer."""
     _open.discard(session)
     session.finalizer.detach()
     for hook in session.hooks:
@@ -88,18 +93,18 @@ def end(session: Any) -> None:
 
 
 class Closable(Once):
-    """What makes a distributed optimizer plain again."""
+    """Base class that gives a distributed optimizer ``close()``, which makes it plain again."""
 
     _grace: Any
     _grace_added: set[str]
 
     def close(self) -> None:
-        """End the exchange, and be the plain optimizer again that this was before ``grace.DistributedOptimizer``, with
-        its momenta and settings. Every rank must call it: an exchange under way is completed, and dropped.
+        """End the exchange, and restore the plain optimizer, which keeps its momenta and settings. Every rank must call
+        it: an exchange in progress is completed, and its result is dropped.
 
         The hooks are taken off, compressors and memories given by you may serve another optimizer, and this one may be
-        made distributed anew; what memories held is gone unless you saved ``state_dict()`` before. ``del optimizer``
-        does the same where nothing else holds the optimizer, without waiting for an exchange under way.
+        made distributed anew. The contents of memories are lost unless you saved ``state_dict()`` before. ``del
+        optimizer`` does the same if nothing else refers to the optimizer, without waiting for an exchange in progress.
         """
         session: Any = self._grace
         try:
@@ -107,7 +112,7 @@ class Closable(Once):
                 session.drop()
         finally:
             if session is not None:
-                end(session)
+                detach(session)
             for name in [*self._grace_added, "_grace_added"]:
                 vars(self).pop(name, None)
             self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]

@@ -177,7 +177,7 @@ def looks_at(seconds):
 
     backend, request = grace.init(), Slow(seconds)
     with mock.patch.object(time, "sleep", request.sleep), mock.patch.object(time, "monotonic", request.monotonic):
-        backend._complete(request)
+        backend._wait_for(request)
     return request.looks, request.now - seconds, mpi.SPINS
 
 

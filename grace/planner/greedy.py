@@ -18,7 +18,7 @@ from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.problem import Method, Problem, short
 from grace.planner.step import Prediction, Work
-from grace.planner.uniform import assigned_strategy, shards_of
+from grace.planner.uniform import assigned_strategy, shards_of, uniform_strategy
 from grace.session.sharding import Chooser
 from grace.strategy.plan import Strategy
 
@@ -216,7 +216,10 @@ class Greedy:
         methods = tuple(sorted(elements, key=lambda spec: -elements[spec]))
         made = {"name": "auto", "params": {}, "seed": problem.seed}
         wanted = [self.methods[number].communicator for number in choice]
-        strategy = assigned_strategy(self.variables, wanted, problem.ranks, problem.nodes, builder=made)
+        if baseline:  # the strategy that planning starts from, which training goes on by if nothing is faster
+            strategy = uniform_strategy(self.variables, problem.ranks, nodes=problem.nodes)
+        else:
+            strategy = assigned_strategy(self.variables, wanted, problem.ranks, problem.nodes, builder=made)
         share = max((self.shares[number][v] for v, number in enumerate(choice)), default=0.0)
         return Candidate(named(methods), strategy, problem.predict(strategy), share, None, baseline, methods)
 

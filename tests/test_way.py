@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WAY = [  # in order, as ARCHITECTURE.md tells it
-    ("torch/hooks.py", "take"),
+    ("torch/hooks.py", "offer_gradient"),
     ("session/step_runner.py", "start"),
     ("exchange/program.py", "fits"),
     ("exchange/fused_codec.py", "encode"),

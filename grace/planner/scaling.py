@@ -38,8 +38,8 @@ def over_ranks(
     >>> from grace.planner.builders.auto import Auto
     >>> problem = Auto(bandwidth="1gbit").problem([Variable("w", (1000, 1000))], OneNode(2))
     >>> lines = over_ranks(problem, ["none", "qsgd"], ranks=[2, 64])
-    >>> [lines[name][1][1].step < 0.015 for name in ("none", "qsgd")]
-    [False, True]
+    >>> lines["qsgd"][1][1].step < lines["none"][1][1].step
+    True
     """
     costs = dataclasses.replace(problem.costs)  # which forgets buckets of other numbers of ranks in the end
     plans = {name: plan for name, plan in (plans or {}).items() if plan.nodes == 1}

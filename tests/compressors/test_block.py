@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from grace.planner.expected import expected_error
 from scipy.linalg import hadamard
 
 import grace
@@ -163,14 +162,6 @@ def test_the_nearest_leave_no_more_than_the_bound(kind, size):
     assert left(block, rng.standard_normal(size).astype(np.float32)) <= bound + 1e-6
     if kind not in LARGEST and size > 9:
         assert left(block, np.float32([1] + [0] * (size - 1))) == pytest.approx(bound, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_the_expected_error_is_that_of_gaussian_elements(kind):
-    x = np.random.default_rng(1).standard_normal(1 << 18).astype(np.float32)
-    for size in (128, 512):
-        block = block_of(kind, size, 0, "nearest")
-        assert expected_error(block.spec, (512, 512)) == pytest.approx(left(block, x), rel=0.15)
 
 
 def test_defaults_follow_from_bits():

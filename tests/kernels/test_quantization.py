@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from grace.planner.expected import GRID, WEIGHT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,11 @@ from grace.kernels.contract.quantization import GAUSSIAN_STEPS
 from tests.support.data import EPSILON, REFERENCE, close, data, same
 from tests.support.examples import NUMBERS, VECTORS
 from tests.support.kernel_cases import STREAMS, WEIGHTS, every, others
+
+GRID = (np.arange(40_000) + 0.5) / 4_000
+"""Magnitudes of a Gaussian element, in (0, 10)."""
+WEIGHT = 2 * np.exp(-(GRID**2) / 2) / np.sqrt(2 * np.pi) / 4_000
+"""Their probabilities."""
 
 
 def check_quantized(x, levels, bucket_size, offset, got, wanted):

@@ -104,7 +104,7 @@ class Driver:
         self.ranking: list[str] = []
         """Names of candidates that were faster than the baseline by the margin, and not refused since; best first."""
         self.failed_checks: list[str] = []
-        """What was said of candidates whose check failed."""
+        """Messages about candidates whose check failed."""
         self.problems = ""
         """Why further methods could not be measured, on rank 0."""
         self.current = baseline

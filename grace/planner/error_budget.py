@@ -1,4 +1,4 @@
-"""What a plan may lose: classes of methods, and a bound on the error of every variable.
+"""The error budget of a plan: classes of methods, and a bound on the error of every variable.
 
 A method's class is the first of :data:`CLASSES` that it is in, by its traits and its memory:
 

@@ -1,4 +1,4 @@
-"""What each bucket of a plan does in a step: bytes as its exchange packs them, and seconds as they were measured.
+"""Costs of each bucket of a plan in a step: bytes as its exchange packs them, and seconds as they were measured.
 
     allreduce                       allreduce, or alltoall and allgather of small ones where the engine's sums go round
                                     a ring (grace.exchange.two_hops); again for each of the method's rounds
@@ -36,7 +36,7 @@ MOST_KNOWN = 100_000
 
 @dataclass(frozen=True)
 class Costs:
-    """What is known of a cluster and of the methods on it.
+    """The measurements of a cluster and of the methods on it.
 
     Attributes:
         network: between the ranks that exchange.
@@ -61,7 +61,7 @@ class Costs:
 
 
 def codec_key(communicator: Any) -> str:
-    """By which a codec is known: communicator, compressor and memory, without the communicator's own parameters, which
+    """The key of a codec: communicator, compressor and memory, without the communicator's own parameters, which
     say who computes and when.
 
     >>> from grace.communicators import ReduceBroadcast

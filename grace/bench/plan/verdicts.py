@@ -1,4 +1,4 @@
-"""How good plans are: the order of predictions, and how much longer the chosen plan's step is than the best one's."""
+"""Verdicts on plans: the order of predictions, and the regret, the chosen plan's step time beside the best one's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Plan = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of a scenario, or of several: then the worst of each.
+    """The verdict on a scenario, or on several: then the worst of each.
 
     Attributes:
         right, pairs: pairs of plans that differ, and those of them whose order was predicted.

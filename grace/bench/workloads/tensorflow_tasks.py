@@ -163,7 +163,7 @@ class Block(layers.Layer):
         self.wide, self.narrow = _dense(4 * width, seeds, "gelu"), _dense(width, seeds)
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
-        """The same shape: (batch, length, width)."""
+        """Return hidden states of the shape of the input: (batch, length, width)."""
         length, width = x.shape[1:]
         heads = keras.ops.reshape(self.attended(self.norms[0](x)), (-1, length, 3, HEADS, width // HEADS))
         found = keras.ops.dot_product_attention(*(heads[:, :, i] for i in range(3)), is_causal=True)

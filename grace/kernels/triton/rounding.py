@@ -9,7 +9,7 @@ from grace.kernels.triton.arithmetic import LOW31, MAX, finite_scale, magnitude_
 from grace.kernels.triton.random import WORDS, row_of_words, rows_of_words, uniform
 
 LEVELS, LEVELS_BY_NORM, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What is rounded to: multiples of a bucket's largest magnitude, or of its l2 norm or root mean square, or 8-bit
+"""Quantizers: rounding to multiples of a bucket's largest magnitude, or of its l2 norm or root mean square, or 8-bit
 floats."""
 _LARGEST_FLOAT8, _LOWEST_BIASED = tl.constexpr(LARGEST_FLOAT8), tl.constexpr(LOWEST_BIASED)
 _POWER_OFFSET, ROTATED_ROW = tl.constexpr(POWER_OFFSET), tl.constexpr(ROTATED)

@@ -13,8 +13,8 @@ WINDOW, GPT_WINDOW = 32, 64
 TRAINING, GPT_TRAINING, TEST = 200_000, 440_000, 20_000
 """Characters."""
 SIZE, BLOCKS, HEADS, UNIT, SPREAD = 70_000, 2, 4, 16, 0.02
-"""Sizes of a GPT: parameters, blocks, heads of attention, the unit that divides its width, and the standard deviation of
-new embeddings."""
+"""Sizes of a GPT: parameters, blocks, heads of attention, the unit that divides its width, and the standard deviation
+of new embeddings."""
 WORST = 700.0
 """The largest mean loss whose exponential is shown: of a model that diverged it is large, but a number."""
 

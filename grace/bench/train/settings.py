@@ -66,7 +66,7 @@ class Settings:
         if not all(0 <= seed < 2**32 for seed in self.seeds):
             raise ConfigError(f"seeds must be in [0, 2**32), not {self.seeds}")
         check_framework(self.framework)
-        task_class(self.task, self.framework, self.size)
+        task_class(self.task, size=self.size)  # without the framework, which only ranks import
         for optimizer in self.optimizers:
             if optimizer not in OPTIMIZERS:
                 raise ConfigError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}")

@@ -173,6 +173,7 @@ def test_a_trainer_that_knows_one_of_several_ranks_is_refused(monkeypatch):
         wrap(*arguments)
 
 
+# Each line is written in one piece, since two ranks write to one pipe.
 SCRIPT = """
 import horovod.torch as hvd, torch, grace
 hvd.init()
@@ -182,10 +183,10 @@ def wrapped():
 try:
     wrapped()
 except grace.ConfigError as error:
-    print("REFUSED", error, flush=True)
+    print(f"REFUSED {error}\\n", end="", flush=True)
 grace.init("horovod")
 wrapped()
-print("ALONE", grace.init().describe(), flush=True)
+print(f"ALONE {grace.init().describe()}\\n", end="", flush=True)
 """
 
 

@@ -15,10 +15,10 @@ pytest.importorskip("numba", reason="compiled loops are Numba's")
 PROGRAM = """
 import numpy as np
 from grace.kernels.fused.compiling import Listener, event
-from grace.kernels.fused.rounding import _scale
+from grace.kernels.fused.rounding import MAX, _scale
 compiled = []
 event.register("numba:compile", Listener(compiled.append))
-print(_scale(np.float32([1, -3, 2]), False), "_scale" in compiled)
+print(_scale(np.float32([1, -3, 2]), MAX, 1.0), "_scale" in compiled)
 """
 
 

@@ -15,46 +15,39 @@ from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 
 class Machine(Protocol):
-    """Node as builders see it; see :class:`grace.launch.cluster.Node`."""
+    """Node as builders see it; see :class:`grace.launch.cluster.Node`.
+
+    Attributes:
+        address: host name or address of the node.
+        gpus, cpus: numbers of the node's GPUs, and of its CPUs; none where no file tells them.
+        network_bandwidth: Gbit/s; None where no file tells it.
+    """
 
     @property
-    def address(self) -> str:
-        """Host name or address of the node."""
-        ...
-
+    def address(self) -> str: ...
     @property
-    def gpus(self) -> Sequence[int]:
-        """Numbers of the node's GPUs; none where no file tells them."""
-        ...
-
+    def gpus(self) -> Sequence[int]: ...
     @property
-    def cpus(self) -> Sequence[int]:
-        """Numbers of the node's CPUs; none where no file tells them."""
-        ...
-
+    def cpus(self) -> Sequence[int]: ...
     @property
-    def network_bandwidth(self) -> float | None:
-        """Gbit/s; None where no file tells it."""
-        ...
+    def network_bandwidth(self) -> float | None: ...
 
 
 class Cluster(Protocol):
-    """Cluster as builders see it; see :class:`grace.launch.cluster.Resources`."""
+    """Cluster as builders see it; see :class:`grace.launch.cluster.Resources`.
+
+    Attributes:
+        nodes: machines of the cluster.
+        world_size: number of ranks.
+        ranks: for each rank, the number of its node.
+    """
 
     @property
-    def nodes(self) -> Sequence[Machine]:
-        """Machines of the cluster."""
-        ...
-
+    def nodes(self) -> Sequence[Machine]: ...
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
-
+    def world_size(self) -> int: ...
     @property
-    def ranks(self) -> Sequence[int]:
-        """For each rank, the number of its node."""
-        ...
+    def ranks(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -186,25 +179,6 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_to_plain(item) for item in value]
     return value.spec if isinstance(value, Component) else value
-
-
-class Kinds:
-    """Numbering of groups, for several kinds of variables that never share a group.
-
-    >>> kinds = Kinds(2, chunk_size=2)
-    >>> [kinds.group(kind) for kind in (0, 1, 0, 0, 1)]
-    [0, 1, 0, 2, 1]
-    """
-
-    def __init__(self, kinds: int, chunk_size: int | None):
-        self.counts = [0] * kinds
-        self.chunk_size = chunk_size
-
-    def group(self, kind: int) -> int:
-        """Return the group of the next variable of a kind: each group has ``chunk_size`` of them, or all."""
-        count = self.counts[kind]
-        self.counts[kind] += 1
-        return kind + len(self.counts) * (count // self.chunk_size if self.chunk_size else 0)
 
 
 def bandwidths(resources: Cluster) -> list[float] | None:

@@ -1,11 +1,52 @@
-"""Groups that overlap with backward, cut as an optimizer without a strategy cuts its buckets."""
+"""Groups of variables that travel together: so many of a kind, or cut as an optimizer without a strategy cuts its
+buckets, which overlap with backward."""
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import make_buckets
+from grace.strategy.builder import Builder, Cluster
 from grace.strategy.execution import compiled
-from grace.strategy.plan import Strategy
+from grace.strategy.plan import Strategy, VariablePlan
+
+
+def group_by_kind(
+    builder: Any,
+    variables: Sequence[Variable],
+    resources: Cluster,
+    builders: Sequence[Builder],
+    kind_of: Callable[[Variable], int],
+) -> Strategy:
+    """Return the strategy for variables of several kinds, which never share a group. Each group has ``chunk_size`` of
+    them, or else as many as a bucket of :class:`~grace.session.bucketing.Limits`.
+
+    Args:
+        builder: makes the strategy; it has ``chunk_size``.
+        variables, resources: the model's variables, and the cluster.
+        builders: the builder of each kind, whose compressor its variables get.
+        kind_of: returns the number of a variable's kind.
+
+    >>> from grace.strategy.builder import OneNode
+    >>> from grace.strategy.builders import Uniform
+    >>> variables = [Variable(f"w{kind}{i}", (2,)) for i, kind in enumerate([0, 1, 0, 0, 1])]
+    >>> both = [Builder(), Builder()]
+    >>> strategy = group_by_kind(Uniform(chunk_size=2), variables, OneNode(2), both, lambda v: int(v.name[1]))
+    >>> [plan.parts[0].sync.group for plan in strategy.plans]
+    [0, 1, 0, 2, 1]
+    """
+    counts = Counter[int]()
+    plans = []
+    for variable in variables:
+        kind = kind_of(variable)
+        chunk = counts[kind] // builder.chunk_size if builder.chunk_size else 0
+        counts[kind] += 1
+        plans.append(VariablePlan(variable, (builders[kind].collective(variable, kind + len(builders) * chunk),)))
+    strategy: Strategy = builder.strategy(plans, resources)
+    return strategy if builder.chunk_size else in_buckets(strategy)
 
 
 def in_buckets(strategy: Strategy) -> Strategy:
@@ -14,8 +55,7 @@ def in_buckets(strategy: Strategy) -> Strategy:
     A group travels when the last of its gradients is there, so a single group of a whole model would not overlap with
     backward.
 
-    >>> from grace.core.variable import Variable
-    >>> from grace.strategy.plan import ShardPlan, VariablePlan
+    >>> from grace.strategy.plan import ShardPlan
     >>> large = [VariablePlan(Variable(name, (4096, 4096)), (ShardPlan(),)) for name in "abc"]
     >>> [plan.parts[0].sync.group for plan in in_buckets(Strategy(tuple(large), 2)).plans]
     [2, 1, 0]

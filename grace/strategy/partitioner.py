@@ -43,19 +43,17 @@ class Sharding(Builder):
         self.check_integer("max_shards", 1)
         self.check_integer("min_shard_bytes", 0)
 
-    def cut(
-        self,
-        variable: Variable,
-        part_for: Callable[[Variable], ShardPlan],
-        axis: int = 0,
-        count: Callable[[int], int] = smallest_divisor,
-    ) -> VariablePlan:
+    def count(self, n: int) -> int:
+        """Return the number of shards of a dimension."""
+        return smallest_divisor(n)
+
+    def cut(self, variable: Variable, part_for: Callable[[Variable], ShardPlan], axis: int = 0) -> VariablePlan:
         """Return the variable cut along an axis into ``count(dimension)`` shards, or uncut where the caps say so.
 
         ``part_for`` is called for each shard, in order, with the shard as a variable of its own.
         """
         n = variable.shape[axis] if axis < len(variable.shape) else 0
-        shards = count(n) if n >= 2 else 0
+        shards = self.count(n) if n >= 2 else 0
         if not 2 <= shards <= min(n, self.max_shards) or variable.nbytes < shards * self.min_shard_bytes:
             return VariablePlan(variable, (part_for(variable),))
         sizes = equal_sizes(n, shards)

@@ -5,7 +5,7 @@ Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -89,6 +89,13 @@ class Sync:
                 raise ConfigError(f"sync {kind} has no field {key!r}; it has: {', '.join(FIELDS[kind])}")
         return cls(kind, **({"group": group} if "group" in FIELDS[kind] else {}) | arguments)
 
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> "Sync":
+        """Return the synchronization of a valid document, the inverse of :meth:`to_dict`."""
+        fields = dict(document)
+        kind = fields.pop("type")
+        return cls(kind, **fields) if kind in FIELDS else cls(kind, fields.pop("group"), options=fields)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the type and its fields; ``hierarchical`` only where it is True.
 
@@ -117,6 +124,12 @@ class ShardPlan:
     memory: Any = None
     priority: int = 0
     compress_after: int = 0
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> "ShardPlan":
+        """Return the plan of a valid document, the inverse of :meth:`to_dict`."""
+        names = ("compressor", "memory", "priority", "compress_after")
+        return cls(Sync.from_dict(document["sync"]), **{name: document[name] for name in names if name in document})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the part's form in a file, specs in their shortest form; ``compress_after`` only where it is not 0."""
@@ -161,6 +174,15 @@ class VariablePlan:
             return [v]
         shapes = [(*v.shape[:axis], size, *v.shape[axis + 1 :]) for size in self.sizes]
         return [Variable(f"{v.name}/part_{i}", shape, v.dtype, v.device, v.sparse) for i, shape in enumerate(shapes)]
+
+    @classmethod
+    def from_dict(cls, name: str, document: Mapping[str, Any]) -> "VariablePlan":
+        """Return the plan of a variable from a valid document, the inverse of :meth:`to_dict`."""
+        variable = Variable(name, tuple(document["shape"]), document["dtype"], sparse=document["sparse"])
+        cut = document.get("partition")
+        if cut is None:
+            return cls(variable, (ShardPlan.from_dict(document),))
+        return cls(variable, tuple(map(ShardPlan.from_dict, document["parts"])), cut["axis"], tuple(cut["sizes"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the variable's form in a file."""
@@ -230,6 +252,12 @@ class Strategy:
             "cluster": {"world_size": self.world_size, "nodes": self.nodes},
             "variables": {plan.variable.name: plan.to_dict() for plan in self.plans},
         }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> "Strategy":
+        """Return the strategy of a document that :meth:`to_dict` made; :mod:`grace.strategy.schema` reads users'."""
+        plans = tuple(VariablePlan.from_dict(name, entry) for name, entry in document["variables"].items())
+        return cls(plans, **document["cluster"], builder=document["builder"] or {})
 
     @property
     def id(self) -> str:

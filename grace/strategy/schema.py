@@ -35,18 +35,10 @@ import re
 
 from grace.core.variable import Variable
 from grace.strategy.matching import Match, Natural, Positive, Spec, Strict
-from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, Sync, VariablePlan, fingerprint
+from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, VariablePlan, fingerprint
 
 
-class Entry(Strict):
-    """Form of ``sync``."""
-
-    def to_sync(self) -> Sync:
-        """Return the synchronization as an object."""
-        return Sync(**self.model_dump())
-
-
-class Collective(Entry):
+class Collective(Strict):
     """Synchronization by a collective."""
 
     type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge"]
@@ -57,7 +49,7 @@ class Collective(Entry):
     """The ranks of each node average among themselves first, uncompressed; one of them exchanges with other nodes."""
 
 
-class ReduceBroadcast(Entry):
+class ReduceBroadcast(Strict):
     """Synchronization by a rank that reduces and sends the mean round: a parameter server."""
 
     type: Literal["reduce_broadcast"]
@@ -74,7 +66,7 @@ class ReduceBroadcast(Entry):
     """Steps whose means may be under way, with `sync: false` only."""
 
 
-class Alone(Entry):
+class Alone(Strict):
     """No synchronization of gradients: ranks train on their own, and average the variable periodically."""
 
     type: Literal["none"]
@@ -83,7 +75,7 @@ class Alone(Entry):
     """Steps between two averages."""
 
 
-class Own(Entry):
+class Own(Strict):
     """Synchronization by another communicator, which is registered; its parameters are further keys."""
 
     model_config = ConfigDict(extra="allow")
@@ -107,9 +99,6 @@ class Own(Entry):
             raise PydanticCustomError("sync", "{what}", {"what": str(error)}) from None
         return self
 
-    def to_sync(self) -> Sync:
-        return Sync(self.type, self.group, options=dict(self.model_extra or {}))
-
 
 TAGS = {**dict.fromkeys(COLLECTIVES, "collective"), "reduce_broadcast": "reduce_broadcast", "none": "none"}
 
@@ -128,11 +117,9 @@ Synchronization = Annotated[
 ]
 
 
-class PartEntry(Strict):
-    """Exchange of a part."""
+class Method(Strict):
+    """Compression of a part, and its turn."""
 
-    sync: Synchronization
-    """The part's synchronization."""
     compressor: Spec = "none"
     """A spec, as in `topk(ratio=0.01)`."""
     memory: Spec | None = None
@@ -142,9 +129,12 @@ class PartEntry(Strict):
     compress_after: Natural = 0
     """Steps that are exchanged uncompressed first."""
 
-    def part(self) -> ShardPlan:
-        """Return the part's plan as an object."""
-        return ShardPlan(self.sync.to_sync(), self.compressor, self.memory, self.priority, self.compress_after)
+
+class PartEntry(Method):
+    """Exchange of a part."""
+
+    sync: Synchronization
+    """The part's synchronization."""
 
 
 class Cut(Strict):
@@ -156,7 +146,7 @@ class Cut(Strict):
     """The parts' lengths, which add up to the dimension."""
 
 
-class VariableEntry(Strict):
+class VariableEntry(Method):
     """A variable, with either its parts or, if it is not cut, the keys of its only part."""
 
     model_config = ConfigDict(
@@ -174,15 +164,7 @@ class VariableEntry(Strict):
     parts: list[PartEntry] | None = None
     """The parts, one for each size of the partition."""
     sync: Synchronization | None = None
-    """The synchronization of a variable that is not cut, as are the next four keys."""
-    compressor: Spec = "none"
-    """A spec, as in `topk(ratio=0.01)`."""
-    memory: Spec | None = None
-    """A spec; the compressor's default if left out."""
-    priority: StrictInt = 0
-    """Variables of a lower priority start first."""
-    compress_after: Natural = 0
-    """Steps that are exchanged uncompressed first."""
+    """The synchronization of a variable that is not cut, as are its method, `priority` and `compress_after`."""
 
     def plan(self, name: str) -> VariablePlan:
         """Return the variable's plan as an object.
@@ -190,21 +172,17 @@ class VariableEntry(Strict):
         Raises:
             ConfigError: both forms are mixed, or neither is there.
         """
-        variable = Variable(name, tuple(self.shape), self.dtype, sparse=self.sparse)
-        own = self.model_fields_set & {"sync", "compressor", "memory", "priority", "compress_after"}
+        own = self.model_fields_set & PartEntry.model_fields.keys()
         if self.partition is not None:
             if own:
                 raise ConfigError(f"variable {name!r}, {min(own)}: a variable that is cut has it in each of its parts")
             if self.parts is None:
                 raise ConfigError(f"variable {name!r}, parts: is missing; there must be one per size of the partition")
-            parts = tuple(entry.part() for entry in self.parts)
-            return VariablePlan(variable, parts, self.partition.axis, tuple(self.partition.sizes))
-        if self.parts is not None:
+        elif self.parts is not None:
             raise ConfigError(f"variable {name!r}, parts: there is no partition that they would be parts of")
-        if self.sync is None:
+        elif self.sync is None:
             raise ConfigError(f"variable {name!r}, sync: is missing")
-        part = ShardPlan(self.sync.to_sync(), self.compressor, self.memory, self.priority, self.compress_after)
-        return VariablePlan(variable, (part,))
+        return VariablePlan.from_dict(name, self.model_dump())
 
 
 class Shards(Strict):
@@ -226,11 +204,12 @@ class Rule(PartEntry):
 
     def plan(self, variable: Variable) -> VariablePlan:
         """Return the plan of a variable that the rule matches."""
+        part = ShardPlan.from_dict(self.model_dump())
         if self.partition is None or self.partition.axis >= len(variable.shape):
-            return VariablePlan(variable, (self.part(),))
+            return VariablePlan(variable, (part,))
         n = variable.shape[self.partition.axis]
         sizes = equal_sizes(n, max(1, min(self.partition.shards, n)))
-        return VariablePlan(variable, (self.part(),) * len(sizes), self.partition.axis, sizes)
+        return VariablePlan(variable, (part,) * len(sizes), self.partition.axis, sizes)
 
 
 class BuilderEntry(Strict):

@@ -7,12 +7,20 @@ import pytest
 import torch
 
 import grace
-from grace.core.registry import make
 from grace.strategy import schema
-from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan
-from grace.torch.parameters import find_sparse_parameters, make_variables
-from tests.support.strategies import Tables, executed, mixed, mixed_loss, sgd, strategy_of, train, weights, whole
+from tests.support.strategies import (
+    Tables,
+    built_for,
+    executed,
+    mixed,
+    mixed_loss,
+    sgd,
+    strategy_of,
+    train,
+    weights,
+    whole,
+)
 from tests.support.training import digest
 
 pytestmark = pytest.mark.ranks
@@ -22,9 +30,7 @@ SECONDS = 30
 
 def saved(path, size, builder="partitioned_ps(min_shard_bytes=0)", model=None):
     """A strategy in a file."""
-    model = mixed() if model is None else model
-    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
-    schema.dump(make("builder", builder).build(found, OneNode(size)), path)
+    schema.dump(built_for(builder, size, model), path)
     return str(path)
 
 

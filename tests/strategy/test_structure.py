@@ -10,9 +10,8 @@ from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.pools import launched
-from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
+from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, variables_of, weights
 from tests.support.training import copied, digest, used
 
 LED = Sync("allgather", hierarchical=True)
@@ -21,7 +20,7 @@ FLAT = Sync("allgather")
 
 def by_name(model, plans, **others):
     """A strategy: parts by variables' names, the others' plain."""
-    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
+    found = variables_of(model)
     parts = [plans.get(v.name, ShardPlan(Sync(hierarchical=i % 2 == 0, **others))) for i, v in enumerate(found)]
     return Strategy(tuple(VariablePlan(v, (p,)) for v, p in zip(found, parts, strict=True)), grace.size(), 2)
 

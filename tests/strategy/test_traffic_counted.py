@@ -2,18 +2,17 @@
 
 import numpy as np
 import pytest
-import torch
 
 import grace
 from grace.core.registry import make
-from grace.strategy.builder import OneNode
+from grace.core.variable import Variable
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.traffic import links, payload
-from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.pairwise import pairwise
 from tests.support.strategies import (
     BUILDERS,
     Tables,
+    built_for,
     cut,
     executed,
     mixed,
@@ -31,13 +30,13 @@ DENSE = {"w": (13, 6), "v": (40,), "s": (), "e": (0, 3)}
 STEPS = 3
 
 
-def built(builder, compressor, size, found):
+def built(builder, compressor, size, model):
     """A builder of the list, with the same compressor for everything."""
     spec = make("builder", spec_for(builder, size)).to_dict()
     keys = {"size_threshold": ("large",), "by_type": ("vectors", "matrices", "sparse")}.get(
         spec["name"], ("compressor",)
     )
-    return make("builder", {**spec, **dict.fromkeys(keys, compressor)}).build(found, OneNode(size))
+    return built_for({**spec, **dict.fromkeys(keys, compressor)}, size, model)
 
 
 class Log:
@@ -116,15 +115,13 @@ def cases(*dimensions):
 
 @cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
 def test_dense_variables_send_what_the_table_says(ranks, builder, compressor):
-    strategy = built(builder, compressor, ranks.size, make_variables(dict(Tables(DENSE).named_parameters())))
+    strategy = built(builder, compressor, ranks.size, Tables(DENSE))
     check(strategy, ranks.run(counted, strategy, True), exact=True)
 
 
 @cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)", "topk(ratio=1.0)"])
 def test_rows_of_sparse_variables_send_at_most_what_the_table_says(ranks, builder, compressor):
-    model = mixed()
-    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
-    strategy = built(builder, compressor, ranks.size, found)
+    strategy = built(builder, compressor, ranks.size, mixed())
     check(strategy, ranks.run(counted, strategy, False), exact=False)
 
 
@@ -160,10 +157,7 @@ def test_averages_now_and_then(ranks, period):
 
 
 def test_the_shares_of_each_synchronization():
-    w, rows = (
-        make_variables({"w": torch.nn.Parameter(torch.zeros(25))})[0],
-        whole("t", (5, 5), ShardPlan(), True).variable,
-    )
+    w, rows = Variable("w", (25,)), Variable("t", (5, 5), sparse=True)
     shares = {
         ("allreduce", "none", False): [150, 150],
         ("scatter_reduce", "none", False): [168, 168],  # each piece has room for the longest: 7 of 25 elements

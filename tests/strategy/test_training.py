@@ -12,15 +12,14 @@ import grace
 from examples.torch import models
 from grace.core.registry import make
 from grace.strategy import schema
-from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Sync
-from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.pools import ranks_of
 from tests.support.strategies import (
     BUILDERS,
     Mixed,
     Tables,
     assert_close,
+    built_for,
     executed,
     mixed,
     mixed_loss,
@@ -37,14 +36,6 @@ from tests.support.training import digest
 pytestmark = pytest.mark.ranks
 
 MAIN = ("ps_load_balancing", "partitioned_ps(min_shard_bytes=64)", "parallax", "partitioned_all_reduce")
-
-
-def strategy_for(spec, size):
-    """The strategy of a builder for the mixed model."""
-    model = mixed()
-    return make("builder", spec).build(
-        make_variables(dict(model.named_parameters()), find_sparse_parameters(model)), OneNode(size)
-    )
 
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -225,7 +216,7 @@ SPEC = "partitioned_ps(min_shard_bytes=0, compressor='topk(ratio=0.3)')"
 
 
 def test_all_ways_to_give_a_strategy_mean_the_same(two_ranks, tmp_path):
-    strategy = strategy_for(SPEC, 2)
+    strategy = built_for(SPEC, 2)
     wanted = two_ranks.run(given, strategy)
     assert wanted[0] == wanted[1]
     assert wanted[0][1] == f"strategy {strategy.id}"
@@ -275,7 +266,7 @@ def shards(strategy):
 
 @pytest.mark.parametrize("choice", [{"compressor": "topk"}, {"memory": "residual"}, {"communicator": "allgather"}])
 def test_a_strategy_and_one_method_for_all_are_refused(choice, tmp_path):
-    schema.dump(strategy_for("parallax", 1), tmp_path / "s.yaml")
+    schema.dump(built_for("parallax", 1), tmp_path / "s.yaml")
     one = ranks_of(1)
     for arguments in (("parallax", None), (None, str(tmp_path / "s.yaml"))):
         ((message, _),) = one.run(with_choice, arguments, choice)
@@ -296,7 +287,7 @@ def names_only(strategy):
 
 
 def test_where_names_alone_are_given_the_strategy_says_what_is_sparse(ranks):
-    answers = ranks.run(names_only, strategy_for("parallax", ranks.size))
+    answers = ranks.run(names_only, built_for("parallax", ranks.size))
     assert len(set(map(digest, answers))) == 1
     assert_close(answers[0], on_the_mean(mixed(), ranks.size, range(4)))
 

@@ -9,8 +9,11 @@ import numpy as np
 import torch
 
 import grace
+from grace.core.registry import make
 from grace.core.variable import Variable
+from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.training import weights
 
 BUILDERS = (
@@ -55,6 +58,16 @@ def mixed(seed: int = 0) -> Mixed:
     """The model with start values that depend on the seed alone."""
     torch.manual_seed(seed)
     return Mixed()
+
+
+def variables_of(model: torch.nn.Module) -> list[Variable]:
+    """The model's variables."""
+    return make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
+
+
+def built_for(builder: Any, size: int, model: torch.nn.Module | None = None) -> Strategy:
+    """The strategy of a builder for a model, the mixed one by default, on so many ranks."""
+    return make("builder", builder).build(variables_of(mixed() if model is None else model), OneNode(size))
 
 
 def mixed_loss(model: torch.nn.Module, step: int, rank: int | None = None) -> torch.Tensor:

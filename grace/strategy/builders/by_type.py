@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from grace.strategy.builder import Builder, Kinds
-from grace.strategy.grouping import in_buckets
-from grace.strategy.plan import VariablePlan
+from grace.strategy.builder import Builder
+from grace.strategy.grouping import group_by_kind
 
 
 @dataclass
@@ -42,12 +41,12 @@ class ByType(Builder):
             raise self.refuse("matrices is another word for compressor: leave one of them out")
 
     def build(self, variables, resources):
-        kinds = Kinds(3, self.chunk_size)
         matrices = self.choosing(self.matrices or self.compressor, self.memory)
-        choices = self.choosing(self.vectors), matrices, self.choosing(self.sparse)
-        plans = []
-        for v in variables:
-            kind = 2 if v.sparse else 0 if len(v.shape) < 2 else 1
-            plans.append(VariablePlan(v, (choices[kind].collective(v, kinds.group(kind)),)))
-        built = self.strategy(plans, resources)
-        return built if self.chunk_size else in_buckets(built)
+        builders = self.choosing(self.vectors), matrices, self.choosing(self.sparse)
+        return group_by_kind(self, variables, resources, builders, _kind_of)
+
+
+def _kind_of(variable):
+    if variable.sparse:
+        return 2
+    return 0 if len(variable.shape) < 2 else 1

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from grace.strategy.builder import Builder, Kinds
-from grace.strategy.grouping import in_buckets
-from grace.strategy.plan import VariablePlan
+from grace.strategy.builder import Builder
+from grace.strategy.grouping import group_by_kind
 
 
 @dataclass
@@ -44,12 +43,8 @@ class SizeThreshold(Builder):
             raise self.refuse("large is another word for compressor: leave one of them out")
 
     def build(self, variables, resources):
-        kinds = Kinds(2, self.chunk_size)
-        small, large = self.choosing(self.small), self.choosing(self.large or self.compressor, self.memory)
-        plans = []
-        for v in variables:
-            is_large = v.nbytes > self.bytes and len(v.shape) >= 2
-            part = (large if is_large else small).collective(v, kinds.group(is_large))
-            plans.append(VariablePlan(v, (part,)))
-        built = self.strategy(plans, resources)
-        return built if self.chunk_size else in_buckets(built)
+        builders = self.choosing(self.small), self.choosing(self.large or self.compressor, self.memory)
+        return group_by_kind(self, variables, resources, builders, self._is_large)
+
+    def _is_large(self, variable):
+        return variable.nbytes > self.bytes and len(variable.shape) >= 2

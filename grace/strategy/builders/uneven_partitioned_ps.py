@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from grace.strategy.builder import Loads
-from grace.strategy.partitioner import Sharding, smallest_nondivisor
-from grace.strategy.reducing import Reducing
+from grace.strategy.builders.partitioned_ps import PartitionedPS
+from grace.strategy.partitioner import smallest_nondivisor
 
 
 @dataclass
-class UnevenPartitionedPS(Reducing, Sharding):
+class UnevenPartitionedPS(PartitionedPS):
     """Cuts axis 0 into the smallest number of at least 2 that does not divide the dimension; the first shards get
     the remainder. Each goes to the rank with the fewest bytes so far.
 
@@ -25,10 +24,5 @@ class UnevenPartitionedPS(Reducing, Sharding):
 
     name = "uneven_partitioned_ps"
 
-    def build(self, variables, resources):
-        loads = Loads(resources)
-        plans = [
-            self.cut(v, lambda shard: self.reduced(shard, loads.assign(shard.nbytes)), count=smallest_nondivisor)
-            for v in variables
-        ]
-        return self.strategy(plans, resources)
+    def count(self, n):
+        return smallest_nondivisor(n)

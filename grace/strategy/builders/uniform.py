@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.strategy.builder import Builder, Kinds
-from grace.strategy.grouping import in_buckets
-from grace.strategy.plan import Sync, VariablePlan
+from grace.strategy.builder import Builder
+from grace.strategy.grouping import group_by_kind
+from grace.strategy.plan import Sync
 
 
 @dataclass
@@ -34,10 +34,10 @@ class Uniform(Builder):
             self.check_integer("chunk_size", 1)
 
     def build(self, variables, resources):
-        kinds = Kinds(1, self.chunk_size)
-        parts = [self.collective(v, kinds.group(0)) for v in variables]
-        if self.communicator is not None:
-            parts = [replace(part, sync=Sync.from_spec(self.communicator, part.sync.group)) for part in parts]
-        plans = [VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)]
-        built = self.strategy(plans, resources)
-        return built if self.chunk_size else in_buckets(built)
+        return group_by_kind(self, variables, resources, [self], lambda variable: 0)
+
+    def collective(self, variable, group):
+        part = super().collective(variable, group)
+        if self.communicator is None:
+            return part
+        return replace(part, sync=Sync.from_spec(self.communicator, part.sync.group))

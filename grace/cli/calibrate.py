@@ -18,11 +18,13 @@ from grace.bench.common.options import methods as listed
 from grace.cli.calibration_tables import show, whole
 from grace.cli.consoles import bar, wide_console
 from grace.cli.model_variables import from_spec
+from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator
 from grace.core.registry import legal_communicators, make
 from grace.errors import ConfigError, GraceError, missing_extra
 from grace.planner.calibration import Calibration, Curves, Key, default_path, read
-from grace.planner.codecs import maker, measure
+from grace.planner.codecs import measure
 from grace.planner.costs import Codec
 from grace.planner.links import MeasuredLinks, measure_network
 from grace.planner.oversubscription import oversubscription
@@ -177,18 +179,17 @@ def _installed(backend: Backend) -> str:
     return backend.framework or next(filter(runtime._installed, (*runtime.FRAMEWORKS, "numpy")))
 
 
-def _choices(text: str, ranks: int, quick: bool) -> list[Mapping[str, Any]]:
-    """Methods with their communicators; dense gradients are always among them."""
-    found: list[Mapping[str, Any]] = []
+def _choices(text: str, ranks: int, quick: bool) -> list[Communicator]:
+    """Return the communicators of methods; dense gradients are always among them."""
+    found: list[Communicator] = []
     for method in dict.fromkeys(["none", *listed(text)]):
         spec, _, memory = method.partition("/")
-        communicators = [None] if quick else [None, *legal_communicators(make("compressor", spec.strip()))]
-        choices = [{"compressor": spec.strip(), "memory": memory or None, "communicator": c} for c in communicators]
-        maker(choices[0], ranks)()  # what is wrong is said before anything is measured
-        made: dict[str, Mapping[str, Any]] = {}
-        for choice in choices:
+        default = build_communicator(spec.strip(), memory or None, None, ranks)
+        made = {default.describe(): default}
+        for communicator in [] if quick else legal_communicators(make("compressor", spec.strip())):
             with contextlib.suppress(ConfigError):
-                made.setdefault(maker(choice, ranks)().describe(), choice)
+                other = build_communicator(spec.strip(), memory or None, communicator, ranks)
+                made.setdefault(other.describe(), other)
         found += made.values()
     return found
 
@@ -222,7 +223,7 @@ def _links(
 
 def _codecs(
     backend: Backend,
-    choices: Sequence[Mapping[str, Any]],
+    choices: Sequence[Communicator],
     gradients: Mapping[str, Any],
     room: _Room,
     seconds: float,
@@ -235,7 +236,7 @@ def _codecs(
     codecs, left_out = dict[str, Codec](), dict[str, str]()
     ranks = max(2, backend.size)
     for i, choice in enumerate(choices):
-        method = maker(choice, backend.size)().describe()
+        method = choice.describe()
         told(method, 0.5 + i / len(choices) / 2)
         answer: Any = None
         error: Exception | None = None

@@ -21,7 +21,7 @@ from grace.planner.costs import Codec
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Levels, links_of
-from grace.planner.planning import CODEC_SECONDS, choices_of
+from grace.planner.planning import CODEC_SECONDS, measured_by
 from grace.planner.problem import Problem, methods_of
 from grace.planner.step import Timeline
 from grace.strategy.builder import Cluster, OneNode, bandwidths
@@ -291,17 +291,17 @@ def measured(problem: Problem, framework: str, gradients: Mapping[str, Any], tol
     if not known:
         raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
     errors = replace(problem.errors, tables={name for name, x in gradients.items() if is_table(x)})
-    sparse = any(variable.sparse for variable in problem.variables)
     methods = methods_of(problem.methods, problem.quality, problem.ranks, bool(errors.tables))
-    reference = methods_of([errors.reference], "feedback", problem.ranks)[1:] if problem.quality != "exact" else []
-    choices = list(dict.fromkeys(choice for one in (*methods, *reference) for choice in choices_of(one, sparse)))
+    if problem.quality != "exact":
+        methods += methods_of([errors.reference], "feedback", problem.ranks)
+    choices = {choice.describe(): choice for choice in measured_by(methods, problem.variables)}
     codecs, lost = dict[str, Codec](), dict[str, Mapping[str, float]]()
-    for i, choice in enumerate(choices):
-        told(choice, i / len(choices))
+    for i, (described, choice) in enumerate(choices.items()):
+        told(described, i / len(choices))
         with contextlib.suppress(ConfigError):  # it makes none of these gradients smaller
             found = measure(choice, known, problem.ranks, problem.seed, CODEC_SECONDS)
             codecs[found.method] = found.codec
-            lost[found.method.partition(", ")[2].rpartition(", ")[0]] = found.errors
+            lost[choice.compressor.spec] = found.errors
     if gradients:
         errors = replace(errors, measured=lost)
     return replace(problem, costs=replace(problem.costs, codecs=codecs), errors=errors)

@@ -10,7 +10,6 @@ from grace.communicators.choice import build_communicator
 from grace.core import documents
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.auto_request import auto_request
 from grace.planner.exchange_costs import Costs, works, works_of
 from grace.planner.network import Network
 from grace.planner.problem import methods_of
@@ -57,7 +56,7 @@ class Exchanges:
     ):
         self.costs, self.strategy = costs, strategy
         self.ways: list[tuple[Any, Any, Any]] = [(compressor, memory, communicator)]
-        auto = None if strategy is None else auto_request(Choices(strategy=strategy))
+        auto = None if strategy is None else Choices(strategy=strategy).auto_request()
         if auto is not None:
             self.strategy = None
             usual = {"exact": [], "half": ["fp16"]}.get(auto.options.quality, [auto.options.reference])

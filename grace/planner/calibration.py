@@ -1,4 +1,4 @@
-"""What was measured of a cluster, an engine and methods, as a file that is read again where nothing has changed."""
+"""Measurements of a cluster, an engine and methods, in a file that is read again where nothing has changed."""
 
 import hashlib
 import itertools
@@ -8,10 +8,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
@@ -32,20 +32,21 @@ AGAIN = "Run `grace calibrate` as the training is run"
 NAMED = "GRACE_CALIBRATION"
 """The variable of the environment that names the file."""
 Curves = Mapping[str, Mapping[int, Curve]]
+T = TypeVar("T")
+PARTS = ("start", "middle", "finish")
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a calibration is for.
+    """Run that a calibration is for.
 
     Attributes:
         hosts: the nodes' names in order, and how many ranks each has.
-        engine: what moves the bytes, as the backend describes itself.
+        engine: the description of the backend.
         framework: whose tensors are exchanged, and its version.
-        grace: its version.
-        python: its version.
-        ranks: how many.
-        threads: that a rank computes with.
+        ranks: number of all ranks.
+        threads: number of threads that a rank computes with.
+        grace, python: their versions.
     """
 
     hosts: tuple[tuple[str, int], ...]
@@ -58,13 +59,13 @@ class Key:
 
     @classmethod
     def of(cls, backend: Backend, nodes: Sequence[str], framework: str, threads: int) -> "Key":
-        """That of a run.
+        """Return the key of a run.
 
         Args:
             backend: its engine.
             nodes: the name of each rank's node.
             framework: "torch", "tensorflow" or "numpy".
-            threads: that a rank computes with.
+            threads: number of threads that a rank computes with.
 
         >>> from grace.core.backend import LocalBackend
         >>> key = Key.of(LocalBackend(), ["here"], "numpy", 1)
@@ -78,11 +79,11 @@ class Key:
 
     @property
     def digest(self) -> str:
-        """Short, for the file's name."""
+        """Short hash, for the file's name."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     def differs(self, other: "Key") -> str:
-        """The first difference, in words: what this has, and what the other; empty if there is none."""
+        """Return the first difference from another key, in words; empty if there is none."""
         for each in fields(self):
             ours, theirs = getattr(self, each.name), getattr(other, each.name)
             if ours != theirs:
@@ -91,7 +92,7 @@ class Key:
 
 
 def default_path(key: Key) -> Path:
-    """Where the calibration of a run is kept: what GRACE_CALIBRATION says, or else a file in the user's cache."""
+    """Return the file of a run's calibration: the one that GRACE_CALIBRATION names, or else one in the user's cache."""
     if chosen := os.environ.get(NAMED):
         return Path(chosen)
     return user_cache() / f"calibration-{key.digest}.json"
@@ -99,17 +100,17 @@ def default_path(key: Key) -> Path:
 
 @dataclass(frozen=True)
 class Calibration:
-    """See the module.
+    """Measurements of a cluster, an engine and methods.
 
     Attributes:
-        key: what it is for.
-        made: when, in seconds since 1970.
+        key: the run that they are for.
+        made: when they were made, in seconds since 1970.
         curves: what collectives over all ranks take, by kind and number of ranks.
         inside: the same within a node; empty if there is one node, or one rank on each.
         codecs: what methods compute, by :func:`grace.planner.exchange_costs.codec_key`.
         contention: the part by which computing takes longer while a collective is under way.
-        by_ring: whether the engine's sums go round a ring.
-        concatenates: whether it gathers payloads of unequal sizes itself.
+        by_ring: True if the engine's sums go round a ring.
+        concatenates: True if the engine gathers payloads of unequal sizes itself.
 
     >>> key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
     >>> made = Calibration(key, made=0.0, codecs={"allreduce, none, none": Codec()})
@@ -130,7 +131,7 @@ class Calibration:
         """Return what the planner predicts with.
 
         Args:
-            network: in the place of what was measured between the ranks.
+            network: replaces the measured one between the ranks.
 
         Raises:
             ConfigError: there is none, and there was one rank, and no link to measure.
@@ -153,22 +154,18 @@ class Calibration:
     # -- the file --------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the file's document."""
         return {
             "format": FORMAT,
+            **asdict(self),
             "key": {**asdict(self.key), "hosts": [list(host) for host in self.key.hosts]},
-            "made": self.made,
             "curves": _curves_to(self.curves),
             "inside": _curves_to(self.inside),
-            "codecs": {name: asdict(codec) for name, codec in self.codecs.items()},
-            "contention": self.contention,
-            "by_ring": self.by_ring,
-            "concatenates": self.concatenates,
         }
 
     @classmethod
     def from_dict(cls, document: Any) -> "Calibration":
-        """The inverse of :meth:`to_dict`.
+        """Return the calibration of a document.
 
         Raises:
             ConfigError: something is missing, unknown, of a wrong type, or no time.
@@ -180,12 +177,9 @@ class Calibration:
             said = {name: value for name, value in _object(document, "it").items() if name != "format"}
             parts = {
                 "key": _key(_object(said.get("key"), "key")),
-                "curves": _curves_from(_object(said.get("curves", {}), "curves"), "curves"),
-                "inside": _curves_from(_object(said.get("inside", {}), "inside"), "inside"),
-                "codecs": {
-                    name: _codec(codec, f"codecs.{name}")
-                    for name, codec in _object(said.get("codecs"), "codecs").items()
-                },
+                "curves": _values(said.get("curves", {}), "curves", _curves),
+                "inside": _values(said.get("inside", {}), "inside", _curves),
+                "codecs": _values(said.get("codecs"), "codecs", _codec),
             }
             return documents.record(cls, said, "the calibration", **parts)  # type: ignore[no-any-return]
         except ConfigError as error:
@@ -199,18 +193,18 @@ class Calibration:
             raise ConfigError(f"key.hosts has {count} ranks, key.ranks {self.key.ranks}")
 
     def write(self, path: Path) -> None:
-        """To a file, which is there whole or not at all; its folder is made."""
+        """Write a file, which is there whole or not at all; its folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
             draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, now: float | None = None) -> Calibration:
-    """A calibration from its file.
+    """Return the calibration of a file.
 
     Args:
-        path: of the file.
-        key: what it must be for; anything if left out.
+        path: the file.
+        key: the run that it must be for; any if left out.
         max_age: seconds that it may be old; None for any.
         now: seconds since 1970; the clock's if left out.
 
@@ -233,9 +227,6 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     return found
 
 
-PARTS = ("start", "middle", "finish")
-
-
 def _curves_to(curves: Curves) -> dict[str, dict[str, list[list[float]]]]:
     return {
         kind: {str(ranks): [list(point) for point in curve.points] for ranks, curve in by_ranks.items()}
@@ -247,6 +238,11 @@ def _object(document: Any, where: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"{where} must be an object, not {shown(document)}")
     return document
+
+
+def _values(document: Any, where: str, read: Callable[[Any, str], T]) -> dict[str, T]:
+    """Return the values of an object, each read by a function of the value and its place."""
+    return {name: read(value, f"{where}.{name}") for name, value in _object(document, where).items()}
 
 
 def _key(document: dict[str, Any]) -> Key:
@@ -261,20 +257,17 @@ def _key(document: dict[str, Any]) -> Key:
     return key
 
 
-def _curves_from(document: dict[str, Any], where: str) -> dict[str, dict[int, Curve]]:
-    """Return curves, by kind and number of ranks."""
-    curves: dict[str, dict[int, Curve]] = {}
-    for kind, by_ranks in document.items():
-        if kind not in KINDS:
-            raise ConfigError(f"{where}.{kind}: there is no such collective; there are {', '.join(KINDS)}")
-        curves[kind] = {}
-        for text, points in _object(by_ranks, f"{where}.{kind}").items():
-            if not (text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= 2):
-                raise ConfigError(f"{where}.{kind}: {text!r} is no number of ranks from 2 on")
-            curves[kind][int(text)] = _curve(points, f"{where}.{kind}.{text}")
-        if not curves[kind]:
-            raise ConfigError(f"{where}.{kind} is of no number of ranks")
-    return curves
+def _curves(document: Any, where: str) -> dict[int, Curve]:
+    """Return the curves of a kind of collective, by number of ranks."""
+    if where.partition(".")[2] not in KINDS:
+        raise ConfigError(f"{where}: there is no such collective; there are {', '.join(KINDS)}")
+    curves = _values(document, where, _curve)
+    for text in curves:
+        if not (text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= 2):
+            raise ConfigError(f"{where}: {text!r} is no number of ranks from 2 on")
+    if not curves:
+        raise ConfigError(f"{where} is of no number of ranks")
+    return {int(text): curve for text, curve in curves.items()}
 
 
 def _curve(points: Any, where: str) -> Curve:

@@ -1,11 +1,13 @@
-"""What a method computes and loses, measured on gradients by one process: it encodes and decodes in real exchanges, for
-ranks that it pretends."""
+"""Times and errors of methods, measured on gradients by one process: it encodes and decodes in real exchanges, over
+simulated ranks."""
 
 import contextlib
+import copy
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -15,19 +17,18 @@ import numpy as np
 from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
 from grace.core.context import Context
-from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
+from grace.exchange.bucket import Outcome
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.planner.costs import Codec, Cost
-from grace.planner.exchange_costs import codec_key, of_all_ranks
+from grace.planner.exchange_costs import codec_key
 from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step_timer import undisturbed
 from grace.session.sharding import Chooser, Shard
 from grace.session.step_runner import StepRunner
 
-Choice = str | Mapping[str, Any] | Callable[[], Communicator]
 MOST_ELEMENTS = 1 << 24
 """Elements of a bucket that is timed."""
 PROBE, SAMPLED = 1 << 18, 1 << 16
@@ -35,7 +36,7 @@ PROBE, SAMPLED = 1 << 18, 1 << 16
 PIECES, PIECE = 32, 256
 """Variables of the bucket that tells what a variable costs, and their elements."""
 MOST_RANKS = 8
-"""Ranks that are pretended."""
+"""Ranks that are simulated."""
 WARM, LEAST, MOST = 2, 3, 9
 """Steps that are not timed (a bucket's codec is found in the first one), and how many are."""
 DRAWS = 3
@@ -50,10 +51,10 @@ BEHIND_WARMUPS = 1 << 31
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a method.
+    """Measurements of a method.
 
     Attributes:
-        method: by what the planner knows its codec: communicator, compressor and memory.
+        method: the key of its codec: communicator, compressor and memory.
         codec: seconds by variables, elements and ranks, and bits where data decide.
         errors: |x - C(x)|^2 / |x|^2 of each variable that the method shrinks, of what one rank alone sends, without a
             memory; the mean of some seeds for random methods.
@@ -64,39 +65,8 @@ class Measured:
     errors: Mapping[str, float]
 
 
-def maker(choice: Choice, ranks: int = 1) -> Callable[[], Communicator]:
-    """Return a function that makes a new communicator at each call, whose parts remember nothing.
-
-    Args:
-        choice: a compressor's spec; a communicator's, a compressor's and a memory's as ``describe()`` writes them; the
-            three as a mapping, each of which may be left out; or such a function itself.
-        ranks: for the default communicator.
-
-    Raises:
-        ConfigError: unknown names, or parts that do not go together.
-
-    >>> maker("topk")().describe(), maker("scatter_reduce, qsgd(levels=7), none")().describe()
-    ('allgather, topk, residual', 'scatter_reduce, qsgd(levels=7), none')
-    """
-    if callable(choice):
-        return choice
-    if isinstance(choice, str):
-        parts = _specs(choice)
-        if len(parts) not in (1, 3):
-            raise ConfigError(
-                f"a method is a compressor's spec, as in topk(ratio=0.01), or a communicator's, a compressor's and a "
-                f"memory's, as in 'allgather, topk, residual', not {choice!r}"
-            )
-        keys = ("compressor",) if len(parts) == 1 else ("communicator", "compressor", "memory")
-        choice = dict(zip(keys, parts, strict=True))
-    if unknown := set(choice) - {"compressor", "memory", "communicator"}:
-        raise ConfigError(f"a method has compressor, memory and communicator, and no {sorted(map(str, unknown))[0]!r}")
-    compressor, memory, communicator = (choice.get(key) for key in ("compressor", "memory", "communicator"))
-    return lambda: build_communicator(compressor, memory, communicator, ranks)
-
-
 def measure(
-    choice: Choice,
+    communicator: Communicator,
     gradients: Mapping[str, Any],
     ranks: int,
     seed: int = 0,
@@ -111,7 +81,7 @@ def measure(
     takes besides). Gradients are copied, never changed.
 
     Args:
-        choice: what :func:`maker` takes.
+        communicator: the method; copies of it are measured, so that it stays unused.
         gradients: by variable name: tensors of any framework, or sparse rows, of which the values are taken.
         ranks: how many will exchange.
         seed: of random methods.
@@ -119,55 +89,57 @@ def measure(
         synchronize: waits until a device has computed all that was asked of it.
 
     Raises:
-        ConfigError: unknown names or parts that do not go together; there is no gradient that the method makes
-            smaller, or one that holds a NaN; the method applies means in later steps.
+        ConfigError: there is no gradient that the method makes smaller, or one that holds a NaN; the method applies
+            means in later steps.
 
-    >>> import numpy as np
     >>> x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
-    >>> found = measure("fp16", {"w": x}, ranks=2, limit_seconds=0.05)
+    >>> found = measure(build_communicator("fp16", None, None), {"w": x}, ranks=2, limit_seconds=0.05)
     >>> found.method, 0 < found.errors["w"] < 1e-6
     ('allreduce, cast, none', True)
     """
     if not limit_seconds > 0:
         raise ConfigError(f"a time limit is above 0 s, not {limit_seconds!r}")
-    fresh = maker(choice, ranks)
-    communicator = fresh()
     method = codec_key(communicator)
     if communicator.delayed:
         raise ConfigError(f"{method} applies means in later steps; measure it without that, which computes the same")
     tensors = {name: dense_values(name, x) for name, x in gradients.items()}
     for name, x in tensors.items():
         _check_finite(name, x)
-    smaller = [name for name in tensors if _shrinks(communicator, name, tensors[name])]
+    choose = Chooser()
+    smaller = {
+        name: x for name, x in tensors.items() if numel(x) and choose(_variable(name, x), communicator) is communicator
+    }
     if not smaller:
         raise ConfigError(f"{method} makes none of these {len(tensors)} gradients smaller; give it larger ones")
-    timing, pretended = _Timing(fresh, seed, synchronize), _pretended(communicator, ranks)
-    largest = max((tensors[name] for name in smaller), key=numel)
+    trials, simulated = _Trials(communicator, seed, synchronize), _simulated_ranks(communicator, ranks)
+    largest = max(smaller.values(), key=numel)
+    # the root, or every rank, decodes whole payloads of all; pieces that owners decode get shorter instead
+    every_rank = not (communicator.rooted or communicator.sums or communicator.cuts)
+    grows_with_ranks = (False, communicator.rooted, every_rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compressed = {name: tensors[name] for name in smaller}
+        timed: Mapping[str, Any] = smaller
         try:
-            whole, took = timing.whole(compressed, pretended, limit_seconds / 2)
+            whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
         except PayloadError:  # owners of ranges, which differ, cannot all send the same; those of one variable's can
-            compressed = {"x": largest}
-            whole, took = timing.whole(compressed, pretended, limit_seconds / 2)
-        given = list(compressed.values())
+            timed = {"x": largest}
+            whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
+        given = list(timed.values())
         pieces = {f"x{i}": shortened(given[i % len(given)], PIECE) for i in range(PIECES)}
         took_pieces = took
         with contextlib.suppress(PayloadError):
-            took_pieces = timing.run(pieces, pretended, limit_seconds / 4)
+            took_pieces = trials.time(pieces, simulated, limit_seconds / 4)
         start, middle, finish = (
-            _cost((pieces, seconds), (whole, all_seconds), pretended if grows else 0)
-            for seconds, all_seconds, grows in zip(took_pieces, took, of_all_ranks(communicator), strict=True)
+            _cost((pieces, seconds), (whole, all_seconds), simulated if grows else 0)
+            for seconds, all_seconds, grows in zip(took_pieces, took, grows_with_ranks, strict=True)
         )
         each = max(1e-12, sum(took) / sum(map(numel, whole.values())))
         share = min(1.0, limit_seconds / 4 / DRAWS / (each * sum(map(numel, tensors.values()))))
-        losses = _Losses(fresh, seed)
-        errors = losses.errors({name: tensors[name] for name in smaller}, share)
-        unknown = communicator.compressor.wire_bits(tuple(largest.shape)) is None
-        bits = losses.bits({name: shortened(tensors[name], SAMPLED) for name in smaller[:32]}) if unknown else None
-    codec = Codec(start, middle, finish, bits)
-    return Measured(method, codec, errors)
+        errors = trials.errors(smaller, share)
+        bits = None
+        if communicator.compressor.wire_bits(tuple(largest.shape)) is None:
+            bits = trials.bits({name: shortened(smaller[name], SAMPLED) for name in list(smaller)[:32]})
+    return Measured(method, Codec(start, middle, finish, bits), errors)
 
 
 def _cost(pieces: tuple[Mapping[str, Any], float], whole: tuple[Mapping[str, Any], float], ranks: int) -> Cost:
@@ -185,33 +157,27 @@ def _cost(pieces: tuple[Mapping[str, Any], float], whole: tuple[Mapping[str, Any
     return Cost(variable=variable, peer=element / ranks) if ranks else Cost(variable=variable, element=element)
 
 
-class _Timing:
-    """Times exchanges over pretended ranks.
+class _Trials:
+    """Exchanges of one method over simulated ranks, each by a copy of a communicator that remembers nothing."""
 
-    Args:
-        fresh: makes a communicator.
-        seed: of random methods.
-        synchronize: waits for a device.
-    """
+    def __init__(self, communicator: Communicator, seed: int, synchronize: Callable[[], Any]):
+        self.communicator, self.seed, self.synchronize = communicator, seed, synchronize
 
-    def __init__(self, fresh: Callable[[], Communicator], seed: int, synchronize: Callable[[], Any]):
-        self.fresh, self.seed, self.synchronize = fresh, seed, synchronize
-
-    def whole(
+    def time_whole(
         self, tensors: Mapping[str, Any], ranks: int, seconds: float
     ) -> tuple[dict[str, Any], tuple[float, float, float]]:
         """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took."""
         whole, elements = sum(map(numel, tensors.values())), PROBE
         while True:
             taken = share_of(tensors, elements)
-            took = self.run(taken, ranks, 0.0, least=1)
+            took = self.time(taken, ranks, 0.0, least=1)
             size = sum(map(numel, taken.values()))
             most = size * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
             if size >= whole or elements * 4 > min(most, MOST_ELEMENTS):
-                return taken, self.run(taken, ranks, seconds)
+                return taken, self.time(taken, ranks, seconds)
             elements *= 4
 
-    def run(
+    def time(
         self, tensors: Mapping[str, Any], ranks: int, seconds: float, least: int = LEAST
     ) -> tuple[float, float, float]:
         """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
@@ -219,13 +185,14 @@ class _Timing:
 
         Args:
             tensors: all compressed.
-            ranks: how many are pretended.
+            ranks: how many are simulated.
             seconds: for all steps, if they are enough for some.
             least: so many.
         """
-        communicator = self.fresh()
-        with _runner(communicator, tensors, SimulatedRanks(ranks, _root(communicator)), self.seed) as (runner, mirror):
-            names, given = list(tensors), list(tensors.values())
+        communicator = copy.deepcopy(self.communicator)
+        backend = SimulatedRanks(ranks, _root(communicator))
+        with _runner(communicator, tensors, backend, self.seed) as runner:
+            given = list(tensors.values())
             k = kernels_of(given[0])
             outs = [k.zeros(tuple(x.shape), "float32", x) for x in given] if k.mutable else [None] * len(given)
             if communicator.compressor.traits.exact and k.mutable:
@@ -235,118 +202,103 @@ class _Timing:
             for step in range(WARM + MOST):
                 if step == WARM:
                     ends = time.perf_counter() + seconds
-                row, between = [], 0
-                mirror.spent, began = 0.0, self._now()
-                exchange = runner.start(runner.buckets[0], given, [True] * len(names))
-                row.append(self._now() - began - mirror.spent)
-                mirror.spent, began = 0.0, self._now()
-                while exchange.advance():
-                    between += 1
-                row.append((self._now() - began - mirror.spent) / between if between else 0.0)
-                mirror.spent, began = 0.0, self._now()
-                runner.finish_step(lambda bucket: outs)
-                row.append(self._now() - began - mirror.spent)
+                parts = self._step(runner, backend, given, outs)
                 if step >= WARM:
-                    took.append((row[0], row[1], row[2]))
+                    took.append(parts)
                 if step >= WARM + least - 1 and self._now() > ends:
                     break
-            start, middle, finish = (max(0.0, undisturbed(column)) for column in zip(*took, strict=True))
-            return start, middle, finish
+        start, middle, finish = (max(0.0, undisturbed(column)) for column in zip(*took, strict=True))
+        return start, middle, finish
+
+    def _step(
+        self, runner: StepRunner, backend: SimulatedRanks, given: list[Any], outs: list[Any]
+    ) -> tuple[float, float, float]:
+        """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
+        marks, gaps = [self._computed(backend)], 0
+        exchange = runner.start(runner.buckets[0], given, [True] * len(given))
+        marks.append(self._computed(backend))
+        while exchange.advance():
+            gaps += 1
+        marks.append(self._computed(backend))
+        runner.finish_step(lambda bucket: outs)
+        marks.append(self._computed(backend))
+        start, middle, finish = (after - before for before, after in itertools.pairwise(marks))
+        return start, middle / gaps if gaps else 0.0, finish
+
+    def _computed(self, backend: SimulatedRanks) -> float:
+        """Return the time without what simulated collectives took so far."""
+        return self._now() - backend.spent
 
     def _now(self) -> float:
         self.synchronize()
         return time.perf_counter()
-
-
-class _Losses:
-    """What one rank alone sends, and loses.
-
-    Args:
-        fresh: makes a communicator.
-        seed: the first of those that are tried.
-    """
-
-    def __init__(self, fresh: Callable[[], Communicator], seed: int):
-        self.fresh, self.seed = fresh, seed
-
-    def alone(self, memory: bool) -> Communicator:
-        """The compressor in its usual communicator, which decodes what was sent and does nothing else to it."""
-        made = self.fresh()
-        if not memory:
-            with contextlib.suppress(ConfigError):
-                return build_communicator(made.compressor, "none", None)
-        return build_communicator(made.compressor, make("memory", made.memory.to_dict()), None)
 
     def errors(self, tensors: Mapping[str, Any], share: float) -> dict[str, float]:
         """Return |x - C(x)|^2 / |x|^2 of a share of the elements of each; 0 where x is."""
         taken = {name: shortened(x, max(SMALL, math.ceil(share * numel(x)))) for name, x in tensors.items()}
         drawn: list[dict[str, float]] = []
         for draw in range(DRAWS):
-            with _runner(self.alone(False), taken, SimulatedRanks(1), self.seed + draw) as (runner, _):
-                runner.start(runner.buckets[0], list(taken.values()), [True] * len(taken))
-                found = {o.variable.name: o.value for o in runner.finish_step(lambda bucket: [None] * len(taken))}
+            with _runner(self._alone(False), taken, SimulatedRanks(1), self.seed + draw) as runner:
+                found = {outcome.variable.name: outcome.value for outcome in _exchange(runner, taken)}
             drawn.append({name: _relative_error(taken[name], found[name]) for name in taken})
             if draw and drawn[0] == drawn[1]:  # it draws nothing
                 break
         return {name: fmean(errors[name] for errors in drawn) for name in taken}
 
     def bits(self, tensors: Mapping[str, Any], steps: int = 4) -> float:
-        """Of a payload, per element, with the memory."""
-        with _runner(self.alone(True), tensors, SimulatedRanks(1), self.seed) as (runner, _):
+        """Return the bits of a payload per element, with the memory."""
+        with _runner(self._alone(True), tensors, SimulatedRanks(1), self.seed) as runner:
             for _ in range(steps):
-                runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
-                runner.finish_step(lambda bucket: [None] * len(tensors))
+                _exchange(runner, tensors)
             sent = sum(runner.traffic.payload_bytes.values())
         return 8 * sent / steps / sum(map(numel, tensors.values()))
 
+    def _alone(self, memory: bool) -> Communicator:
+        """Return the method in its default communicator, which decodes what was sent and does nothing else to it."""
+        made = copy.deepcopy(self.communicator)
+        if not memory:
+            with contextlib.suppress(ConfigError):
+                return build_communicator(made.compressor, "none", None)
+        return build_communicator(made.compressor, made.memory, None)
+
+
+def _exchange(runner: StepRunner, tensors: Mapping[str, Any]) -> list[Outcome]:
+    runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
+    return runner.finish_step(lambda bucket: [None] * len(tensors))
+
 
 @contextlib.contextmanager
-def _runner(communicator: Communicator, tensors: Mapping[str, Any], mirror: SimulatedRanks, seed: int) -> Any:
-    """A runner of one bucket, which all travel in, and its backend."""
+def _runner(
+    communicator: Communicator, tensors: Mapping[str, Any], backend: SimulatedRanks, seed: int
+) -> Iterator[StepRunner]:
+    """Yield a runner of one bucket, which all tensors travel in."""
     variables = [_variable(name, x) for name, x in tensors.items()]
     shards = [Shard(variable, variable, communicator) for variable in variables]
     context = Context(seed=seed, step=BEHIND_WARMUPS)
-    runner = StepRunner(variables, shards, mirror, context, communicator.describe())
+    runner = StepRunner(variables, shards, backend, context, communicator.describe())
     runner.claim_components()
     try:
         runner.agree()
-        yield runner, mirror
+        yield runner
     finally:
         runner.close()
 
 
-def _pretended(communicator: Communicator, ranks: int) -> int:
-    """Return how many ranks are pretended: as many as there are, or as the communicator was made for, but few."""
+def _simulated_ranks(communicator: Communicator, ranks: int) -> int:
+    """Return how many ranks are simulated: as many as the communicator was made for, or as there are, but few."""
     if communicator.made_for is not None:
         return communicator.made_for
     return max(2, _root(communicator) + 1, min(ranks, MOST_RANKS))
 
 
 def _root(communicator: Communicator) -> int:
-    """The rank that computes for others, if there is one."""
+    """Return the rank that computes for others; 0 if there is none."""
     root = getattr(communicator, "root", 0)
     return root if isinstance(root, int) else 0
 
 
-def _specs(text: str) -> list[str]:
-    """Cut at commas that are in no parentheses."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
-
-
 def _variable(name: str, x: Any) -> Variable:
     return Variable(name, tuple(map(int, x.shape)), kernels_of(x).dtype(x), str(getattr(x, "device", "cpu")))
-
-
-def _shrinks(communicator: Communicator, name: str, x: Any) -> bool:
-    """Whether the method carries it itself."""
-    return bool(numel(x)) and Chooser()(_variable(name, x), communicator) is communicator
 
 
 # -- gradients of any framework ------------------------------------------------------------------------

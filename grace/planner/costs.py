@@ -1,4 +1,4 @@
-"""What measurements say of times: of a codec by what it is given, and of a collective by its bytes."""
+"""Times as they were measured: of a codec by the elements of a bucket, and of a collective by its bytes."""
 
 import bisect
 import functools
@@ -33,19 +33,19 @@ class Cost:
         return self.call + self.variable * variables + self.element * elements + self.peer * elements * ranks
 
     def times(self, factor: float) -> "Cost":
-        """The same with all seconds multiplied."""
+        """Return the cost with all seconds multiplied."""
         return Cost(*(factor * part for part in astuple(self)))
 
 
 @dataclass(frozen=True)
 class Codec:
-    """What a way to exchange (a communicator with its compressor and memory) computes for a bucket.
+    """Computing of a method (a communicator with its compressor and memory) for a bucket.
 
     Attributes:
-        start: what must be done before anything travels: compensate, compress, pack.
+        start: before anything travels: compensate, compress, pack.
         middle: between its collectives, if it has several, for each but the last.
         finish: decode, aggregate and write back, and update memories.
-        bits: that a value takes on the wire, where the data decide; None where shapes do.
+        bits: bits of a value on the wire, where the data decide; None where shapes do.
     """
 
     start: Cost = Cost()
@@ -58,7 +58,7 @@ class Codec:
             raise ConfigError(f"a value takes more than 0 bits on the wire, not {self.bits}")
 
     def times(self, factor: float) -> "Codec":
-        """The same with all seconds multiplied."""
+        """Return the codec with all seconds multiplied."""
         return Codec(self.start.times(factor), self.middle.times(factor), self.finish.times(factor), self.bits)
 
 
@@ -78,7 +78,7 @@ class Curve:
 
     @classmethod
     def through(cls, measured: Sequence[tuple[float, float]]) -> "Curve":
-        """The nearest one that does not fall: neighbours that do are given their mean (of logarithms; the
+        """Return the nearest curve that does not fall: neighbours that do are given their mean (of logarithms; the
         pool-adjacent-violators algorithm).
 
         Raises:
@@ -100,11 +100,11 @@ class Curve:
         return cls(tuple((float(nbytes), s) for (nbytes, _), s in zip(ordered, risen, strict=True)))
 
     def times(self, factor: float) -> "Curve":
-        """The same with all seconds multiplied."""
+        """Return the curve with all seconds multiplied."""
         return Curve(tuple((nbytes, seconds * factor) for nbytes, seconds in self.points))
 
     def seconds(self, nbytes: float) -> float:
-        """For so many bytes."""
+        """Return the seconds for so many bytes."""
         sizes, times = self._columns
         i = bisect.bisect_left(sizes, nbytes)
         if i == 0:

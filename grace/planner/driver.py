@@ -16,11 +16,12 @@ It is then watched: a link that becomes slower is told, and with ``replan`` plan
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError, GraceError
+from grace.planner.explain import MARGIN
 from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import gather_or_raise
@@ -29,27 +30,31 @@ from grace.strategy.plan import Strategy
 if TYPE_CHECKING:
     from grace.planner.planning import Planning
 
+BASELINE = "none"
+"""Name of the candidate that exchanges everything uncompressed."""
 WARM, HELD, PLAIN = 2, 5, 5
 """Steps of each phase before planning."""
 SETTLED, TIMED = 1, 3
 """Steps after a switch that do not count, and steps that do."""
 TRIED = 3
 """Candidates in the first round of turns, beside the baseline; one more in the second."""
-MARGIN = 0.03
-"""The part of a step by which a candidate must be faster than the baseline."""
 WATCH_SECONDS, WATCH_FIRST = 0.25, 5
 """About how much training lies between two looks at a settled run, and the steps until the first one."""
 SLOWER, MUCH_SLOWER, FELT = 2.0, 4.0, 0.2
 """The factors by which a wait must have grown in two looks, or in one; and the part of a step that this must take."""
 
 
+class PlanningError(Exception):
+    """Error of planning, known to all ranks. Training goes on uncompressed."""
+
+
 class Resumed(NamedTuple):
-    """What a checkpoint says of planning.
+    """State of planning in a checkpoint.
 
     Attributes:
         current: the name of the strategy that the run had.
         strategy: its document.
-        plan: what was chosen, and why; None before.
+        plan: the choice and its reasons; None before.
         settled: True if it was chosen, and not only tried.
         left: steps until all is measured again; 0 for never.
     """
@@ -71,7 +76,13 @@ class Driver:
         switch: goes on by a strategy; every rank calls it.
         say: prints a line, on rank 0.
         replan: after how many steps all is measured again; 0 for never.
-        baseline: the name of the candidate that exchanges everything uncompressed.
+
+    Attributes:
+        left: steps until ``phases`` go on; 0 for never.
+        holds: True if exchanges are to begin after backward only.
+        settled: True if a choice was made, and checked.
+        current: name of the strategy that the run goes on by; empty once the user chose.
+        plan: document of the choice and its reasons, the same on all ranks; None before.
     """
 
     def __init__(
@@ -82,48 +93,38 @@ class Driver:
         switch: Callable[[Strategy], None],
         say: Callable[[str], None],
         replan: int = 0,
-        baseline: str = "none",
     ):
         self.planner, self.backend, self.switch, self.say = planner, backend, switch, say
-        self.replan, self.baseline = replan, baseline
+        self.replan = replan
         self.names = [variable.name for variable in start.variables]
-        self.strategies = {baseline: start}
-        """Those that were tried, by name."""
+        self.strategies = {BASELINE: start}
+        """Strategies that were tried, by name."""
         self.resumed_strategy: dict[str, Any] = {}
         """The document of the strategy that a checkpoint had."""
         self.cluster = [start.world_size, start.nodes]
-        self.timer = StepTimer()
         self.gradients: dict[str, Any] = {}
         self.timeline: Timeline | None = None
-        self.turns: list[str] = []
-        """Names of those that are to be tried, in order."""
-        self.took: dict[str, list[float]] = {}
-        """Seconds of the steps of each, on this rank, since the turns began."""
         self.results: dict[str, float] = {}
-        """Seconds of a step of each on the slowest rank, of the last turns that it had."""
-        self.ranking: list[str] = []
-        """Names of candidates that were faster than the baseline by the margin, and not refused since; best first."""
-        self.failed_checks: list[str] = []
-        """Messages about candidates whose check failed."""
+        """Seconds of a step of each candidate on the slowest rank, of the last turns that it had."""
+        self.rounds = 0
+        """Rounds of trials that have begun since the links were measured."""
         self.problems = ""
         """Why further methods could not be measured, on rank 0."""
-        self.current = baseline
-        self.plan: Any = None
-        """What was chosen, and why; a document, the same on all ranks. None before."""
+        self.current, self.plan = BASELINE, None
+        self.holds = self.settled = False
         self.watch: Watch | None = None
-        self.go(self._warm, WARM)
+        self.begin(self._follow(WARM))
 
-    def go(self, then: Callable[[], None], steps: int) -> None:
-        """Do something when so many steps more are made."""
-        self.then, self.left, self.skip = then, steps, SETTLED
-        self.timer = StepTimer()
+    def begin(self, phases: Generator[int, None, None]) -> None:
+        """Follow these phases, which yield the number of steps to train before they go on."""
+        self.phases = phases
+        self._advance()
+
+    def _advance(self) -> None:
+        """Go on with the phases, until they need steps of training."""
+        self.left, self.skip, self.timer = next(self.phases, 0), SETTLED, StepTimer()
 
     # -- what a session tells -------------------------------------------------------------------------
-
-    @property
-    def holds(self) -> bool:
-        """True if exchanges are to begin after backward only."""
-        return self.then == self._held
 
     @property
     def watching(self) -> bool:
@@ -158,7 +159,7 @@ class Driver:
         if self.left:
             self.left -= 1
             if self.left == 0:
-                self.then()
+                self._advance()
                 self.timer.begin()
         if self.watch is not None:
             self._look()
@@ -171,9 +172,9 @@ class Driver:
             return ""
         known = self.strategies.get(self.current)
         strategy = self.resumed_strategy if known is None else known.to_dict()
-        about = {"current": self.current, "strategy": strategy, "plan": self.plan}
-        left = self.left if self.then == self._again else 0
-        return json.dumps({**about, "settled": self.settled, "left": left, "cluster": self.cluster})
+        left = self.left if self.settled else 0
+        state = Resumed(self.current, strategy, self.plan, self.settled, left)
+        return json.dumps({**state._asdict(), "cluster": self.cluster})
 
     def found(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
         """Return what a checkpoint says of planning; None if nothing, or for another cluster.
@@ -195,83 +196,157 @@ class Driver:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
         self.resumed_strategy = resumed.strategy
-        self.strategies = {self.baseline: self.strategies[self.baseline]}
+        self.strategies = {BASELINE: self.strategies[BASELINE]}
+        self.holds, self.settled, self.watch = False, resumed.settled, None
         if resumed.settled:
-            self._settle()
-            self.left = resumed.left
+            self._watch()
+            self.begin(self._follow(resumed.left if self.replan else 0))
         else:
-            self.watch = None
-            self.go(self._again, 1)
-
-    @property
-    def settled(self) -> bool:
-        """True if a choice was made, and checked."""
-        return self.left == 0 or self.then == self._again
+            self.begin(self._follow(1))
 
     def stop(self) -> None:
         """End planning, because the user chose another strategy: nothing of it is measured, tried, or saved."""
-        self.go(self._settle, 0)
         self.plan, self.gradients, self.current, self.watch = None, {}, "", None
+        self.holds, self.settled = False, True
+        self.phases.close()
+        self._advance()
 
     # -- phases ---------------------------------------------------------------------------------------
 
-    def _warm(self) -> None:
-        self.go(self._held, HELD)
+    def _follow(self, steps: int) -> Generator[int, None, None]:
+        """Train so many steps, plan, and go on by the plan; again and again, since links and steps may change."""
+        while True:
+            yield steps
+            self.watch, self.settled = None, False
+            self._switched(BASELINE)
+            try:
+                yield from self._plan()
+                self._watch()
+            except PlanningError as error:
+                self.gradients, self.holds = {}, False
+                self._switched(BASELINE)
+                self.say(f"grace: auto: planning failed, and training goes on uncompressed: {error}")
+            self.settled = True
+            steps = self.replan
 
-    def _held(self) -> None:
+    def _plan(self) -> Generator[int, None, None]:
+        """Measure, try candidates, and go on by the best.
+
+        Raises:
+            PlanningError: something failed on some rank.
+        """
+        self.holds = True
+        yield HELD
+        self.holds = False
         self.timeline = self.timer.timeline(self.names)
-        self.go(self._measured, PLAIN)
+        yield PLAIN
+        self._measure()
+        first = self._candidates()[:TRIED]
+        yield from self._try([BASELINE, *first], self._measure_next)
+        self._on_rank_0("further methods", self._measure_rest)
+        found = self._candidates()[:TRIED]
+        known = sorted((name for name in self.results if name != BASELINE), key=self.results.__getitem__)
+        names = list(dict.fromkeys([*known[:1], *found]))
+        yield from self._try([*names[: TRIED + 1], BASELINE])
+        chosen, note = yield from self._check()
+        self._decide(chosen, note)
 
-    def _measured(self) -> None:
-        """Measure the links and the most promising codecs, plan, and begin to try."""
+    def _measure(self) -> None:
+        """Measure the links and the most promising codecs, after the baseline's steps."""
         timeline, plain = self.timeline, self.timer.seconds()
         seen = bool(plain and timeline and self.gradients)
         told = gather_or_raise(self.backend, "steps to plan by", (timeline, undisturbed(plain)) if seen else None)
         if None in told:
-            self._give_up(f"rank {told.index(None)} has seen no whole step: one backward pass, then optimizer.step()")
-            return
+            raise PlanningError(
+                f"rank {told.index(None)} has seen no whole step: one backward pass, then optimizer.step()"
+            )
         # the slowest rank's computing decides: what the others wait for it is no time of the network
         slowest = max((line for line, _ in told), key=lambda line: line.compute)
         skew = slowest.compute - min(line.compute for line, _ in told)
         plain_step = max(seconds for _, seconds in told)
         self.say("grace: auto: measuring links and methods, then planning; a few seconds")
-        if self._agreed("links", lambda: self.planner.measure_links(plain_step)) is None:
-            return
+        self._agree("links", lambda: self.planner.measure_links(plain_step))
         gradients, self.gradients = self.gradients, {}
-        prepare = self._on_rank_0(lambda: self.planner.prepare(gradients, slowest, plain_step, skew))
-        if self._agreed("methods", prepare) is None:
-            return
-        self.results, self.failed_checks, self.problems = {}, [], ""
-        names = self._candidates(TRIED)
-        if names is not None:
-            self._take_turns([self.baseline, *names], self._refresh)
+        self._on_rank_0("methods", lambda: self.planner.prepare(gradients, slowest, plain_step, skew))
+        self.results, self.problems, self.rounds = {}, "", 0
 
-    def _candidates(self, most: int) -> list[str] | None:
-        """Return the names of the best candidates beside the baseline; None if planning failed."""
-        answers = self._agreed(
-            "what to try",
-            self._on_rank_0(lambda: [(one.name, one.strategy) for one in self.planner.candidates()]),
-        )
-        if answers is None:
-            return None
-        found = [(name, strategy) for name, strategy in answers[0] if name != self.baseline]
-        for name, strategy in found:
-            self.strategies[name] = strategy
-        return [name for name, _ in found][:most]
+    def _candidates(self) -> list[str]:
+        """Return the names of the candidates beside the baseline, best first."""
+        found = self._on_rank_0("what to try", lambda: {one.name: one.strategy for one in self.planner.candidates()})
+        names = [name for name in found if name != BASELINE]
+        self.strategies.update({name: found[name] for name in names})
+        return names
 
-    def _take_turns(self, names: Sequence[str], then: Callable[[], None]) -> None:
-        """Train some steps by each, then go on."""
-        self.turns, self.took, self.after_turns = list(names), {name: [] for name in names}, then
-        self._next()
+    def _measure_next(self) -> None:
+        """Measure one method more, on rank 0."""
+        if self.backend.rank == 0 and not self.problems:
+            self.problems = _failure(self.planner.measure_next)
 
-    def _next(self) -> None:
-        """Begin the next candidate's turn, or end the turns."""
-        while self.turns and not self._switched(self.turns[0]):
-            self.turns = [name for name in self.turns if name != self.turns[0]]
-        if self.turns:
-            self.go(self._tried, SETTLED + TIMED)
-        else:
-            self.after_turns()
+    def _measure_rest(self) -> None:
+        if self.problems:
+            raise ConfigError(self.problems)
+        while self.planner.measure_next():
+            pass
+
+    def _try(self, names: Sequence[str], between: Callable[[], None] = lambda: None) -> Generator[int, None, list[str]]:
+        """Train some steps by each candidate in turn. Return the names of those that all ranks have timed, whose
+        seconds on the slowest rank are ``results`` then.
+
+        Args:
+            names: of the candidates; the baseline is among them.
+            between: called after each turn.
+
+        Raises:
+            PlanningError: the baseline was not timed.
+        """
+        self.rounds += 1
+        took: dict[str, list[float]] = {name: [] for name in names}
+        refused = set()
+        for name in names:
+            if name in refused or not self._switched(name):
+                refused.add(name)
+                continue
+            yield SETTLED + TIMED
+            took[name] += self.timer.seconds()
+            between()
+        medians = {name: statistics.median(seconds) for name, seconds in took.items() if seconds}
+        everyone = gather_or_raise(self.backend, "what trials took", medians)
+        timed = [name for name in everyone[0] if all(name in one for one in everyone)]
+        if BASELINE not in timed:
+            raise PlanningError("no uncompressed step was measured")
+        self.results.update({name: max(one[name] for one in everyone) for name in timed})
+        return timed
+
+    def _check(self) -> Generator[int, None, tuple[str, str]]:
+        """Compare candidates that were faster than the baseline by the margin with it once more, in turns, the fastest
+        first. Return the name of the first that is faster again, or the baseline's; and what is to be said of those
+        whose check failed."""
+        limit = (1 - MARGIN) * self.results[BASELINE]
+        fast = [name for name, seconds in self.results.items() if seconds <= limit and name != BASELINE]
+        failed: list[str] = []
+        for name in sorted(fast, key=self.results.__getitem__):
+            before = self.results[name]
+            timed = yield from self._try([name, BASELINE, name])
+            now, plain = self.results[name], self.results[BASELINE]
+            if name in timed and now <= plain:
+                return name, "; ".join(failed)
+            failed.append(
+                f"{name} took {now * 1e3:.3g} ms a step when it was checked, after {before * 1e3:.3g} in its trial, "
+                f"and uncompressed sums {plain * 1e3:.3g}"
+            )
+        return BASELINE, "; ".join(failed)
+
+    def _decide(self, chosen: str, note: str) -> None:
+        """Go on by a candidate, and explain it."""
+        if not self._switched(chosen):
+            chosen = self.current
+
+        def explain() -> tuple[Any, str]:
+            self.planner.learned(self.results)
+            return self.planner.explained(chosen, note)
+
+        self.plan, line = self._on_rank_0("a plan", explain)
+        self.say(f"grace: auto: {line}")
 
     def _switched(self, name: str) -> bool:
         """Return True if all ranks go on by a candidate; else they go on by what they had before."""
@@ -287,144 +362,34 @@ class Driver:
         self.current = name
         return True
 
-    def _tried(self) -> None:
-        self.took[self.turns.pop(0)] += self.timer.seconds()
-        if self.after_turns == self._refresh and self.backend.rank == 0:
-            self.problems = self.problems or self._failure(self.planner.measure_next)
-        self._next()
+    # -- agreement ------------------------------------------------------------------------------------
 
-    def _share_results(self) -> bool:
-        """Let all ranks know the slowest rank's seconds of each that had turns; return False if planning ended."""
-        medians = {name: statistics.median(seconds) for name, seconds in self.took.items() if seconds}
-        everyone = gather_or_raise(self.backend, "what trials took", medians)
-        shared = [name for name in everyone[0] if all(name in one for one in everyone)]
-        self.results.update({name: max(one[name] for one in everyone) for name in shared})
-        if self.baseline not in shared:
-            self._give_up("no uncompressed step was measured")
-            return False
-        return True
+    def _on_rank_0(self, what: str, compute: Callable[[], Any]) -> Any:
+        """Compute something on rank 0, and return it on all ranks.
 
-    def _refresh(self) -> None:
-        """Plan again, with the methods that were measured meanwhile, and try the best."""
-        if not self._share_results():
-            return
-        if self._agreed("further methods", self._on_rank_0(self._measure_rest)) is None:
-            return
-        found = self._candidates(TRIED)
-        if found is None:
-            return
-        known = sorted((name for name in self.results if name != self.baseline), key=self.results.__getitem__)
-        names = dict.fromkeys([*known[:1], *found])
-        self._take_turns([*list(names)[: TRIED + 1], self.baseline], self._choose)
+        Raises:
+            PlanningError: it failed.
+        """
+        return self._agree(what, compute if self.backend.rank == 0 else lambda: None)[0]
 
-    def _measure_rest(self) -> None:
-        if self.problems:
-            raise ConfigError(self.problems)
-        while self.planner.measure_next():
-            pass
+    def _agree(self, what: str, compute: Callable[[], Any]) -> list[Any]:
+        """Return what every rank has computed.
 
-    def _choose(self) -> None:
-        """Rank the candidates, and check the best."""
-        if not self._share_results():
-            return
-        limit = (1 - MARGIN) * self.results[self.baseline]
-        fast = [name for name, seconds in self.results.items() if seconds <= limit and name != self.baseline]
-        self.ranking = sorted(fast, key=self.results.__getitem__)
-        self._check_next()
-
-    def _check_next(self) -> None:
-        """Compare the best candidate that is left with the baseline once more, in turns; or settle uncompressed."""
-        if self.ranking:
-            best = self.ranking[0]
-            self._take_turns([best, self.baseline, best], self._checked)
-        else:
-            self._decide(self.baseline)
-
-    def _checked(self) -> None:
-        """Keep the candidate if it is faster than the baseline of the same minutes; else check the next best."""
-        best, before = self.ranking[0], self.results[self.ranking[0]]
-        if not self._share_results():
-            return
-        now, plain = self.results[best], self.results[self.baseline]
-        if self.took[best] and now <= plain:
-            self._decide(best)
-            return
-        self.failed_checks.append(
-            f"{best} took {now * 1e3:.3g} ms a step when it was checked, after {before * 1e3:.3g} in its trial, and "
-            f"uncompressed sums {plain * 1e3:.3g}"
-        )
-        self.ranking = self.ranking[1:]
-        self._check_next()
-
-    def _decide(self, chosen: str) -> None:
-        """Go on by a candidate, explain it, and settle."""
-        if not self._switched(chosen):
-            chosen = self.current
-        note = "; ".join(self.failed_checks)
-        results = dict(self.results)
-
-        def explain() -> tuple[Any, str]:
-            self.planner.learned(results)
-            return self.planner.explained(chosen, note)
-
-        answers = self._agreed("a plan", self._on_rank_0(explain))
-        if answers is not None:
-            self.plan, line = answers[0]
-            self.say(f"grace: auto: {line}")
-            self._settle()
-
-    def _settle(self) -> None:
-        """Go on as it is, and watch."""
-        self.watch = Watch() if self.backend.size > 1 else None
-        if self.replan:
-            self.go(self._again, self.replan)
-        else:
-            self.left = 0
-            self.then = self._settle
-            self.timer = StepTimer()
-
-    def _again(self) -> None:
-        """Measure anew: links and steps may have changed. Uncompressed, since that is the baseline."""
-        self.watch = None
-        self._switched(self.baseline)
-        self.go(self._held, HELD)
-
-    # -- failures -------------------------------------------------------------------------------------
-
-    def _failure(self, compute: Callable[[], Any]) -> str:
-        """Compute something of this rank's, and return why it failed; empty if it did not."""
-        try:
-            compute()
-        except ExchangeError:
-            raise
-        except Exception as error:
-            return str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
-        return ""
-
-    def _on_rank_0(self, compute: Callable[[], Any]) -> Callable[[], Any]:
-        return compute if self.backend.rank == 0 else lambda: None
-
-    def _agreed(self, what: str, compute: Callable[[], Any]) -> list[Any] | None:
-        """Return what every rank has computed. If it failed on any, planning ends on all, and None is returned."""
+        Raises:
+            PlanningError: it failed on some rank.
+        """
         found: list[Any] = []
-        why = self._failure(lambda: found.append(compute()))
+        why = _failure(lambda: found.append(compute()))
         answers = gather_or_raise(self.backend, what, (found[0] if found else None, why))
-        whose = "rank {}: " if len(answers) > 1 else ""
-        failed = next((f"{whose.format(rank)}{reason}" for rank, (_, reason) in enumerate(answers) if reason), "")
-        if failed:
-            self._give_up(failed)
-            return None
+        for rank, (_, reason) in enumerate(answers):
+            if reason:
+                raise PlanningError(f"rank {rank}: {reason}" if len(answers) > 1 else reason)
         return [value for value, _ in answers]
 
-    def _give_up(self, why: str) -> None:
-        """Go on uncompressed, and say why."""
-        self.gradients = {}
-        self._switched(self.baseline)
-        self.say(f"grace: auto: planning failed, and training goes on uncompressed: {why}")
-        self._settle()
-        self.watch = None
-
     # -- watching -------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self.watch = Watch() if self.backend.size > 1 else None
 
     def _look(self) -> None:
         """Compare waits with those when the choice was made; plan again, or tell once, if they have grown."""
@@ -441,7 +406,18 @@ class Driver:
         self.say(f"grace: auto: {grown}: the link is slower, or shared; {advice}")
         self.watch = None
         if self.replan:
-            self._again()
+            self._advance()
+
+
+def _failure(compute: Callable[[], Any]) -> str:
+    """Compute something of this rank's, and return why it failed; empty if it did not."""
+    try:
+        compute()
+    except ExchangeError:
+        raise
+    except Exception as error:
+        return str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Watch:

@@ -36,6 +36,7 @@ from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 
+_make: Any = functools.cache(make)
 CLASSES = ("exact", "half", "unbiased", "feedback")
 REFERENCE = "powersgd(rank=4)"
 """The method whose error on a matrix others may have, unless the user names another."""
@@ -143,7 +144,7 @@ class ErrorModel:
 
     def error(self, method: str, variable: Variable) -> float:
         """Return ||x - C(x)||^2 / ||x||^2; 0 if the method does not shrink the variable, or votes."""
-        compressor = _made(method)
+        compressor = _make("compressor", method)
         if compressor.votes or not shrinks(compressor, variable):
             return 0.0
         found = self.measured.get(compressor.spec, {}).get(variable.name)
@@ -151,7 +152,7 @@ class ErrorModel:
 
     def bound(self, method: str, variable: Variable) -> float:
         """Return the largest relative error that a method may have on a variable."""
-        compressor, reference = _made(method), _made(self.reference)
+        compressor, reference = _make("compressor", method), _make("compressor", self.reference)
         if reference.traits.exact:
             return 0.0
         family = compressor.traits.category
@@ -167,7 +168,7 @@ class ErrorModel:
         error = self.error(method, variable)
         if not error:
             return 0.0
-        if communicator in RECOMPRESSING and not _memory(memory).stateful:
+        if communicator in RECOMPRESSING and not _make("memory", memory).stateful:
             error *= 2
         bound = self.bound(method, variable)
         return error / bound if bound else math.inf
@@ -218,13 +219,3 @@ def _synthetic(shape: tuple[int, ...]) -> np.ndarray:
     rank = min(shape)
     tails = np.append((1 + np.arange(float(rank))) ** -SPECTRUM, 0)
     return (left[:, :rank] * np.sqrt(tails[:-1] - tails[1:]) @ right[:rank]).astype("float32")
-
-
-@functools.cache
-def _made(method: str) -> Any:
-    return make("compressor", method)
-
-
-@functools.cache
-def _memory(spec: str) -> Any:
-    return make("memory", spec)

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
 from grace.planner.problem import Problem, short
 from grace.planner.step import Prediction
-from grace.strategy.plan import FIELDS, ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy.plan import ShardPlan, Strategy, VariablePlan
 
 MARGIN = 0.03
 """The part of a step by which a plan must be faster than no compression."""
@@ -22,11 +21,11 @@ MOST_ROWS = 24
 
 @dataclass(frozen=True)
 class Row:
-    """What a plan does with variables that are alike.
+    """Variables that are alike, and are treated alike.
 
     Attributes:
         variables: their name, with * for numbers that differ.
-        count, elements: how many they are, and have.
+        count, elements: their number, and that of their elements.
         method: compressor and memory.
         sync: the synchronization.
         saved: seconds by which the step would be longer if they were not compressed.
@@ -46,16 +45,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was planned. It prints as a table.
+    """Choice between candidates, and its reasons. It prints as a table.
 
     Attributes:
-        candidates: what there was to choose from; the best by prediction first.
-        number: which one is taken.
-        quality, reference: what could be lost: the class, and the method whose error bounds those of matrices.
-        rows: what the plan does with variables.
+        candidates: the best by prediction first.
+        number: the index of the one that is taken.
+        quality, reference: the class of methods, and the method whose error bounds those of matrices.
+        rows: the variables.
         margin: the part of a step by which it had to be faster than no compression.
-        note: what decided, where that was not the fastest trial: a check that failed.
-        remarks: what else should be known: methods that nobody measured, ranks that compute longer than others.
+        note: the check that failed, where that decided, and not the fastest trial.
+        remarks: methods that nobody measured, and ranks that compute longer than others.
     """
 
     candidates: tuple[Candidate, ...]
@@ -75,7 +74,7 @@ class Plan:
     @property
     def plain(self) -> Candidate:
         """No compression, by all-reduce."""
-        return _plain(self.candidates)
+        return next(one for one in self.candidates if one.baseline)
 
     @property
     def compresses(self) -> bool:
@@ -148,7 +147,6 @@ class Plan:
 def plan_of(
     problem: Problem,
     candidates: Sequence[Candidate],
-    margin: float = MARGIN,
     chosen: str | None = None,
     note: str = "",
     remarks: Sequence[str] = (),
@@ -156,33 +154,30 @@ def plan_of(
     """Return the plan: which candidate to take, and why.
 
     The fastest is taken, by measured seconds where it and plain all-reduce were measured, if it is faster than that by
-    the margin; else plain all-reduce, as a strategy like any other, so that "do not compress" runs, is saved and is
+    :data:`MARGIN`; else plain all-reduce, as a strategy like any other, so that "do not compress" runs, is saved and is
     measured as all are.
 
     Args:
         problem: what they were found for.
         candidates: what :func:`~grace.planner.greedy.find_candidates` found, with ``measured`` where it is known.
-        margin: the part of a step that must be gained.
         chosen: the name of the candidate that is taken, where that is decided already.
         note: what decided it.
         remarks: see :class:`Plan`.
     """
-    plain = _plain(candidates)
-    if chosen is None:
+    plain = next(one for one in candidates if one.baseline)
+    taken = plain
+    if chosen is not None:
+        taken = next((one for one in candidates if one.name == chosen), plain)
+    else:
         known = [one for one in candidates if (one.measured is None) == (plain.measured is None)]
         best = min(known, key=lambda one: _seconds(one, plain)[1])
         _, mine, other = _seconds(best, plain)
-        taken = best if mine < other * (1 - margin) else plain
-    else:
-        taken = next((one for one in candidates if one.name == chosen), plain)
+        if mine < other * (1 - MARGIN):
+            taken = best
     number = next(i for i, one in enumerate(candidates) if one is taken)
-    errors = problem.errors
     rows = tuple(_rows(problem, taken))
-    return Plan(tuple(candidates), number, problem.quality, errors.reference, rows, margin, note, tuple(remarks))
-
-
-def _plain(candidates: Sequence[Candidate]) -> Candidate:
-    return next(one for one in candidates if one.baseline)
+    reference = problem.errors.reference
+    return Plan(tuple(candidates), number, problem.quality, reference, rows, note=note, remarks=tuple(remarks))
 
 
 def _seconds(one: Candidate, plain: Candidate) -> tuple[str, float, float]:
@@ -222,11 +217,8 @@ def _elements(plans: Sequence[VariablePlan]) -> int:
 
 
 def _method(plan: VariablePlan) -> str:
-    return " / ".join(dict.fromkeys(", ".join([short(p.compressor), *_kept(p)]) for p in plan.parts))
-
-
-def _kept(part: ShardPlan) -> list[str]:
-    return [] if part.memory in (None, "none") else [part.memory]
+    methods = [(short(part.compressor), part.memory) for part in plan.parts]
+    return " / ".join(dict.fromkeys(name if kept in (None, "none") else f"{name}, {kept}" for name, kept in methods))
 
 
 def _sync(plan: VariablePlan) -> str:
@@ -236,10 +228,8 @@ def _sync(plan: VariablePlan) -> str:
 
 def largest_share(problem: Problem, plan: VariablePlan) -> float:
     """Return the largest part of its bound that the error of a variable takes; votes have no error that is known."""
-    return max(
-        problem.errors.share(part.compressor, part.sync.type, part.memory or "none", plan.variable)
-        for part in plan.parts
-    )
+    share = problem.errors.share
+    return max(share(p.compressor, p.sync.type, p.memory or "none", plan.variable) for p in plan.parts)
 
 
 def _compressed(plan: VariablePlan) -> bool:
@@ -287,27 +277,10 @@ def _candidate_document(one: Candidate) -> dict[str, Any]:
 
 
 def _candidate_of(document: Mapping[str, Any]) -> Candidate:
-    said = {**document, "methods": tuple(document["methods"]), "prediction": Prediction(**document["prediction"])}
-    return Candidate(**{**said, "strategy": _strategy_of(document["strategy"])})
-
-
-def _strategy_of(document: Mapping[str, Any]) -> Strategy:
-    """A resolved strategy from its document, without what reads files."""
-    plans = []
-    for name, entry in document["variables"].items():
-        variable = Variable(name, tuple(entry["shape"]), entry["dtype"], sparse=entry["sparse"])
-        cut = entry.get("partition")
-        parts = tuple(_part_of(part) for part in (entry["parts"] if cut else [entry]))
-        plans.append(VariablePlan(variable, parts, *((cut["axis"], tuple(cut["sizes"])) if cut else ())))
-    return Strategy(tuple(plans), **document["cluster"], builder=document["builder"] or {})
-
-
-def _part_of(entry: Mapping[str, Any]) -> ShardPlan:
-    said = dict(entry["sync"])
-    kind = said.pop("type")
-    group = {} if kind in FIELDS else {"group": said.pop("group")}
-    sync = Sync.from_spec({"name": kind, **said}, **group)
-    return ShardPlan(sync, entry["compressor"], entry["memory"], entry["priority"])
+    prediction, strategy = Prediction(**document["prediction"]), Strategy.from_dict(document["strategy"])
+    return Candidate(
+        **{**document, "methods": tuple(document["methods"]), "prediction": prediction, "strategy": strategy}
+    )
 
 
 # -- text ----------------------------------------------------------------------------------------------
@@ -319,7 +292,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, to three digits.
+    """Return seconds as text: milliseconds, to three digits.
 
     >>> _ms(0.0121), _ms(1.5), _ms(0.0), _ms(-1e-17)
     ('12.1 ms', '1500 ms', '0 ms', '0 ms')
@@ -331,7 +304,7 @@ def _ms(seconds: float) -> str:
 
 
 def _bytes(nbytes: float) -> str:
-    """Bytes in decimal units.
+    """Return bytes as text, in decimal units.
 
     >>> _bytes(1_234_000), _bytes(12)
     ('1.23 MB', '12 B')

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -58,17 +59,20 @@ class Candidate:
     methods: tuple[str, ...] = field(default=())
 
 
-def find_candidates(problem: Problem, progress: Progress | None = None) -> list[Candidate]:
+def find_candidates(
+    problem: Problem, progress: Progress | None = None, names: dict[Any, str] | None = None
+) -> list[Candidate]:
     """Return plans, best first by predicted steps: greedy ones, uniform ones within the bounds, and no compression.
 
     Args:
         problem: what is planned.
         progress: told what is done, and how much of all of it (0 to 1).
+        names: of plans that were found before, which keep them; those of new plans are added.
 
     Raises:
         ConfigError: ``methods`` names something unknown or excluded, or nobody knows what no compression takes.
     """
-    return Greedy(problem, problem.candidates()).run(progress or (lambda what, done: None))
+    return Greedy(problem, problem.candidates(), names).run(progress or (lambda what, done: None))
 
 
 class Greedy:
@@ -77,10 +81,12 @@ class Greedy:
     Args:
         problem: what is planned.
         methods: what may be chosen, no compression first.
+        names: of plans that were found before.
     """
 
-    def __init__(self, problem: Problem, methods: Sequence[Method]):
+    def __init__(self, problem: Problem, methods: Sequence[Method], names: dict[Any, str] | None = None):
         self.problem, self.methods, self.variables = problem, list(methods), list(problem.variables)
+        self.names = {} if names is None else names
         choose = Chooser()
         choose.dense = self.methods[0].communicator  # type: ignore[assignment]
         tables = problem.errors.tables
@@ -206,7 +212,7 @@ class Greedy:
             near = [c for c in made if set(c.methods) == set(one.methods) and step <= c.prediction.step * (1 + ALIKE)]
             if one.baseline or not any(not c.baseline for c in near):
                 made.append(one)
-        return distinct(made)
+        return with_distinct_names(made, self.names)
 
     def _candidate(self, choice: Choice, baseline: bool) -> Candidate:
         problem, elements = self.problem, dict[str, int]()
@@ -238,20 +244,25 @@ def named(methods: Sequence[str]) -> str:
     return names[0] if names else "none"
 
 
-def distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates with a number behind a name that another has; the baseline keeps its name.
+def with_distinct_names(found: Sequence[Candidate], names: dict[Any, str]) -> list[Candidate]:
+    """Return the candidates with distinct names: a number stands behind a name that another plan has. A plan keeps the
+    name that it has in ``names``, to which new ones are added; the baseline keeps its own.
 
-    >>> step = Candidate("none", None, None)
-    >>> from dataclasses import replace
-    >>> [one.name for one in distinct([step, replace(step, baseline=True)])]
+    >>> step = Candidate("none", Strategy((), builder={"name": "auto"}), None)
+    >>> plain = replace(step, strategy=Strategy(()), baseline=True)
+    >>> [one.name for one in with_distinct_names([step, plain], {})]
     ['none (2)', 'none']
     """
-    taken, made = {one.name for one in found if one.baseline}, list[Candidate]()
+    names.update({_key(one): one.name for one in found if one.baseline})
+    made = []
     for one in found:
         name, number = one.name, 1
-        while not one.baseline and name in taken:
+        while _key(one) not in names and name in names.values():
             number += 1
             name = f"{one.name} ({number})"
-        taken.add(name)
-        made.append(replace(one, name=name))
+        made.append(replace(one, name=names.setdefault(_key(one), name)))
     return made
+
+
+def _key(one: Candidate) -> Any:
+    return one.baseline, one.strategy.plans

@@ -1,4 +1,4 @@
-"""What collectives take: by formulas of a link's latency and bandwidth, or by what was measured."""
+"""Times of collectives: by formulas of a link's latency and bandwidth, or as they were measured."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,10 +21,10 @@ round a ring."""
 
 
 class Network(Protocol):
-    """What connects ranks."""
+    """Connection of ranks."""
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """What a collective takes when nothing else travels; 0 for one rank, and never less for more bytes.
+        """Return the seconds of a collective when nothing else travels; 0 for one rank, and never less for more bytes.
 
         Args:
             kind: one of :data:`KINDS`.
@@ -36,7 +36,7 @@ class Network(Protocol):
 
 
 def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
-    """Messages that wait for each other, and bytes that go through one rank's link, in one direction.
+    """Return the messages that wait for each other, and the bytes that go through one rank's link, in one direction.
 
         allreduce, round a ring       2 (W-1)        2 (W-1)/W n
         reduce_scatter                W-1            (W-1)/W n
@@ -91,7 +91,6 @@ class Links:
             raise ConfigError(f"a link's latency must be at least 0 s, and finite, not {self.latency}")
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """See :class:`Network`."""
         if ranks <= 1:
             return 0.0
         messages, through = steps_of(kind, nbytes, ranks)
@@ -99,7 +98,7 @@ class Links:
 
     @classmethod
     def fitted(cls, measured: Iterable[tuple[str, float, int, float]]) -> "Links":
-        """The nearest to measurements, by the squares of relative errors.
+        """Return the links that are nearest to measurements, by the squares of relative errors.
 
         Args:
             measured: kind, bytes, ranks and seconds of each.
@@ -134,7 +133,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on the very links.
+    """Network whose links were measured.
 
     Other numbers of ranks than those measured take what the nearest number took, times the ratio of the formulas with
     the latency and bandwidth that fit best; kinds that were not measured take what the formulas say.
@@ -171,7 +170,6 @@ class Measured:
             object.__setattr__(self, "links", Links.fitted(points))
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """See :class:`Network`."""
         if ranks <= 1:
             return 0.0
         if kind == "allreduce16" and kind not in self.curves:
@@ -186,12 +184,12 @@ class Measured:
         return curve.seconds(nbytes)
 
     def times(self, factor: float) -> "Measured":
-        """Return the same with all seconds multiplied."""
+        """Return the network with all seconds multiplied."""
         curves = {kind: {n: curve.times(factor) for n, curve in found.items()} for kind, found in self.curves.items()}
         return Measured(curves)
 
     def _scaled(self, kind: str, ranks: int, measured: Mapping[int, Curve]) -> Curve:
-        """The curve of so many ranks; through points, so that it does not fall where the ratio does."""
+        """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""
         if ranks in measured:
             return measured[ranks]
         assert self.links is not None
@@ -233,7 +231,6 @@ class Levels:
             raise ConfigError(f"a node has at least 1 rank, not {self.per_node}")
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """See :class:`Network`."""
         within = self.inside.seconds(kind, nbytes, min(ranks, self.per_node))
         if ranks <= self.per_node:
             return within

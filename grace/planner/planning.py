@@ -1,20 +1,21 @@
-"""What ``auto`` does between two steps of training: measure links and codecs, plan, and explain."""
+"""Measuring links and codecs, planning and explaining, which ``auto`` does between two steps of training."""
 
 import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grace.backends.topology import Topology
+from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.auto_request import AutoRequest
 from grace.planner.calibration import NAMED, Calibration, Key, default_path, read
 from grace.planner.codecs import is_table, measure
 from grace.planner.default_costs import DefaultCodecs
@@ -28,6 +29,7 @@ from grace.planner.problem import Method, Problem, methods_of
 from grace.planner.step import Timeline
 from grace.planner.uniform import assigned_strategy, uniform_strategy
 from grace.strategy.builder import Cluster
+from grace.strategy.choices import AutoRequest
 from grace.strategy.resources import cluster_of
 
 LINK_SECONDS, CODEC_SECONDS = 2.0, 0.3
@@ -43,7 +45,7 @@ SKEWED = 0.1
 
 
 class Planning:
-    """See :class:`grace.planner.driver.Planner`.
+    """Measures, finds candidates and explains, for :class:`grace.planner.driver.Driver`.
 
     Args:
         request: what the user said.
@@ -54,6 +56,9 @@ class Planning:
         threads: that a rank computes with.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
+
+    problem: Problem
+    """The problem with the methods that were measured so far; on rank 0, once links were measured."""
 
     def __init__(
         self,
@@ -67,23 +72,22 @@ class Planning:
     ):
         self.request, self.backend, self.names, self.variables = request, backend, names, list(variables)
         self.framework, self.threads, self.adaptive = framework, threads, adaptive
-        self.problem: Problem | None = None
         self.calibration: Calibration | None = None
         self.path: Path | None = None
         """The file that keeps what is measured; None for none."""
-        self.pending: list[str] = []
+        self.pending: list[Communicator] = []
         """Methods that are yet to be measured, the most promising first."""
         self.left_out: dict[str, str] = {}
         """Why methods could not be measured."""
         self.found: list[Candidate] = []
-        self.names_of: dict[Any, str] = {}
+        self.plan_names: dict[Any, str] = {}
         """The name of each plan that was ever a candidate."""
         self.skew = 0.0
         self.oversubscribed = 1.0
 
     @property
     def options(self) -> Any:
-        """What the user said of planning."""
+        """Parameters of the user's request."""
         return self.request.options
 
     # -- every rank -----------------------------------------------------------------------------------
@@ -123,12 +127,11 @@ class Planning:
             self.variables, timeline, costs, cluster, errors, options.quality, options.methods, options.seed
         )
         usual = replace(problem, costs=replace(costs, codecs=DefaultCodecs()))
-        order = [choice for method in by_promise(usual) for choice in choices_of(method, self._sparse)]
-        needed = choices_of(methods_of([], options.quality, self.backend.size)[0], self._sparse)
-        if options.quality != "exact":
-            needed += choices_of(methods_of([errors.reference], options.quality, self.backend.size)[1], self._sparse)
+        references = [errors.reference] if options.quality != "exact" else []
+        needed = list(measured_by(methods_of(references, options.quality, self.backend.size), self.variables))
+        order = measured_by(by_promise(usual), self.variables)
         self.calibration, self.problem = made, problem
-        self.pending = list(dict.fromkeys([*needed, *order]))
+        self.pending = list({choice.describe(): choice for choice in [*needed, *order]}.values())
         for _ in range(len(needed) + PROMISING):
             self.measure_next()
         self.problem = fitted(self.problem, plain)
@@ -139,34 +142,25 @@ class Planning:
             self.gradients = {}
             return False
         choice = self.pending.pop(0)
-        assert self.problem is not None
         assert self.calibration is not None
         try:
             found = measure(choice, self.gradients, self.backend.size, self.options.seed, CODEC_SECONDS)
         except ConfigError as error:  # it makes none of these gradients smaller
-            self.left_out[choice] = str(error)
+            self.left_out[choice.describe()] = str(error)
             return True
         codecs = {**self.problem.costs.codecs, found.method: found.codec.times(self.oversubscribed)}
-        compressor = found.method.partition(", ")[2].rpartition(", ")[0]
-        errors = replace(self.problem.errors, measured={**self.problem.errors.measured, compressor: found.errors})
+        measured = {**self.problem.errors.measured, choice.compressor.spec: found.errors}
+        errors = replace(self.problem.errors, measured=measured)
         self.problem = replace(self.problem, costs=replace(self.problem.costs, codecs=codecs), errors=errors)
         self.calibration = replace(self.calibration, codecs={**self.calibration.codecs, **codecs})
         return True
 
     def candidates(self) -> list[Candidate]:
         """Return the plans that are worth a try, best first; a plan keeps its name when there are more methods."""
-        assert self.problem is not None
-        measured = {one.strategy.plans: one.measured for one in self.found}
-        found = []
-        for one in find_candidates(self.problem):
-            plans, name, number = one.strategy.plans, one.name, 1
-            while name in self.names_of.values() and self.names_of.get(plans) is None:
-                number += 1
-                name = f"{one.name.partition(' (#')[0]} (#{number})"
-            name = self.names_of.setdefault(plans, name)
-            found.append(replace(one, name=name, measured=measured.get(plans)))
-        known = {one.strategy.plans for one in found}
-        self.found = [*found, *(one for one in self.found if one.strategy.plans not in known)]
+        measured = {one.name: one.measured for one in self.found}
+        found = find_candidates(self.problem, names=self.plan_names)
+        found = [replace(one, measured=measured.pop(one.name, None)) for one in found]
+        self.found = [*found, *(one for one in self.found if one.name in measured)]
         return found
 
     def learned(self, seconds: Mapping[str, float]) -> None:
@@ -184,7 +178,6 @@ class Planning:
             chosen: the name of what was chosen.
             note: why it is not the fastest, if it is not.
         """
-        assert self.problem is not None
         remarks = [f"not measured: {choice}: {why}" for choice, why in self.left_out.items()]
         if self.skew > SKEWED * self.problem.timeline.compute:
             slow = self.problem.timeline.compute
@@ -194,10 +187,6 @@ class Planning:
             )
         plan = plan_of(self.problem, self.found, chosen=chosen, note=note, remarks=remarks)
         return plan.to_dict(), plan.why
-
-    @property
-    def _sparse(self) -> bool:
-        return any(variable.sparse for variable in self.variables)
 
     def _calibration(self, nodes: Sequence[str], links: MeasuredLinks) -> Calibration:
         """Return what is known before codecs are measured: the links, and the codecs that earlier runs have kept."""
@@ -225,16 +214,19 @@ class Planning:
             return None
 
 
-def choices_of(method: Method, sparse: bool = False) -> list[str]:
-    """Return a method as :func:`grace.planner.codecs.measure` takes it: communicator, compressor and memory; where some
-    gradients are rows, which are gathered, also by all-gather.
+def measured_by(methods: Sequence[Method], variables: Sequence[Variable]) -> Iterator[Communicator]:
+    """Yield the communicators by which methods are measured: their own, without parameters; where some gradients are
+    rows, which are gathered, the all-gather as well as the sum.
 
-    >>> [choices_of(method, sparse=True) for method in methods_of([], "exact", 2)]
-    [['allreduce, none, none', 'allgather, none, none']]
+    >>> rows = Variable("table", (9, 2), sparse=True)
+    >>> [made.describe() for made in measured_by(methods_of([], "exact", 2), [rows])]
+    ['allreduce, none, none', 'allgather, none, none']
     """
-    rest = f"{method.compressor}, {method.memory}"
-    summed = method.communicator.name == "allreduce"
-    return [f"{method.communicator.name}, {rest}", *([f"allgather, {rest}"] if sparse and summed else [])]
+    sparse = any(variable.sparse for variable in variables)
+    for method in methods:
+        name = method.communicator.name
+        for carrier in [name, "allgather"] if sparse and name == "allreduce" else [name]:
+            yield build_communicator(method.compressor, method.memory, carrier)
 
 
 def by_promise(problem: Problem) -> list[Method]:

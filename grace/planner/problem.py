@@ -1,4 +1,4 @@
-"""What is to be planned: a model on a cluster, what is known of both, and which methods may be chosen."""
+"""Planning problems: a model on a cluster, the costs of both, and the methods that may be chosen."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from grace.communicators.choice import build_communicator
 from grace.core import specs
 from grace.core.communicator import Communicator
-from grace.core.registry import known, make
+from grace.core.registry import aliases, known, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
@@ -141,12 +141,7 @@ class Method:
 
 
 class Offer(NamedTuple):
-    """A compressor that offers itself.
-
-    Attributes:
-        spec: of the compressor.
-        tables_only: True if for tables only.
-    """
+    """Spec by which a compressor offers itself; with ``tables_only`` for tables only."""
 
     spec: str
     tables_only: bool
@@ -214,8 +209,6 @@ def _named(entry: Named, quality: str, ranks: int) -> Method:
 @functools.cache
 def short_names() -> dict[str, str]:
     """Return the short names of compressors, by their specs."""
-    from grace.core.registry import aliases
-
     return {make("compressor", name).spec: name for name in aliases("compressor")}
 
 

@@ -1,4 +1,4 @@
-"""What a step would take elsewhere: with other numbers of ranks, and over faster and slower links."""
+"""Steps predicted elsewhere: with other numbers of ranks, and over faster and slower links."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -22,7 +22,7 @@ from grace.planner.step import Prediction, Timeline, Work
 
 
 def simulate(timeline: Timeline, works: Sequence[Work], contention: float = 0.0) -> Prediction:
-    """What a step takes, once steps follow each other.
+    """Predict a step, once steps follow each other.
 
     Args:
         timeline: when gradients are ready. One that it does not name is ready when backward ends.
@@ -63,7 +63,7 @@ class _Step:
         self.events: list[tuple[str, int, float, float]] = []
 
     def run(self) -> Prediction:
-        """All of it."""
+        """Play the step through."""
         beside, carried = self._delayed()
         self.busy = beside
         self._model(self.timeline.forward)
@@ -97,7 +97,7 @@ class _Step:
         self.time += seconds
 
     def _model(self, seconds: float) -> None:
-        """The model computes."""
+        """Let the model compute."""
         if seconds > 0:
             begin = self.time
             self._compute(seconds)
@@ -107,7 +107,7 @@ class _Step:
         self.time = max(self.time, until)
 
     def _launch(self, i: int, number: int, ready: float) -> None:
-        """A bucket's collective joins the queue."""
+        """Let a bucket's collective join the queue."""
         transfer = self.works[i].transfers[number]
         if transfer.root < 0:
             begin = max(ready, self.free)
@@ -130,7 +130,7 @@ class _Step:
     # -- the parts of a step ---------------------------------------------------------------------------
 
     def _delayed(self) -> tuple[float, float]:
-        """Seconds that exchanges beside training take, and those of them in which they occupy the link."""
+        """Return the seconds of exchanges beside training, and those of them in which they occupy the link."""
         beside = carried = 0.0
         for i, work in enumerate(self.works):
             if not work.delayed:
@@ -146,7 +146,7 @@ class _Step:
         return beside, carried
 
     def _backward(self) -> None:
-        """Backward, and what starts in it."""
+        """Play backward through, and the buckets that start in it."""
         ready, end, done = self.timeline.ready, self.timeline.backward, 0.0
         for i, work in enumerate(self.works):
             if work.period:
@@ -164,7 +164,7 @@ class _Step:
         self._model(end - done)
 
     def _go_on(self) -> None:
-        """The collectives that follow the first ones, round by round."""
+        """Play through the collectives that follow the first ones, round by round."""
         under_way = [i for i, work in enumerate(self.works) if not work.delayed and not work.period]
         number = 0
         while True:
@@ -194,7 +194,7 @@ class _Step:
         self._launch(i, number, self.time)
 
     def _finish(self) -> None:
-        """Decode, bucket by bucket."""
+        """Play through decoding, bucket by bucket."""
         for i, work in enumerate(self.works):
             if work.delayed or work.period:
                 continue
@@ -205,7 +205,7 @@ class _Step:
             self.events.append(("finish", i, begin, self.time))
 
     def _averages(self) -> float:
-        """Seconds per step of what is averaged now and then."""
+        """Return the seconds per step of averages now and then."""
         total = 0.0
         for work in self.works:
             if work.period:
@@ -216,7 +216,7 @@ class _Step:
 
 
 def most_sent(works: Sequence[Work]) -> float:
-    """Bytes that leave the rank that sends most, in a step."""
+    """Return the bytes that leave the rank that sends most, in a step."""
     usual, more = 0.0, dict[int, float]()
     for work in works:
         for transfer in work.transfers:

@@ -111,14 +111,14 @@ class SimulatedRanks(Backend):
         return Handle(lambda: None, result)
 
     def _copies(self, tensor: Tensor) -> list[Tensor]:
-        """One per rank; few of them are others' too if they are large."""
+        """Return a copy for each rank; ranks share copies of large tensors."""
         k = kernels_of(tensor)
         apart = max(1, min(self.size, MOST_BYTES // max(1, k.nbytes(tensor))))
         copies = [k.join([tensor]) for _ in range(apart)]
         return [copies[rank % apart] for rank in range(self.size)]
 
     def _given_to(self, tensor: Tensor) -> Tensor:
-        """What another rank broadcasts, in the place of this tensor."""
+        """Return what another rank broadcasts, in the place of this tensor."""
         given, k = self._given, kernels_of(tensor)
         if given is None or type(given) is not type(tensor) or tuple(given.shape) != tuple(tensor.shape):
             return tensor

@@ -1,4 +1,4 @@
-"""What a training step is made of, for the simulator: when gradients come, what each bucket does, what comes out."""
+"""Parts of a training step, for the simulator: when gradients come, what each bucket does, what comes out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,11 +41,6 @@ class Timeline:
         """Seconds of a step without any exchange."""
         return round(self.forward + self.backward + self.optimizer, 12)
 
-    @property
-    def order(self) -> list[str]:
-        """The variables in the order in which their gradients come."""
-        return sorted(self.ready, key=lambda name: self.ready[name])
-
 
 @dataclass(frozen=True)
 class Transfer:
@@ -73,7 +68,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Work:
-    """What a bucket does in a step.
+    """Work of a bucket in a step.
 
     Attributes:
         names: of the variables whose gradients it waits for.

@@ -9,6 +9,7 @@ from grace.core.communicator import Communicator
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard, make_buckets
+from grace.strategy.builder import Builder, Cluster
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 LIMITS = Limits()
@@ -16,19 +17,16 @@ LIMITS = Limits()
 DENSE = ShardPlan(Sync("allreduce"), "none", "none")
 
 
-def shards_of(
-    variables: Sequence[Variable], wanted: Sequence[Communicator], choose: Chooser, limits: Limits | None = LIMITS
-) -> list[Shard]:
+def shards_of(variables: Sequence[Variable], wanted: Sequence[Communicator], choose: Chooser) -> list[Shard]:
     """Return a shard for each variable.
 
     Args:
         variables: in declaration order.
         wanted: the communicator of each; a variable that its method does not shrink is summed uncompressed.
         choose: gives the communicators that carry variables.
-        limits: of a bucket; None for all variables in one.
     """
     return [
-        Shard(variable, variable, choose(variable, carrier), None, None if variable.sparse else limits)
+        Shard(variable, variable, choose(variable, carrier), None, None if variable.sparse else LIMITS)
         for variable, carrier in zip(variables, wanted, strict=True)
     ]
 
@@ -38,7 +36,6 @@ def assigned_strategy(
     wanted: Sequence[Communicator],
     ranks: int,
     nodes: int = 1,
-    limits: Limits | None = LIMITS,
     builder: dict[str, Any] | None = None,
 ) -> Strategy:
     """Return the strategy that carries each variable by a communicator of its own.
@@ -48,12 +45,11 @@ def assigned_strategy(
         wanted: the communicator of each; the same object for those that may share a bucket.
         ranks: how many there are.
         nodes: how many machines the ranks are on.
-        limits: of a bucket; None for all variables in one.
         builder: name, parameters and seed of the strategy's maker.
     """
     carrier_of = dict(zip((variable.name for variable in variables), wanted, strict=True))
     parts: dict[str, ShardPlan] = {}
-    for bucket in make_buckets(shards_of(variables, wanted, Chooser(), limits)):
+    for bucket in make_buckets(shards_of(variables, wanted, Chooser())):
         for variable in bucket.variables:
             carrier = carrier_of[variable.name]
             part = DENSE
@@ -72,7 +68,6 @@ def uniform_strategy(
     memory: Any = None,
     communicator: Any = None,
     nodes: int = 1,
-    limits: Limits | None = LIMITS,
 ) -> Strategy:
     """Return ``DistributedOptimizer(compressor=...)`` written down: the same buckets, in the same order.
 
@@ -81,7 +76,6 @@ def uniform_strategy(
         ranks: how many there are.
         compressor, memory, communicator: specs or objects; None for the usual ones.
         nodes: how many machines the ranks are on.
-        limits: of a bucket; None for all variables in one.
 
     Raises:
         ConfigError: the three do not go together.
@@ -93,4 +87,13 @@ def uniform_strategy(
     """
     wanted = build_communicator(compressor, memory, communicator, ranks)
     made = {"name": "uniform", "params": {"compressor": wanted.compressor.spec}, "seed": 0}
-    return assigned_strategy(variables, [wanted] * len(variables), ranks, nodes, limits, made)
+    return assigned_strategy(variables, [wanted] * len(variables), ranks, nodes, made)
+
+
+class Baseline(Builder):
+    """Sums everything uncompressed, as an optimizer without any choice does; planning starts from it."""
+
+    name = "uniform"
+
+    def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
+        return uniform_strategy(variables, resources.world_size, nodes=len(set(resources.ranks)))

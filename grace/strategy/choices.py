@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
 from grace.session.plan import ExchangePlan, UniformPlan
@@ -12,6 +13,22 @@ from grace.strategy.execution import StrategyPlan
 
 STRATEGY = "GRACE_STRATEGY"
 """Environment variable by which ``grace launch --strategy`` names the file."""
+
+
+class AutoRequest(NamedTuple):
+    """The user's request that the planner chooses.
+
+    Attributes:
+        options: the builder ``auto`` (:class:`grace.planner.builders.auto.Auto`), with its parameters.
+        resources: the cluster, if a file describes it.
+    """
+
+    options: Any
+    resources: Any
+
+    def starting_choices(self, choices: "Choices") -> "Choices":
+        """Return the same choices with the strategy that planning starts from."""
+        return choices._replace(strategy=self.options.baseline)
 
 
 class Choices(NamedTuple):
@@ -23,15 +40,25 @@ class Choices(NamedTuple):
     strategy: Any = None
     resources: Any = None
 
-    @property
-    def asks_for_auto(self) -> bool:
-        """True if the planner is to choose: ``strategy="auto"``, as a spec, dict or builder, or in the environment."""
-        strategy = os.environ.get(STRATEGY) if self.strategy is None else self.strategy
+    def auto_request(self) -> AutoRequest | None:
+        """Return the request for ``strategy="auto"``, as a spec, dict or builder, or in the environment; None if the
+        user chose something else.
+
+        Raises:
+            ConfigError: it has an unknown parameter, or one of a wrong value.
+
+        >>> Choices(strategy="auto(replan=500)").auto_request().options.replan
+        500
+        >>> Choices(strategy="parallax").auto_request() is None
+        True
+        """
+        strategy: Any = os.environ.get(STRATEGY) if self.strategy is None else self.strategy
+        name = strategy.name if isinstance(strategy, Builder) else None
         if isinstance(strategy, str):
-            return strategy.partition("(")[0].strip() == "auto"
-        if isinstance(strategy, dict):
-            return strategy.get("name") == "auto"
-        return isinstance(strategy, Builder) and strategy.name == "auto"
+            name = strategy.partition("(")[0].strip()
+        elif isinstance(strategy, dict):
+            name = strategy.get("name")
+        return AutoRequest(make("builder", strategy), self.resources) if name == "auto" else None
 
     def plan(
         self,

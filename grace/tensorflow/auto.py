@@ -1,8 +1,7 @@
-"""``strategy="auto"`` in TensorFlow: a step's exchange as one Python function, so that graphs need not be traced anew
-when the strategy changes, and what the planner is told of it."""
+"""``strategy="auto"`` in TensorFlow: a step's exchange as one Python function, which reports to the planner, so that
+graphs need not be traced anew when the strategy changes."""
 
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import tensorflow as tf
 
 from grace.core.variable import Variable
 from grace.exchange.sparse_rows import SparseRows
-from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.tensorflow.graph_exchange import HostRun
@@ -20,7 +18,6 @@ from grace.tensorflow.sharding import Pair
 from grace.tensorflow.switching import check_current, switch
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
-    from grace.planner.auto_request import AutoRequest
     from grace.planner.driver import Driver
 
 ADAPTIVE = ("beta_1", "rho", "initial_accumulator_value")
@@ -31,7 +28,7 @@ class PlannedRun(HostRun):
     """A step whose buckets may be others in the next one. They begin when all gradients are there."""
 
     def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
-        """At once, eagerly; a value is None where no rank had a gradient."""
+        """Run the step at once, eagerly; a value is None where no rank had a gradient."""
         auto = self.session.auto
         if auto.left:
             for name in self.place:
@@ -48,7 +45,7 @@ class PlannedRun(HostRun):
             return {name: x + 0 for name, x in inside.items() if not isinstance(x, SparseRows)}
 
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
-        """An operation that does it when the graph runs."""
+        """Return the results of an operation that runs the step when the graph runs."""
         variables, like, traced, late = self.runner.variables, list(given), self.runner, self.session.late
 
         def step(*tensors: Any) -> list[tf.Tensor]:
@@ -66,7 +63,7 @@ class PlannedRun(HostRun):
 
 
 def _flat(variable: Variable, value: Any) -> list[tf.Tensor]:
-    """What a variable brought, as :func:`dtypes_of` says."""
+    """Return a variable's result as the tensors that :func:`dtypes_of` lists."""
     found = flags()[value is not None]
     value = zeros(variable) if value is None else value
     if variable.sparse:
@@ -79,36 +76,14 @@ def is_adaptive(optimizer: Any) -> bool:
     return any(hasattr(optimizer, name) for name in ADAPTIVE)
 
 
-def requested(choices: Choices) -> "AutoRequest | None":
-    """Return the request for ``strategy="auto"``; None if the user chose something else.
-
-    Raises:
-        ConfigError: it has a parameter that is none, or one of a wrong value.
-    """
-    if not choices.asks_for_auto:
-        return None
-    from grace.planner.auto_request import auto_request
-
-    return auto_request(choices)
-
-
 def driver_of(session: Any) -> "Driver":
-    """Return what follows a session's steps."""
-    from grace.planner.driver import Driver
-    from grace.planner.planning import Planning
+    """Return the driver that plans for a session."""
+    from grace.planner.sessions import build_driver
 
     me = weakref.proxy(session)  # which holds the driver
-    backend, runner, request = session.backend, session.runner, session.asked
 
     def do(strategy: Strategy) -> None:
         switch(me, StrategyPlan(strategy))
 
-    def say(line: str) -> None:
-        if backend.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
-    planning = Planning(request, backend, runner.node_names, runner.variables, "tensorflow", threads, session.adaptive)
-    driver = Driver(planning, backend, session.strategy, do, say, request.options.replan)
-    runner.planned = driver.document
-    return driver
+    return build_driver(session.asked, session.runner, session.strategy, do, "tensorflow", threads, session.adaptive)

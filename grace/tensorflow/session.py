@@ -30,7 +30,7 @@ from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
-from grace.tensorflow.auto import PlannedRun, driver_of, requested
+from grace.tensorflow.auto import PlannedRun, driver_of
 from grace.tensorflow.averaging import average
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
@@ -217,7 +217,7 @@ class Session:
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
-        wanted = self.asked = requested(self.choices)
+        wanted = self.asked = self.choices.auto_request()
         if wanted:
             self.settings.check_auto()
         facts += [("the strategy", wanted.options.spec)] if wanted else []
@@ -230,7 +230,7 @@ class Session:
         if auto is None:
             checkpoint.load(former, lambda: saved, memory, self.inside)
             return
-        from grace.planner.resuming import load
+        from grace.planner.sessions import load
 
         runner, resumed = load(former, auto, saved, memory, self.inside, self.check)
         if resumed is not None:

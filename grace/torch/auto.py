@@ -1,63 +1,32 @@
 """``strategy="auto"`` for a torch optimizer: the driver of its session, and the facts that the planner needs."""
 
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
-    from grace.planner.auto_request import AutoRequest
     from grace.planner.driver import Driver
 
 ADAPTIVE = ("betas", "alpha", "rho", "initial_accumulator_value")
 """Hyperparameters of adaptive optimizers."""
 
 
-def requested(choices: Choices) -> "AutoRequest | None":
-    """Return the request for ``strategy="auto"``; None if the user chose something else.
-
-    Raises:
-        ConfigError: it has a parameter that is none, or one of a wrong value.
-    """
-    if not choices.asks_for_auto:
-        return None
-    from grace.planner.auto_request import auto_request
-
-    return auto_request(choices)
-
-
-def driver_of(session: Any, request: "AutoRequest") -> "Driver":
-    """Return what follows a session's steps.
-
-    Args:
-        session: the optimizer's.
-        request: the user's.
-    """
-    from grace.planner.driver import Driver
-    from grace.planner.planning import Planning
+def driver_of(session: Any) -> "Driver":
+    """Return the driver that plans for a session."""
+    from grace.planner.sessions import build_driver
 
     me = weakref.proxy(session)  # which holds the driver
-    backend = session.runner.backend
 
     def switch(strategy: Strategy) -> None:
         me.switch(StrategyPlan(strategy, me.sparse_known))
 
-    def say(line: str) -> None:
-        if backend.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    names, variables = session.runner.node_names, session.runner.variables
     threads, adaptive = torch.get_num_threads(), is_adaptive(session.optimizer)
-    planning = Planning(request, backend, names, variables, "torch", threads, adaptive)
-    driver = Driver(planning, backend, session.strategy, switch, say, request.options.replan)
-    session.runner.planned = driver.document
-    return driver
+    return build_driver(session.asked, session.runner, session.strategy, switch, "torch", threads, adaptive)
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -293,7 +293,7 @@ def register_fsdp_hook(
     def choose():
         """Return the plan; refuse planning during training."""
         choices = Choices(compressor, memory, communicator, strategy)
-        if choices.asks_for_auto:
+        if choices.auto_request():
             raise ConfigError(
                 "strategy='auto' plans while training runs, which FSDP's hook cannot: give a strategy's file"
             )

@@ -30,7 +30,7 @@ from grace.session.switching import build_replacement, switch_plan
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
-from grace.torch.auto import copies, driver_of, requested
+from grace.torch.auto import copies, driver_of
 from grace.torch.gradients import check_unchanged_gradients, check_unchanged_parameters, dense_gradient, gradient_rows
 from grace.torch.initial_sync import initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
@@ -155,7 +155,7 @@ class Session:
         self.unused: UnusedMeans | None = None
         if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
             broadcast_parameters(start, 0, backend)
-        self.auto: Any = None if self.asked is None else driver_of(self, self.asked)
+        self.auto: Any = None if self.asked is None else driver_of(self)
 
     def _list_variables(
         self,
@@ -204,7 +204,7 @@ class Session:
         me = weakref.ref(self)  # the plan keeps `sets`, and must not keep the session alive
         unbucketed = lambda: me().unbucketed(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
         sets = lambda: horovod_groups(own, groups, unbucketed())  # noqa: E731
-        self.asked = requested(choices)
+        self.asked = choices.auto_request()
         if self.asked is not None:
             self.settings.check_auto()
             facts.append(("the strategy", self.asked.options.spec))

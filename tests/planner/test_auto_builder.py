@@ -5,7 +5,6 @@ import pytest
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.auto_request import auto_request
 from grace.planner.builders.auto import Auto, timeline
 from grace.planner.uniform import uniform_strategy
 from grace.strategy.builder import OneNode
@@ -99,15 +98,15 @@ def test_gradients_come_in_reverse_and_rows_take_no_time():
 
 def test_auto_is_asked_for_by_name_object_dict_or_environment(monkeypatch):
     for given in ("auto", " auto(seed=3)", {"name": "auto", "seed": 3}, Auto()):
-        assert isinstance(auto_request(Choices(strategy=given)).options, Auto)
-    assert auto_request(Choices()) is None
+        assert isinstance(Choices(strategy=given).auto_request().options, Auto)
+    assert Choices().auto_request() is None
     monkeypatch.setenv(STRATEGY, "auto(replan=9)")
-    assert auto_request(Choices()).options.replan == 9
-    assert auto_request(Choices(strategy="parallax")) is None
+    assert Choices().auto_request().options.replan == 9
+    assert Choices(strategy="parallax").auto_request() is None
     with pytest.raises(ConfigError, match="no parameter 'spede'"):
-        auto_request(Choices(strategy="auto(spede=3)"))
+        Choices(strategy="auto(spede=3)").auto_request()
 
 
 def test_it_starts_from_plain_sums():
-    strategy = auto_request(Choices(strategy="auto")).starting_choices(Choices()).strategy.build(VARIABLES, OneNode(2))
+    strategy = Choices(strategy="auto").auto_request().starting_choices(Choices()).strategy.build(VARIABLES, OneNode(2))
     assert strategy.plans == uniform_strategy(VARIABLES, 2).plans

@@ -10,8 +10,9 @@ from grace.communicators import Allgather, ReduceBroadcast
 from grace.core.compressor import Compressor, Traits
 from grace.errors import ConfigError
 from grace.planner import codecs, simulated_ranks
-from grace.planner.codecs import maker, measure
+from grace.planner.codecs import measure
 from tests.support.passing import Passing
+from tests.support.planners import measured
 
 SHAPES = {"w": (60, 50), "wide": (40, 90), "b": (50,), "v": (7,)}
 QUICK = 0.02
@@ -48,7 +49,7 @@ class Slow(Compressor):
 
 @pytest.mark.usefixtures("clock")
 def test_times_are_those_that_the_method_takes():
-    slow = measure(lambda: Allgather(Slow()), gradients(), ranks=4, limit_seconds=0.2).codec
+    slow = measure(Allgather(Slow()), gradients(), ranks=4, limit_seconds=0.2).codec
     encoding = slow.start.seconds(40, 10_000, 2) - slow.start.seconds(20, 10_000, 2)
     assert encoding == pytest.approx(0.01, rel=0.2)
     assert slow.finish.seconds(32, 3000, 2) > slow.start.seconds(32, 3000, 2) * 1.5
@@ -73,31 +74,31 @@ class Uneven(Slow):
 @pytest.mark.usefixtures("clock")
 def test_times_are_those_of_the_whole_model_and_not_the_shortest():
     given = {f"w{i}": gradients()["w"] for i in range(3)}
-    found = measure(lambda: Allgather(Uneven()), given, ranks=2, limit_seconds=0.5).codec
+    found = measure(Allgather(Uneven()), given, ranks=2, limit_seconds=0.5).codec
     assert found.start.seconds(3, 9000, 2) == pytest.approx(14e-3, rel=0.5)
 
 
 def test_what_is_lost_is_what_the_method_says():
     x = gradients()
-    found = measure("topk(ratio=0.1)", x, ranks=2, limit_seconds=QUICK)
+    found = measured("topk(ratio=0.1)", x)
     for name in ("w", "wide"):
         least = np.sort(np.square(x[name].ravel()))[: round(0.9 * x[name].size)].sum()  # the largest travel
         assert found.errors[name] == pytest.approx(least / np.square(x[name]).sum(), rel=1e-4)
-    exact = measure("none", x, ranks=2, limit_seconds=QUICK)
+    exact = measured("none", x)
     assert exact.errors == dict.fromkeys(x, 0.0)
     assert exact.method == "allreduce, none, none"
 
 
 def test_random_methods_are_averaged_and_repeatable():
     x = gradients()
-    one, same, other = (measure("qsgd", x, 2, seed, QUICK).errors["w"] for seed in (0, 0, 9))
+    one, same, other = (measured("qsgd", x, 2, seed).errors["w"] for seed in (0, 0, 9))
     assert one == same != other
     assert 0 < one < 1
     assert one == pytest.approx(other, rel=0.2)
 
 
 def test_what_the_method_leaves_dense_loses_nothing():
-    found = measure("powersgd(rank=2)", gradients(), ranks=2, limit_seconds=QUICK)
+    found = measured("powersgd(rank=2)", gradients())
     assert set(found.errors) == {"w", "wide"}
     assert 0 < found.errors["w"] < 1
     assert found.codec.middle.seconds(2, 6600, 2) > 0  # two rounds
@@ -105,16 +106,16 @@ def test_what_the_method_leaves_dense_loses_nothing():
 
 def test_bits_are_measured_where_the_data_decide():
     x = {"w": np.where(np.arange(4000) % 4 == 0, 5.0, 1e-6).astype(np.float32)}
-    found = measure("threshold(value=1.0)", x, ranks=2, limit_seconds=QUICK)
+    found = measured("threshold(value=1.0)", x)
     assert 0.25 * 32 < found.codec.bits < 0.25 * 64 + 2  # a quarter: values, and where they are
-    assert measure("topk", gradients(), ranks=2, limit_seconds=QUICK).codec.bits is None
+    assert measured("topk", gradients()).codec.bits is None
 
 
 @pytest.mark.parametrize("make", [np.array, torch.from_numpy], ids=["numpy", "torch"])
 @pytest.mark.parametrize("spec", ["topk", "efsignsgd", "none", "fp16", "powersgd(rank=2)"])
 def test_gradients_are_not_changed(make, spec):
     given, before = gradients(make), gradients()
-    measure(spec, given, ranks=3, limit_seconds=QUICK)
+    measured(spec, given, ranks=3)
     for name, x in before.items():
         np.testing.assert_array_equal(np.asarray(given[name]), x)
 
@@ -124,13 +125,13 @@ def test_gradients_are_not_changed(make, spec):
     ["scatter_reduce, qsgd, none", "scatter_merge, topk, residual", "broadcast, signsgd, none"],
 )
 def test_every_communicator_can_be_measured(choice):
-    found = measure(choice, gradients(), ranks=3, limit_seconds=QUICK)
+    found = measured(choice, gradients(), ranks=3)
     assert found.method == choice
     assert found.codec.finish.seconds(3, 1e5, 3) > 0
 
 
 def test_the_destination_is_who_computes():
-    found = measure(lambda: ReduceBroadcast("topk", destination=5), gradients(), ranks=6, limit_seconds=QUICK)
+    found = measure(ReduceBroadcast("topk", destination=5), gradients(), ranks=6, limit_seconds=QUICK)
     assert found.method == "reduce_broadcast, topk, residual"
     assert found.codec.middle.seconds(3, 1e5, 3) > 0
 
@@ -138,41 +139,30 @@ def test_the_destination_is_who_computes():
 def test_of_large_variables_a_part_is_taken(monkeypatch):
     monkeypatch.setattr("grace.planner.codecs.SMALL", 64)
     x = {"w": np.tile(np.random.default_rng(0).standard_normal((1, 500)), (2000, 1)).astype(np.float32)}
-    found = measure("fp16", x, ranks=2, limit_seconds=1e-3)  # the errors of all rows are alike
+    found = measured("fp16", x, ranks=2, limit_seconds=1e-3)  # the errors of all rows are alike
     lost = x["w"] - x["w"].astype(np.float16).astype(np.float32)
     expected = np.square(lost).sum() / np.square(x["w"]).sum()
     assert found.errors["w"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_choices():
-    described = maker({"compressor": "topk", "memory": "none", "communicator": "broadcast"})().describe()
-    assert described == "broadcast, topk, none"
-    assert maker(described)().describe() == described
-    assert maker("qsgd", 8)().describe() == "scatter_reduce, qsgd, none"
-    first, second = maker("topk")(), maker("topk")()
-    assert first.memory is not second.memory
-
-
 @pytest.mark.parametrize(
     ("choice", "given", "said"),
     [
-        ("topk, residual", {}, "or a communicator's, a compressor's and a memory's"),
-        ({"method": "topk"}, {}, "and no 'method'"),
-        ("topkk", {}, "topk"),
         ("powersgd", {"b": np.ones(9, np.float32)}, "makes none of these 1 gradients smaller"),
         ("topk", {"w": np.full((50, 50), np.nan, np.float32)}, r"gradient of 'w' holds a NaN"),
         ("topk", {"w": np.ones((50, 50), np.int32)}, r"gradient of 'w': it is of dtype int32"),
-        (lambda: ReduceBroadcast("topk", staleness=2), {}, "in later steps; measure it without"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(choice, given, said):
     with pytest.raises(ConfigError, match=said):
-        measure(choice, given or gradients(), ranks=2, limit_seconds=QUICK)
+        measured(choice, given)
 
 
-def test_time_must_be_given():
+def test_time_must_be_given_and_means_must_be_applied_at_once():
     with pytest.raises(ConfigError, match="above 0 s, not 0"):
-        measure("topk", gradients(), 2, limit_seconds=0)
+        measured("topk", gradients(), 2, limit_seconds=0)
+    with pytest.raises(ConfigError, match="in later steps; measure it without"):
+        measure(ReduceBroadcast("topk", staleness=2), gradients(), ranks=2)
 
 
 @pytest.mark.alone
@@ -188,7 +178,7 @@ def test_time_must_be_given():
 def test_only_what_is_done_with_every_ranks_payload_grows_with_the_ranks(choice, grows):
     """What else seemed to, by noise, would be hundreds of times as much for a thousand ranks."""
     large = {"w": np.ones((512, 512), np.float32), "b": np.ones(64, np.float32)}
-    codec = measure(choice, large, ranks=8, limit_seconds=0.2).codec
+    codec = measured(choice, large, ranks=8, limit_seconds=0.2).codec
     found = {part for part in ("start", "middle", "finish") if getattr(codec, part).peer > 0}
     assert found <= grows
     if choice.startswith("allgather"):  # eight decodings against two

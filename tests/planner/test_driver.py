@@ -9,17 +9,16 @@ from grace.core.backend import LocalBackend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.planner import step_timer
-from grace.planner.driver import HELD, PLAIN, SETTLED, TIMED, WARM, WATCH_FIRST, Driver
+from grace.planner.driver import HELD, PLAIN, WARM, WATCH_FIRST, Driver
 from grace.planner.uniform import uniform_strategy
+from tests.support.planners import CHECKED as CHECK
+from tests.support.planners import TURN, UNTIL_TRYING
 
 VARIABLES = [Variable("w", (64, 64)), Variable("b", (64,))]
 METHODS = {"none": "none", "fp16": "fp16", "topk": "topk", "qsgd": "qsgd"}
 STRATEGIES = {name: uniform_strategy(VARIABLES, 1, spec) for name, spec in METHODS.items()}
-TURN = SETTLED + TIMED
-UNTIL_TRYING = WARM + HELD + PLAIN
 UNTIL_CHECKED = UNTIL_TRYING + (3 + 4) * TURN
 """Steps until the check: of the baseline and two candidates, then of three and the baseline."""
-CHECK = 3 * TURN
 
 
 class Planner:

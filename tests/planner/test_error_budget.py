@@ -9,7 +9,6 @@ import torch
 from grace.core.registry import known
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.codecs import measure
 from grace.planner.error_budget import (
     CLASSES,
     LARGEST,
@@ -21,6 +20,7 @@ from grace.planner.error_budget import (
     synthetic_error,
 )
 from grace.planner.problem import methods_of, offers
+from tests.support.planners import measured
 
 MATRIX, TABLE, VECTOR = Variable("w", (400, 300)), Variable("table", (5000, 16)), Variable("b", (4000,))
 
@@ -85,7 +85,7 @@ def test_no_variable_can_lose_everything():
     work = workload("ncf", 0)
     work.loss(work.model).backward()
     gradients = {name: p.grad for name, p in work.model.named_parameters()}
-    found = measure("powersgd(rank=4)", gradients, 2, limit_seconds=0.05).errors
+    found = measured("powersgd(rank=4)", gradients).errors
     tables = {name for name in gradients if "factors" in name or "features" in name}
     errors = ErrorModel({"powersgd(rank=4)": found}, tables)
     for name, gradient in gradients.items():
@@ -131,5 +131,5 @@ def test_an_exact_reference_allows_no_error():
 @pytest.mark.parametrize("spec", ["fp16", "qsgd", "block(bits=4)", "topk(ratio=0.05)", "efsignsgd"])
 def test_synthetic_vectors_lose_what_gaussian_gradients_do(spec):
     x = np.random.default_rng(1).standard_normal(20_000).astype("float32")
-    found = measure(spec, {"x": x}, 2, limit_seconds=0.02).errors["x"]
+    found = measured(spec, {"x": x}).errors["x"]
     assert synthetic_error(spec, (20_000,)) == pytest.approx(found, rel=0.1)

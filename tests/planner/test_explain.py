@@ -61,13 +61,11 @@ def test_what_was_measured_counts_more_and_what_was_not_does_not(problem):
     assert plan.why.startswith("fp16: 15 ms measured against 20 ms uncompressed, 1.3x; its errors take at most ")
 
 
-@pytest.mark.parametrize(("margin", "chosen"), [(0.03, "none"), (0.01, "fp16")])
-def test_it_must_be_faster_by_the_margin(problem, margin, chosen):
-    plan = plan_of(problem, three(problem, none=0.100, fp16=0.098, qsgd=0.2), margin)
-    assert plan.chosen.name == chosen
-    assert plan.compresses == (chosen == "fp16")
-    if not plan.compresses:
-        assert plan.why == "do not compress: nothing is 3 % faster than 100 ms"
+def test_it_must_be_faster_by_the_margin(problem):
+    plan = plan_of(problem, three(problem, none=0.100, fp16=0.098, qsgd=0.2))
+    assert (plan.chosen.name, plan.compresses) == ("none", False)
+    assert plan.why == "do not compress: nothing is 3 % faster than 100 ms"
+    assert plan_of(problem, three(problem, none=0.100, fp16=0.096, qsgd=0.2)).chosen.name == "fp16"
 
 
 def test_what_decided_is_told_and_not_that_nothing_is_faster(problem):

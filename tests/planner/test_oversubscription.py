@@ -8,9 +8,9 @@ import pytest
 import grace
 from grace.core.variable import Variable
 from grace.planner import planning
-from grace.planner.auto_request import auto_request
 from grace.planner.codecs import Measured
 from grace.planner.costs import Codec, Cost
+from grace.planner.exchange_costs import codec_key
 from grace.planner.oversubscription import cores, oversubscription
 from grace.planner.step import Timeline
 from grace.strategy.choices import Choices
@@ -46,9 +46,9 @@ def planned(node):
 
     def measure(choice, *ignored):
         seen.append(choice)
-        return Measured(choice, Codec(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0})
+        return Measured(codec_key(choice), Codec(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0})
 
-    options = auto_request(Choices(strategy="auto(methods=['fp16'])"))
+    options = Choices(strategy="auto(methods=['fp16'])").auto_request()
     made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))], "numpy", 1)
     former, planning.measure, planning.LINK_SECONDS = planning.measure, measure, 0.05
     os.sched_setaffinity(0, {mine[0]})

@@ -10,7 +10,6 @@ import pytest
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner import planning
-from grace.planner.auto_request import auto_request
 from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.costs import Curve
 from grace.planner.default_costs import DefaultCodecs
@@ -45,7 +44,7 @@ def quick(monkeypatch, tmp_path):
 
 def planning_of(strategy="auto", ranks=2, **options):
     names = [f"n{rank}" for rank in range(ranks)]
-    request = auto_request(Choices(strategy=strategy))
+    request = Choices(strategy=strategy).auto_request()
     return Planning(request, SimulatedRanks(ranks), lambda: names, VARIABLES, "numpy", 1, **options)
 
 

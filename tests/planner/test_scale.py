@@ -8,6 +8,7 @@ import pytest
 from grace.communicators.choice import break_even
 from grace.core.registry import make
 from grace.core.variable import Variable
+from grace.planner import uniform
 from grace.planner.builders.auto import Auto
 from grace.planner.costs import Curve
 from grace.planner.default_costs import DefaultCodecs
@@ -137,13 +138,14 @@ def test_what_rounds_much_is_gathered_for_longer_since_training_takes_more_steps
     assert crossing(gather, scatter, lambda n: (1 + omega / n + omega) / (1 + omega / n) * 0.98) == seconds
 
 
-def test_many_small_collectives_cost_many_ranks_their_latencies():
+def test_many_small_collectives_cost_many_ranks_their_latencies(monkeypatch):
     """A ring's messages are 2 (W-1) for each collective. An optimizer's own buckets of fp16 are as small as few ranks
     over a link of Gbit/s like them, and so end by taking longer than plain sums in buckets of 25 MB; a planner that
     groups them does not."""
     problem = problem_of("10gbit", "50us", ranks=256)
     strategies = [uniform_strategy(VARIABLES, 256), uniform_strategy(VARIABLES, 256, "fp16")]
-    large = uniform_strategy(VARIABLES, 256, "fp16", limits=Limits(group_bytes=25 << 20))
+    monkeypatch.setattr(uniform, "LIMITS", Limits(group_bytes=25 << 20))
+    large = uniform_strategy(VARIABLES, 256, "fp16")
     plain, own, few = (problem.predict(strategy).step for strategy in (*strategies, large))
     assert few < plain < own
 

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from grace.communicators.choice import build_communicator
+from grace.planner.codecs import measure
 from grace.planner.driver import HELD, PLAIN, SETTLED, TIMED, WARM
 from grace.planner.uniform import uniform_strategy
 
@@ -18,6 +20,13 @@ UNTIL_CHOSEN = UNTIL_TRYING + 2 * len(METHODS) * TURN
 """Steps until the check begins."""
 CHECKED = 3 * TURN
 """Steps of the check."""
+
+
+def measured(method, gradients, ranks=2, seed=0, limit_seconds=0.02):
+    """Measure a compressor by its spec, or a communicator, compressor and memory as ``describe`` writes them."""
+    communicator, compressor, memory = method.split(", ") if ", " in method else (None, method, None)
+    made = build_communicator(compressor, memory, communicator, ranks)
+    return measure(made, gradients, ranks, seed, limit_seconds)
 
 
 class Planning:

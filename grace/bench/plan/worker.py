@@ -70,7 +70,7 @@ class Trainer:
         while not auto.settled:
             self.step()
             steps += 1
-            plain += not auto.turns and not auto.results
+            plain += not auto.rounds
         if auto.plan is None:
             raise ExchangeError("nothing was planned; rank 0 has said why")
         auto.watch = None  # what other plans take is no news of the link

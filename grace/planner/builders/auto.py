@@ -18,6 +18,7 @@ from grace.planner.greedy import find_candidates
 from grace.planner.network import Levels, Links
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
+from grace.planner.uniform import Baseline
 from grace.strategy.builder import Builder, Cluster, bandwidths
 from grace.strategy.plan import Strategy
 
@@ -87,17 +88,18 @@ class Auto(Builder):
         self._quantity("bandwidth", GBIT, UNITS, "Gbit/s above 0, or text as '100mbit'")
         self._quantity("latency", LATENCY, TIMES, "seconds, or text as '50us'")
 
+    @property
+    def baseline(self) -> Builder:
+        """The builder of the strategy that planning starts from."""
+        return Baseline()
+
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
-        """The strategy of :meth:`plan`."""
+        """Return the strategy of :meth:`plan`."""
         made = self.strategy((), resources).builder
         return dataclasses.replace(self.plan(variables, resources).chosen.strategy, builder=made)
 
     def plan(self, variables: Sequence[Variable], resources: Cluster) -> Plan:
-        """What is chosen, among what, and why.
-
-        Args:
-            variables: the model's, in declaration order.
-            resources: the ranks, their nodes, and what is known of bandwidths.
+        """Return the choice, its candidates and its reasons.
 
         Raises:
             ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
@@ -106,11 +108,7 @@ class Auto(Builder):
         return plan_of(problem, find_candidates(problem))
 
     def problem(self, variables: Sequence[Variable], resources: Cluster) -> Problem:
-        """What is planned, with what is known without measuring.
-
-        Args:
-            variables, resources: as for :meth:`plan`.
-        """
+        """Return the problem, with the costs that are known without measuring."""
         return Problem(
             variables,
             timeline(variables, self.backward or 0.0),
@@ -123,12 +121,8 @@ class Auto(Builder):
         )
 
     def costs(self, resources: Cluster) -> Costs:
-        """What exchanges take over the links that the parameters, or else the resources, describe; codecs as they were
-        measured elsewhere. The ranks of a node share its bandwidth.
-
-        Args:
-            resources: the ranks and their nodes.
-        """
+        """Return the costs of exchanges over the links that the parameters, or else the resources, describe; codecs as
+        they were measured elsewhere. The ranks of a node share its bandwidth."""
         latency = self._quantity("latency", LATENCY, TIMES, "")
         counts = Counter(resources.ranks)  # in the order in which nodes first have ranks
         inside, several = (INSIDE if len(counts) > 1 else None), max(counts.values())
@@ -144,7 +138,7 @@ class Auto(Builder):
         return Costs(levels, DefaultCodecs(), inside=inside)
 
     def _quantity(self, key: str, usual: float, units: dict[str, float], what: str) -> float:
-        """A number, or text with a unit."""
+        """Return a parameter, which is a number or text with a unit, as a number."""
         value = getattr(self, key)
         if value is None:
             return usual
@@ -155,7 +149,7 @@ class Auto(Builder):
 
 
 def quantity(value: Any, units: dict[str, float]) -> float:
-    """A number, or text with one of the units; NaN of anything else.
+    """Return a number, or text with one of the units, as a number; NaN of anything else.
 
     >>> quantity("100mbit", UNITS), quantity(" 50 us", TIMES), quantity(2, UNITS), quantity("2", UNITS)
     (0.1, 5e-05, 2.0, nan)
@@ -171,8 +165,8 @@ def quantity(value: Any, units: dict[str, float]) -> float:
 
 
 def timeline(variables: Sequence[Variable], backward: float) -> Timeline:
-    """A backward of so many seconds, in which gradients come from the last to the first, each after a time like its
-    elements; those of sparse variables, which are rows, after none.
+    """Return a timeline whose backward takes so many seconds, in which gradients come from the last to the first, each
+    after a time like its elements; those of sparse variables, which are rows, after none.
 
     >>> from grace.core.variable import Variable
     >>> timeline([Variable("a", (3,)), Variable("b", (1,))], backward=4.0).ready

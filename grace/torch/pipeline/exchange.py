@@ -10,7 +10,7 @@ from grace.backends.together import from_root
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.partition.exchange import documented, of_stage
-from grace.planner.auto_request import Baseline
+from grace.planner.uniform import Baseline
 from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
 from grace.torch.optimizer import DistributedOptimizer

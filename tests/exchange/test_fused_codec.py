@@ -29,7 +29,7 @@ SPECS = [
     ("signum", None), ("signum(momentum=0.3)", None),
     ("topk(ratio=0.1)", "residual(beta=0.7, gamma=0.3)"), ("block", None), ("block(bits=4, block=33)", "residual"),
     ("block(rounding=stochastic)", None), ("block(bits=3, scale=rms)", None), ("block(bits=3, block=33)", "residual"),
-    ("block(bits=2)", None), ("block(bits=2, scale=max, block=5000)", "residual"), ("block(bits=2, block=7)", "none"),
+    ("block(bits=2, scale=rms)", None), ("block(bits=2, block=5000)", "residual"), ("block(bits=2, scale=rms, block=7)", "none"),
     ("topk(chunk=1024)", None), ("topk(ratio=0.3, chunk=32)", "none"),
     ("randomk", None), ("randomk(ratio=0.3, unbiased=true)", None),
     ("randomk(ratio=0.3, unbiased=true)", "residual"),

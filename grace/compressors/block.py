@@ -24,11 +24,11 @@ class Block(Accumulating):
 
     d is the step whose squared error of Gaussian elements is smallest: .9957, .5860, .3352 and .03076 for 2, 3, 4 and 8
     bits. "rms" has no level 0 (blocks of zeros stay zeros) and cuts off what is beyond its outermost level,
-    t = (2^bits - 1) d / 2 times s, which the memory gives back later. Of Gaussian elements 2 bits leave .12 ||x||^2, and
-    with "max" and B = 128 .58. Gradients with few large elements are another matter: of one element among zeros 2 bits
-    with "rms" bring a seventh, and leave all of ||x||^2. So "max" is the default: with 2 bits under SGD with momentum a
-    character GPT reached a loss of 1.48 by "max" and 2.96 by "rms" (1.45 without compression), under AdamW 1.403 and
-    1.364 (1.303).
+    t = (2^bits - 1) d / 2 times s, which the memory gives back later. Of Gaussian elements 2 bits leave .12 ||x||^2,
+    and with "max" and B = 128 .58. Gradients with few large elements are another matter: of one element among zeros
+    "rms" with 2 bits brings a seventh, and leaves all of ||x||^2. So "max" is the default: with 2 bits under SGD with
+    momentum a character GPT reached a loss of 1.48 by "max" and 2.96 by "rms" (1.45 without compression), under AdamW
+    1.403 and 1.364 (1.303).
 
     "nearest" rounding leaves at most (B - 1) / (B - 1 + 4 L^2) ||x||^2 with "max", and with "rms"
     ((1 - t / sqrt(B))^2 + (1 - 1 / B) d^2 / 4) ||x||^2, which is less than ||x||^2 of blocks of up to 128 elements with

@@ -105,7 +105,7 @@ def train_auto(phase: str, fault: str) -> None:
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         auto = optimizer._grace.auto
-        if grace.rank() == 1 and phase == "trials" and auto.then == auto._tried:
+        if grace.rank() == 1 and phase == "trials" and auto.rounds and not auto.settled:
             struck()
         optimizer.step()
 

@@ -22,7 +22,7 @@ from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.exchange_costs import Costs
-from grace.planner.network import KINDS, Measured, Network
+from grace.planner.network import KINDS, MeasuredNetwork, Network
 from grace.session.versions import public
 
 FORMAT = 2
@@ -141,11 +141,11 @@ class Calibration:
                 raise ConfigError(
                     f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
                 )
-            network = Measured(self.curves)
+            network = MeasuredNetwork(self.curves)
         return Costs(
             network,
             self.codecs,
-            Measured(self.inside) if self.inside else None,
+            MeasuredNetwork(self.inside) if self.inside else None,
             self.contention,
             by_ring=self.by_ring,
             concatenates=self.concatenates,

@@ -50,7 +50,7 @@ BEHIND_WARMUPS = 1 << 31
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMethod:
     """Measurements of a method.
 
     Attributes:
@@ -72,7 +72,7 @@ def measure(
     seed: int = 0,
     limit_seconds: float = 1.0,
     synchronize: Callable[[], Any] = lambda: None,
-) -> Measured:
+) -> MeasuredMethod:
     """Run real exchanges of these gradients over simulated ranks, and time what they compute.
 
     A bucket of all variables is timed, because what a method takes depends on shapes and values, and on caches that do
@@ -139,7 +139,7 @@ def measure(
         bits = None
         if communicator.compressor.wire_bits(tuple(largest.shape)) is None:
             bits = trials.bits({name: shortened(smaller[name], SAMPLED) for name in list(smaller)[:32]})
-    return Measured(method, Codec(start, middle, finish, bits), errors)
+    return MeasuredMethod(method, Codec(start, middle, finish, bits), errors)
 
 
 def _cost(pieces: tuple[Mapping[str, Any], float], whole: tuple[Mapping[str, Any], float], ranks: int) -> Cost:

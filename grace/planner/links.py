@@ -32,7 +32,7 @@ class MeasuredLinks:
     """Measurements of links, the same on all ranks.
 
     Attributes:
-        curves: seconds by bytes, as :class:`grace.planner.network.Measured` takes them.
+        curves: seconds by bytes, as :class:`grace.planner.network.MeasuredNetwork` takes them.
         contention: the part by which computing takes longer while a collective is under way; 0 if nothing was computed.
     """
 

@@ -132,7 +132,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredNetwork:
     """Network whose links were measured.
 
     Other numbers of ranks than those measured take what the nearest number took, times the ratio of the formulas with
@@ -146,7 +146,7 @@ class Measured:
         ConfigError: nothing was measured, or a kind that there is not.
 
     >>> curve = Curve.through([(n, 2e-5 + n / 1e9) for n in (1e3, 1e6, 1e8)])
-    >>> network = Measured({"allreduce": {2: curve}})
+    >>> network = MeasuredNetwork({"allreduce": {2: curve}})
     >>> network.seconds("allreduce", 1e6, 2), round(network.seconds("allreduce", 1e8, 4), 4)
     (0.00102, 0.1501)
     >>> round(network.seconds("alltoall", 1e8, 2), 3)
@@ -183,10 +183,10 @@ class Measured:
             curve = self._made[kind, ranks] = self._scaled(kind, ranks, measured)
         return curve.seconds(nbytes)
 
-    def times(self, factor: float) -> "Measured":
+    def times(self, factor: float) -> "MeasuredNetwork":
         """Return the network with all seconds multiplied."""
         curves = {kind: {n: curve.times(factor) for n, curve in found.items()} for kind, found in self.curves.items()}
-        return Measured(curves)
+        return MeasuredNetwork(curves)
 
     def _scaled(self, kind: str, ranks: int, measured: Mapping[int, Curve]) -> Curve:
         """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""

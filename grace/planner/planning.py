@@ -23,7 +23,7 @@ from grace.planner.error_budget import ErrorModel
 from grace.planner.explain import plan_of
 from grace.planner.greedy import Candidate, find_candidates
 from grace.planner.links import MeasuredLinks, measure_network
-from grace.planner.network import Measured
+from grace.planner.network import MeasuredNetwork
 from grace.planner.oversubscription import oversubscription
 from grace.planner.problem import Method, Problem, methods_of
 from grace.planner.step import Timeline
@@ -261,7 +261,7 @@ def fitted(problem: Problem, plain: float) -> Problem:
         plain: seconds of an uncompressed step.
     """
     network, factor = problem.costs.network, 1.0
-    if not isinstance(network, Measured):
+    if not isinstance(network, MeasuredNetwork):
         return problem
     strategy = uniform_strategy(problem.variables, problem.ranks, nodes=problem.nodes)
     compute = problem.timeline.compute

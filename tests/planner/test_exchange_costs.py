@@ -14,7 +14,7 @@ from grace.errors import ConfigError, PayloadError
 from grace.exchange.sparse_rows import SparseRows
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.exchange_costs import DENSE, Costs, codec_key, works, works_of
-from grace.planner.network import Links, Measured
+from grace.planner.network import Links, MeasuredNetwork
 from grace.planner.simulate import most_sent
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
@@ -290,8 +290,8 @@ def test_sums_of_halves_take_what_those_were_measured_to_take():
     }
     shards = uniform([Variable("w", (500_000 - 8,))], quiet("fp16", "allreduce"))
     codecs = {"allreduce, cast, none": Codec()}
-    (halves,) = works_of(shards, 2, Costs(Measured(curves), codecs))
-    (unknown,) = works_of(shards, 2, Costs(Measured({"allreduce": curves["allreduce"]}), codecs))
+    (halves,) = works_of(shards, 2, Costs(MeasuredNetwork(curves), codecs))
+    (unknown,) = works_of(shards, 2, Costs(MeasuredNetwork({"allreduce": curves["allreduce"]}), codecs))
     assert halves.transfers[0].seconds == pytest.approx(2e-3, rel=0.01)
     assert unknown.transfers[0].seconds == pytest.approx(1e-3, rel=0.01)
     assert halves.transfers[0].kind == "allreduce"

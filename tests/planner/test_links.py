@@ -11,7 +11,7 @@ from grace.core.backend import Handle, LocalBackend
 from grace.errors import ConfigError, RankError
 from grace.planner import links
 from grace.planner.links import KINDS, measure_network
-from grace.planner.network import Measured
+from grace.planner.network import MeasuredNetwork
 from grace.planner.simulated_ranks import SimulatedRanks
 
 SMALL = (1024, 1 << 16)
@@ -160,7 +160,7 @@ def test_ranks_measure_together_and_get_the_same(ranks):
         assert list(by_ranks) == [ranks.size]
         assert [nbytes for nbytes, _ in curve.points] == list(SMALL)
         assert all(1e-6 < seconds < 5 for _, seconds in curve.points)
-    assert Measured(found.curves).seconds("reduce_scatter", 1e6, ranks.size) > 0
+    assert MeasuredNetwork(found.curves).seconds("reduce_scatter", 1e6, ranks.size) > 0
     assert found.contention >= 0
 
 

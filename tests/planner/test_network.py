@@ -10,7 +10,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.costs import Curve
-from grace.planner.network import DIRECT_BYTES, KINDS, Levels, Links, Measured, steps_of
+from grace.planner.network import DIRECT_BYTES, KINDS, Levels, Links, MeasuredNetwork, steps_of
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 GIGABYTE = Links(bandwidth=1e9, latency=1e-4)
@@ -50,19 +50,19 @@ def test_links_that_cannot_be_are_refused(bandwidth, latency, message):
 
 
 def test_what_is_no_collective_is_refused():
-    for network in (GIGABYTE, Measured({"allreduce": {2: Curve.through([(1, 1)])}})):
+    for network in (GIGABYTE, MeasuredNetwork({"allreduce": {2: Curve.through([(1, 1)])}})):
         with pytest.raises(ConfigError, match="'reduce' is no collective; there are allreduce, "):
             network.seconds("reduce", 1, 2)
     with pytest.raises(ConfigError, match="'reduce' is no collective"):
-        Measured({"reduce": {2: Curve.through([(1, 1)])}})
+        MeasuredNetwork({"reduce": {2: Curve.through([(1, 1)])}})
     with pytest.raises(ConfigError, match="there are none"):
-        Measured({})
+        MeasuredNetwork({})
     with pytest.raises(ConfigError, match="at least 1 rank"):
         Levels(GIGABYTE, GIGABYTE, 0)
 
 
 def measured(links, kinds=("allreduce", "allgather"), worlds=(2, 4), sizes=(1e3, 1e5, 1e6, 1e7, 1e8)):
-    return Measured(
+    return MeasuredNetwork(
         {k: {w: Curve.through([(n, links.seconds(k, n, w)) for n in sizes]) for w in worlds} for k in kinds}
     )
 
@@ -75,7 +75,7 @@ def test_measurements_of_such_links_say_what_the_links_do(kind, nbytes, ranks):
         assert found == pytest.approx(GIGABYTE.seconds(kind, nbytes, ranks), rel=1e-3)
 
 
-NOISY = Measured(
+NOISY = MeasuredNetwork(
     {
         "allreduce": {2: Curve.through([(1e3, 1e-3), (1e5, 1e-3), (1e6, 5e-2)]), 8: Curve.through([(1e4, 1e-2)])},
         "broadcast": {2: Curve.through([(1e3, 1e-5), (1e6, 1e-2), (1e8, 1e-2)])},
@@ -99,7 +99,7 @@ def test_less_bandwidth_and_more_latency_never_take_less(kind, nbytes, ranks, sl
 
 def test_other_numbers_of_ranks_follow_the_nearest_that_was_measured():
     twice = {2: Curve.through([(n, 2 * GIGABYTE.seconds("allreduce", n, 2)) for n in (1e4, 1e6, 1e8)])}
-    network = Measured({"allreduce": twice}, GIGABYTE)
+    network = MeasuredNetwork({"allreduce": twice}, GIGABYTE)
     assert network.seconds("allreduce", 1e6, 2) == pytest.approx(2 * GIGABYTE.seconds("allreduce", 1e6, 2))
     assert network.seconds("allreduce", 1e6, 1024) == pytest.approx(2 * GIGABYTE.seconds("allreduce", 1e6, 1024))
     assert network.seconds("gather", 1e6, 4) == GIGABYTE.seconds("gather", 1e6, 4)

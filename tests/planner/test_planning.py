@@ -14,7 +14,7 @@ from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.costs import Curve
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
-from grace.planner.network import Links, Measured
+from grace.planner.network import Links, MeasuredNetwork
 from grace.planner.planning import Planning, by_promise, fitted
 from grace.planner.problem import Problem, offers
 from grace.planner.simulated_ranks import SimulatedRanks
@@ -120,7 +120,7 @@ def curve(seconds_a_byte):
 
 @pytest.mark.parametrize("plain", [0.01, 0.03, 0.05, 0.5])
 def test_collectives_are_scaled_so_that_a_plain_step_takes_what_it_took(plain):
-    costs = Costs(Measured({"allreduce": {2: curve(1e-7)}}), DefaultCodecs())
+    costs = Costs(MeasuredNetwork({"allreduce": {2: curve(1e-7)}}), DefaultCodecs())
     problem = Problem(VARIABLES, TIMELINE, costs, OneNode(2))
     strategy = uniform_strategy(VARIABLES, 2)
     alone, found = problem.predict(strategy).step, fitted(problem, plain).predict(strategy).step

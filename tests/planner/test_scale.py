@@ -2,6 +2,7 @@
 communicator, against them."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from grace.planner.costs import Curve
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.greedy import find_candidates
-from grace.planner.network import Measured
+from grace.planner.network import MeasuredNetwork
 from grace.planner.scaling import RANKS, RATES, over_ranks, over_rates
 from grace.planner.uniform import uniform_strategy
 from grace.session.bucketing import Limits
@@ -71,7 +72,7 @@ def test_measured_links_of_few_ranks_tell_of_many():
 
     curves = {"allreduce": {2: curve(1e-9), 4: curve(1.5e-9)}, "allgather": {2: curve(1e-9), 4: curve(3e-9)}}
     problem = problem_of()
-    problem = type(problem)(VARIABLES, problem.timeline, Costs(Measured(curves), DefaultCodecs()), problem.cluster)
+    problem = replace(problem, costs=Costs(MeasuredNetwork(curves), DefaultCodecs()))
     lines = {name: dict(line) for name, line in over_ranks(problem, ["none", "topk"]).items()}
     for line in lines.values():
         assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(p.step for p in line.values()))

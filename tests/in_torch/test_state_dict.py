@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import grace
-from tests.support.checkpoints import made
+from tests.support.checkpoints import made, sealed
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.training import ddp, digest, distributed, net, state_of, train, train_given, weights
 
@@ -126,7 +126,7 @@ def test_wrappers_rename_nothing():
         if wrapper:
             plain.load_state_dict(halves[""][0])
             before = copy.deepcopy(halves[""][1])  # torch's part would change with the run that loads it
-            optimizer.load_state_dict(before if wrapper == "compile" else under_old_names(before))
+            optimizer.load_state_dict(before if wrapper == "compile" else under_wrapped_names(before))
         else:
             train(plain, optimizer, range(STOP))
             halves[""] = {n: v.clone() for n, v in plain.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
@@ -136,15 +136,16 @@ def test_wrappers_rename_nothing():
     return ends
 
 
-def under_old_names(saved):
+def under_wrapped_names(saved):
     """A checkpoint whose names carry what wrappers put into them."""
-    rename = lambda values: {f"module._orig_mod.{name}": value for name, value in values.items()}  # noqa: E731
+
+    def rename(values):
+        return {f"module._orig_mod.{name}": value for name, value in values.items()}
+
     entry = {**saved["grace"], "pieces": rename(saved["grace"]["pieces"])}
     entry["state"] = {kind: rename(values) for kind, values in entry["state"].items()}
-    entry["version"] = 1  # as earlier versions saved it
-    for key in ("id", "holds", "shared", "checksums", "checksum"):
-        del entry[key]
-    return {**saved, "grace": entry}
+    entry["shared"] = {kind: list(rename(dict.fromkeys(names))) for kind, names in entry["shared"].items()}
+    return sealed({**saved, "grace": entry})
 
 
 @on_ranks(2)

@@ -54,7 +54,7 @@ def searched(op, set_to_none):
 
 @on_ranks()
 def test_losses_keep_their_type_and_a_rank_may_have_none():
-    """What step() returns for closures whose losses are 1 and 3 in several types; None on rank 1 at the end."""
+    """Losses are 1 and 3 in several types; rank 1 has none at the end."""
     model, value, found = net(), 1 + 2 * grace.rank(), []
     optimizer = distributed(model, "none")
     losses = [torch.tensor([value], dtype=torch.float16), float(value), value, None, "text"]

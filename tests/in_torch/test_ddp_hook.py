@@ -125,7 +125,6 @@ class Branches(torch.nn.Module):
 
 @on_ranks(2)
 def test_unused_parameters_under_the_hook():
-    """By method, whether all is finite, and the weights."""
     found = {}
     for compressor in METHODS:
         model = net(make=Branches)

@@ -72,7 +72,7 @@ def torch_takes(policy, levels, body):
 @pytest.mark.parametrize(("policy", "levels", "body"), pairwise(POLICIES, LEVELS, BODIES, allowed=torch_takes))
 @on_ranks(4)
 def test_uncompressed_it_is_torchs_own_hsdp_whatever_people_do_in_a_step(policy, levels, body):
-    """Weights by torch's own HSDP and by methods that leave nothing out."""
+    """Methods that leave nothing out train as torch's own HSDP does."""
     mesh, options = mesh_of(), POLICIES[policy]
     theirs = built(mesh, **options)
     theirs.set_reduce_scatter_unused_params(True)
@@ -147,7 +147,6 @@ def test_parameters_may_be_sharded_along_another_dimension(four):
 
 @on_ranks(4)
 def test_a_compiled_model_trains_as_it_does_eagerly():
-    """Weights of two-level training with and without torch.compile, and how many graphs were compiled and run."""
     weights, counter = [], CompileCounter()
     for compile in (False, True):
         torch._dynamo.reset()
@@ -261,7 +260,7 @@ def remembered(*states):
 )
 @on_ranks(4)
 def test_a_step_that_overflowed_on_one_rank_leaves_no_trace_on_any(parallel, where, replicas, shards):
-    """Whether all that is remembered stays through a step that overflows on one rank, and moves in the others."""
+    """All that is remembered stays through a step that overflows on one rank, and moves in the others."""
     mesh = mesh_of(2, 1, 2) if parallel else mesh_of()
     net = (tensor_parallel if parallel else built)(mesh["shard"])
     loss_of_step = replicas_loss if parallel else loss_of

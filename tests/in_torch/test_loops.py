@@ -230,7 +230,7 @@ def test_accumulation_adds_gradients_up(ranks, how):
 @pytest.mark.parametrize("compressor", [*SOME, "qsgd"])
 @on_ranks(2)
 def test_gradients_clipped_after_synchronize_are_what_step_uses(compressor):
-    """What clipping between synchronize() and step() leaves of the mean is what a plain optimizer is given."""
+    """A plain optimizer that is given the clipped means makes the same steps."""
     model, reference = net(), net()
     optimizer, plain = distributed(model, compressor), sgd(reference.parameters())
     for step in range(4):
@@ -461,7 +461,7 @@ def test_too_many_passes_are_refused_as_horovod_does(groups):
 @pytest.mark.parametrize("method", SOME[1:])
 @on_ranks(2, engine="horovodrun-gloo")
 def test_resuming_continues_bit_for_bit(method, everyone):
-    """Whether a run that loads what another saved ends where that one did."""
+    """A run that loads what another saved ends where that one did."""
     model = net()
     optimizer = distributed(model, method)
     train(model, optimizer, range(3))

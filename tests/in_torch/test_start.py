@@ -85,7 +85,7 @@ def test_what_starts_equal(engine):
 )
 @on_ranks(2)
 def test_start_values_that_differ_or_cannot_be_sent_are_named(odd, message):
-    """What is said if start values differ in shape, or a layer is frozen on one rank only."""
+    """Start values differ in shape, are sparse, or a layer is frozen on one rank only."""
     model = Model(0, odd)
     if odd == "frozen":
         model = Model(0)

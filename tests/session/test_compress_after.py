@@ -89,7 +89,7 @@ def test_ranks_of_a_node_reduce_first_all_the_time():
 
 @on_ranks()
 def test_no_delayed_mean_is_lost_when_compression_begins():
-    """Sums of all means: of a run that begins late, and of one that never compresses."""
+    """The sums of all means are those of a run that never compresses."""
     totals = []
     for compressor, options in (("topk(ratio=0.9)", {"compress_after": BEGIN}), ("none", {})):
         model = Given(SHAPES)
@@ -106,7 +106,6 @@ def test_no_delayed_mean_is_lost_when_compression_begins():
 
 @on_ranks()
 def test_rows_of_sparse_gradients_are_plain_first():
-    """Weights of a table after steps with sparse gradients, of a plain run and of one that compresses later."""
     found = []
     for options in ({"compressor": TOPK, "compress_after": BEGIN}, {"compressor": "none"}):
         torch.manual_seed(0)

@@ -67,7 +67,7 @@ def resumed(before, after, method, everyone):
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: " ".join(map(str, method)))
 @on_ranks(2)
 def test_a_resumed_runs_weights_know_nothing_of_the_scale_that_was(method):
-    """Whether every change of the scale ends in the weights of a run without one."""
+    """Every change of the scale ends in the weights of a run without one."""
     plain = Run(1.0, *method)
     plain.train(range(END))
     wanted = digest(weights(plain.model))
@@ -80,7 +80,7 @@ def test_a_resumed_runs_weights_know_nothing_of_the_scale_that_was(method):
 
 @on_ranks(2)
 def test_means_that_are_owed_follow_the_scale():
-    """How many ends there are, over all changes of the scale, of runs that owe means and delay nothing any more."""
+    """Runs that owe means and delay nothing any more end alike, over all changes of the scale."""
     ends = set()
     for before, after in ((1.0, 1.0), *CHANGES):
         first = Run(before, "topk(ratio=0.1)", None, {"communicator": "reduce_broadcast(staleness=2)"})
@@ -96,7 +96,7 @@ def test_means_that_are_owed_follow_the_scale():
 
 @on_ranks(2)
 def test_signs_stay_signs_under_ddp_too():
-    """The gradients of a DDP model whose hook loaded what a run with a loss scale remembers."""
+    """The hook loads what a run with a loss scale remembers."""
     first = Run(2.0**16, "signsgd", None, {})
     first.train(range(1))
     model = ddp(torch.nn.Linear(8, 8))

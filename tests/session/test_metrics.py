@@ -128,7 +128,7 @@ def plain_net():
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks(2)
 def test_hooks_tell_as_optimizers_do(kind):
-    """Metrics of a hook after three steps, and of the optimizer on the same gradients."""
+    """After three steps on the same gradients."""
     ours, other = net(make=plain_net), net(make=plain_net)
     optimizer = distributed(ours, "topk(ratio=0.1)")
     train(ours, optimizer, range(3))

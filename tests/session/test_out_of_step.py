@@ -139,7 +139,7 @@ def test_ranks_of_one_node_are_named_there_and_all_others_hear_of_it(three_ranks
 @pytest.mark.parametrize("given", [True, False])
 @on_ranks(3)
 def test_a_rank_that_leaves_out_its_step_is_named_under_ddp(given):
-    """The same through DDP's hook, which is told the optimizer or not."""
+    """The hook is told the optimizer or not."""
     for compressor in ("none", "topk(ratio=0.1)"):
         model = net()
         optimizer = sgd(model.parameters())
@@ -159,7 +159,7 @@ def test_a_rank_that_leaves_out_its_step_is_named_under_ddp(given):
 
 @on_ranks()
 def test_tensors_exchanged_one_by_one_are_counted():
-    """The same in a loop of one's own."""
+    """The communicator is called in a loop of one's own."""
     communicator = grace.torch.Allgather("topk(ratio=0.5)")
     communicator.bind(Context(rank=grace.rank(), size=grace.size()), grace.init())
 
@@ -199,7 +199,6 @@ def test_another_optimizer_or_other_hyperparameters_are_refused_before_anything_
 @pytest.mark.parametrize("fault", ["step", "learning rate"])
 @on_ranks(3)
 def test_with_staleness_it_is_noticed_when_the_mean_would_be_applied(fault):
-    """Or at the end."""
     said, _, step = with_fault(fault, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
     assert step < STEPS
     assert FAULTS[fault].format(others="ranks 0 and 2 are") in said

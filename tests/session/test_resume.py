@@ -204,7 +204,7 @@ def test_a_plain_optimizer_loads_our_state_dict(two_ranks):
 @pytest.mark.parametrize("compressor", STATEFUL)
 @on_ranks(2)
 def test_what_state_dict_returned_does_not_change_as_training_goes_on(compressor):
-    """Whether a state dict in hand stays what it was, as long as nobody trains on it."""
+    """A state dict in hand stays what it was, as long as nobody trains on it."""
     model = net()
     optimizer = distributed(model, compressor)
     train(model, optimizer, range(3))

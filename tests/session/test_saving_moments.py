@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 @on_ranks()
 def test_nothing_is_saved_or_loaded_between_backward_and_step():
-    """What saving and loading say between backward and step, on ranks of which one lacks a gradient."""
+    """One rank lacks a gradient."""
     answers = []
     for compressor in ("topk(ratio=0.1)", "powersgd"):
         model, optimizer = made(compressor)
@@ -50,7 +50,7 @@ def test_nothing_is_saved_or_loaded_between_backward_and_step():
 
 @on_ranks(2, engine="horovodrun-gloo")
 def test_horovods_optimizer_says_the_same_and_an_elastic_run_goes_back():
-    """The same words there, and what an elastic run goes back to, whoever it was when it committed."""
+    """The run goes back to what it committed, whoever it was then."""
     from grace.torch.elastic import OptimizerState
 
     model, optimizer = made()

@@ -115,7 +115,7 @@ def test_no_switch_in_the_middle_of_a_step(two_ranks):
 
 @on_ranks()
 def test_a_checkpoint_after_a_switch():
-    """Weights of a run that was saved after a switch and went on, and of one that loaded that."""
+    """A run that was saved after a switch and went on ends as one that loaded that."""
     one, optimizer = made(TOPK, momentum=0.9)
     train_given(one, optimizer, range(2))
     optimizer.use_strategy(POWERSGD)

@@ -41,7 +41,7 @@ def other():
 @pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi"])
 @on_ranks(2)
 def test_whatever_differs_is_named_with_both_sides(engine):
-    """What every change on rank 1 is answered with, on this rank."""
+    """Every change is made on rank 1 alone."""
     here, found = grace.rank() == 1, {}
     for what, (module, name, value, _) in CHANGED.items():
         with pytest.MonkeyPatch.context() as patch:

@@ -179,7 +179,7 @@ class TensorFlowKernels(Kernels):
         largest = [np.abs(x).max(axis=0, initial=0) for x in map(np.asarray, matrices)]
         return not all(((most > 0) & (most <= LARGEST_FACTOR)).all() for most in largest)
 
-    def random_bits(self, stream: Stream, n, like):
+    def random_bits(self, stream: Stream, n, like=None):
         key_low, key_high, step, draw = words(stream)
         with _beside(like):
             block = tf.range((tf.cast(n, tf.int64) + 3) // 4)
@@ -187,11 +187,11 @@ class TensorFlowKernels(Kernels):
             columns = _philox((low, high, step, tf.constant(draw, tf.int64)), (key_low, key_high))
             return tf.reshape(tf.stack(columns, axis=1), [-1])[:n]
 
-    def uniform(self, stream, n, like):
+    def uniform(self, stream, n, like=None):
         bits = tf.bitwise.right_shift(self.random_bits(stream, n, like), tf.constant(8, tf.int64))
         return tf.cast(bits, tf.float32) * 2.0**-24
 
-    def random_indices(self, stream, n, k, like):
+    def random_indices(self, stream, n, k, like=None):
         def outside(index):
             return tf.where(index >= n)
 
@@ -413,7 +413,7 @@ class TensorFlowKernels(Kernels):
         kth = tf.bitcast(tf.reduce_min(bits), tf.float32)
         return kth if tf.is_symbolic_tensor(kth) else float(kth)
 
-    def sample_indices(self, stream, n, k, like):
+    def sample_indices(self, stream, n, k, like=None):
         starts = tf.range(k + 1, dtype=tf.int64) * n // max(1, k)
         bits = tf.cast(self.random_bits(stream, k, like), tf.int64)
         drawn = tf.bitwise.right_shift((starts[1:] - starts[:-1]) * bits, tf.constant(32, tf.int64))

@@ -95,7 +95,7 @@ class FusedTorchKernels(HalfTorchKernels):
         _fused_kernels().add(out.detach().numpy(), x.detach().numpy(), weight)
         return out
 
-    def uniform(self, stream, n, like):
+    def uniform(self, stream, n, like=None):
         bits = self.random_bits(stream, n, like)
         if bits.dtype == torch.uint32:  # torch has no shifts for it
             bits = bits.view(torch.int32)

@@ -182,7 +182,7 @@ class TorchKernels(Kernels):
         largest = torch.cat([x.abs().amax(dim=0) for x in matrices])
         return not bool(((largest > 0) & (largest <= LARGEST_FACTOR)).all())
 
-    def random_bits(self, stream: Stream, n, like):
+    def random_bits(self, stream: Stream, n, like=None):
         key_low, key_high, step, draw = stream.words
         out = torch.empty(((n + 3) // 4, 4), dtype=torch.int64, device=like.device)
         for start in range(0, len(out), CHUNK):
@@ -193,10 +193,10 @@ class TorchKernels(Kernels):
                 rows[:, column] = word
         return out.reshape(-1)[:n]
 
-    def uniform(self, stream, n, like):
+    def uniform(self, stream, n, like=None):
         return (self.random_bits(stream, n, like) >> 8).to(torch.float32) * 2.0**-24
 
-    def random_indices(self, stream, n, k, like):
+    def random_indices(self, stream, n, k, like=None):
         index = _feistel(torch.arange(k, device=like.device), n, stream)
         while bool((outside := index >= n).any()):
             index[outside] = _feistel(index[outside], n, stream)
@@ -419,7 +419,7 @@ class TorchKernels(Kernels):
         bits = x.view(torch.int32) & 0x7FFFFFFF
         return float(torch.topk(bits, k, sorted=False).values.min().view(torch.float32))
 
-    def sample_indices(self, stream, n, k, like):
+    def sample_indices(self, stream, n, k, like=None):
         starts = torch.arange(k + 1, device=like.device) * n // max(1, k)
         bits = self.random_bits(stream, k, like).to(torch.int64)
         return (starts[:-1] + (starts.diff() * bits >> 32)).to(torch.int32)

@@ -78,12 +78,12 @@ class TritonKernels(TorchKernels):
         launch(arithmetic.signs, blocks(x), out, x, x.numel(), N=BLOCK)
         return out
 
-    def random_bits(self, stream, n, like):
+    def random_bits(self, stream, n, like=None):
         out = torch.empty(n, dtype=torch.uint32, device=like.device)
         launch(random.write_random, blocks(out), out, n, *words_of(stream), FORM=random.BITS, N=BLOCK)
         return out
 
-    def uniform(self, stream, n, like):
+    def uniform(self, stream, n, like=None):
         out = torch.empty(n, dtype=torch.float32, device=like.device)
         launch(random.write_random, blocks(out), out, n, *words_of(stream), FORM=random.UNIFORM, N=BLOCK)
         return out
@@ -213,12 +213,12 @@ class TritonKernels(TorchKernels):
         launch(packing.add_table, blocks(out), out, packed, table, scale, *numbers, BITS=bits, N=BLOCK)
         return out
 
-    def random_indices(self, stream, n, k, like):
+    def random_indices(self, stream, n, k, like=None):
         out = torch.empty(k, dtype=torch.int32, device=like.device)
         launch(random.write_walked, triton.cdiv(k, BLOCK), out, n, k, *random.walk_of(stream, n), N=BLOCK)
         return out
 
-    def sample_indices(self, stream, n, k, like):
+    def sample_indices(self, stream, n, k, like=None):
         out = torch.empty(k, dtype=torch.int32, device=like.device)
         launch(random.write_samples, triton.cdiv(k, FEWER), out, n, k, *words_of(stream), N=FEWER)
         return out

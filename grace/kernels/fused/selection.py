@@ -7,7 +7,7 @@ then one by one those that were found among them.
 import numpy as np
 
 from grace.kernels.fused.lanes import LANES, float_of, lowest, magnitudes_within, part, pattern_of
-from grace.kernels.fused.loops import INF_BITS, LOW31, TILE, _max_bits, compiled, f32, i32, u32
+from grace.kernels.fused.loops import INF_BITS, LOW31, _max_bits, compiled, f32, i32, u32
 
 END = u32(0x80000000)  # above all magnitudes
 SAMPLED = 1 << 14  # elements from which on a threshold is guessed
@@ -81,6 +81,34 @@ def _collect(bits, threshold, ties, out):
 
 
 @compiled
+def _filter(bits, threshold, indices, found):
+    """Write positions and patterns of magnitudes at or above the threshold; return their number, -1 if there are too
+    many."""
+    count, full, span = 0, bits.size // LANES * LANES, u32(END - threshold)
+    most = indices.size - LANES
+    for start in range(0, full, LANES):
+        lanes = magnitudes_within(bits, start, threshold, span)
+        if count > most:
+            return -1
+        i = start + lowest(lanes)  # most blocks have none or one, and a branch would often be foreseen wrongly
+        indices[count], found[count] = i, bits[i] & LOW31
+        count += lanes != u32(0)
+        lanes = u32(lanes & (lanes - u32(1)))
+        while lanes:
+            i = start + lowest(lanes)
+            indices[count], found[count] = i, bits[i] & LOW31
+            count += 1
+            lanes = u32(lanes & (lanes - u32(1)))
+    if count > most:
+        return -1
+    for i in range(full, bits.size):
+        if bits[i] & LOW31 >= threshold:
+            indices[count], found[count] = i, bits[i] & LOW31
+            count += 1
+    return count
+
+
+@compiled
 def _filter_part(bits, threshold, first, indices, found, count):
     """Append positions and patterns at or above the threshold; returns how many there are then."""
     full, span = bits.size // LANES * LANES, u32(END - threshold)
@@ -103,10 +131,14 @@ def _filter_part(bits, threshold, first, indices, found, count):
 
 
 @compiled
-def _guess(bits, k, sample, widest):
-    """Return a pattern that a little more than k magnitudes most likely reach, by a sample of evenly spread ones at
-    most ``widest`` elements apart."""
-    stride = max(1, min(bits.size // 2048, k // 64, widest))
+def _stride(n, k, widest):
+    """Return the distance of the elements of a sample of n, of which about k are searched."""
+    return max(1, min(n // 2048, k // 64, widest))
+
+
+@compiled
+def _guess(bits, k, sample, stride):
+    """Return a pattern that a little more than k magnitudes most likely reach, by a sample of evenly spread ones."""
     size, shift = bits.size // stride, 0
     for j in range(size):
         sample[j] = bits[j * stride + shift]
@@ -116,18 +148,6 @@ def _guess(bits, k, sample, widest):
     rank = min(size, i32(expected + 4 * np.sqrt(expected) + 4))
     guess, _ = _kth_largest(part(sample, 0, size), rank)
     return guess
-
-
-@compiled
-def _filter(bits, threshold, room, indices, found):
-    """Write positions and patterns at or above the threshold, until there are more than ``room``; return their number.
-    A tile more than ``room`` must fit."""
-    count = 0
-    for low in range(0, bits.size, TILE):
-        if count <= room:
-            tile = part(bits, low, min(low + TILE, bits.size))
-            count = _filter_part(tile, threshold, low, indices, found, count)
-    return count
 
 
 @compiled
@@ -233,11 +253,12 @@ def _topk(bits, k):
     """
     n, out = bits.size, np.empty(k, np.int32)
     if k * 8 <= n and n >= SAMPLED:
-        guess = _guess(bits, k, np.empty(n, np.uint32), 512)  # as much of which is written to as is needed
-        room = min(n, 4 * k + 1024)
-        indices, found = np.empty(room + TILE, np.int32), np.empty(room + TILE, np.uint32)
-        count = _filter(bits, guess, room, indices, found)
-        if k <= count <= room:
+        stride = _stride(n, k, 512)
+        guess = _guess(bits, k, np.empty(n // stride, np.uint32), stride)
+        capacity = min(n, 4 * k + 1024) + LANES
+        indices, found = np.empty(capacity, np.int32), np.empty(capacity, np.uint32)
+        count = _filter(bits, guess, indices, found)
+        if count >= k:
             _take_listed(indices, found, count, k, out)
             return out
     _take_largest(bits, k, out)

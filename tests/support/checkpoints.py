@@ -6,7 +6,7 @@ import torch
 
 import grace
 from grace.session import state_schema
-from tests.support.training import Given, copied, digest, made_up
+from tests.support.training import Given, copied, digest, means
 
 SHAPES = {"w": (12, 8), "v": (40,)}
 
@@ -20,11 +20,7 @@ def made(compressor="topk(ratio=0.1)", memory=None, communicator=None, shapes=No
 
 
 def steps(model, optimizer, numbers):
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    for step in numbers:
-        optimizer.zero_grad()
-        model.backward(made_up(shapes, step, grace.rank()))
-        optimizer.step()
+    means(model, optimizer, numbers)
 
 
 def saved_by(*choices, everyone=True, **options):

@@ -44,9 +44,9 @@ def pytest_collection_finish(session):
 def _room(file: str) -> str:
     """Files that share pools of engines' ranks are run by one worker, one framework after the other."""
     path = Path(__file__).parents[1] / file
-    if "launched(" not in path.read_text() or path.parent.name == "tests":
-        return file
-    return "ranks of TensorFlow" if path.parent.name == "in_tensorflow" else "ranks of engines"
+    if path.parent.name == "in_tensorflow":  # whose fixtures start them
+        return "ranks of TensorFlow"
+    return "ranks of engines" if "launched(" in path.read_text() and path.parent.name != "tests" else file
 
 
 def pytest_collection_modifyitems(config, items):

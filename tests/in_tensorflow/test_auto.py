@@ -1,19 +1,18 @@
 """``strategy="auto"`` in Keras: what is tried and kept, in graphs that are traced once."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import warnings
 
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
 from grace.planner import planning, step_timer
 from tests.support.passing import passing, time_by_hand
 from tests.support.planners import CHECKED, NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
 from tests.support.pools import launched
+from tests.support.tensorflow_training import compiled, digest, fit, sgd
 from tests.support.training import made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -27,12 +26,10 @@ ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
 def choosing(sleeps, graph, steps=STEPS):
     """What was chosen, whether weights were the same on all ranks all the time, the weights, and how often the step
     was traced."""
-    import keras
-
     time_by_hand()
     planning.Planning = Planning  # which the driver is made with
     variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]
-    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="auto")
+    optimizer = sgd(strategy="auto")
     traced = []
 
     def step(gradients):
@@ -72,31 +69,19 @@ def test_nothing_is_lost_by_trying():
 
 def new():
     """A model under auto, whose planner is made up."""
-    import keras
-
-    from tests.support.tensorflow_training import LOSS, network
-
     time_by_hand()
     planning.Planning = Planning  # which the driver is made with
-    model = network()
-    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.9), strategy="auto"), LOSS)
-    return model
+    return compiled(sgd(lr=0.02, momentum=0.9, strategy="auto"))
 
 
-def fit(model, epochs):
+def fit_with_waits(model, epochs):
     """Epochs of four steps, each of which takes as long as its strategy says."""
-    import keras
-
-    from tests.support.tensorflow_training import samples
 
     def wait(batch, logs):
         auto = model.optimizer._grace.auto
         passing.sleep(SLEEPS[auto.current if auto else "none"])
 
-    x, y = samples(64, grace.rank())
-    span = {"epochs": epochs[-1] + 1, "initial_epoch": epochs[0]}
-    waiting = keras.callbacks.LambdaCallback(on_train_batch_begin=wait)
-    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[waiting], **span)
+    fit(model, epochs, [keras.callbacks.LambdaCallback(on_train_batch_begin=wait)])
 
 
 CHOSEN = -(-STEPS // 4)
@@ -109,29 +94,25 @@ def path_of(folder, way):
 
 
 def saved_and_went_on(folder, ways=WAYS):
-    from tests.support.tensorflow_training import digest
-
     model = new()
-    fit(model, range(CHOSEN))
+    fit_with_waits(model, range(CHOSEN))
     for way in ways:
         path = path_of(folder, way)
         grace.tensorflow.save_model(model, path) if way == WAYS[0] else model.save(path)
-    fit(model, range(CHOSEN, CHOSEN + 2))
+    fit_with_waits(model, range(CHOSEN, CHOSEN + 2))
     return digest(model.variables), model.optimizer._grace.auto.plan
 
 
 def went_on(folder, way, epochs=2):
     """Weights, the plan, and with what the resumed run began and ended; and what it was warned of."""
-    from tests.support.tensorflow_training import digest
-
     time_by_hand()
     planning.Planning = Planning  # which the driver is made with
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = grace.tensorflow.load_model(path_of(folder, way))
-        fit(model, range(CHOSEN, CHOSEN + 1))
+        fit_with_waits(model, range(CHOSEN, CHOSEN + 1))
     began = model.optimizer._grace.auto.current
-    fit(model, range(CHOSEN + 1, CHOSEN + epochs))
+    fit_with_waits(model, range(CHOSEN + 1, CHOSEN + epochs))
     auto = model.optimizer._grace.auto
     said = " ".join(str(one.message) for one in caught)
     return digest(model.variables), auto.plan, began, auto.current, said
@@ -139,10 +120,11 @@ def went_on(folder, way, epochs=2):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
-    wanted = launched(engine, 2, "tensorflow").run(saved_and_went_on, str(tmp_path))
-    launched(engine, 2, "tensorflow").stop()
+    ranks = launched(engine, 2, "tensorflow")
+    wanted = ranks.run(saved_and_went_on, str(tmp_path))
+    ranks.stop()
     for way in WAYS:
-        found = launched(engine, 2, "tensorflow").run(went_on, str(tmp_path), way)
+        found = ranks.run(went_on, str(tmp_path), way)
         for (weights, plan), (resumed, other, began, ended, said) in zip(wanted, found, strict=True):
             assert plan == other == {"chosen": TOPK}
             assert began == ended == TOPK
@@ -164,10 +146,6 @@ def really(folder):
     """A network planned by the planner itself: what it prints, weights, and whether the plan is what is executed."""
     import time
     from pathlib import Path
-
-    import keras
-
-    from tests.support.tensorflow_training import digest
 
     planning.Planning, step_timer.time = PLANNING, time
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01

@@ -16,8 +16,8 @@ SHAPES = [(20, 25), (), (5003,), (8, 3, 3)]
 MEMORIES = [*sorted(grace.known("memory")), "residual(beta=0.7, gamma=0.3)"]
 SETTINGS = [
     *SPECS, "block(bits=4, block=33)", "block(format=fp8)", "block(hadamard=32)", "block(rounding=stochastic)",
-    "block(bits=3)", "block(bits=2)", "block(bits=2, scale=max)", "topk(ratio=0.1) | block(bits=2)",
-    "signum(momentum=0.3)", "dgc(ratio=0.1) | efsignsgd", "randomk(ratio=0.1) | fp16",
+    "block(bits=3)", "block(bits=2)", "block(bits=2, scale=rms)", "topk(ratio=0.1) | block(bits=2, scale=rms)",
+    "signum(momentum=0.3)", "terngrad(clip=1)", "dgc(ratio=0.1) | efsignsgd", "randomk(ratio=0.1) | fp16",
 ]  # fmt: skip
 
 

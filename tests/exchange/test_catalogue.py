@@ -16,13 +16,7 @@ from tests.support.training import Given, digest, distributed, made_up, plain_sg
 
 pytestmark = pytest.mark.ranks
 
-METHODS = (
-    *SPECS,
-    "block(bits=4, hadamard=32)",
-    "block(format=fp8, rounding=stochastic)",
-    "block(bits=3)",
-    "block(bits=2)",
-)
+METHODS = [*SPECS, "block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)", "block(bits=2, scale=rms)"]
 COMMUNICATORS = (*known("communicator"), "reduce_broadcast(destination=1)")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SHAPES = {
@@ -30,10 +24,11 @@ SHAPES = {
     **{"one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)},
 }
 BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
 PAIRS = [
-    (m, c) for m in METHODS for c in COMMUNICATORS if c.partition("(")[0] in legal_communicators(make("compressor", m))
+    (method, communicator)
+    for method in METHODS
+    for communicator in COMMUNICATORS
+    if communicator.partition("(")[0] in legal_communicators(make("compressor", method))
 ]
 OTHERS = pairwise([2, 3], DTYPES, BAD, ["matrix", "kernel", "one"], [25 << 20, 1])
 CASES = [(size, *pair, *others) for pair, (size, *others) in zip(PAIRS, itertools.cycle(OTHERS), strict=False)]

@@ -140,7 +140,6 @@ def test_numbers_that_cannot_be_are_refused(options):
 
 def stopped(folder):
     """In the middle of the warm-up: by Keras's own backup, and by a model that was saved."""
-
     found, make = [], lambda: compiled(sgd("topk(ratio=0.1)", lr=0.1, momentum=0.9))
     backup = lambda: keras.callbacks.BackupAndRestore(f"{folder}/{grace.rank()}", delete_checkpoint=False)  # noqa: E731
     for callbacks in ([], [backup(), StopBefore(2)], [backup()]):

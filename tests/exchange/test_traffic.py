@@ -110,11 +110,6 @@ PLACE = 5
 """Numbers that tell where a rank is, in the first group's wires: its own, or in sums each rank's."""
 
 
-def eighths(nbytes: int) -> int:
-    """Padded to a multiple of 8 bytes."""
-    return nbytes + -nbytes % 8
-
-
 def test_nothing_is_sent_larger_than_it_is(two_ranks):
     for method in METHODS:
         (traffic, *_), _ = two_ranks.run(counted, method, None, 25 << 20)

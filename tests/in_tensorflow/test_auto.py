@@ -12,7 +12,7 @@ from grace.planner import planning, step_timer
 from tests.support.passing import passing, time_by_hand
 from tests.support.planners import CHECKED, NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
 from tests.support.pools import launched
-from tests.support.tensorflow_training import compiled, digest, fit, sgd
+from tests.support.tensorflow_training import both_ways, compiled, digest, fit, sgd
 from tests.support.training import made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STEPS = UNTIL_CHOSEN + CHECKED + 3
 PLANNING = planning.Planning
 """The planner itself."""
-ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
 
 
 def choosing(sleeps, graph, steps=STEPS):
@@ -49,17 +48,16 @@ def choosing(sleeps, graph, steps=STEPS):
     return optimizer._grace.auto.plan, same, [np.asarray(v) for v in variables], len(traced)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_the_fastest_is_kept(engine, graph):
-    for plan, same, _, traced in launched(engine, 2, "tensorflow").run(choosing, SLEEPS, graph):
+@both_ways
+def test_the_fastest_is_kept(two, graph):
+    for plan, same, _, traced in two.run(choosing, SLEEPS, graph):
         assert plan == {"chosen": TOPK}
         assert same
         assert traced == (1 if graph else STEPS)
 
 
-def test_nothing_is_lost_by_trying():
-    for plan, same, got, _ in launched("mpirun-mpi", 2, "tensorflow").run(choosing, NONE_FASTEST, True):
+def test_nothing_is_lost_by_trying(mpi):
+    for plan, same, got, _ in mpi.run(choosing, NONE_FASTEST, True):
         assert plan == {"chosen": "none"}
         assert same
         for value, name in zip(got, SHAPES, strict=True):
@@ -93,10 +91,10 @@ def path_of(folder, way):
     return f"{folder}/{0 if way == WAYS[0] else grace.rank()}-{WAYS.index(way)}.keras"
 
 
-def saved_and_went_on(folder, ways=WAYS):
+def saved_and_went_on(folder):
     model = new()
     fit_with_waits(model, range(CHOSEN))
-    for way in ways:
+    for way in WAYS:
         path = path_of(folder, way)
         grace.tensorflow.save_model(model, path) if way == WAYS[0] else model.save(path)
     fit_with_waits(model, range(CHOSEN, CHOSEN + 2))
@@ -118,13 +116,19 @@ def went_on(folder, way, epochs=2):
     return digest(model.variables), auto.plan, began, auto.current, said
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
-    ranks = launched(engine, 2, "tensorflow")
-    wanted = ranks.run(saved_and_went_on, str(tmp_path))
-    ranks.stop()
+@pytest.fixture(scope="module")
+def saved(mpi, tmp_path_factory):
+    """A folder with files of two ranks, and how these went on without a stop; later ranks are new processes."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    wanted = mpi.run(saved_and_went_on, folder)
+    mpi.stop()
+    return folder, wanted
+
+
+def test_a_saved_plan_is_gone_on_with_bit_for_bit(mpi, saved):
+    folder, wanted = saved
     for way in WAYS:
-        found = ranks.run(went_on, str(tmp_path), way)
+        found = mpi.run(went_on, folder, way)
         for (weights, plan), (resumed, other, began, ended, said) in zip(wanted, found, strict=True):
             assert plan == other == {"chosen": TOPK}
             assert began == ended == TOPK
@@ -132,9 +136,8 @@ def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
             assert "dropped" not in said
 
 
-def test_another_number_of_ranks_plans_anew(tmp_path):
-    launched("mpirun-mpi", 2, "tensorflow").run(saved_and_went_on, str(tmp_path), WAYS[:1])
-    found = launched("mpirun-mpi", 3, "tensorflow").run(went_on, str(tmp_path), WAYS[0], CHOSEN)
+def test_another_number_of_ranks_plans_anew(saved):
+    found = launched("mpirun-mpi", 3, "tensorflow").run(went_on, saved[0], WAYS[0], CHOSEN)
     assert len({weights for weights, *_ in found}) == 1
     for _, plan, began, ended, said in found:
         assert plan == {"chosen": TOPK}
@@ -163,8 +166,8 @@ def really(folder):
     return str(plan), digest(model.variables), executed
 
 
-def test_the_planner_itself(tmp_path):
-    (plan, one, executed), (same, other, _) = launched("mpirun-mpi", 2, "tensorflow").run(really, str(tmp_path))
+def test_the_planner_itself(mpi, tmp_path):
+    (plan, one, executed), (same, other, _) = mpi.run(really, str(tmp_path))
     assert plan == same
     assert one == other
     assert executed

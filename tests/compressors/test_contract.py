@@ -377,6 +377,17 @@ def test_every_legal_communicator_gives_the_same_result_on_one_rank(spec):
 in_tensorflow = pytest.mark.skipif(tf is None, reason="TensorFlow is not installed")
 
 
+def encoder(spec):
+    """A function of a tensor and a step that returns a payload."""
+    compressor = grace.make("compressor", spec)
+
+    def encode(x, step):
+        compressor.bind(Context(seed=5, step=step, rank=1, size=2))
+        return compressor.compress(x, "layer/w")[0]
+
+    return encode
+
+
 @in_tensorflow
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["qsgd", "natural", "terngrad", "randomk", "qsgd(levels=3)"])
@@ -384,13 +395,8 @@ def test_a_step_in_a_tensor_gives_the_numbers_of_that_step(spec):
     x = data("gaussian", 3000)
     for name in ("tensorflow", "tensorflow-loops", "graph", "graph-loops"):
         for step in (3, 4):
-            compressor, reference = grace.make("compressor", spec), make(spec, seed=5, step=step, rank=1, size=2)
-
-            def encode(x, step, compressor=compressor):
-                compressor.bind(Context(seed=5, step=step, rank=1, size=2))
-                return compressor.compress(x, "layer/w")[0]
-
-            run = tf.function(encode, autograph=False) if FRAMEWORKS[name].graph else encode
+            run, reference = encoder(spec), make(spec, seed=5, step=step, rank=1, size=2)
+            run = tf.function(run, autograph=False) if FRAMEWORKS[name].graph else run
             with FRAMEWORKS[name].running():
                 payload = run(tf.constant(x), tf.constant(step))
             for a, b in zip(payload, reference.compress(x, "layer/w")[0], strict=True):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ def _room(file: str) -> str:
     path = Path(__file__).parents[1] / file
     if path.parent.name == "in_tensorflow":  # whose fixtures start them
         return "ranks of TensorFlow"
-    return "ranks of engines" if "launched(" in path.read_text() and path.parent.name != "tests" else file
+    shared = re.search(r"launched\(|on_ranks\(.*engine=|on_ranks\(.*\)\ndef .*\bengine\b", path.read_text())
+    return "ranks of engines" if shared and path.parent.name != "tests" else file
 
 
 def pytest_collection_modifyitems(config, items):

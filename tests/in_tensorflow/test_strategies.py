@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import grace
-from grace.cli.model_variables import model_variables
+from grace.cli.inputs import model_variables
 from grace.session.settings import Settings
 from grace.strategy.choices import Choices
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan

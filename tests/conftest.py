@@ -45,10 +45,10 @@ def pytest_collection_finish(session):
 def _room(file: str) -> str:
     """Files that share pools of engines' ranks are run by one worker, one framework after the other."""
     path = Path(__file__).parents[1] / file
+    if path.parent.name == "in_tensorflow":  # whose fixtures start them
+        return "ranks of TensorFlow"
     shared = re.search(r"launched\(|on_ranks\(.*engine=|on_ranks\(.*\)\ndef .*\bengine\b", path.read_text())
-    if not shared or path.parent.name == "tests":
-        return file
-    return "ranks of TensorFlow" if path.parent.name == "in_tensorflow" else "ranks of engines"
+    return "ranks of engines" if shared and path.parent.name != "tests" else file
 
 
 def pytest_collection_modifyitems(config, items):

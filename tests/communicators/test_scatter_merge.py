@@ -99,24 +99,14 @@ def test_means_and_residuals_are_those_of_the_formula(size):
                 np.testing.assert_allclose(residuals[name], kept[step][rank][name], rtol=1e-5, atol=1e-6)
 
 
-def test_every_rank_ends_with_the_same_bits(ranks):
-    results = ranks.run(exchange, 3)
-    for found in results[1:]:
-        for (mine, _), (theirs, _) in zip(results[0], found, strict=True):
-            assert all(mine[name].tobytes() == theirs[name].tobytes() for name in SHAPES)
-
-
-def conserved(ranks, results: list) -> None:
+def test_nothing_is_lost(ranks):
     """W times the means so far, and all that is kept, are all gradients so far."""
+    results = ranks.run(exchange, 12)
     for name in SHAPES:
-        given = sum(gradient(rank, step, name) for rank in range(ranks) for step in range(len(results[0])))
-        sent = ranks * sum(means[name] for means, _ in results[0])
+        given = sum(gradient(rank, step, name) for rank in range(ranks.size) for step in range(12))
+        sent = ranks.size * sum(means[name] for means, _ in results[0])
         kept = sum(found[-1][1][name] for found in results)
         np.testing.assert_allclose(sent + kept, given, rtol=1e-4, atol=1e-5)
-
-
-def test_nothing_is_lost(ranks):
-    conserved(ranks.size, ranks.run(exchange, 12))
 
 
 SKEWED = 3000
@@ -163,27 +153,6 @@ def test_traffic_does_not_grow_with_the_number_of_ranks():
     assert ranks_of(4).run(sent_bytes, "Allgather")[0] > 1.8 * sent[4]
 
 
-def overflow(memory: str) -> tuple[bool, bool]:
-    communicator = joined(grace.torch.ScatterMerge(f"topk(ratio={RATIO})", memory))
-    communicator.step(torch.arange(100.0), "w")
-    before = {name: torch.as_tensor(value).clone() for name, value in flat(communicator.memory.state["w"]).items()}
-    bad = torch.arange(100.0)
-    if grace.rank() == 0:
-        bad[3] = float("inf")
-    value = communicator.step(bad, "w")
-    now = flat(communicator.memory.state["w"])
-    return bool(value.isnan().all()), all(torch.equal(before[key], torch.as_tensor(now[key])) for key in before)
-
-
-def flat(value) -> dict:
-    return value if isinstance(value, dict) else {"": value}
-
-
-@pytest.mark.parametrize("memory", ["residual", "efsignsgd", "dgc"])
-def test_an_overflow_is_seen_by_all_and_enters_no_memory(two_ranks, memory):
-    assert two_ranks.run(overflow, memory) == [(True, True)] * 2
-
-
 def velocities() -> tuple[np.ndarray, np.ndarray]:
     communicator = joined(grace.torch.ScatterMerge("topk(ratio=0.05)", "dgc"))
     mean = communicator.step(torch.randn(100, generator=torch.Generator().manual_seed(grace.rank())), "w")
@@ -195,29 +164,6 @@ def test_momentum_is_cleared_only_where_an_entry_came_through(two_ranks):
         cleared = np.flatnonzero(velocity == 0)
         assert 0 < len(cleared) < 5  # of five entries; else nothing was dropped
         assert np.all(mean[cleared] != 0)
-
-
-def train(group_bytes: int) -> tuple[list[bytes], float]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
-    opt = torch.optim.SGD(model.parameters(), lr=0.02)
-    opt = grace.DistributedOptimizer(
-        opt, model.named_parameters(), "topk(ratio=0.1)", communicator="scatter_merge", group_bytes=group_bytes
-    )
-    data = torch.randn(64, 20, generator=torch.Generator().manual_seed(grace.rank()))
-    for _ in range(40):
-        opt.zero_grad()
-        loss = (model(data) - data[:, :3]).square().mean()
-        loss.backward()
-        opt.step()
-    return [p.detach().numpy().tobytes() for p in model.parameters()], loss.item()
-
-
-@pytest.mark.parametrize("group_bytes", [4096, 1 << 20])
-def test_training_keeps_ranks_equal_and_learns(three_ranks, group_bytes):
-    results = three_ranks.run(train, group_bytes)
-    assert all(weights == results[0][0] for weights, _ in results)
-    assert max(loss for _, loss in results) < 1.0
 
 
 def test_it_refuses_what_has_no_fixed_number_of_entries():

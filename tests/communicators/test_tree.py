@@ -17,7 +17,7 @@ from grace.exchange.tracing import recorder
 from tests.support.own_parts import registered
 from tests.support.pools import launched, ranks_of
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
-from tests.support.training import Given, ddp, distributed, loss_of, made_up, net, sgd
+from tests.support.training import Given, ddp, distributed, loss_of, means, net, sgd
 from tests.support.tree import Tree
 
 pytestmark = pytest.mark.ranks
@@ -28,11 +28,7 @@ def stepped(communicator, steps=3):
     """Gradients after each step, the bytes that left this rank, and those that the route's shapes say."""
     model = Given(SHAPES)
     optimizer = distributed(model, communicator=communicator)
-    found = []
-    for step in range(steps):
-        model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
-        found.append([p.grad.clone() for p in model.parameters()])
+    found = means(model, optimizer, range(steps))
     runner = optimizer._grace.runner
     engine = EngineTraits(grace.size(), runner.channel.by_ring, runner.channel.concatenates)
     said = 0.0
@@ -45,7 +41,7 @@ def beside_allreduce(spec):
     """The largest difference to an all-reduce, and the bytes of the tree."""
     mine, sent, said = stepped(Tree(spec))
     usual, *_ = stepped(grace.torch.Allreduce(spec))
-    pairs = [(a, b) for one, other in zip(mine, usual, strict=True) for a, b in zip(one, other, strict=True)]
+    pairs = [(one[name], other[name]) for one, other in zip(mine, usual, strict=True) for name in SHAPES]
     return max(float((a - b).abs().max()) for a, b in pairs), sent, said
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import grace
-from grace.communicators import ScatterMerge
 from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, FIXED_SIZES, Compressor, TensorSpec, Traits
 from grace.core.context import Context
@@ -267,35 +266,6 @@ def test_a_payload_decodes_at_a_later_step_and_with_the_ctx_of_another_rank(spec
         receiver.context.step = 9
         np.testing.assert_array_equal(receiver.decompress(payload, ctx), wanted)
         assert np.count_nonzero(wanted) <= payload[-1].size * 8
-
-
-def trained(spec, gradients, first=0, kept=None):
-    """What is decoded at each step with error feedback, and what the residual is at the end."""
-    compressor, memory, brought = at(spec, first), make("memory", "residual"), []
-    if kept is not None:
-        memory.state["w"] = kept
-    for compressor.context.step, x in enumerate(gradients, first):
-        tensor = memory.compensate(x.copy(), "w")
-        payload, ctx = compressor.compress(tensor, "w")
-        brought.append(compressor.decompress(payload, ctx).tobytes())
-        memory.update(tensor, "w", compressor, payload, ctx)
-    return brought, memory.state["w"]
-
-
-@pytest.mark.parametrize("spec", [*FEW, "topk(ratio=0.02, warmup_steps=10) | qsgd(levels=7)"])
-def test_a_warm_up_is_resumed_bit_for_bit(spec):
-    gradients = [gradient((3000,)) * (i + 1) for i in range(13)]
-    straight, left = trained(spec, gradients)
-    before, kept = trained(spec, gradients[:6])
-    after, same_left = trained(spec, gradients[6:], 6, kept.copy())
-    assert before + after == straight
-    assert left.tobytes() == same_left.tobytes()
-
-
-def test_scatter_merge_needs_one_count_for_all_steps():
-    with pytest.raises(grace.ConfigError, match="same number of values and positions at every step"):
-        ScatterMerge("topk(ratio=0.1, warmup_steps=10)")
-    ScatterMerge("topk(ratio=0.1)")
 
 
 @pytest.mark.parametrize("steps", [-1, 0.5, True, "3"])

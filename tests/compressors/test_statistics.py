@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import grace
 from tests.support.data import data, z_limit
-from tests.support.methods import SPECS, decoded, make
+from tests.support.methods import decoded, make
 
 UNBIASED = [
     "qsgd", "qsgd(levels=1)", "qsgd(norm=l2)", "qsgd(levels=7, norm=l2)", "qsgd(levels=1, norm=l2)",
@@ -111,11 +111,3 @@ def test_powersgd_recovers_a_matrix_of_its_rank(rank):
     x = data("gaussian", (40, rank), 1) @ data("gaussian", (rank, 25), 2)
     error, total = energies(make(f"powersgd(rank={rank})"), x)
     assert error <= 1e-9 * total
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_traits_that_say_contraction_or_unbiased_are_declared_for_the_right_methods(spec):
-    traits = grace.make("compressor", spec).traits
-    contractions = ("none", "fp16", "topk", "randomk", "efsignsgd", "powersgd")
-    assert traits.contraction == (spec.startswith(contractions) and "unbiased" not in spec)
-    assert traits.unbiased == spec.startswith(("none", "qsgd", "randomk(ratio=0.3, unbiased"))

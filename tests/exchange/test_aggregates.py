@@ -1,6 +1,6 @@
 """What every rank is given, over several steps and through the default memories, against the formulas in NumPy.
 
-The methods that test_oracles.py does not hold. Nothing of Grace's is run here but the random numbers of the
+All methods but PowerSGD, which test_oracles.py holds. Nothing of Grace's is run here but the random numbers of the
 reference kernels; a tensor that a method would not shrink is expected as the plain mean.
 """
 
@@ -16,12 +16,13 @@ import grace
 from grace.kernels import NumpyKernels
 from grace.kernels.random import Stream, stream_key
 from tests.support.pairwise import pairwise
-from tests.support.training import Given, made_up
+from tests.support.training import Given, distributed, made_up, plain_sgd
 
 pytestmark = pytest.mark.ranks
 
 REFERENCE = NumpyKernels()
-SEED, STEPS = 7, 3
+SEED, STEPS = 7, 4
+LEARNING_RATES = (0.1, 0.1, 0.02, 0.5)
 SHAPES = {
     **{"vector": (1001,), "odd": (13, 7), "small": (37,), "few": (2,), "one": (1,)},
     **{"scalar": (), "empty": (0, 3), "zeros": (31,)},
@@ -102,14 +103,30 @@ def sketch(x, at, quantiles=16):
     return np.array([x[bucket == b].mean(dtype=np.float64) for b in range(buckets)], np.float32)[bucket]
 
 
-def qsgd7(x, at):
-    scale = np.sqrt(np.square(x, dtype=np.float64).sum()).astype(np.float32)  # at most 512 values here: one bucket
-    code = np.floor(np.abs(x) / (scale or 1) * np.float32(7) + REFERENCE.uniform(at.stream(), x.size))
-    return np.sign(x) * scale * np.minimum(code, 7) / np.float32(7)
+def qsgd(levels, order):
+    """Levels of a norm of each 512 values, rounded at random."""
+
+    def sent(x, at):
+        uniform, out = REFERENCE.uniform(at.stream(), x.size), []
+        for part, u in zip(parts_of(x, 512), parts_of(uniform, 512), strict=True):
+            scale = np.linalg.norm(part.astype(np.float64), order).astype(np.float32)
+            code = np.floor(np.abs(part) / (scale or 1) * np.float32(levels) + u)
+            out.append(np.sign(part) * scale * np.minimum(code, levels) / np.float32(levels))
+        return np.concatenate(out or [x])
+
+    return sent
+
+
+def whole(x, at):
+    return x
 
 
 def half(x, at):
     return x.astype(np.float16)
+
+
+def brain_half(x, at):
+    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
 
 
 def inceptionn(x, at):
@@ -198,6 +215,17 @@ class Residual(NoMemory):
         self.left = x - sent
 
 
+class OfUpdates(Residual):
+    """EF-SignSGD's, of what the weights were not given: a residual is worth less when the learning rate has grown."""
+
+    steps = 0
+
+    def before(self, g):
+        lr, now = LEARNING_RATES[max(0, self.steps - 1)], LEARNING_RATES[self.steps]
+        self.steps += 1
+        return np.float32(lr / now) * self.left + g
+
+
 class DGCMemory(NoMemory):
     velocity = accumulated = np.float32(0)
 
@@ -240,6 +268,8 @@ class Method(NamedTuple):
     votes: bool = False
     others: tuple[str, ...] = ()
     """Communicators that carry it besides allgather and broadcast."""
+    rounding: float = 2.0**-10
+    """Of the sums that an engine makes of payloads."""
 
 
 def unknown(n):
@@ -247,7 +277,23 @@ def unknown(n):
 
 
 SHARDED = ("scatter_reduce",)
+SUMMED = ("allreduce",)
+
+
+def bits_of_entries(ratio):
+    return lambda n: positions(n, kept(ratio, n)) + 32 * kept(ratio, n)
+
+
 METHODS = {
+    "none": Method(whole, lambda n: 32 * n, others=SUMMED),
+    "fp16": Method(half, lambda n: 16 * n, others=SUMMED),
+    "bf16": Method(brain_half, lambda n: 16 * n, others=SUMMED, rounding=2.0**-6),
+    "qsgd": Method(qsgd(127, np.inf), lambda n: 8 * n + 32 * math.ceil(n / 512)),
+    "qsgd(levels=7, norm=l2)": Method(qsgd(7, 2), lambda n: whole_bytes(4 * n) + 32 * math.ceil(n / 512)),
+    "topk(ratio=0.1)": Method(entries(topk(0.1)), bits_of_entries(0.1), Residual),
+    "randomk(ratio=0.1)": Method(entries(randomk(0.1)), lambda n: 32 * kept(0.1, n), Residual, others=SUMMED),
+    "signsgd": Method(sign, whole_bytes, votes=True, others=SHARDED),
+    "efsignsgd": Method(efsignsgd, lambda n: whole_bytes(n) + 32, OfUpdates, others=SHARDED),
     "natural": Method(natural, lambda n: 8 * n, others=SHARDED),
     "terngrad": Method(terngrad, lambda n: whole_bytes(2 * n) + 32, others=SHARDED),
     "onebit": Method(onebit, lambda n: whole_bytes(n) + 64, Residual, others=SHARDED),
@@ -262,7 +308,7 @@ METHODS = {
     "adaptive(ratio=0.1)": Method(adaptive, unknown, Residual),
     "inceptionn(error_bound=0.001)": Method(inceptionn, unknown),
     "topk(ratio=0.05) | qsgd(levels=7, norm=l2)": Method(
-        entries(topk(0.05), qsgd7, lambda count: min(count / 7**2, math.sqrt(count) / 7)),
+        entries(topk(0.05), qsgd(7, 2), lambda count: min(count / 7**2, math.sqrt(count) / 7)),
         lambda n: positions(n, kept(0.05, n)) + whole_bytes(4 * kept(0.05, n)) + 32,
         Residual,
     ),
@@ -273,7 +319,7 @@ METHODS = {
     ),
     "topk(ratio=0.2) | inceptionn(error_bound=0.001)": Method(entries(topk(0.2), inceptionn), unknown, Residual),
     "randomk(ratio=0.2) | fp16": Method(
-        entries(randomk(0.2), half), lambda n: 16 * kept(0.2, n), Residual, others=("allreduce",)
+        entries(randomk(0.2), half), lambda n: 16 * kept(0.2, n), Residual, others=SUMMED
     ),
     "threshold(value=0.5) | natural": Method(entries(above_half, natural, lambda count: 1 / 8), unknown, Residual),
     "dgc(ratio=0.1) | dynamic8": Method(entries(dgc, dynamic8), unknown, DGCMemory),
@@ -334,12 +380,10 @@ def gradients_of(step: int, rank: int, dtype: torch.dtype) -> dict[str, torch.Te
 def exchanged(compressor: str, communicator: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """The aggregates of a few steps."""
     model = Given(SHAPES, dtype)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = grace.DistributedOptimizer(
-        plain, model.named_parameters(), compressor, communicator=communicator, seed=SEED
-    )
+    optimizer = distributed(model, compressor, optimizer=plain_sgd, communicator=communicator, seed=SEED)
     aggregates = []
-    for step in range(STEPS):
+    for step, lr in enumerate(LEARNING_RATES):
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
         model.backward(gradients_of(step, grace.rank(), dtype))
         optimizer.step()
@@ -362,7 +406,7 @@ def test_every_rank_is_given_what_the_formula_says(ranks, compressor, communicat
             else:
                 wanted, rtol, atol = expected[name].aggregate(given, step), epsilon, 1e-6
             if communicator == "allreduce":  # the engine sums the payload's 16 bits
-                rtol, atol = rtol + 2.0**-10, atol + 2.0**-10 * largest_given * (step + 1)
+                rtol, atol = rtol + method.rounding, atol + method.rounding * largest_given * (step + 1)
             for answer in answers:
                 assert answer[step][name].dtype == dtype
                 np.testing.assert_allclose(

@@ -1,5 +1,8 @@
-"""The whole catalogue over real ranks: odd tensors, 16-bit gradients, resuming, and overflows."""
+"""The whole catalogue over real ranks: all of them hold the same bits, a bad number on one rank is seen by all and
+remembered by none, and a run resumes."""
 
+import itertools
+import math
 import re
 
 import pytest
@@ -7,80 +10,98 @@ import torch
 
 import grace
 from grace.core.registry import known, legal_communicators, make
+from tests.support.methods import SPECS
 from tests.support.pairwise import pairwise
-from tests.support.training import Given, digest, made_up, sgd, state_of, used
+from tests.support.training import Given, digest, distributed, made_up, plain_sgd, state_of, used, weights
 
 pytestmark = pytest.mark.ranks
 
-METHODS = (
-    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
-    *("block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)", "block(bits=3)", "block(bits=2)"),
-    *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
-    *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
-    *("topk(ratio=0.2) | block(bits=2)",),
-)
-CASES = pairwise(
-    *([2, 3], METHODS, known("communicator"), [torch.float32, torch.float16, torch.bfloat16]),
-    allowed=lambda size, method, communicator, dtype: communicator in legal_communicators(make("compressor", method)),
-)
-SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)}
+METHODS = [*SPECS, "block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)", "block(bits=2, scale=rms)"]
+COMMUNICATORS = (*known("communicator"), "reduce_broadcast(destination=1)")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SHAPES = {
+    **{"matrix": (20, 30), "odd": (13, 7), "kernel": (3, 2, 3, 3)},
+    **{"one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)},
+}
+BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+PAIRS = [
+    (method, communicator)
+    for method in METHODS
+    for communicator in COMMUNICATORS
+    if communicator.partition("(")[0] in legal_communicators(make("compressor", method))
+]
+OTHERS = pairwise([2, 3], DTYPES, BAD, ["matrix", "kernel", "one"], [25 << 20, 1])
+CASES = [(size, *pair, *others) for pair, (size, *others) in zip(PAIRS, itertools.cycle(OTHERS), strict=False)]
+CASES += [(4, method, "allreduce", *OTHERS[0][1:]) for method, name in PAIRS if name == "allreduce"]  # in two hops
+"""Every legal pair with the other settings in turn."""
 
 
-def plain(parameters):
-    """SGD without momentum, which the dgc memory wants."""
-    return torch.optim.SGD(parameters, lr=0.05)
+def optimizer_of(model, compressor, **choices):
+    return distributed(model, compressor, optimizer=plain_sgd, **choices)
 
 
-def optimizer_of(model, compressor, communicator):
-    return grace.DistributedOptimizer(
-        plain(model.parameters()), model.named_parameters(), compressor, communicator=communicator
-    )
+def steps(model, optimizer, numbers):
+    for step in numbers:
+        optimizer.zero_grad()
+        model.backward(given(step))
+        optimizer.step()
 
 
-def given(step: int, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    gradients = {name: torch.as_tensor(g, dtype=dtype) for name, g in made_up(SHAPES, step, rank).items()}
-    gradients["zeros"].zero_()
+def given(step):
+    gradients = made_up(SHAPES, step, grace.rank())
+    gradients["zeros"][:] = 0
     return gradients
 
 
-def five_steps(compressor: str, communicator: str, dtype: torch.dtype) -> tuple[str, bool, list]:
-    model = Given(SHAPES).to(dtype)
-    optimizer = optimizer_of(model, compressor, communicator)
-    finite, dtypes = True, set()
-    for step in range(5):
-        optimizer.zero_grad()
-        model.backward(given(step, grace.rank(), dtype))
-        optimizer.step()
-        for p in model.parameters():
-            finite &= bool(torch.isfinite(p.grad).all())
-            dtypes.add(p.grad.dtype)
-    return digest({name: p.detach() for name, p in model.named_parameters()}), finite, list(dtypes)
+def trained(compressor, communicator, dtype, bad, where, group_bytes):
+    """Two good steps, one in which a single number of rank 1's gradient is bad, and a good one."""
+    model = Given(SHAPES, DTYPES[dtype])
+    optimizer = optimizer_of(model, compressor, communicator=communicator, group_bytes=group_bytes)
+    steps(model, optimizer, range(2))
+    good, before, counted = digest(weights(model)), digest(state_of(optimizer)), optimizer._grace.context.step
+    optimizer.zero_grad()
+    gradients = given(2)
+    if grace.rank() == 1:
+        gradients[where].flat[-1] = BAD[bad]
+    model.backward(gradients)
+    optimizer.synchronize()
+    seen = not torch.isfinite(getattr(model, where).grad).all()
+    used(model, optimizer)
+    unchanged = digest(state_of(optimizer)) == before
+    steps(model, optimizer, [3])
+    facts = {
+        "seen": seen,
+        "memories unchanged": unchanged,
+        "steps counted": optimizer._grace.context.step == counted + 2,
+        "finite": all(torch.isfinite(p.grad).all() and torch.isfinite(p).all() for p in model.parameters()),
+        "dtype": all(p.grad.dtype == DTYPES[dtype] for p in model.parameters()),
+        "learned": good != digest(weights(Given(SHAPES, DTYPES[dtype]))),
+    }
+    return good, digest(weights(model)), facts
 
 
-@pytest.mark.parametrize(("ranks", "compressor", "communicator", "dtype"), CASES, indirect=["ranks"], ids=str)
-def test_every_rank_ends_with_the_same_finite_bits(ranks, compressor, communicator, dtype):
-    answers = ranks.run(five_steps, compressor, communicator, dtype)
-    assert len({bits for bits, _, _ in answers}) == 1
-    assert all(finite and dtypes == [dtype] for _, finite, dtypes in answers)
+@pytest.mark.parametrize(
+    ("ranks", "compressor", "communicator", "dtype", "bad", "where", "group_bytes"), CASES, indirect=["ranks"], ids=str
+)
+def test_ranks_hold_the_same_bits_and_a_bad_number_is_seen_by_all_and_remembered_by_none(
+    ranks, compressor, communicator, dtype, bad, where, group_bytes
+):
+    answers = ranks.run(trained, compressor, communicator, dtype, bad, where, group_bytes)
+    assert len({(good, end) for good, end, _ in answers}) == 1
+    for _, _, facts in answers:
+        assert all(facts.values()), facts
 
 
-def resumed(compressor: str) -> bool:
+def resumed(compressor):
     """Six steps at once, and three, a new model and optimizer with what was saved, and three."""
     whole, part, again = Given(SHAPES), Given(SHAPES), Given(SHAPES)
-    steps = {id(model): optimizer_of(model, compressor, None) for model in (whole, part)}
-
-    def run(model, optimizer, numbers):
-        for step in numbers:
-            optimizer.zero_grad()
-            model.backward(given(step, grace.rank(), torch.float32))
-            optimizer.step()
-
-    run(whole, steps[id(whole)], range(6))
-    run(part, steps[id(part)], range(3))
+    steps(whole, optimizer_of(whole, compressor), range(6))
+    optimizer = optimizer_of(part, compressor)
+    steps(part, optimizer, range(3))
     again.load_state_dict(part.state_dict())
-    optimizer = optimizer_of(again, compressor, None)
-    optimizer.load_state_dict(steps[id(part)].state_dict())
-    run(again, optimizer, range(3, 6))
+    other = optimizer_of(again, compressor)
+    other.load_state_dict(optimizer.state_dict())
+    steps(again, other, range(3, 6))
     return digest(whole.state_dict()) == digest(again.state_dict())
 
 
@@ -89,34 +110,9 @@ def test_a_resumed_run_continues_bit_for_bit(two_ranks, compressor):
     assert two_ranks.run(resumed, compressor) == [True, True]
 
 
-def overflown(compressor: str) -> tuple[bool, bool]:
-    model = Given(SHAPES)
-    optimizer = optimizer_of(model, compressor, None)
-    for step in range(2):
-        optimizer.zero_grad()
-        model.backward(given(step, grace.rank(), torch.float32))
-        optimizer.step()
-    before = digest(state_of(optimizer))
-    optimizer.zero_grad()
-    gradients = given(2, grace.rank(), torch.float32)
-    if grace.rank() == 1:
-        gradients["odd"][3, 3] = float("inf")
-    model.backward(gradients)
-    optimizer.synchronize()
-    seen = not bool(torch.isfinite(dict(model.named_parameters())["odd"].grad).all())
-    used(model, optimizer)
-    return seen, digest(state_of(optimizer)) == before
-
-
-@pytest.mark.parametrize("compressor", METHODS)
-def test_an_overflow_is_seen_by_all_and_enters_no_memory(ranks, compressor):
-    assert ranks.run(overflown, compressor) == [(True, True)] * ranks.size
-
-
-def refused(choices: dict) -> str:
-    model = Given(SHAPES)
+def refused(choices):
     try:
-        grace.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **choices)
+        distributed(Given(SHAPES), **choices)
     except grace.ConfigError as error:
         return str(error)
     return "accepted"

@@ -18,7 +18,6 @@ from grace.kernels import kernels_of
 pytestmark = pytest.mark.ranks
 N, CULPRIT = 70_000, 1  # so many that positions take 32 bits
 DATA = torch.linspace(-1, 1, N).roll(7)
-KINDS = {kind.__name__: kind for kind in (Allgather, Broadcast, ReduceBroadcast, ScatterReduce)}
 FAR, NEGATIVE = [0xFF, 0xFF, 0xFF, 0x7F], [0xFE, 0xFF, 0xFF, 0xFF]  # 2^31 - 1 and -2, little-endian
 
 

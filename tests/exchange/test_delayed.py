@@ -13,7 +13,7 @@ from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from tests.support import strategies
 from tests.support.limits import HANGS
-from tests.support.training import Given, copied, digest
+from tests.support.training import Given, copied, digest, distributed, plain_sgd
 
 pytestmark = pytest.mark.ranks
 LR = 0.1
@@ -32,10 +32,8 @@ class Quadratic(torch.nn.Module):
         return self.w.detach() - (rank + 1) * TARGETS - 0.1 * step, self.b.detach() - rank + step
 
 
-def made(communicator: ReduceBroadcast, model: Quadratic, **options):
-    return grace.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters(), communicator=communicator, **options
-    )
+def made(communicator: ReduceBroadcast | None, model: Quadratic, **options):
+    return distributed(model, optimizer=lambda p: plain_sgd(p, LR), communicator=communicator, **options)
 
 
 def one_step(model: Quadratic, optimizer, step: int, spoil: bool = False) -> None:
@@ -84,9 +82,7 @@ def test_the_mean_of_a_step_is_applied_that_many_steps_later(ranks, staleness):
 
 def plain_weights() -> list:
     model = Quadratic()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters())
-    return trained(range(7), model, optimizer)[2]
+    return trained(range(7), model, made(None, model))[2]
 
 
 def test_without_staleness_the_bits_are_those_of_plain_all_reduce(two_ranks):  # of two: any order adds alike
@@ -172,17 +168,13 @@ def under_less(staleness: int, strategy: bool) -> tuple:
     """What six steps of constant gradients add up to if the last two are made with less staleness."""
     before = Quadratic()
     before.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2) * step)
-    optimizer = grace.DistributedOptimizer(
-        torch.optim.SGD(before.parameters(), lr=LR), before, strategy=_strategy(before, 3, cut=False)
-    )
+    optimizer = made(None, before, strategy=_strategy(before, 3, cut=False))
     trained(range(4), before, optimizer)
     saved = copied(optimizer.full_state_dict())
     after = Quadratic()
     after.load_state_dict(before.state_dict())
     after.gradients = before.gradients
-    optimizer = grace.DistributedOptimizer(
-        torch.optim.SGD(after.parameters(), lr=LR), after, strategy=_strategy(after, staleness, cut=strategy)
-    )
+    optimizer = made(None, after, strategy=_strategy(after, staleness, cut=strategy))
     optimizer.load_state_dict(saved)
     trained(range(4, 6), after, optimizer)
     pending = [dict(step) for step in optimizer._grace.runner.pending()]
@@ -400,12 +392,8 @@ def scaled_ahead():
     """The weight after each step of a scaler's loop over a delayed exchange; gradients are 1 on all ranks."""
     model = Given({"w": (4,)})
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = grace.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        model,
-        communicator="reduce_broadcast(staleness=2)",
-        grad_scaler=scaler,
-    )
+    choices = {"communicator": "reduce_broadcast(staleness=2)", "grad_scaler": scaler}
+    optimizer = distributed(model, optimizer=lambda p: plain_sgd(p, 1.0), **choices)
     found = []
     for _ in range(4):
         optimizer.zero_grad()

@@ -10,13 +10,9 @@ import torch
 import grace
 from grace.backends import runtime
 from grace.compressors.topk import TopK
-from grace.core.context import Context
-from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.exchange.fused_codec import FusedCodec
-from grace.session.plan import UniformPlan
-from grace.session.setup import build_step_runner
-from tests.support.trained import remembered
+from tests.support.trained import Trained, remembered
 
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 pytestmark = pytest.mark.ranks
@@ -32,18 +28,12 @@ METHODS = ["_encode", "_average", "_decode"]
 STEPS, OVERFLOWS, DISCARDED, SCALED = 9, 4, 6, 7
 
 
-class Trained:
+class Shards(Trained):
     """A runner over ScatterReduce, whose gradients are drawn."""
 
     def __init__(self, spec, memory, apart, shapes=SHAPES):
-        backend, self.lr = runtime.current(), 1.0
-        self.rng = np.random.default_rng(backend.rank)
-        found = [Variable(f"v{i}", shape, "float32", device="cpu") for i, shape in enumerate(shapes)]
-        context = Context(lr=lambda name: self.lr, rank=backend.rank, size=backend.size)
-        plan = UniformPlan(spec, memory, "scatter_reduce")
-        self.runner = build_step_runner(lambda: found, lambda: plan, backend, context)
-        for bucket in self.runner.buckets:
-            bucket.fuses = not apart
+        super().__init__(spec, memory, shapes, apart, runtime.current(), communicator="scatter_reduce")
+        self.rng = np.random.default_rng(grace.rank())
 
     def drawn(self, shape, scale=1.0):
         return torch.tensor(self.rng.standard_normal(shape) * scale, dtype=torch.float32)
@@ -79,7 +69,7 @@ def bits(value):
 
 
 def trained(spec, memory, apart):
-    one, found, used = Trained(spec, memory, apart), [], []
+    one, found, used = Shards(spec, memory, apart), [], []
     for method in METHODS:
         setattr(FusedCodec, method, watched(getattr(FusedCodec, method), method, used))
     try:
@@ -172,7 +162,7 @@ def spoil(codec, collective):
 
 def refused(collective):
     """What a rank says of a damaged payload, and what it makes of the step after it."""
-    one, other, used = *(Trained(Positions(), None, apart, [BIG]) for apart in (False, True)), []
+    one, other, used = *(Shards(Positions(), None, apart, [BIG]) for apart in (False, True)), []
     for _ in range(2):
         same = {"v0": one.drawn(BIG)}
         assert one.step(same) == other.step(same)

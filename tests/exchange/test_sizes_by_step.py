@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-import grace
 from grace.core.route import Carries
 from grace.exchange.fused_codec import FusedCodec
 from tests.support.far import as_far
-from tests.support.trained import Trained, bits, drawn
-from tests.support.training import Given, distributed, made_up
+from tests.support.trained import Trained, drawn
+from tests.support.training import Given, digest, distributed, means
 
 STEPS, WARMUP = 7, 4
 SHAPES = [(40, 50), (3,), (9000,)]
@@ -58,13 +57,7 @@ def resumed(spec):
     shapes = {"matrix": (40, 50), "vector": (700,)}
 
     def run(model, optimizer, steps):
-        found = []
-        for step in steps:
-            optimizer.zero_grad()
-            model.backward(made_up(shapes, step, grace.rank()))
-            optimizer.step()
-            found.append([bits(p.grad) for p in model.parameters()])
-        return found
+        return [digest(mean) for mean in means(model, optimizer, steps)]
 
     model = Given(shapes)
     optimizer = distributed(model, spec)

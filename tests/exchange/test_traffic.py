@@ -5,29 +5,30 @@ import math
 import os
 import socket
 import struct
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import grace
+from grace.core.registry import legal_communicators
+from tests.support.methods import SPECS, make
 from tests.support.pairwise import pairwise
-from tests.support.training import METHODS, ONE_STAGE, Given, distributed, made_up, net, train
+from tests.support.training import Given, distributed, means, net, plain_sgd, train
 
 pytestmark = pytest.mark.ranks
 
-MORE = (
-    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+METHODS = [
+    *(spec for spec in SPECS if make(spec).traits.fixed_size == "by shape" and "cast" not in spec),
     *("block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)"),
-    *("topk(ratio=0.1) | qsgd(levels=7)", "topk(ratio=0.1) | efsignsgd", "randomk(ratio=0.1) | fp16"),
-)
-GATHERED = [
-    *ONE_STAGE,
-    *((method, name) for method in MORE for name in ("allgather", "broadcast")),
-    ("randomk(ratio=0.1) | fp16", "allreduce"),
+    *("topk(ratio=0.1) | efsignsgd", "randomk(ratio=0.1) | fp16"),
 ]
+GATHERED = [
+    (method, name)
+    for method in METHODS
+    for name in {"allreduce", "allgather", "broadcast"}.intersection(legal_communicators(make(method)))
+]
+"""Methods whose payloads have one size, and communicators that compress once."""
 SHAPES = {"big": (50, 41), "odd": (1003,), "kernel": (8, 3, 3, 3), "one": (1,), "scalar": (), "none": (0,)}
 STEPS = 3
 
@@ -37,11 +38,8 @@ def counted(compressor, communicator, group_bytes):
     backend = Recorder(grace.init())
     model = Given(SHAPES)
     choices = {"communicator": communicator, "group_bytes": group_bytes, "backend": backend, "broadcast": False}
-    optimizer = distributed(model, compressor, optimizer=partial(torch.optim.SGD, lr=0.05), **choices)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
+    optimizer = distributed(model, compressor, optimizer=plain_sgd, **choices)
+    means(model, optimizer, range(STEPS))
     groups = [[v.name for v in group.variables] for group in optimizer._grace.runner.buckets]
     dense = [
         v.name
@@ -83,7 +81,7 @@ class Recorder(grace.Backend):
 @pytest.mark.parametrize(
     ("compressor", "communicator", "group_bytes"),
     pairwise(
-        *(dict(GATHERED), sorted({name for _, name in GATHERED}), [25 << 20, 1000]),
+        *(METHODS, sorted({name for _, name in GATHERED}), [25 << 20, 1000]),
         allowed=lambda method, name, group_bytes: (method, name) in GATHERED,
     ),
 )
@@ -112,146 +110,11 @@ PLACE = 5
 """Numbers that tell where a rank is, in the first group's wires: its own, or in sums each rank's."""
 
 
-def eighths(nbytes: int) -> int:
-    """Padded to a multiple of 8 bytes."""
-    return nbytes + -nbytes % 8
-
-
-@pytest.mark.parametrize(
-    "compressor", ["none", "fp16", "qsgd", "natural", "terngrad", "onebit", "efsignsgd", "dynamic8"]
-)
-def test_both_halves_of_scatter_reduce_are_the_wire_bits_of_shards(two_ranks, compressor):
-    method = grace.make("compressor", compressor)
-    answers = two_ranks.run(counted, compressor, "scatter_reduce", 25 << 20)
-    for rank, (traffic, handed, groups, dense) in enumerate(answers):
-        payload, total = {}, 0
-        for index, names in enumerate(groups):
-            if names[0] in dense:
-                payload |= {name: 4 * math.prod(SHAPES[name]) for name in names}
-                total += sum(payload[name] + 4 for name in names) + (0 if index else 4 * 2 * PLACE)
-                continue
-            shards = {
-                name: [round(method.wire_bits((n,)) * n / 8) for n in halves(math.prod(SHAPES[name]))] for name in names
-            }
-            payload |= {name: sum(nbytes) + nbytes[rank] for name, nbytes in shards.items()}
-            place = 0 if index else PLACE
-            longest = max(eighths(sum(shards[name][j] + 1 for name in names) + place) for j in range(2))
-            total += 3 * longest  # a shard for each rank, and this rank's mean
-        assert traffic.payload_bytes == {name: STEPS * payload[name] for name in SHAPES}
-        assert sum(handed) == STEPS * total
-        assert traffic.header_bytes == STEPS * (total - sum(payload.values()))
-
-
-def halves(n: int) -> tuple[int, int]:
-    return (n + 1) // 2, n // 2
-
-
-SPIKES = [0.1, -0.9, 3.0, -2.0]
-
-
-def spiky(rank: int) -> dict[str, np.ndarray]:
-    """3 or 7 entries of the large variables, all of the small ones; the rest is zero."""
-    gradients = {}
-    for name, shape in SHAPES.items():
-        flat = np.zeros(math.prod(shape), np.float32)
-        count = entries(flat.size, rank)
-        flat[:: max(1, flat.size // max(1, count))][:count] = np.resize(SPIKES, count)
-        gradients[name] = flat.reshape(shape)
-    return gradients
-
-
-def entries(n: int, rank: int) -> int:
-    return min(n, 3 + 4 * rank)
-
-
-def counted_spikes(compressor, memory, communicator):
-    """Traffic of three steps, and the bytes that the engine was handed."""
-    backend = Recorder(grace.init())
-    model = Given(SHAPES)
-    optimizer = grace.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, memory, communicator,
-        backend=backend, broadcast=False,
-    )  # fmt: skip
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        model.backward(spiky(grace.rank()))
-        optimizer.step()
-    return optimizer.traffic, backend.handed
-
-
-def of_sides(n: int, m: int) -> int:
-    """Half of the positive and half of the negative entries, by 16-bit index, and two means."""
-    return 8 + 2 * sum(max(1, round(side / 2)) for side in ((m + 1) // 2, m // 2) if side)
-
-
-def of_formats(n: int, m: int) -> int:
-    """2-bit tags of all, and 1, 2, 4 and 4 bytes for the spikes."""
-    return math.ceil(n / 4) + sum([1, 2, 4, 4][i % 4] for i in range(m))
-
-
-@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
-@pytest.mark.parametrize(
-    ("compressor", "memory", "tensors", "nbytes"),
-    [
-        ("threshold(value=0.05)", None, 2, lambda n, m: (4 + 2) * m),
-        ("dgc(ratio=0.05)", None, 2, lambda n, m: (4 + 2) * m),
-        ("adaptive(ratio=0.5)", "none", 3, of_sides),
-        ("inceptionn(error_bound=0.001)", None, 4, of_formats),
-        ("threshold(value=0.05) | natural", "none", 2, lambda n, m: (1 + 2) * m),
-        ("dgc(ratio=0.05) | efsignsgd", None, 3, lambda n, m: math.ceil(m / 8) + 4 + 2 * m),
-    ],
-)
-def test_bytes_that_depend_on_the_data_are_those_of_the_entries_sent(
-    two_ranks, compressor, memory, tensors, nbytes, communicator
-):
-    sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
-    payloads = [{name: nbytes(n, entries(n, rank)) if n else 0 for name, n in sizes.items()} for rank in range(2)]
-    compressed = len(SHAPES) - 1  # the empty variable is not: its status and two ranks' places take 4 bytes each
-    longest = max(eighths(sum(payload.values()) + compressed) for payload in payloads)
-    # the sizes of all tensors, the wire, the empty variable
-    total = 8 * tensors * compressed + longest + 4 * (1 + 2 * PLACE)
-    answers = two_ranks.run(counted_spikes, compressor, memory, communicator)
-    for (traffic, handed), payload in zip(answers, payloads, strict=True):
-        assert traffic.payload_bytes == {name: STEPS * payload[name] for name in SHAPES}
-        assert sum(handed) == STEPS * total
-        assert traffic.header_bytes == STEPS * (total - sum(payload.values()))
-
-
 def test_nothing_is_sent_larger_than_it_is(two_ranks):
-    for method in (*METHODS, *MORE):
+    for method in METHODS:
         (traffic, *_), _ = two_ranks.run(counted, method, None, 25 << 20)
         for name, shape in SHAPES.items():
             assert traffic.payload_bytes[name] <= STEPS * 4 * math.prod(shape)
-
-
-@pytest.mark.parametrize(
-    ("compressor", "bits"),
-    [
-        ("signsgd", 1),
-        ("qsgd", 8 + 1 / 16),
-        ("qsgd(levels=7)", 4 + 1 / 16),
-        ("fp16", 16),
-        ("natural", 8),
-        ("terngrad", 2 + 32 / 2**20),
-        ("onebit", 1 + 64 / 2**20),
-        ("signum", 1),
-        ("dynamic8", 8 + 32 / 2**20),
-        ("sketch", 6 + 64 * 32 / 2**20),
-        ("topk(ratio=0.015625) | natural", (32 + 8) / 64),
-    ],
-)
-def test_the_wire_is_as_narrow_as_the_method_says(two_ranks, compressor, bits):
-    for sent, header in two_ranks.run(one_large_tensor, compressor):
-        assert sent == bits * (1 << 20) / 8
-        assert header == 2 * (1 + 2 * PLACE) if compressor == "fp16" else header < 1 + PLACE + 8
-
-
-def one_large_tensor(compressor):
-    model = Given({"w": (1 << 20,)})
-    optimizer = distributed(model, compressor, optimizer=partial(torch.optim.SGD, lr=0.05))
-    model.w.grad = torch.randn(1 << 20)
-    optimizer.step()
-    return optimizer.traffic.payload_bytes["w"], optimizer.traffic.header_bytes
 
 
 def socket_bytes():

@@ -1,4 +1,4 @@
-"""Mistakes of the original GRACE that take several ranks to see; the others are in ../test_traps.py."""
+"""Mistakes of the original GRACE that take several ranks to see; for others see compressors/test_traps_of_grace.py."""
 
 import dataclasses
 
@@ -8,53 +8,9 @@ import torch
 
 import grace
 import grace.torch
-from tests.support.training import Given, joined
+from tests.support.training import Given, distributed, joined
 
 pytestmark = pytest.mark.ranks
-
-
-def efsignsgd(kind: str) -> list[float]:
-    """The aggregate of (rank + 1) x, where the mean magnitude of x, and of all its shards, is 4."""
-    communicator = joined(getattr(grace.torch, kind)("efsignsgd"))
-    return communicator.step((grace.rank() + 1) * torch.tensor([2.0, -6.0, 4.0, -4.0, 6.0, -2.0]), "w").tolist()
-
-
-@pytest.mark.parametrize("kind", ["Allgather", "Broadcast", "ScatterReduce"])
-def test_efsignsgd_averages_and_does_not_sum(ranks, kind):
-    mean = {2: 6, 3: 8}[ranks.size]
-    assert ranks.run(efsignsgd, kind) == [[mean, -mean, mean, -mean, mean, -mean]] * ranks.size
-
-
-def first_q() -> list[list[float]]:
-    torch.manual_seed(grace.rank())
-    np.random.seed(grace.rank())
-    communicator = joined(grace.torch.Allreduce("powersgd(rank=2)"))
-    (p,) = next(communicator.compressor.exchange(torch.eye(6), "w"))  # P = I Q
-    return p.tolist()
-
-
-def test_powersgd_draws_the_same_q_on_every_rank(ranks):
-    first, *others = ranks.run(first_q)
-    assert np.abs(first).min() > 0
-    assert others == [first] * (ranks.size - 1)
-
-
-def outer(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.outer(torch.randn(30, generator=generator), torch.randn(20, generator=generator))
-
-
-def mean_of_rank_one() -> list[np.ndarray]:
-    """Two steps; each rank's gradient has rank 2, but their mean is ``outer(0)``, of rank 1."""
-    communicator = joined(grace.torch.Allreduce("powersgd(rank=1)", grace.make("memory", "residual(beta=0.0)")))
-    own = {2: (1, -1), 3: (1, 2, -3)}[grace.size()][grace.rank()]
-    return [communicator.step(outer(0) + own * outer(1), "w").numpy() for _ in range(2)]
-
-
-def test_powersgd_averages_p_and_q_over_ranks(ranks):
-    for aggregates in ranks.run(mean_of_rank_one):
-        for aggregate in aggregates:
-            np.testing.assert_allclose(aggregate, outer(0), atol=1e-4)
 
 
 def sparse(rank: int) -> torch.Tensor:
@@ -96,8 +52,7 @@ def ready_in_another_order(compressor: str) -> dict[str, list[float]]:
     """Backward reaches the variables in an order of each rank's own; every variable is a group."""
     names = ["a", "b", "c"]
     model = Given({name: (8,) for name in names})
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = grace.DistributedOptimizer(plain, model.named_parameters(), compressor, group_bytes=1)
+    optimizer = distributed(model, compressor, group_bytes=1)
     shift = grace.rank() % 3
     for name in names[shift:] + names[:shift]:
         value = 2.0 ** names.index(name)

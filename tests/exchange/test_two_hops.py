@@ -8,7 +8,7 @@ import grace
 import grace.torch
 from grace.communicators.allreduce import MOST_BYTES
 from tests.support.pools import ranks_of
-from tests.support.training import Given, made_up
+from tests.support.training import Given, distributed, means, plain_sgd
 
 pytestmark = pytest.mark.ranks
 SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "matrix": (31, 20)}
@@ -59,33 +59,14 @@ def test_few_ranks_and_long_wires_are_left_to_the_engine():
     assert set(ranks_of(4).run(kinds, 4 * MOST_BYTES)) == {"allreduce"}
 
 
-def overflow() -> tuple[bool, bool]:
-    communicator = grace.torch.Allreduce("randomk(ratio=0.5)")
-    communicator.step(torch.ones(20), "w")
-    kept = communicator.memory.state["w"].clone()
-    bad = torch.ones(20)
-    if grace.rank() == 2:
-        bad[3] = float("nan")
-    found = communicator.step(bad, "w")
-    return bool(found.isnan().all()), torch.equal(communicator.memory.state["w"], kept)
-
-
-def test_an_overflow_is_seen_by_all():
-    assert ranks_of(4).run(overflow) == [(True, True)] * 4
-
-
 def collectives(compressor: str, steps: int) -> tuple[list[bytes], int]:
     """The weights after some steps, and how many collectives a step took."""
     model = Given(SHAPES)
-    optimizer = grace.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor
-    )
+    optimizer = distributed(model, compressor, optimizer=plain_sgd)
     channel = optimizer._grace.runner.channel
-    for step in range(steps):
-        before = channel.started
-        optimizer.zero_grad()
-        model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
+    means(model, optimizer, range(steps - 1))
+    before = channel.started
+    means(model, optimizer, [steps])
     return [p.detach().numpy().tobytes() for p in model.parameters()], channel.started - before
 
 

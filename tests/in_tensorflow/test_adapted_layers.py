@@ -1,24 +1,15 @@
 """Layers that each rank adapted to its own data, and traffic in Keras's logs."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import csv
 
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-keras = pytest.importorskip("keras", reason="Keras is not installed")
+import tensorflow as tf
 
 import grace
-from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def two():
-    return launched("mpirun-mpi", 2, "tensorflow")
 
 
 def adapted():
@@ -46,8 +37,8 @@ def adapted():
     return found
 
 
-def test_layers_that_ranks_adapted_differently_compute_as_rank_0s_after_a_broadcast(two):
-    first, second = two.run(adapted)
+def test_layers_that_ranks_adapted_differently_compute_as_rank_0s_after_a_broadcast(mpi):
+    first, second = mpi.run(adapted)
     for name, (before, after) in first.items():
         assert before == after == second[name][1], name
         assert second[name][0] != after, name
@@ -76,8 +67,8 @@ def trained(folder):
     return model.predict(x, verbose=0).tolist(), history, rows, optimizer.traffic.sent_bytes
 
 
-def test_the_callbacks_reach_traced_functions_and_log_traffic(two, tmp_path):
-    ranks = two.run(trained, str(tmp_path))
+def test_the_callbacks_reach_traced_functions_and_log_traffic(mpi, tmp_path):
+    ranks = mpi.run(trained, str(tmp_path))
     assert ranks[0][0] == ranks[1][0]
     for _, history, rows, sent in ranks:
         assert sum(history["grace_bytes_sent"]) == sent > 0

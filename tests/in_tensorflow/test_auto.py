@@ -1,19 +1,18 @@
 """``strategy="auto"`` in Keras: what is tried and kept, in graphs that are traced once."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import warnings
 
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
 from grace.planner import planning, step_timer
 from tests.support.passing import passing, time_by_hand
 from tests.support.planners import CHECKED, NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
 from tests.support.pools import launched
+from tests.support.tensorflow_training import both_ways, compiled, digest, fit, sgd
 from tests.support.training import made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -21,18 +20,15 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STEPS = UNTIL_CHOSEN + CHECKED + 3
 PLANNING = planning.Planning
 """The planner itself."""
-ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
 
 
 def choosing(sleeps, graph, steps=STEPS):
     """What was chosen, whether weights were the same on all ranks all the time, the weights, and how often the step
     was traced."""
-    import keras
-
     time_by_hand()
     planning.Planning = Planning  # which the driver is made with
     variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]
-    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="auto")
+    optimizer = sgd(strategy="auto")
     traced = []
 
     def step(gradients):
@@ -52,17 +48,16 @@ def choosing(sleeps, graph, steps=STEPS):
     return optimizer._grace.auto.plan, same, [np.asarray(v) for v in variables], len(traced)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_the_fastest_is_kept(engine, graph):
-    for plan, same, _, traced in launched(engine, 2, "tensorflow").run(choosing, SLEEPS, graph):
+@both_ways
+def test_the_fastest_is_kept(two, graph):
+    for plan, same, _, traced in two.run(choosing, SLEEPS, graph):
         assert plan == {"chosen": TOPK}
         assert same
         assert traced == (1 if graph else STEPS)
 
 
-def test_nothing_is_lost_by_trying():
-    for plan, same, got, _ in launched("mpirun-mpi", 2, "tensorflow").run(choosing, NONE_FASTEST, True):
+def test_nothing_is_lost_by_trying(mpi):
+    for plan, same, got, _ in mpi.run(choosing, NONE_FASTEST, True):
         assert plan == {"chosen": "none"}
         assert same
         for value, name in zip(got, SHAPES, strict=True):
@@ -72,31 +67,19 @@ def test_nothing_is_lost_by_trying():
 
 def new():
     """A model under auto, whose planner is made up."""
-    import keras
-
-    from tests.support.tensorflow_training import LOSS, network
-
     time_by_hand()
     planning.Planning = Planning  # which the driver is made with
-    model = network()
-    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.9), strategy="auto"), LOSS)
-    return model
+    return compiled(sgd(lr=0.02, momentum=0.9, strategy="auto"))
 
 
-def fit(model, epochs):
+def fit_with_waits(model, epochs):
     """Epochs of four steps, each of which takes as long as its strategy says."""
-    import keras
-
-    from tests.support.tensorflow_training import samples
 
     def wait(batch, logs):
         auto = model.optimizer._grace.auto
         passing.sleep(SLEEPS[auto.current if auto else "none"])
 
-    x, y = samples(64, grace.rank())
-    span = {"epochs": epochs[-1] + 1, "initial_epoch": epochs[0]}
-    waiting = keras.callbacks.LambdaCallback(on_train_batch_begin=wait)
-    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[waiting], **span)
+    fit(model, epochs, [keras.callbacks.LambdaCallback(on_train_batch_begin=wait)])
 
 
 CHOSEN = -(-STEPS // 4)
@@ -108,41 +91,44 @@ def path_of(folder, way):
     return f"{folder}/{0 if way == WAYS[0] else grace.rank()}-{WAYS.index(way)}.keras"
 
 
-def saved_and_went_on(folder, ways=WAYS):
-    from tests.support.tensorflow_training import digest
-
+def saved_and_went_on(folder):
     model = new()
-    fit(model, range(CHOSEN))
-    for way in ways:
+    fit_with_waits(model, range(CHOSEN))
+    for way in WAYS:
         path = path_of(folder, way)
         grace.tensorflow.save_model(model, path) if way == WAYS[0] else model.save(path)
-    fit(model, range(CHOSEN, CHOSEN + 2))
+    fit_with_waits(model, range(CHOSEN, CHOSEN + 2))
     return digest(model.variables), model.optimizer._grace.auto.plan
 
 
 def went_on(folder, way, epochs=2):
     """Weights, the plan, and with what the resumed run began and ended; and what it was warned of."""
-    from tests.support.tensorflow_training import digest
-
     time_by_hand()
     planning.Planning = Planning  # which the driver is made with
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = grace.tensorflow.load_model(path_of(folder, way))
-        fit(model, range(CHOSEN, CHOSEN + 1))
+        fit_with_waits(model, range(CHOSEN, CHOSEN + 1))
     began = model.optimizer._grace.auto.current
-    fit(model, range(CHOSEN + 1, CHOSEN + epochs))
+    fit_with_waits(model, range(CHOSEN + 1, CHOSEN + epochs))
     auto = model.optimizer._grace.auto
     said = " ".join(str(one.message) for one in caught)
     return digest(model.variables), auto.plan, began, auto.current, said
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
-    wanted = launched(engine, 2, "tensorflow").run(saved_and_went_on, str(tmp_path))
-    launched(engine, 2, "tensorflow").stop()
+@pytest.fixture(scope="module")
+def saved(mpi, tmp_path_factory):
+    """A folder with files of two ranks, and how these went on without a stop; later ranks are new processes."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    wanted = mpi.run(saved_and_went_on, folder)
+    mpi.stop()
+    return folder, wanted
+
+
+def test_a_saved_plan_is_gone_on_with_bit_for_bit(mpi, saved):
+    folder, wanted = saved
     for way in WAYS:
-        found = launched(engine, 2, "tensorflow").run(went_on, str(tmp_path), way)
+        found = mpi.run(went_on, folder, way)
         for (weights, plan), (resumed, other, began, ended, said) in zip(wanted, found, strict=True):
             assert plan == other == {"chosen": TOPK}
             assert began == ended == TOPK
@@ -150,9 +136,8 @@ def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
             assert "dropped" not in said
 
 
-def test_another_number_of_ranks_plans_anew(tmp_path):
-    launched("mpirun-mpi", 2, "tensorflow").run(saved_and_went_on, str(tmp_path), WAYS[:1])
-    found = launched("mpirun-mpi", 3, "tensorflow").run(went_on, str(tmp_path), WAYS[0], CHOSEN)
+def test_another_number_of_ranks_plans_anew(saved):
+    found = launched("mpirun-mpi", 3, "tensorflow").run(went_on, saved[0], WAYS[0], CHOSEN)
     assert len({weights for weights, *_ in found}) == 1
     for _, plan, began, ended, said in found:
         assert plan == {"chosen": TOPK}
@@ -164,10 +149,6 @@ def really(folder):
     """A network planned by the planner itself: what it prints, weights, and whether the plan is what is executed."""
     import time
     from pathlib import Path
-
-    import keras
-
-    from tests.support.tensorflow_training import digest
 
     planning.Planning, step_timer.time = PLANNING, time
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
@@ -185,8 +166,8 @@ def really(folder):
     return str(plan), digest(model.variables), executed
 
 
-def test_the_planner_itself(tmp_path):
-    (plan, one, executed), (same, other, _) = launched("mpirun-mpi", 2, "tensorflow").run(really, str(tmp_path))
+def test_the_planner_itself(mpi, tmp_path):
+    (plan, one, executed), (same, other, _) = mpi.run(really, str(tmp_path))
     assert plan == same
     assert one == other
     assert executed

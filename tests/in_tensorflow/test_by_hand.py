@@ -1,17 +1,13 @@
 """Communicators that the user calls, eagerly and in a ``tf.function``."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
 from grace.communicators import Allgather
 from grace.communicators.choice import build_communicator
-from tests.support.pools import launched
-from tests.support.training import KINDS, SPECS, made_up
+from tests.support.training import KINDS, made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -37,11 +33,9 @@ def both_ways(specs):
     return found
 
 
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
-def test_graphs_give_what_eager_steps_do_for_every_method(engine):
-    specs = SPECS if engine == "mpirun-mpi" else KINDS
-    first, second = launched(engine, 2, "tensorflow").run(both_ways, specs)
-    for spec in specs:
+def test_graphs_give_what_eager_steps_do(two):
+    first, second = two.run(both_ways, KINDS)
+    for spec in KINDS:
         eager, graph = first[spec, False], first[spec, True]
         assert eager[1] == graph[1] == 4
         for mine, traced, others in zip(eager[0], graph[0], second[spec, True][0], strict=True):
@@ -68,8 +62,8 @@ def as_graces_scripts_write_it():
     return left
 
 
-def test_communicators_are_taken_wherever_graces_scripts_put_them():
-    for left in launched("horovodrun-gloo", 2, "tensorflow").run(as_graces_scripts_write_it):
+def test_communicators_are_taken_wherever_graces_scripts_put_them(horovod):
+    for left in horovod.run(as_graces_scripts_write_it):
         assert len(left) == 6
         assert all(weights == [0, 0, 0, 0, 0, 0, -9, -10.5] for weights in left.values())
 

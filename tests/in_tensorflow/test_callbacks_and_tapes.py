@@ -1,29 +1,28 @@
 """Callbacks, tapes, XLA, and many steps in one call of a graph, over 2 real ranks of two engines."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
-from tests.in_tensorflow.test_features import apply_steps, both_ways, sgd
-from tests.support.pools import launched
+from tests.support.tensorflow_training import (
+    LOSS,
+    apply_steps,
+    both_ways,
+    compiled,
+    digest,
+    fit,
+    network,
+    samples,
+    sgd,
+    state_of,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
-def two(request):
-    return launched(request.param, 2, "tensorflow")
-
-
 def callbacks():
-    import keras
-
-    from tests.support.tensorflow_training import LOSS, network, samples
-
     model = network(seed=grace.rank())
     model.add(keras.layers.BatchNormalization())
     model.build((None, 16))
@@ -57,12 +56,7 @@ def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(two):
 
 def uneven():
     """Losses and accuracies over ranks with 8 and 24 examples, then 20 and 4, and over all of them in one process."""
-    import keras
-
-    from tests.support.tensorflow_training import LOSS, network, samples
-
-    model = network()
-    model.compile(sgd(lr=0.0), LOSS, metrics=["accuracy"])
+    model = compiled(sgd(lr=0.0), metrics=["accuracy"])
     data = [samples(32, rank) for rank in range(2)]
     (trained, tested), mine = ((8, 24), (20, 4)), grace.rank()
 
@@ -93,16 +87,11 @@ def test_means_over_uneven_ranks_are_those_over_all_examples(two):
 
 
 def xla():
-    import keras
-
-    from tests.support.tensorflow_training import LOSS, network, samples
-
     for callbacks in ([], [grace.tensorflow.BroadcastCallback()]):
         for wrapped in (lambda made: made, keras.optimizers.LossScaleOptimizer):
-            model = network()
-            model.compile(wrapped(sgd(lr=0.01)), LOSS, jit_compile=True)
+            model = compiled(wrapped(sgd(lr=0.01)), jit_compile=True)
             with pytest.raises(grace.ConfigError, match="jit_compile=False"):
-                model.fit(*samples(16, 0), verbose=0, callbacks=callbacks)
+                fit(model, range(1), callbacks, rows=16)
     w = tf.Variable([1.0])
 
     @tf.function(jit_compile=True, autograph=False)
@@ -142,14 +131,10 @@ def test_tapes_go_on_from_one_another(two, graph):
 
 
 def steps_in_one_call():
-    from tests.support.tensorflow_training import LOSS, digest, network, samples
-
     found = []
     for at_once in (1, 4):
-        model = network()
-        model.compile(sgd("topk(ratio=0.1)", lr=0.05), LOSS, steps_per_execution=at_once)
-        x, y = samples(128, grace.rank())
-        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        model = compiled(sgd("topk(ratio=0.1)", lr=0.05), steps_per_execution=at_once)
+        fit(model, range(2), rows=128)
         found.append((digest(model.trainable_variables), model.optimizer.traffic.steps))
     return found
 
@@ -189,8 +174,6 @@ def test_steps_in_a_loop_of_a_graph_stay_in_order(two):
 
 def logged(graph):
     """Metrics before the first exchange, after 3 steps and after none, of an optimizer and of a tape's exchange."""
-    from tests.support.tensorflow_training import state_of
-
     start, gradient = np.zeros(1000, np.float32), tf.constant(np.linspace(-1, 2, 1000, dtype=np.float32))
     optimizer, found = sgd("topk(ratio=0.1)"), []
     found += [optimizer.metrics()]

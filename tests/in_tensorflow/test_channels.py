@@ -1,20 +1,16 @@
 """Two optimizers, a tape and the user's own collectives beside each other, over engines that pair by order."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
-from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def side_by_side():
-    import keras
     from mpi4py import MPI
 
     rank, size = grace.rank(), grace.size()
@@ -44,5 +40,5 @@ def side_by_side():
     return len({id(channel) for channel in channels}), grace.init() in channels
 
 
-def test_each_has_a_channel_of_its_own():
-    assert launched("mpirun-mpi", 2, "tensorflow").run(side_by_side) == [(3, False)] * 2
+def test_each_has_a_channel_of_its_own(mpi):
+    assert mpi.run(side_by_side) == [(3, False)] * 2

@@ -2,25 +2,18 @@
 
 import logging
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import grace
-from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"])
-def pool(request):
-    """2 ranks of an engine."""
-    return launched(request.param, 2, "tensorflow")
-
-
 def operations():
     """Values and gradients of all of them; the same in a graph."""
-    import numpy as np
-    import tensorflow as tf
-
     rank, said = grace.rank(), []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
@@ -64,9 +57,6 @@ def operations():
 
 def started():
     """A model and an optimizer of rank 1's, by Horovod's lines; and what a script of its has in place of these."""
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(grace.rank())
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     made = keras.optimizers.SGD(0.1 * (grace.rank() + 1), momentum=0.9)
@@ -88,10 +78,10 @@ def started():
     return [value.numpy().tobytes() for value in model.variables]
 
 
-def test_operations_on_tensors_and_in_graphs(pool):
-    assert pool.run(operations) == [[], []]  # AutoGraph leaves them alone
+def test_operations_on_tensors_and_in_graphs(two):
+    assert two.run(operations) == [[], []]  # AutoGraph leaves them alone
 
 
-def test_start_values_and_tapes(pool):
-    first, second = pool.run(started)
+def test_start_values_and_tapes(two):
+    first, second = two.run(started)
     assert first == second

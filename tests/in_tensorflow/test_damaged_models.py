@@ -1,7 +1,5 @@
 """Model files that are killed while they are written, damaged, or of different saves; and damaged states in Keras."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import os
 import signal
 import subprocess
@@ -9,18 +7,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grace
 from tests.support.damaged_states import each, loads_or_changes_nothing, mutated, resealed
 from tests.support.limits import HANGS
-from tests.support.pools import launched
 
 pytestmark = [pytest.mark.slow]
 
@@ -42,8 +38,6 @@ grace.tensorflow.save_model(model, sys.argv[1])
 
 
 def model_of(spec="topk(ratio=0.2)", width=5):
-    import keras
-
     model = keras.Sequential(
         [keras.layers.Input((6,)), keras.layers.Dense(width, name="a"), keras.layers.Dense(2, name="b")]
     )
@@ -115,8 +109,8 @@ def damaged(folder):
 
 
 @pytest.mark.ranks
-def test_what_is_damaged_on_one_rank_is_refused_on_all_by_name(tmp_path):
-    first, second = launched("mpirun-mpi", 2, "tensorflow").run(damaged, str(tmp_path))
+def test_what_is_damaged_on_one_rank_is_refused_on_all_by_name(mpi, tmp_path):
+    first, second = mpi.run(damaged, str(tmp_path))
     assert first["right"] == second["right"] == ""
     for what in ("cut", "empty", "flipped"):
         assert second[what].startswith(f"ConfigError: {tmp_path}/own1.keras is damaged or not complete: "), what

@@ -1,13 +1,11 @@
 """tf.distribute's strategies are refused by name, wherever they are met first, before any rank waits for another."""
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-
-import grace  # noqa: E402
+import grace
 
 pytestmark = pytest.mark.usefixtures("local")
 

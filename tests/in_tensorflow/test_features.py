@@ -1,43 +1,15 @@
 """What Keras training brings besides plain steps, over 2 real ranks of two engines."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
 from tests.support.pairwise import pairwise
-from tests.support.pools import launched
+from tests.support.tensorflow_training import apply_steps, both_ways, digest, fit, sgd, state_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
-@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
-def two(request):
-    return launched(request.param, 2, "tensorflow")
-
-
-both_ways = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-
-
-def apply_steps(optimizer, variables, gradients, graph=False):
-    """Apply lists of gradients, one list a step."""
-
-    def step(given):
-        optimizer.apply_gradients(zip(given, variables, strict=True))
-
-    run = tf.function(step, autograph=False) if graph else step
-    for given in gradients:
-        run(given)
-    return [np.array(variable) for variable in variables]
-
-
-def sgd(compressor=None, lr=1.0, settings=None, **options):
-    import keras
-
-    return grace.DistributedOptimizer(keras.optimizers.SGD(lr, **settings or {}), compressor=compressor, **options)
 
 
 # -- means, sums, accumulation, clipping ---------------------------------------------------------------
@@ -66,7 +38,7 @@ def test_the_result_is_the_mean_or_the_sum(two, graph):
 
 def accumulate(graph):
     w = tf.Variable([0.0])
-    optimizer = sgd(settings={"gradient_accumulation_steps": 3})
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3))
     values, steps = [], []
 
     def step(gradient):
@@ -89,7 +61,8 @@ def test_gradients_are_accumulated_and_exchanged_once(two, graph):
 
 def clip(graph):
     gradient = tf.constant([30.0 if grace.rank() else -10.0, 0.0])  # the mean has norm 10, and no rank's own has
-    return apply_steps(sgd(settings={"clipnorm": 5.0}), [tf.Variable([0.0, 0.0])], [[gradient]], graph)[0].tolist()
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0, clipnorm=5.0))
+    return apply_steps(optimizer, [tf.Variable([0.0, 0.0])], [[gradient]], graph)[0].tolist()
 
 
 @both_ways
@@ -98,8 +71,6 @@ def test_means_are_clipped_not_what_goes_into_them(two, graph):
 
 
 def schedule():
-    import keras
-
     w = tf.Variable(tf.zeros(64))
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 0.5])
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(rate), compressor="efsignsgd")
@@ -120,8 +91,6 @@ def test_a_memory_that_follows_the_learning_rate_sees_the_schedules(two):
 
 def with_none(graph):
     """The first variable has a gradient on rank 0 only, the second on no rank, the third on both."""
-    import keras
-
     variables = [tf.Variable([1.0]), tf.Variable([1.0]), tf.Variable([1.0])]
     optimizer = grace.DistributedOptimizer(keras.optimizers.AdamW(0.1, weight_decay=0.5))
     gradients = [tf.constant([4.0]) if grace.rank() == 0 else None, None, tf.constant([2.0])]
@@ -129,8 +98,6 @@ def with_none(graph):
 
 
 def plain():
-    import keras
-
     variables = [tf.Variable([1.0]), tf.Variable([1.0]), tf.Variable([1.0])]
     gradients = [tf.constant([2.0]), None, tf.constant([2.0])]
     return [float(v[0]) for v in apply_steps(keras.optimizers.AdamW(0.1, weight_decay=0.5), variables, [gradients] * 2)]
@@ -179,8 +146,6 @@ def test_scalars_empty_and_narrow_variables(two, dtype, compressor, graph):
 
 def overflow(compressor, graph):
     """Rank 1's gradient overflows in the second of three steps."""
-    from tests.support.tensorflow_training import state_of
-
     optimizer = sgd(compressor)
     variables, means, states = [tf.Variable(tf.zeros([40]))], [], []
 
@@ -230,8 +195,6 @@ def test_a_variable_used_twice(two, graph):
 
 def scaled(side, graph):
     """Rank 1 overflows in the second step. The weights and the loss scale after each step."""
-    import keras
-
     scaler = keras.optimizers.LossScaleOptimizer
     if side == "inside":
         optimizer = grace.DistributedOptimizer(scaler(keras.optimizers.SGD(1.0), initial_scale=8.0), "topk(ratio=0.5)")
@@ -264,10 +227,6 @@ def test_a_loss_scale_inside_or_outside_skips_a_step_on_all_ranks(two, side, gra
 
 
 def mixed_precision():
-    import keras
-
-    from tests.support.tensorflow_training import digest, samples
-
     keras.utils.set_random_seed(0)
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -277,10 +236,8 @@ def mixed_precision():
         keras.mixed_precision.set_global_policy("float32")
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)  # compile() made it one
     model.optimizer.initial_scale = 2.0**20
-    x, y = samples(128, grace.rank())
-    broadcast = grace.tensorflow.BroadcastCallback()
-    history = model.fit(x, y, batch_size=16, epochs=6, verbose=0, callbacks=[broadcast])
-    return digest(model.trainable_variables), history.history["loss"], float(model.optimizer.dynamic_scale)
+    history = fit(model, range(6), [grace.tensorflow.BroadcastCallback()], rows=128)
+    return digest(model.trainable_variables), history["loss"], float(model.optimizer.dynamic_scale)
 
 
 def test_mixed_precision_trains(two):

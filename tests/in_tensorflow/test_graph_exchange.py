@@ -3,22 +3,16 @@ share their functions."""
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
-import grace  # noqa: E402
-from tests.support.pools import launched  # noqa: E402
-from tests.support.tensorflow_training import digest, session_of, variables_of  # noqa: E402
+import grace
+from grace.session.settings import ReduceOp
+from grace.tensorflow import graph_exchange
+from tests.support.tensorflow_training import digest, session_of, variables_of
 
 pytestmark = pytest.mark.ranks
 
 SHAPES = {"matrix": (30, 40), "vector": (700,), "scalar": (), "empty": (0, 3), "tiny": (1,), "idle": (5,)}
-
-
-@pytest.fixture
-def horovod():
-    """2 ranks under horovodrun."""
-    return launched("horovodrun-gloo", 2, framework="tensorflow")
 
 
 def steps(session, variables, count=3):
@@ -43,9 +37,6 @@ SHAPES_WITHOUT_IDLE = [name for name in SHAPES if name != "idle"]
 
 def both(compressor, dtype, apart, options):
     """Means, flags and traffic, as they are now, and with ``apart`` instead of what the graph does."""
-    from grace.session.settings import ReduceOp
-    from grace.tensorflow import graph_exchange
-
     options = {"reduction": ReduceOp(**options.pop("reduction", {})), **options}
     answers, names = [], [name for name in apart if hasattr(graph_exchange, name)]
     assert names == list(apart)

@@ -1,8 +1,10 @@
 """What Horovod's Keras API does under Keras 3: what docs/from-horovod.md says of it, line by line."""
 
+import keras
+import numpy as np
 import pytest
 
-from tests.support.pools import launched
+import grace
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -10,10 +12,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 def tried(folder):
     """What each part of it comes to: an error's words, or whether both ranks have the same weights."""
     import horovod.keras as hvd
-    import keras
-    import numpy as np
-
-    import grace
 
     x = np.full((16, 4), 1.0 + grace.rank(), "f")
 
@@ -48,8 +46,8 @@ def tried(folder):
     }
 
 
-def test_horovods_keras_api_is_broken_as_the_page_says(tmp_path):
-    for found in launched("horovodrun-gloo", 2, "tensorflow").run(tried, str(tmp_path)):
+def test_horovods_keras_api_is_broken_as_the_page_says(horovod, tmp_path):
+    for found in horovod.run(tried, str(tmp_path)):
         assert found == {
             "DistributedOptimizer": False,  # nothing is exchanged
             "load_model": True,  # likewise

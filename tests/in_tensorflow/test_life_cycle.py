@@ -1,24 +1,21 @@
 """What Keras optimizers may become while they are distributed, and what becomes of them."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import gc
 import weakref
 
-import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
 import keras
+import pytest
+import tensorflow as tf
 
 import grace
 from grace.tensorflow import Allgather
+from tests.support.tensorflow_training import both_ways
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local")]
 
 
 @pytest.mark.parametrize("compressor", ["dgc", "signum"])
-@pytest.mark.parametrize("graph", [False, True], ids=["eagerly", "in a graph"])
+@both_ways
 def test_momentum_inside_and_outside_is_refused_at_the_start_and_later(compressor, graph):
     w = tf.Variable([1.0, 2.0])
 
@@ -38,7 +35,7 @@ def test_momentum_inside_and_outside_is_refused_at_the_start_and_later(compresso
     assert w.numpy().tolist() == before
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eagerly", "in a graph"])
+@both_ways
 def test_a_closed_optimizer_is_plain_and_may_be_distributed_anew(graph):
     given = Allgather("topk(ratio=0.5)")
     w, plain = tf.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5, momentum=0.5)

@@ -1,15 +1,12 @@
 """Keras's optimizers, all of them, those that hand gradients on, and variables that gradients overwrite."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-keras = pytest.importorskip("keras", reason="Keras is not installed")
+import tensorflow as tf
 
 import grace
-from tests.support.pools import launched
+from tests.support.tensorflow_training import both_ways
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 NAMES = sorted(
@@ -18,16 +15,6 @@ NAMES = sorted(
     if isinstance(each, type) and issubclass(each, keras.optimizers.Optimizer)
 )
 HAND_ON = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}
-
-
-@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
-def two(request):
-    return launched(request.param, 2, "tensorflow")
-
-
-@pytest.fixture(scope="module")
-def mpi():
-    return launched("mpirun-mpi", 2, "tensorflow")
 
 
 def net(seed, layers=1):
@@ -139,7 +126,7 @@ def refused(graph):
     return said
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@both_ways
 def test_an_optimizer_that_hands_gradients_to_another_is_refused_by_its_method(mpi, graph):
     for said in mpi.run(refused, graph):
         for name, text in zip(["HandsOn.apply()", "HandsPairsOn.apply_gradients()"], said, strict=True):

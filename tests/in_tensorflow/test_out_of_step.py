@@ -1,14 +1,11 @@
 """Ranks that go different ways under TensorFlow: noticed by all ranks in the next exchange, eagerly and in graphs."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
-from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -21,8 +18,6 @@ FAULTS = {
 
 def with_fault(fault: str, how: str, compressor: str) -> tuple[str, int, bool]:
     """The error, the step that it came in, and whether that changed a variable."""
-    import keras
-
     w = tf.Variable(np.ones(64, np.float32))
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.5), compressor=compressor)
     optimizer.build([w])
@@ -45,10 +40,9 @@ def all_faults(how: str) -> list[tuple[str, tuple[str, int, bool]]]:
     return [(fault, with_fault(fault, how, m)) for fault in FAULTS for m in ("none", "topk(ratio=0.1)")]
 
 
-@pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
-def test_a_rank_that_goes_its_own_way_is_named(engine):
+def test_a_rank_that_goes_its_own_way_is_named(two):
     for how in ("graph", "eager"):
-        for answer in launched(engine, 2, "tensorflow").run(all_faults, how):
+        for answer in two.run(all_faults, how):
             for fault, (said, step, changed) in answer:
                 assert FAULTS[fault] in said
                 assert step == WRONG_AT
@@ -56,8 +50,6 @@ def test_a_rank_that_goes_its_own_way_is_named(engine):
 
 
 def other_settings() -> str:
-    import keras
-
     w = tf.Variable(np.ones(4, np.float32))
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.5 + 0.4 * grace.rank()))
     try:
@@ -67,6 +59,6 @@ def other_settings() -> str:
     return ""
 
 
-def test_other_hyperparameters_are_refused_before_anything_is_exchanged():
-    for said in launched("mpirun-mpi", 2, "tensorflow").run(other_settings):
+def test_other_hyperparameters_are_refused_before_anything_is_exchanged(mpi):
+    for said in mpi.run(other_settings):
         assert "optimizer SGD, momentum 0.5, rank 1 has" in said

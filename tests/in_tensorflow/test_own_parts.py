@@ -1,22 +1,18 @@
 """A user's own parts, written with TensorFlow's operations; and what the exchange computes with."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import gc
 import importlib.util
 
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.tensorflow import Allgather, Communicator, Compressor, Memory, Traits
 from grace.tensorflow.representation import Arrays, Tensors, medium_for
-from tests.support.pools import launched
-from tests.support.tensorflow_training import session_of
+from tests.support.tensorflow_training import both_ways, session_of
 
 
 class Int8(Compressor):
@@ -53,10 +49,10 @@ class Signs(Compressor):
         return tf.reshape(tf.cast(signs, tf.float32) * 2 - 1, shape)
 
 
-class EachAlone(Communicator):
-    """A collective of the engine's for each tensor, whatever it is of and however long."""
+class Gathering(Communicator):
+    """GRACE's all-gather for TensorFlow: a collective of the engine's for each tensor, whatever it is of."""
 
-    def send_receive(self, tensors, ctx, name):
+    def send_receive(self, tensors, ctx):
         parts = [self.backend.allgather(tf.reshape(tensor, [-1])).wait() for tensor in tensors]
         decoded = [self.compressor.decompress(list(payload), ctx) for payload in zip(*parts, strict=True)]
         return self.compressor.aggregate(decoded) / self.world_size
@@ -66,7 +62,7 @@ def bools(graph):
     """What signs that travel as bools make of a tensor, by Grace's all-gather and by one of one's own."""
     given = [np.random.default_rng(rank).standard_normal((5, 8)).astype(np.float32) for rank in range(grace.size())]
     wanted = sum(np.sign(each) for each in given) / grace.size()
-    for grc in (Allgather(Signs(), "none"), EachAlone(Signs(), "none")):
+    for grc in (Allgather(Signs(), "none"), Gathering(Signs(), "none")):
 
         def step(x, grc=grc):
             return grc.step(x, "w")
@@ -103,10 +99,9 @@ def expected():
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
-def test_parts_written_in_tensorflow_get_tensors(engine, graph):
-    for found in launched(engine, 2, "tensorflow").run(means, graph):
+@both_ways
+def test_parts_written_in_tensorflow_get_tensors(two, graph):
+    for found in two.run(means, graph):
         for mine, theirs in zip(found, expected(), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
@@ -149,15 +144,6 @@ def test_means_that_a_loop_keeps_stay_as_they_were():
     grace.shutdown()
 
 
-class Gathering(Communicator):
-    """GRACE's all-gather for TensorFlow: ``send_receive(tensors, ctx)``."""
-
-    def send_receive(self, tensors, ctx):
-        gathered = [self.backend.allgather(tf.reshape(tensor, [-1])).wait() for tensor in tensors]
-        decoded = [self.compressor.decompress(list(payload), ctx) for payload in zip(*gathered, strict=True)]
-        return self.compressor.aggregate(decoded) / self.world_size
-
-
 def by_variable(graph):
     w = tf.Variable(tf.zeros([40]))
     gradients = [np.random.default_rng((n, grace.rank())).standard_normal(40).astype(np.float32) for n in range(3)]
@@ -171,10 +157,9 @@ def by_variable(graph):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
-def test_a_communicator_of_graces_contract_is_carried_eagerly_and_in_graphs(engine):
+def test_a_communicator_of_graces_contract_is_carried_eagerly_and_in_graphs(two):
     for graph in (False, True):
-        for ways in launched(engine, 2, "tensorflow").run(by_variable, graph):
+        for ways in two.run(by_variable, graph):
             for found in ways:
                 for mine, theirs in zip(found, expected(), strict=True):
                     np.testing.assert_allclose(mine, theirs, atol=1e-6)
@@ -213,8 +198,8 @@ def ported():
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_sizes_that_nobody_announced_are_compared_in_graphs():
-    for means, said in launched("horovodrun-gloo", 2, "tensorflow").run(ported):
+def test_sizes_that_nobody_announced_are_compared_in_graphs(horovod):
+    for means, said in horovod.run(ported):
         assert means == [[2.0] * 4, [4.0] * 4]
         assert "the payload of 'Variable' has" in said
         assert "fixed_size='by data'" in said

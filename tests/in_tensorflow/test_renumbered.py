@@ -1,23 +1,17 @@
 """Saved models and states whose variables have other names when they come back, because Keras numbers layers anew."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import warnings
 
+import keras
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
 import grace
-from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def built(kind, options, name=None):
-    import keras
-
     inner = keras.Sequential([keras.layers.Dense(6), keras.layers.Dense(6)], name=name)
     if kind == "functional":
         x = keras.layers.Input((4,))
@@ -67,11 +61,10 @@ def second():
     return train(first) == train(later)
 
 
-def test_models_in_models_and_second_models_go_on_from_what_was_saved_bit_for_bit(tmp_path):
-    pool = launched("mpirun-mpi", 2, "tensorflow")
-    for found in pool.run(nested, str(tmp_path)):
+def test_models_in_models_and_second_models_go_on_from_what_was_saved_bit_for_bit(mpi, tmp_path):
+    for found in mpi.run(nested, str(tmp_path)):
         for same, said in found:
             assert same
             assert len(said) == 1
             assert "'inner/dense" in said[0] or "'sequential" in said[0]
-    assert pool.run(second) == [True, True]
+    assert mpi.run(second) == [True, True]

@@ -2,10 +2,11 @@
 
 import time
 
+import keras
 import pytest
+import tensorflow as tf
 
 import grace
-from tests.support.pools import launched
 
 pytestmark = pytest.mark.ranks
 
@@ -13,8 +14,6 @@ pytestmark = pytest.mark.ranks
 def with_own_operations(steps):
     """The script broadcasts eagerly, where Horovod heeds no names, while exchanges of earlier steps are under way."""
     import horovod.tensorflow as hvd
-    import keras
-    import tensorflow as tf
 
     made = keras.optimizers.SGD(0.01)
     optimizer = grace.DistributedOptimizer(made, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
@@ -30,15 +29,13 @@ def with_own_operations(steps):
     return [w.numpy().tobytes() for w in weights]
 
 
-def test_eager_operations_of_the_script_do_not_meet_those_of_exchanges():
-    first, second = launched("horovodrun-gloo", 2, "tensorflow").run(with_own_operations, 60)
+def test_eager_operations_of_the_script_do_not_meet_those_of_exchanges(horovod):
+    first, second = horovod.run(with_own_operations, 60)
     assert first == second
 
 
 def left_in():
     import horovod.keras
-    import keras
-    import tensorflow as tf
 
     sgd = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
     ours, theirs, fp16 = grace.DistributedOptimizer, horovod.keras.DistributedOptimizer, horovod.keras.Compression.fp16
@@ -56,8 +53,8 @@ def left_in():
     return said
 
 
-def test_what_a_script_left_in_of_horovod_is_refused_by_name():
-    for said in launched("horovodrun-gloo", 2, "tensorflow").run(left_in):
+def test_what_a_script_left_in_of_horovod_is_refused_by_name(horovod):
+    for said in horovod.run(left_in):
         assert "is Horovod's DistributedOptimizer already: leave that out" in said[0]
         assert "leave out hvd.DistributedOptimizer" in said[1]
         assert all("Grace's is compressor=" in message for message in said[2:])

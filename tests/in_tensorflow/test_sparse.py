@@ -1,29 +1,22 @@
 """tf.IndexedSlices: exchanged by rows with compressed values, or made dense; the mean is the mean."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
 from grace.communicators.sparse import RowAllgather
+from grace.core.variable import Variable
+from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.sparse_codec import unfit
 from grace.exchange.sparse_rows import NOTHING, SparseRows
+from grace.session.settings import Settings
 from grace.strategy.choices import Choices
-from tests.support.pools import launched
+from grace.tensorflow.session import Session
+from tests.support.tensorflow_training import both_ways, session_of, state_of
 
 ROWS, WIDTH = 12, 3
-
-
-@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
-def two(request):
-    return launched(request.param, 2, "tensorflow")
-
-
-both_ways = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 
 def slices(step, rank):
@@ -43,8 +36,6 @@ def dense(gradient):
 
 def run(compressor, graph, steps=4, **options):
     """The means of a few steps, the rows that they name, and what the memory kept."""
-    from tests.support.tensorflow_training import session_of, state_of
-
     exchange = session_of(compressor, **options)
     variables = [tf.Variable(tf.zeros([ROWS, WIDTH])), tf.Variable(tf.zeros([5]))]
 
@@ -122,65 +113,6 @@ def run_with(compressor, options):
     return run(compressor, False, **options)
 
 
-def alone(dense):
-    """Adam as it should treat rows that come twice; Keras squares their gradients before it adds them up."""
-    import keras
-
-    class Adam(keras.optimizers.Adam):
-        def apply(self, grads, trainable_variables=None):
-            super().apply([self.sums(gradient) for gradient in grads], trainable_variables)
-
-        def sums(self, gradient):
-            if not isinstance(gradient, tf.IndexedSlices) or dense:
-                return tf.convert_to_tensor(gradient)
-            rows, places = tf.unique(gradient.indices)
-            values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
-            return tf.IndexedSlices(values, rows, gradient.dense_shape)
-
-    return Adam(0.01)
-
-
-def embed(compressor, way):
-    """An embedding and a dense layer, trained with Adam."""
-    import keras
-
-    from tests.support.tensorflow_training import LOSS, digest
-
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Embedding(50, 6), keras.layers.Flatten()])
-    model.add(keras.layers.Dense(10))
-    optimizer = alone(way == "dense") if compressor is None else keras.optimizers.Adam(0.01)
-    if compressor is not None:
-        optimizer = grace.DistributedOptimizer(optimizer, compressor, sparse_as_dense=way == "dense")
-    model.compile(optimizer, LOSS, run_eagerly=way == "eager")
-    generator = np.random.default_rng(0)
-    x, y = generator.integers(50, size=(64, 4)), generator.integers(10, size=64)
-    if compressor is not None:  # every other batch
-        x, y = (np.concatenate([a[i : i + 8] for i in range(8 * grace.rank(), 64, 16)]) for a in (x, y))
-    batch = 16 if compressor is None else 8
-    history = model.fit(x, y, batch_size=batch, epochs=3, shuffle=False, verbose=0)
-    return digest(model.variables), [np.array(v) for v in model.variables], history.history["loss"]
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["graph", "eager", "dense"])
-def test_an_embedding_trains_as_with_all_the_data_on_one_rank(two, way):
-    whole = two.run(embed, None, way)[0]
-    first, second = two.run(embed, "none", way)
-    assert first[0] == second[0]
-    for mine, expected in zip(first[1], whole[1], strict=True):
-        np.testing.assert_allclose(mine, expected, atol=2e-5)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_an_embedding_trains_with_compressed_rows(two):
-    first, second = two.run(embed, "topk(ratio=0.2)", "graph")
-    assert first[0] == second[0]
-    assert first[2][-1] < first[2][0]
-
-
 @pytest.mark.parametrize(
     ("compressor", "memory", "why"),
     [
@@ -192,9 +124,6 @@ def test_an_embedding_trains_with_compressed_rows(two):
     ],
 )
 def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
-    from grace.session.settings import Settings
-    from grace.tensorflow.session import Session
-
     exchange = Session(Choices(compressor, memory, None), grace.init("local"), Settings())
     with pytest.raises(grace.ConfigError, match=f"'Variable' is sparse, and .*({why}).* sparse_as_dense=True"):
         exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
@@ -212,9 +141,6 @@ def test_every_method_serves_rows_or_says_why_not():
         communicator.compressor.shapes["emb"] = (ROWS, WIDTH)
         assert communicator.step is not None
         rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
-        from grace.core.variable import Variable
-        from grace.exchange.bucket import Bucket, Contribution, Traffic
-
         bucket = Bucket(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
         exchange = RoundTrip(Contribution(bucket, [SparseRows(tf.ones([3, WIDTH]), rows)], [True], True, Traffic()))
         while exchange.advance():

@@ -1,36 +1,31 @@
 """Strategies executed in TensorFlow, over Horovod's operations in graphs and over MPI."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import os
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
+from grace.cli.inputs import model_variables
+from grace.session.settings import Settings
+from grace.strategy.choices import Choices
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.tensorflow.session import Session
 from tests.support.own_parts import InPieces, registered
 from tests.support.pools import launched
+from tests.support.strategies import BUILDERS, spec_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-BUILDERS = (
-    *("ps", "ps_load_balancing(sorted=true)", "partitioned_ps(min_shard_bytes=0)"),
-    *("uneven_partitioned_ps(min_shard_bytes=0)", "all_reduce(chunk_size=2)"),
-    *("partitioned_all_reduce(min_shard_bytes=0)", "random_axis_partition_all_reduce(min_shard_bytes=0, seed=3)"),
-    *("parallax", "uniform", "size_threshold(bytes=64, large=none)", "by_type(matrices=none)"),
-)
 LR = 0.1
 STEPS = 4
 
 
 def mixed():
     """An embedding, a kernel with a prime number of rows, and a small layer."""
-    import keras
-
     generator = np.random.default_rng(0)
     layers = [keras.layers.Embedding(10, 6, name="words"), keras.layers.GlobalAveragePooling1D(name="pooled")]
     layers += [keras.layers.Dense(13, "tanh", name="prime"), keras.layers.Dense(4, name="head")]
@@ -47,8 +42,6 @@ def data(step, rank):
 
 
 def gradients(model, words, labels):
-    import keras
-
     with tf.GradientTape() as tape:
         loss = keras.losses.sparse_categorical_crossentropy(labels, model(words), from_logits=True)
         loss = tf.reduce_mean(loss)
@@ -82,8 +75,6 @@ def on_the_mean(size, steps, staleness=0):
 
 
 def distributed(strategy=None, **options):
-    import keras
-
     uneven = grace.size() == 3 and grace.rank() == 2
     os.environ["GRACE_NODE"] = "b" if uneven else "a"
     return grace.DistributedOptimizer(keras.optimizers.SGD(LR), strategy=strategy, **options)
@@ -93,7 +84,7 @@ def all_builders(graph, builders=BUILDERS):
     results = {}
     for builder in builders:
         model = mixed()
-        results[builder] = trained(model, distributed(builder), range(STEPS), graph)[-1]
+        results[builder] = trained(model, distributed(spec_for(builder, grace.size())), range(STEPS), graph)[-1]
     return results
 
 
@@ -154,10 +145,9 @@ def stale(graph, staleness):
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
-def test_the_mean_of_a_step_is_applied_later(engine, graph):
+def test_the_mean_of_a_step_is_applied_later(two, graph):
     wanted = on_the_mean(2, STEPS + 1, staleness=2)
-    for history in launched(engine, 2, "tensorflow").run(stale, graph, 2):
+    for history in two.run(stale, graph, 2):
         for got, expected in zip(history, wanted, strict=True):
             for value, other in zip(got, expected, strict=True):
                 np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
@@ -165,8 +155,6 @@ def test_the_mean_of_a_step_is_applied_later(engine, graph):
 
 def alone(period, cut):
     """Fit with all variables averaged every so many steps, or the head's kernel in two parts, one of which never is."""
-    from grace.cli.inputs import model_variables
-
     model = mixed()
     part = ShardPlan(Sync("none", period=period))
     plans = [VariablePlan(v, (part,)) for v in model_variables(model)]
@@ -186,23 +174,20 @@ def alone(period, cut):
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
-def test_ranks_train_on_their_own_and_meet_every_other_step(engine, cut):
-    one, two = launched(engine, 2, "tensorflow").run(alone, 2, cut)
-    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
+def test_ranks_train_on_their_own_and_meet_every_other_step(two, cut):
+    one, other = two.run(alone, 2, cut)
+    for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
         for a, b in zip(mine, theirs, strict=True):
             a, b = (a[:6], b[:6]) if cut and a.shape == (13, 4) else (a, b)
             assert np.array_equal(a, b) == (step % 2 == 1), step
     if cut:
-        for mine, theirs in zip(one, two, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
             a, b = (next(v for v in values if v.shape == (13, 4)) for values in (mine, theirs))
             assert not np.array_equal(a[6:], b[6:])
 
 
 def fitted(strategy, folder):
     """Two epochs of fit under a strategy; saved."""
-    import keras
-
     model = mixed()
     model.compile(distributed(strategy), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     words, labels = (np.concatenate(parts) for parts in zip(*(data(i, grace.rank()) for i in range(4)), strict=True))
@@ -223,17 +208,14 @@ def loaded(folder, strategy):
     return {k: np.array(v) for k, v in memory.items()}
 
 
-def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cut_anew(tmp_path):
-    import keras
-
-    pool = launched("mpirun-mpi", 2, "tensorflow")
+def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cut_anew(mpi, tmp_path):
     method = "compressor='topk(ratio=0.3)'"
-    answers = pool.run(fitted, f"partitioned_ps(min_shard_bytes=0, {method})", str(tmp_path))
+    answers = mpi.run(fitted, f"partitioned_ps(min_shard_bytes=0, {method})", str(tmp_path))
     plain = keras.saving.load_model(Path(tmp_path, "model.keras"))
     assert type(plain.optimizer) is keras.optimizers.SGD
     for variable, value in zip(plain.trainable_variables, answers[0][0], strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
-    again = pool.run(loaded, str(tmp_path), f"all_reduce({method})")
+    again = mpi.run(loaded, str(tmp_path), f"all_reduce({method})")
     for (_, cut), whole in zip(answers, again, strict=True):
         kernels = [name for name, value in whole.items() if value.ndim == 2 and f"{name}/part_0" in cut]
         assert len(kernels) == 3  # the embedding too
@@ -245,10 +227,6 @@ def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cu
 
 
 def test_a_tape_knows_no_steps_to_average_after():
-    from grace.session.settings import Settings
-    from grace.strategy.choices import Choices
-    from grace.tensorflow.session import Session
-
     variable = tf.Variable([1.0, 2.0], name="w")
     strategy = {"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "none", "period": 2}}}}
     session = Session(Choices(strategy=strategy), grace.init("local"), Settings())
@@ -264,8 +242,8 @@ def with_own_communicator():
         return trained(model, optimizer, range(2), True)[-1], InPieces.sent
 
 
-def test_a_registered_communicator_carries_what_a_strategy_gives_it_in_a_graph():
-    for got, sent in launched("horovodrun-gloo", 2, "tensorflow").run(with_own_communicator):
+def test_a_registered_communicator_carries_what_a_strategy_gives_it_in_a_graph(horovod):
+    for got, sent in horovod.run(with_own_communicator):
         for value, wanted in zip(got, on_the_mean(2, 2)[-1], strict=True):
             np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
         assert sent > 10  # when it was traced
@@ -278,19 +256,16 @@ def destinations(resources):
     return {part.sync.destination for plan in optimizer.strategy.plans for part in plan.parts}
 
 
-@pytest.mark.parametrize("engine", ["horovodrun-gloo"])
-def test_builders_get_the_resources_of_a_document(engine):
+def test_builders_get_the_resources_of_a_document(horovod):
     near, far = ({"address": str(bandwidth), "network_bandwidth": bandwidth} for bandwidth in (99, 1))
     resources = {"nodes": [{**far, "chief": True}, {**near, "ssh_config": "x"}], "ssh": {"x": {}}}
-    assert launched(engine, 2, "tensorflow").run(destinations, resources) == [{1}, {1}]
+    assert horovod.run(destinations, resources) == [{1}, {1}]
 
 
 @pytest.mark.parametrize(
     "other", [{}, {"strategy": "ps"}, {"compressor": "fp16"}], ids=["as it was", "built", "method"]
 )
 def test_a_model_that_was_saved_before_it_trained_keeps_the_resources(tmp_path, other):
-    import keras
-
     document = {"nodes": [{"address": "localhost", "network_bandwidth": 5}]}
     grace.init("local")
     try:

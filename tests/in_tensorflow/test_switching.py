@@ -1,20 +1,17 @@
 """Another strategy in the middle of training with Keras: memories go along, and former graphs are refused."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
-import keras
+import tensorflow as tf
 
 import grace
+from grace.core.variable import Variable
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.tensorflow import Compressor, Traits
 from grace.tensorflow.representation import Tensors
 from tests.support.own_parts import registered
-from tests.support.pools import launched
+from tests.support.tensorflow_training import compiled, fit, sgd
 from tests.support.training import made_up
 
 pytestmark = pytest.mark.slow
@@ -22,7 +19,6 @@ pytestmark = pytest.mark.slow
 SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
 PLAIN, TOPK = "uniform", "uniform(compressor=topk(ratio=0.1))"
 POWERSGD, HALVES = "uniform(compressor=powersgd(rank=1))", "uniform(compressor=halves)"
-ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
 
 
 class Halves(Compressor):
@@ -44,10 +40,7 @@ class Loop:
 
     def __init__(self, strategy, graph, lr=1.0, **options):
         self.variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]
-        momentum = options.pop("momentum", 0.0)
-        self.optimizer = grace.DistributedOptimizer(
-            keras.optimizers.SGD(lr, momentum=momentum), strategy=strategy, **options
-        )
+        self.optimizer = sgd(lr=lr, strategy=strategy, **options)
         self.graph = graph
         self.trace()
 
@@ -101,10 +94,9 @@ def switching(graph, *strategies):
 @pytest.mark.ranks
 @pytest.mark.parametrize("between", [[TOPK], [TOPK, POWERSGD], [HALVES], [TOPK, HALVES, TOPK]], ids=str)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_nothing_is_lost_on_the_way_back_to_plain_sums(engine, graph, between):
+def test_nothing_is_lost_on_the_way_back_to_plain_sums(two, graph, between):
     strategies = [PLAIN, *between, PLAIN]
-    for got, kinds in launched(engine, 2, "tensorflow").run(switching, graph, *strategies):
+    for got, kinds in two.run(switching, graph, *strategies):
         close(got, on_the_mean(2 * len(strategies), 2))
         assert all(kind for kind, strategy in zip(kinds, strategies, strict=True) if strategy == HALVES)
 
@@ -129,9 +121,8 @@ def stale(first, second):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("first", "second"), [(PLAIN, TOPK), (TOPK, PLAIN), (TOPK, POWERSGD)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_graph_of_the_former_strategy_is_refused_and_changes_nothing(engine, first, second):
-    assert all(launched(engine, 2, "tensorflow").run(stale, first, second))
+def test_a_graph_of_the_former_strategy_is_refused_and_changes_nothing(two, first, second):
+    assert all(two.run(stale, first, second))
 
 
 class Switching(keras.callbacks.Callback):
@@ -145,30 +136,23 @@ class Switching(keras.callbacks.Callback):
 
 def fitted(by_callback):
     """Weights of a model after three epochs, of which the first is plain, and the strategies of each."""
-    from tests.support.tensorflow_training import LOSS, network, samples
-
-    model = network()
-    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.05), strategy=PLAIN), LOSS)
-    x, y = samples(64, grace.rank())
-    told = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    model = compiled(sgd(lr=0.05, strategy=PLAIN))
     if by_callback:
-        model.fit(x, y, epochs=3, callbacks=[Switching()], **told)
+        fit(model, range(3), [Switching()])
     else:
-        model.fit(x, y, epochs=1, **told)
+        fit(model, range(1))
         model.optimizer.use_strategy(TOPK)
         with pytest.raises(Exception, match=r"make_train_function\(force=True\)"):
-            model.fit(x, y, epochs=1, **told)
+            fit(model, range(1))
         model.make_train_function(force=True)
-        model.fit(x, y, epochs=2, **told)
+        fit(model, range(2))
     parts = [plan.parts[0].compressor for plan in model.optimizer.strategy.plans]
     return [np.asarray(v) for v in model.trainable_variables], parts, model.optimizer.traffic.steps
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", ENGINES)
-def test_in_fit(engine):
-    ranks = launched(engine, 2, "tensorflow")
-    called, by_hand = ranks.run(fitted, True), ranks.run(fitted, False)
+def test_in_fit(two):
+    called, by_hand = two.run(fitted, True), two.run(fitted, False)
     for (values, parts, steps), (others, *_) in zip(called, by_hand, strict=True):
         assert same(values, others)
         assert set(parts) == {"topk(ratio=0.1)"}
@@ -194,8 +178,8 @@ def resumed(graph):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_a_checkpoint_after_a_switch(graph):
-    assert all(launched("mpirun-mpi", 2, "tensorflow").run(resumed, graph))
+def test_a_checkpoint_after_a_switch(mpi, graph):
+    assert all(mpi.run(resumed, graph))
 
 
 def refusing(strategies):
@@ -211,11 +195,8 @@ def refusing(strategies):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_refused_changes_nothing(engine):
-    (why, unchanged), (others, unchanged_there) = launched(engine, 2, "tensorflow").run(
-        refusing, ["uniform(compressor=tokp)", TOPK]
-    )
+def test_what_is_refused_changes_nothing(two):
+    (why, unchanged), (others, unchanged_there) = two.run(refusing, ["uniform(compressor=tokp)", TOPK])
     assert "did you mean 'topk'" in why
     assert others.startswith("RankError: rank 0")
     assert unchanged
@@ -240,8 +221,6 @@ def test_not_in_a_graph(local):
 
 def averaged():
     """Every variable averaged now and then, of the local run."""
-    from grace.core.variable import Variable
-
     part = ShardPlan(Sync("none", period=2))
     return Strategy(tuple(VariablePlan(Variable(name, shape), (part,)) for name, shape in SHAPES.items()), 1, 1)
 

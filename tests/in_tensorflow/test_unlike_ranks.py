@@ -1,21 +1,14 @@
 """Ranks that differ: gradients on some of them only, models that one of them alone has restored."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
-from tests.support.pools import launched
+from tests.support.tensorflow_training import digest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
-@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
-def two(request):
-    return launched(request.param, 2, "tensorflow")
 
 
 def on_one_rank(graph):
@@ -57,10 +50,6 @@ def test_a_tape_gives_the_mean_where_only_another_rank_has_a_gradient(two):
 
 def restored(folder):
     """Rank 0 goes on from a file, the others make new models, and number their layers otherwise; then none is built."""
-    import keras
-
-    from tests.support.tensorflow_training import digest
-
     rank, said = grace.rank(), []
     generator = np.random.default_rng(rank)
     x, y = generator.standard_normal((32, 4)).astype("f"), generator.standard_normal((32, 1)).astype("f")
@@ -103,10 +92,6 @@ def test_one_rank_restores_a_model_and_the_others_take_it(two, tmp_path):
 
 def built_late(callback):
     """A model that its first batch builds, in a graph, from start values that differ."""
-    import keras
-
-    from tests.support.tensorflow_training import digest
-
     generator = np.random.default_rng(grace.rank())
     x, y = generator.standard_normal((16, 4)).astype("f"), generator.standard_normal((16, 1)).astype("f")
     keras.utils.set_random_seed(grace.rank())
@@ -116,11 +101,10 @@ def built_late(callback):
     return digest(model.trainable_variables), digest(model.variables)
 
 
-def test_a_model_that_its_first_batch_builds_starts_equal():
-    two = launched("horovodrun-gloo", 2, "tensorflow")
-    (first, _), (second, _) = two.run(built_late, False)
+def test_a_model_that_its_first_batch_builds_starts_equal(horovod):
+    (first, _), (second, _) = horovod.run(built_late, False)
     assert first == second
-    first, second = two.run(built_late, True)
+    first, second = horovod.run(built_late, True)
     assert first == second
 
 
@@ -129,8 +113,6 @@ OTHERS = {"op": "sum", "gradient_predivide_factor": 2.0, "group_bytes": 100, "sp
 
 def unlike():
     """What every rank is told where rank 1 alone was given another argument, for each of them."""
-    import keras
-
     said = []
     for name, value in OTHERS.items():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])

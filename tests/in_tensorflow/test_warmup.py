@@ -1,24 +1,19 @@
 """The warm-up of learning rates, over 2 real ranks: numbers, velocities, what is refused, and stops in its middle."""
 
-# ruff: noqa: E402 - what is imported after TensorFlow needs it
-
 import contextlib
 import io
 
+import keras
 import numpy as np
 import pytest
-
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import tensorflow as tf
 
 import grace
 from tests.support.pools import launched
+from tests.support.tensorflow_training import StopBefore, compiled, digest, fit, sgd
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LR, WARMUP, STEPS = 0.4, 2, 4
-
-
-def two(engine="mpirun-mpi"):
-    return launched(engine, 2, "tensorflow")
 
 
 def rates(ranks=2, epochs=3):
@@ -31,32 +26,13 @@ def callback(**options):
     return grace.tensorflow.LearningRateWarmupCallback(LR, **{"warmup_epochs": WARMUP, **options})
 
 
-def fit(model, callbacks, epochs=3, rows=16 * STEPS, **options):
-    from tests.support.tensorflow_training import samples
-
-    x, y = samples(rows, grace.rank())
-    shown = {"batch_size": 16, "shuffle": False, "verbose": 0, **options}
-    return model.fit(x, y, epochs=epochs, callbacks=callbacks, **shown)
-
-
-def compiled(optimizer, spec="topk(ratio=0.1)", **options):
-    from tests.support.tensorflow_training import LOSS, network
-
-    model = network()
-    model.compile(grace.DistributedOptimizer(optimizer, spec), LOSS, **options)
-    return model
-
-
 def warmed(kind):
     """What the optimizer and a memory have seen in each batch, what was logged and printed, and the weights."""
-    import keras
-
-    from tests.support.tensorflow_training import digest
-
     optimizer = keras.optimizers.SGD(0.01, momentum=0.0 if kind == "efsignsgd" else 0.9)
     if kind == "loss scale":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    model = compiled(optimizer, "efsignsgd" if kind == "efsignsgd" else "topk(ratio=0.1)")
+    spec = "efsignsgd" if kind == "efsignsgd" else "topk(ratio=0.1)"
+    model = compiled(grace.DistributedOptimizer(optimizer, spec))
     seen, remembered = [], []
     inner = getattr(optimizer, "inner_optimizer", optimizer)
 
@@ -67,7 +43,8 @@ def warmed(kind):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         looking = keras.callbacks.LambdaCallback(on_train_batch_end=look)
-        history = fit(model, [callback(verbose=1), grace.tensorflow.MetricAverageCallback(), looking]).history
+        average = grace.tensorflow.MetricAverageCallback()
+        history = fit(model, range(3), [callback(verbose=1), average, looking])
     return seen, remembered, history["learning_rate"], printed.getvalue().split("\n"), digest(model.variables)
 
 
@@ -75,7 +52,7 @@ def warmed(kind):
     ("kind", "engine"), [("topk", "horovodrun-gloo"), ("efsignsgd", "mpirun-mpi"), ("loss scale", "mpirun-mpi")]
 )
 def test_the_rate_rises_by_the_formula_batch_by_batch_and_stays(kind, engine):
-    first, second = two(engine).run(warmed, kind)
+    first, second = launched(engine, 2, "tensorflow").run(warmed, kind)
     for seen, remembered, logged, printed, weights in (first, second):
         np.testing.assert_allclose(seen, rates(), rtol=1e-6)
         np.testing.assert_allclose(logged, rates()[STEPS - 1 :: STEPS], rtol=1e-6)
@@ -89,11 +66,9 @@ def test_the_rate_rises_by_the_formula_batch_by_batch_and_stays(kind, engine):
 
 def constant_gradient(momentum_correction, kind):
     """The loss is w + constant: each step's gradient is 1."""
-    import keras
-
-    sgd = {"SGD": keras.optimizers.SGD, "Nesterov": lambda *a, **b: keras.optimizers.SGD(*a, nesterov=True, **b)}
+    kinds = {"SGD": keras.optimizers.SGD, "Nesterov": lambda *a, **b: keras.optimizers.SGD(*a, nesterov=True, **b)}
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    optimizer = grace.DistributedOptimizer(sgd[kind](0.3, momentum=0.5))
+    optimizer = grace.DistributedOptimizer(kinds[kind](0.3, momentum=0.5))
     model.compile(optimizer, lambda y, predicted: predicted, steps_per_execution=1)
     x = np.ones((STEPS, 1), "f")
     warmup = callback(momentum_correction=momentum_correction)
@@ -103,59 +78,54 @@ def constant_gradient(momentum_correction, kind):
 
 @pytest.mark.parametrize("kind", ["SGD", "Nesterov"])
 @pytest.mark.parametrize("corrected", [True, False])
-def test_velocities_follow_the_rate(corrected, kind):
+def test_velocities_follow_the_rate(mpi, corrected, kind):
     w = v = 0.0
     before = 0.3
     for rate in rates():
         v = 0.5 * v * (rate / before if corrected else 1) - rate
         w += 0.5 * v - rate if kind == "Nesterov" else v
         before = rate
-    assert two().run(constant_gradient, corrected, kind) == pytest.approx([w, w], rel=1e-5)
+    assert mpi.run(constant_gradient, corrected, kind) == pytest.approx([w, w], rel=1e-5)
 
 
 def others():
     """Rates at the end of epochs, with several steps in one execution, and where only half an epoch warms up."""
-    import keras
-
     found = []
     for options, warmup in (({"steps_per_execution": 2}, {}), ({}, {"warmup_epochs": 0.5})):
-        model = compiled(keras.optimizers.Adam(0.01), "qsgd", **options)
-        found.append(fit(model, [callback(**warmup)], epochs=2).history["learning_rate"])
+        model = compiled(grace.DistributedOptimizer(keras.optimizers.Adam(0.01), "qsgd"), **options)
+        found.append(fit(model, range(2), [callback(**warmup)])["learning_rate"])
     return found
 
 
-def test_several_steps_at_once_and_fractions_of_epochs_end_at_the_rate_too():
-    for several, fraction in two().run(others):
+def test_several_steps_at_once_and_fractions_of_epochs_end_at_the_rate_too(mpi):
+    for several, fraction in mpi.run(others):
         np.testing.assert_allclose(several, [LR / 2 * (1 + 3 / 8), LR], rtol=1e-6)
         np.testing.assert_allclose(fraction, [LR, LR], rtol=1e-6)
 
 
 def refused():
-    import keras
-
     rank, said = grace.rank(), []
     decay = keras.optimizers.schedules.CosineDecay(0.1, 100)
     endless = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=tf.TensorSpec([None, 16]))
-    sgd = keras.optimizers.SGD
     broadcast = grace.tensorflow.BroadcastCallback()
-    for optimizer, warmup, options in (
-        (sgd(decay), callback(), {}),
-        (sgd(0.1), grace.tensorflow.LearningRateWarmupCallback(0.1 * (1 + rank)), {}),
-        (sgd(0.1), callback(), {"rows": 64 - 16 * rank}),
+    for rate, warmup, options in (
+        (decay, callback(), {}),
+        (0.1, grace.tensorflow.LearningRateWarmupCallback(0.1 * (1 + rank)), {}),
+        (0.1, callback(), {"rows": 64 - 16 * rank}),
     ):
-        model = compiled(optimizer)
+        model = compiled(sgd("topk(ratio=0.1)", lr=rate))
         with pytest.raises((grace.ConfigError, grace.RankError)) as error:
-            fit(model, [warmup, broadcast], **options)
+            fit(model, range(3), [warmup, broadcast], **options)
         said.append(str(error.value))
         assert model.optimizer._grace.runner is None
-    model = compiled(sgd(0.1))
+    model = compiled(sgd("topk(ratio=0.1)", lr=0.1))
     with pytest.raises(grace.ConfigError) as error:
         model.fit(endless, verbose=0, callbacks=[callback()])
     return [*said, str(error.value)]
 
 
-def test_what_cannot_be_warmed_up_is_refused_on_all_ranks_before_an_exchange():
-    for schedule, rates_differ, steps_differ, unknown in two().run(refused):
+def test_what_cannot_be_warmed_up_is_refused_on_all_ranks_before_an_exchange(mpi):
+    for schedule, rates_differ, steps_differ, unknown in mpi.run(refused):
         assert "learning rate is CosineDecay, which decides it at every step" in schedule
         assert "rank 0 has initial_lr = 0.1, rank 1 has initial_lr = 0.2" in rates_differ
         assert "rank 0 has steps_per_epoch = 4, rank 1 has steps_per_epoch = 3" in steps_differ
@@ -170,30 +140,21 @@ def test_numbers_that_cannot_be_are_refused(options):
 
 def stopped(folder):
     """In the middle of the warm-up: by Keras's own backup, and by a model that was saved."""
-    import keras
-
-    from tests.support.tensorflow_training import digest
-
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                raise KeyboardInterrupt
-
-    found, make = [], lambda: compiled(keras.optimizers.SGD(0.1, momentum=0.9))
+    found, make = [], lambda: compiled(sgd("topk(ratio=0.1)", lr=0.1, momentum=0.9))
     backup = lambda: keras.callbacks.BackupAndRestore(f"{folder}/{grace.rank()}", delete_checkpoint=False)  # noqa: E731
-    for callbacks in ([], [backup(), Stop()], [backup()]):
+    for callbacks in ([], [backup(), StopBefore(2)], [backup()]):
         model = make()
         with contextlib.suppress(KeyboardInterrupt):
-            fit(model, [callback(warmup_epochs=3.5), *callbacks], epochs=5)
+            fit(model, range(5), [callback(warmup_epochs=3.5), *callbacks])
         found.append(digest(model.variables))
     model = make()
-    fit(model, [callback(warmup_epochs=3.5)], epochs=2)
+    fit(model, range(2), [callback(warmup_epochs=3.5)])
     grace.tensorflow.save_model(model, f"{folder}/half.keras")
     model = grace.tensorflow.load_model(f"{folder}/half.keras")
-    fit(model, [callback(warmup_epochs=3.5)], epochs=5, initial_epoch=2)
+    fit(model, range(2, 5), [callback(warmup_epochs=3.5)])
     return [*found, digest(model.variables)]
 
 
-def test_training_that_was_stopped_in_the_middle_of_the_warmup_goes_on_as_if_it_had_not_been(tmp_path):
-    for whole, interrupted, resumed, loaded in two().run(stopped, str(tmp_path)):
+def test_training_that_was_stopped_in_the_middle_of_the_warmup_goes_on_as_if_it_had_not_been(mpi, tmp_path):
+    for whole, interrupted, resumed, loaded in mpi.run(stopped, str(tmp_path)):
         assert resumed == loaded == whole != interrupted

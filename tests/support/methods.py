@@ -8,11 +8,15 @@ import grace
 from grace.core.compressor import Compressor
 from grace.core.context import Context
 
+BUILTIN = sorted(name for name, cls in grace.known("compressor").items() if cls.__module__.startswith("grace."))
 SPECS = [
-    "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1, bucket_size=33)", "qsgd(norm=l2, levels=64)",
-    "topk", "topk(ratio=0.3)", "topk(ratio=0.05, chunk=64)", "randomk", "randomk(ratio=0.3, unbiased=true)",
-    "signsgd", "efsignsgd", "powersgd", "powersgd(rank=3)", "powersgd(warm_start=false)",
+    *BUILTIN,
+    "bf16", "qsgd(levels=7)", "qsgd(levels=1, bucket_size=33)", "qsgd(norm=l2, levels=64)", "terngrad(clip=0.5)",
+    "sketch(quantiles=5)", "topk(ratio=0.3)", "topk(ratio=0.05, chunk=64)", "randomk(ratio=0.3, unbiased=true)",
+    "threshold(value=1.5)", "dgc(ratio=0.05)", "powersgd(rank=3)", "powersgd(warm_start=false)",
+    "topk(ratio=0.1) | qsgd(levels=7)", "threshold(value=1) | efsignsgd",
 ]  # fmt: skip
+"""Grace's methods, and settings of theirs by which they compute in another way."""
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (64,), (1000,), (5, 3), (33, 17), (8, 3, 3, 3), (2, 1, 1), (1, 513)]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import grace
@@ -41,6 +42,53 @@ def samples(count: int, rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarra
 
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def sgd(compressor: Any = None, lr: float = 1.0, momentum: float = 0.0, **options: Any) -> keras.optimizers.Optimizer:
+    """Keras's SGD, made distributed."""
+    return grace.DistributedOptimizer(keras.optimizers.SGD(lr, momentum=momentum), compressor, **options)
+
+
+def compiled(optimizer: keras.optimizers.Optimizer, **options: Any) -> keras.Sequential:
+    """A network with its optimizer and loss."""
+    model = network()
+    model.compile(optimizer, LOSS, **options)
+    return model
+
+
+def fit(model: keras.Model, epochs: range, callbacks: Any = (), rows: int = 64, **options: Any) -> dict[str, Any]:
+    """Train some epochs on this rank's data, in order; what was logged."""
+    x, y = samples(rows, grace.rank())
+    given = {"batch_size": 16, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, initial_epoch=epochs.start, epochs=epochs.stop, callbacks=list(callbacks), **given).history
+
+
+both_ways = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+
+
+def traced(step: Any, graph: bool = True) -> Any:
+    """A step as a graph, or as it is."""
+    return tf.function(step, autograph=False) if graph else step
+
+
+def apply_steps(optimizer: Any, variables: list[Any], gradients: list[list[Any]], graph: bool = False) -> list[Any]:
+    """Apply lists of gradients, one list a step."""
+    run = traced(lambda given: optimizer.apply_gradients(zip(given, variables, strict=True)), graph)
+    for given in gradients:
+        run(given)
+    return [np.array(variable) for variable in variables]
+
+
+class StopBefore(keras.callbacks.Callback):
+    """Interrupt training as somebody at a keyboard does."""
+
+    def __init__(self, epoch: int):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise KeyboardInterrupt
 
 
 def session_of(compressor: Any, communicator: Any = None, **options: Any) -> Session:

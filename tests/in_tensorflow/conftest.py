@@ -1,0 +1,28 @@
+"""Pools of TensorFlow's ranks. Where it is not installed none of these tests is collected."""
+
+import importlib.util
+
+import pytest
+
+from tests.support.pools import launched
+
+if importlib.util.find_spec("tensorflow") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
+def two(request):
+    """2 ranks of an engine that pairs collectives by name, and of one that pairs them by order."""
+    return launched(request.param, 2, "tensorflow")
+
+
+@pytest.fixture(scope="module")
+def mpi():
+    """2 ranks over MPI."""
+    return launched("mpirun-mpi", 2, "tensorflow")
+
+
+@pytest.fixture(scope="module")
+def horovod():
+    """2 ranks under horovodrun."""
+    return launched("horovodrun-gloo", 2, "tensorflow")

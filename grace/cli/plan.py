@@ -198,7 +198,7 @@ def _write(
             draft.write_text(json.dumps(document(found, inputs, strategy), indent=1) + "\n", encoding="utf-8")
         written.append(str(json_file))
     if report is not None:
-        from grace.bench.report.plan import write_plan
+        from grace.bench.report.plan_page import write_plan
 
         write_plan(report, found, inputs.problem, inputs.about)
         written.append(f"{report} ({report.stat().st_size / 1000:.0f} kB)")

@@ -85,7 +85,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Lo
     for row in rows:
         look = looks.get(identity(row))
         dot = f'<b style="background:{themed(look.color)}"></b>' if look else ""
-        cells = []
+        cells = list[str]()
         for column in columns:
             key, text = column.cell(row)
             css = " ".join(filter(None, ["text" if column.words else "", CLASSES.get(text, "")]))

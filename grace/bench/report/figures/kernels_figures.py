@@ -1,6 +1,7 @@
 """Figures of the compressors alone: error against bits, and the time of encoding and decoding."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from grace.bench.common.text import digits, number, short
 from grace.bench.report.figures.bars import Bar, horizontal, outliers
@@ -32,7 +33,7 @@ def _errors(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
             look, exact = looks[str(row["method"])], row["vnmse"] <= 0
             label = short(str(row["method"])) + (" (exact)" if exact else "")
             at, marker = (floor, "v") if exact else (row["vnmse"], look.marker)
-            form = {"color": look.color, "marker": marker, "linestyle": "", "markersize": 7}
+            form: dict[str, Any] = {"color": look.color, "marker": marker, "linestyle": "", "markersize": 7}
             axes.plot(row["bits_per_element"], at, **form, clip_on=False, label=label)
         legend(drawing, axes)
         label_axes(axes, "bits per element (log scale)", "vNMSE: mean of |C(x) \u2212 x|² / |x|² (log scale)")

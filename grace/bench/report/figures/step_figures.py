@@ -1,6 +1,6 @@
 """Figures of step times: where a step's time goes, speedup against bandwidth, throughput against ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from grace.bench.common.text import digits, number, of_ranks, of_rate
@@ -68,7 +68,7 @@ def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         rates = [rate for (rate,) in cases(some, "bandwidth")]
         if len(rates) < 2:
             continue
-        series = _series(some, lambda row, rates=rates: rates.index(row["bandwidth"]), "speedup")
+        series = _series([{**row, "place": rates.index(row["bandwidth"])} for row in some], "place", "speedup")
         x = "bandwidth of the emulated link (log scale)"
         drawing, axes = lines(series, looks, x, "speedup over plain training", include=[1.0])
         axes.set_xticks(range(len(rates)), [of_rate(rate).replace("no emulated ", "no ") for rate in rates])
@@ -90,7 +90,7 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         counts = sorted({row["ranks"] for row in some})
         if len(counts) < 2:
             continue
-        series = _series(some, lambda row: row["ranks"], "samples_per_s")
+        series = _series(some, "ranks", "samples_per_s")
         first = [row for row in some if row["ranks"] == counts[0]]
         start = next((row for row in first if row["kind"] == "bound"), None) or plain(first)
         speed = None if start is None else number(start.get("samples_per_s"))
@@ -113,9 +113,9 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     return Figure("Throughput against the number of ranks", caption, panels)
 
 
-def _series(rows: Rows, x: Callable[[Mapping[str, Any]], Any], key: str) -> dict[str, Points]:
-    """Return points (x, the number under a key) by the rows' names."""
+def _series(rows: Rows, x: str, y: str) -> dict[str, Points]:
+    """Return points, of the values under two keys, by the rows' names."""
     found: dict[str, list[tuple[Any, float | None]]] = {}
     for row in rows:
-        found.setdefault(identity(row), []).append((x(row), number(row.get(key))))
+        found.setdefault(identity(row), []).append((row[x], number(row.get(y))))
     return dict(found)

@@ -37,7 +37,7 @@ WIDTH = 464
 """Width of a panel, in CSS pixels."""
 LEGEND_ROW = 16
 """CSS pixels of a row of a legend."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": GRID,
     "axes.facecolor": "none",
@@ -145,9 +145,10 @@ def label_axes(axes: Axes, x: str, y: str = "") -> None:
         axes.set_title(clean(y), loc="left", fontsize=11.5, color=INK)
 
 
-def legend(drawing: Drawing, axes: Axes, place: str = "outside lower left") -> None:
+def legend(drawing: Drawing, axes: Axes, place: Any = "outside lower left") -> None:
     """Write the labels of lines and points outside the axes, in two columns."""
-    drawing.legend(*axes.get_legend_handles_labels(), loc=place, ncols=2, fontsize=10.5, labelcolor=INK, frameon=False)
+    handles, labels = axes.get_legend_handles_labels()
+    drawing.legend(handles, labels, loc=place, ncols=2, fontsize=10.5, labelcolor=INK, frameon=False)
 
 
 def plain_ticks(axes: Axes) -> None:

@@ -132,8 +132,8 @@ def _scatter(
         at = min(max(value, low), high)
         label = short(str(row["method"])) + (f" ({shown(row['quality'], settings)})" if outside else "")
         marker = ("v" if value < low else "^") if outside else look.marker
-        whisker = {"yerr": None if outside or not spread else spread, "elinewidth": 1.4, "capsize": 3}
-        form = {"color": look.color, "marker": marker, "markersize": 7, "linestyle": ""}
+        whisker: dict[str, Any] = {"yerr": None if outside or not spread else spread, "elinewidth": 1.4, "capsize": 3}
+        form: dict[str, Any] = {"color": look.color, "marker": marker, "markersize": 7, "linestyle": ""}
         axes.errorbar(row[key], at, **whisker, **form, clip_on=False, zorder=3, label=label)
         if row["method"] == "none":
             axes.axhline(at, color=INK, linewidth=1, linestyle=DASHED, zorder=1)

@@ -5,14 +5,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Drawing
-
 from grace.bench.common.text import short
 from grace.bench.report.figures.style import (
     INK,
     MUTED,
     PAPER,
+    Axes,
+    Drawing,
     Look,
     label_axes,
     legend,

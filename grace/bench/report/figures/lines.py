@@ -3,11 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Drawing
-
 from grace.bench.common.text import digits, short
-from grace.bench.report.figures.style import WIDTH, Look, label_axes, legend, log_scale, panel
+from grace.bench.report.figures.style import WIDTH, Axes, Drawing, Look, label_axes, legend, log_scale, panel
 
 Points = Sequence[tuple[Any, float | None]]
 
@@ -53,17 +50,18 @@ def rank_ticks(axes: Axes, counts: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
-def describe(series: Mapping[str, Points], where: Mapping[Any, str]) -> str:
+def describe(series: Mapping[str, Points], where: Mapping[Any, str], unit: str = "") -> str:
     """Return the points of lines as text.
 
     Args:
         series: points (x, y) by name.
         where: the text of each x.
+        unit: the text behind each y.
 
     >>> describe({"topk": [(2, 1.5), (4, None)]}, {2: "2 ranks", 4: "4 ranks"})
     'topk 1.50 at 2 ranks'
     """
     return "; ".join(
-        f"{name} " + ", ".join(f"{digits(y)} at {where[x]}" for x, y in sorted(points) if y)
+        f"{name} " + ", ".join(f"{digits(y)}{unit} at {where[x]}" for x, y in sorted(points) if y)
         for name, points in series.items()
     )

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from grace.bench.common.text import digits, of_bytes, of_ranks, of_rate, short
 from grace.bench.report.figures.bars import Bar, horizontal
 from grace.bench.report.figures.lines import Points, describe, lines, rank_ticks
@@ -13,6 +11,7 @@ from grace.bench.report.figures.style import (
     MUTED,
     PALETTE,
     PAPER,
+    Axes,
     Figure,
     Look,
     Panel,
@@ -85,7 +84,7 @@ def over_ranks(predictions: Mapping[str, Line], now: int, name: str) -> Figure:
     drawing, axes = lines(series, looks(series), "ranks (log scale)", "ms of a step (log scale)", WIDE)
     rank_ticks(axes, counts)
     _dotted(axes, now)
-    about = "Lines of the time of a step against ranks: " + describe(series, {x: of_ranks(x) for x in counts})
+    about = "Lines of the time of a step against ranks: " + describe(series, {x: of_ranks(x) for x in counts}, " ms")
     caption = (
         "One method for all variables, cut into an optimizer's own buckets, over links like these; the plan as it is, "
         "without planning anew. All-gathers (topk's) bring what every rank sends, and rise with the ranks: where "
@@ -112,7 +111,9 @@ def over_rates(predictions: Mapping[str, Line], now: float | None, name: str) ->
     axes.minorticks_off()
     if now is not None and rates[0] <= now <= rates[-1]:
         _dotted(axes, now)
-    about = "Lines of the time of a step against the bandwidth: " + describe(series, {x: of_rate(x) for x in rates})
+    about = "Lines of the time of a step against the bandwidth: " + describe(
+        series, {x: of_rate(x) for x in rates}, " ms"
+    )
     caption = (
         "The same at this number of ranks, over links of other bandwidths with the same latency. To the right of where "
         "none's line is the lowest, compressing costs more than it saves."

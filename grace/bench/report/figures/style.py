@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from grace.bench.common.text import clean, power
+from grace.bench.common.text import clean, power, short
 from grace.errors import missing_extra
 
 try:
@@ -35,6 +35,8 @@ VARIABLES |= {grey: f"--grey{i}" for i, grey in enumerate(GREYS)}
 """Colours that the style sheet replaces in dark mode."""
 WIDTH = 464
 """Width of a panel, in CSS pixels."""
+LABEL = 70
+"""Characters of the longest label of an axis."""
 LEGEND_ROW = 16
 """CSS pixels of a row of a legend."""
 STYLE: dict[Any, Any] = {
@@ -140,9 +142,9 @@ def set_margins(drawing: Drawing, axes: Axes, left: float, right: float, top: fl
 def label_axes(axes: Axes, x: str, y: str = "") -> None:
     """Write the labels of the axes, units included; that of y is above the axis, where it can be read without turning
     the head."""
-    axes.set_xlabel(clean(x), fontsize=11.5, color=INK, labelpad=7)
+    axes.set_xlabel(short(x, LABEL), fontsize=11.5, color=INK, labelpad=7)
     if y:
-        axes.set_title(clean(y), loc="left", fontsize=11.5, color=INK)
+        axes.set_title(short(y, LABEL), loc="left", fontsize=11.5, color=INK)
 
 
 def legend(drawing: Drawing, axes: Axes, place: Any = "outside lower left") -> None:

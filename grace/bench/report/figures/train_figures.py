@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure as Drawing
-
 from grace.bench.common.quality import Settings, better, quality_axis, scale, shown
 from grace.bench.common.text import clean, digits, number, of_bytes, of_rate, power, short
 from grace.bench.report.figures.bars import Bar, Mark, horizontal
@@ -14,6 +12,7 @@ from grace.bench.report.figures.style import (
     DASHED,
     INK,
     MUTED,
+    Drawing,
     Figure,
     Look,
     Panel,

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.ranks
 GRACE = str(Path(sys.executable).with_name("grace"))
 METHODS = ("none", "topk(ratio=0.01)")
 FEWER = f"""
-from grace.bench.kernels import command
+from grace.bench.kernels import kernels_command
 from grace.bench.step import settings as step
 from grace.bench.train import settings as train
 from grace.bench.workloads.digits import Digits
-command.QUICK_METHODS = step.QUICK_METHODS = train.METHODS = {METHODS}
+kernels_command.QUICK_METHODS = step.QUICK_METHODS = train.METHODS = {METHODS}
 step.QUICK_ROUNDS = 1
 Digits.quick_epochs = 8
 from grace.cli.main import app

@@ -12,7 +12,7 @@ from rich.console import Console
 from grace.bench.common import options, results
 from grace.bench.common.results import Results
 from grace.bench.common.text import parse_rate, show_rate
-from grace.bench.kernels import command as kernels_command
+from grace.bench.kernels import kernels_command
 from grace.bench.lifecycle import BenchmarkRun, need_report
 from grace.bench.link.emulation import possible
 from grace.bench.step import command as step_command

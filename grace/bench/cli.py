@@ -3,9 +3,9 @@
 import typer
 
 from grace.bench.all import command as all_of_them
-from grace.bench.compare.command import compare
-from grace.bench.kernels.command import command as kernels
-from grace.bench.link.command import link
+from grace.bench.compare.compare_command import compare
+from grace.bench.kernels.kernels_command import command as kernels
+from grace.bench.link.link_command import link
 from grace.bench.pipeline.command import command as pipeline
 from grace.bench.plan.command import command as plan
 from grace.bench.step.command import command as step

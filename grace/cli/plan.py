@@ -159,7 +159,7 @@ def plan(
             draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         written.append(str(json_file))
     if report is not None:
-        from grace.bench.report.plan import write_plan
+        from grace.bench.report.plan_page import write_plan
 
         write_plan(report, found, problem, sources)
         written.append(f"{report} ({report.stat().st_size / 1000:.0f} kB)")

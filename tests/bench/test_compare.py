@@ -3,7 +3,7 @@
 import pytest
 
 from grace.bench.common.results import KINDS
-from grace.bench.compare.compare import BETTER, SAME, UNKNOWN, WORSE, compare, sentence
+from grace.bench.compare.comparison import BETTER, SAME, UNKNOWN, WORSE, compare, sentence
 from grace.errors import ConfigError
 from tests.support.bench_results import kernels, results, step, train
 from tests.support.command import grace_command

@@ -18,7 +18,7 @@ import grace
 from grace.bench.common import clocks, options
 from grace.bench.common import results as record
 from grace.bench.kernels import fidelity, gradients, peak_memory, timing
-from grace.bench.kernels.command import TENSORS
+from grace.bench.kernels.kernels_command import TENSORS
 from grace.cli import main
 from grace.errors import ConfigError
 from tests.support.limits import HANGS

@@ -14,8 +14,7 @@ import pytest
 
 from grace.bench.common.errors import LinkError
 from grace.bench.common.text import parse_rate, show_rate
-from grace.bench.link import command as link_command
-from grace.bench.link import namespaces
+from grace.bench.link import link_command, namespaces
 from grace.bench.link.emulation import Link, measure, possible
 from grace.errors import ConfigError
 from grace.launch.processes import end

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Results
-from grace.bench.kernels import device_table, on_device, rivals
+from grace.bench.kernels import device_timing, kernel_tables, rivals
 from grace.bench.kernels.timing import times_ms
 from grace.bench.step import on_device as steps_on_device
 from grace.bench.step.command import command as step_command
@@ -65,7 +65,7 @@ def test_works_take_turns_each_behind_a_flush_and_medians_count():
 
 def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move():
     x, methods = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), ["fp16", "topk(ratio=0.25)"]
-    rows = on_device.measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None)
+    rows = device_timing.measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None)
     found = {row["method"]: row for row in rows}
     assert list(found)[:3] == [*methods, "powersgd(rank=2)"]
     assert set(found) >= {*rivals.HOOKS, "torch.topk(ratio=0.01)", "GRACE's qsgd in torch", "GRACE's topk in torch"}
@@ -84,7 +84,7 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     assert (hook["round_trip_ms"], hook["eager"], hook["encode_ms"]) == (2.0, "round_trip", None)
     results = Results("kernels", {"gpu": "a GPU"}, [{"tensor": "gaussian, 2,048", **row} for row in rows])
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    device_table.show(console, results)
+    kernel_tables.show_on_device(console, results)
     lines = [line.split() for line in console.export_text().splitlines()]
     assert next(line for line in lines if line[:1] == ["fp16"])[1:7] == ["16.00", "2", "75", "%", "2", "125"]
 

@@ -1,10 +1,10 @@
-"""``python -m grace.bench.kernels.whole_buckets``."""
+"""``python -m benchmarks.whole_buckets``."""
 
 import sys
 
 import pytest
 
-from grace.bench.kernels import whole_buckets
+from benchmarks import whole_buckets
 from grace.exchange.fused_codec import FusedCodec
 
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from grace.bench.common import clocks, results
+from grace.bench.kernels.device_timing import RESIDUAL, Exchanged, floors, floors_of, fraction
 from grace.bench.kernels.fidelity import NAME
 from grace.bench.kernels.gradients import matrix
-from grace.bench.kernels.on_device import RESIDUAL, Exchanged, floors, floors_of, fraction
 from grace.bench.kernels.timing import extra_bytes, times_ms, works_of
 from grace.core.registry import make
 from grace.errors import ConfigError

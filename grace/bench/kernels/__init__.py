@@ -1,1 +1,1 @@
-"""What compressing costs and loses, on one rank."""
+"""Costs and errors of compressing, on one rank."""

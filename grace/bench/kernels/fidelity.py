@@ -1,4 +1,4 @@
-"""What compression loses: errors of one rank's compression and of the aggregate, over repeated draws."""
+"""Errors of one rank's compression and of the aggregate, over repeated draws."""
 
 import math
 import warnings
@@ -13,14 +13,14 @@ from grace.core.context import Context
 from grace.core.registry import known
 
 STEP = 1_000_000
-"""The step that is simulated: after any warm-up of a method."""
+"""Simulated step: after any warm-up of a method."""
 NAME = "gradient"
 DEVIATIONS = 4
-"""A bias counts as seen if its square is this many standard deviations above that of none: 3 in 100,000 by chance."""
+"""Standard deviations by which the square of a bias must exceed that of none to count: 3 in 100,000 do by chance."""
 
 
 def communicator_of(method: str, memory: str | None = None) -> Communicator:
-    """A method, ready for a late step of a run; without the warnings that a training run would get.
+    """Return a method, ready for a late step of a run; without the warnings that a training run would get.
 
     Raises:
         ConfigError: there is no such method, or it does not go with the memory.
@@ -33,7 +33,7 @@ def communicator_of(method: str, memory: str | None = None) -> Communicator:
 
 
 def encoded(method: str, gradients: list[torch.Tensor], seed: int = 0) -> tuple[Any, list[list[Any]], list[Any]]:
-    """Compress one gradient per rank: a compressor, each rank's payload, and each rank's ctx.
+    """Compress one gradient per rank; return a compressor, each rank's payload, and each rank's ctx.
 
     Ranks compress as in one step of a run with this seed, without a memory and from fresh state. For a method of
     several rounds the payloads are means over ranks already, so there is only one.
@@ -56,7 +56,7 @@ def encoded(method: str, gradients: list[torch.Tensor], seed: int = 0) -> tuple[
 
 
 def aggregate(method: str, gradients: list[torch.Tensor], seed: int = 0) -> torch.Tensor:
-    """What every rank has after one step, as the method's default communicator would aggregate it (float32).
+    """Return the result of one step, as the method's default communicator would aggregate it (float32).
 
     Payloads that an Allreduce carries are added up in their own dtype, in the order of ranks.
 
@@ -72,7 +72,7 @@ def aggregate(method: str, gradients: list[torch.Tensor], seed: int = 0) -> torc
 
 
 def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, Any]:
-    """Errors of a method without a memory, over ``draws`` repetitions with different random numbers.
+    """Return errors of a method without a memory, over ``draws`` repetitions with different random numbers.
 
     With x_r the gradient of rank r, x their mean, C one rank's compression and A the aggregate:
 
@@ -92,7 +92,7 @@ def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, 
         draws: T, at least 2.
 
     Returns:
-        the three, ``bias_floor`` and ``draws``, the repetitions made. An error that is not finite is None.
+        The three, ``bias_floor`` and ``draws``, the repetitions made. An error that is not finite is None.
 
     >>> errors("topk(ratio=0.5)", [torch.tensor([3.0, 4.0])], draws=4)
     {'vnmse': 0.36, 'aggregate_vnmse': 0.36, 'bias': 0.6, 'bias_floor': 0.0, 'draws': 2}
@@ -128,7 +128,7 @@ def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, 
 
 
 def sent_bytes(method: str, x: torch.Tensor) -> int:
-    """The bytes of every payload tensor that travels for x, all rounds together.
+    """Return the bytes of every payload tensor that travels for x, all rounds together.
 
     >>> sent_bytes("fp16", torch.zeros(1000)), sent_bytes("powersgd", torch.zeros(20, 30))
     (2000, 200)
@@ -145,7 +145,7 @@ def sent_bytes(method: str, x: torch.Tensor) -> int:
 
 
 def _send(rounds: Any, mean: list[torch.Tensor]) -> Any:
-    """The next payload of a method of several rounds, or the StopIteration that holds what it returns."""
+    """Return the next payload of a method of several rounds, or the StopIteration that holds its result."""
     try:
         return rounds.send(mean)
     except StopIteration as end:
@@ -153,7 +153,7 @@ def _send(rounds: Any, mean: list[torch.Tensor]) -> Any:
 
 
 def _summed(payloads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The sum over ranks, tensor by tensor, in the tensors' own dtype."""
+    """Return the sum over ranks, tensor by tensor, in the tensors' own dtype."""
     totals = [tensor.clone() for tensor in payloads[0]]
     for payload in payloads[1:]:
         for total, tensor in zip(totals, payload, strict=True):
@@ -162,5 +162,5 @@ def _summed(payloads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _square(x: torch.Tensor) -> float:
-    """||x||^2."""
+    """Return ||x||^2."""
     return float(torch.sum(x * x))

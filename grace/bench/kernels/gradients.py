@@ -1,6 +1,6 @@
-"""The tensors that compressors are measured on: two synthetic gradients, and one that training has computed.
+"""Tensors that compressors are measured on: two synthetic gradients, and one that training has computed.
 
-Each is a matrix, because low-rank methods see matrices, and there is one for each of several ranks.
+Each is a matrix, because low-rank methods see matrices, and each rank has its own.
 """
 
 import importlib.util
@@ -14,13 +14,13 @@ from torch import nn
 from grace.errors import ConfigError, missing_extra
 
 DEGREES = 3
-"""Of freedom of the heavy-tailed gradient: the fewest with a variance, so that its norm means something."""
+"""Degrees of freedom of the heavy-tailed gradient: the fewest with a variance, so that its norm means something."""
 STEPS, BATCH = 16, 64
 """Training steps before a gradient is captured, and samples of each step and of each rank's gradient."""
 
 
 def matrix(elements: int) -> tuple[int, int]:
-    """The most nearly square (rows, columns) with at most so many elements and as many rows as fit.
+    """Return the most nearly square (rows, columns) with at most so many elements and as many rows as fit.
 
     >>> matrix(25_000_000), matrix(4096), matrix(1000)
     ((5000, 5000), (64, 64), (31, 32))
@@ -30,7 +30,7 @@ def matrix(elements: int) -> tuple[int, int]:
 
 
 def gaussian(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
-    """Independent draws of N(0, 1), float32, on the CPU: one matrix per rank, the same in every run.
+    """Return independent draws of N(0, 1), float32, on the CPU: one matrix per rank, the same in every run.
 
     >>> gaussian((2, 3))[0].shape
     torch.Size([2, 3])
@@ -40,7 +40,7 @@ def gaussian(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
 
 
 def heavy_tailed(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
-    """Independent draws of Student's t with 3 degrees of freedom, like :func:`gaussian`.
+    """Return independent draws of Student's t with 3 degrees of freedom, like :func:`gaussian`.
 
     Gradients of deep networks have tails heavier than a Gaussian's (Simsekli et al., ICML 2019, arXiv 1901.06053, who
     model them with infinite variance; Zhang et al., NeurIPS 2020, arXiv 1912.03194). Densities fall as |x|^-4 here: the
@@ -51,7 +51,7 @@ def heavy_tailed(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
 
 
 def captured(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
-    """Gradients of a weight matrix of this shape, computed in training: nothing is tiled, cut or scaled.
+    """Return gradients of a weight matrix of this shape, computed in training: nothing is tiled, cut or scaled.
 
     A multilayer perceptron, 64 -> columns -> rows -> 10 with ReLU, learns scikit-learn's digits by 16 steps of plain
     SGD (batch 64, learning rate 0.1, seed 0). Then each rank computes the gradient of the hidden columns -> rows matrix
@@ -92,4 +92,4 @@ KINDS: dict[str, Callable[[tuple[int, int], int], list[torch.Tensor]]] = {
     "heavy-tailed": heavy_tailed,
     "captured": captured,
 }
-"""What makes each kind of gradient."""
+"""Functions that make each kind of gradient."""

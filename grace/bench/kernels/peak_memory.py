@@ -1,4 +1,4 @@
-"""How much memory a piece of work holds at most, beyond what was held before."""
+"""Peak memory of a piece of work, beyond the memory that was held before."""
 
 import contextlib
 import ctypes
@@ -11,21 +11,21 @@ import torch
 
 PROCESS = Path("/proc/self")
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-"""mallopt's numbers for the size from which a block is mapped of its own, and for what may be kept when freed."""
+"""Numbers of mallopt's parameters: the size from which a block is mapped of its own, and the freed bytes that stay."""
 MAPPED = 2
-"""The bit of the word before a block that says that it is mapped."""
+"""Bit of the word before a block: the block is mapped."""
 SMALL = 1 << 16
-"""Bytes: blocks from here on are returned."""
+"""Bytes of the smallest block that is returned."""
 
 
 def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
-    """The largest amount of memory that ``work()`` held at once, beyond what this process held before, in bytes.
+    """Return the largest memory in bytes that ``work()`` held, beyond the memory that this process held before.
 
-    On the CPU it is what the process has resident (pages it has touched, whoever allocated them: torch, NumPy or
+    On the CPU it is resident memory (pages it has touched, whoever allocated them: torch, NumPy or
     compiled code), from Linux's own peak counter, which is reset first; None where there is no such counter. It is
-    off by up to 0.5 MB or so, since Linux counts pages per core. On a GPU it is what torch's allocator handed out.
+    off by up to 0.5 MB or so, since Linux counts pages per core. On a GPU torch's allocator counts what it hands out.
 
-    What ``work`` returns is dropped. Run it once before, so that nothing is compiled or loaded meanwhile.
+    The result of ``work`` is dropped. Run it once before, so that nothing is compiled or loaded meanwhile.
 
     >>> peak = peak_bytes(lambda: torch.ones(10_000_000))
     >>> peak is None or 39e6 < peak < 42e6
@@ -50,14 +50,14 @@ def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
 
 
 def _resident(key: str) -> int:
-    """One of the kernel's counts of this process's memory, in bytes."""
+    """Return one of the kernel's counts of this process's memory, in bytes."""
     lines = (line.split() for line in (PROCESS / "status").read_text().splitlines())
     return {words[0]: 1024 * int(words[1]) for words in lines if words[0] in ("VmRSS:", "VmHWM:")}[f"{key}:"]
 
 
 @contextlib.contextmanager
 def _returning_what_is_freed() -> Iterator[None]:
-    """In this context, glibc returns large blocks to the system as soon as they are freed.
+    """Return a context in which glibc returns large blocks to the system as soon as they are freed.
 
     It would keep those below 32 MB: kept, they count, and used again, they do not. So each such block shall be mapped
     on its own, which glibc does where no free block of the heap is large enough: those are taken meanwhile, without
@@ -67,11 +67,9 @@ def _returning_what_is_freed() -> Iterator[None]:
     if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):  # another C library
         yield
         return
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     libc.malloc_trim(0)
     libc.mallopt(MMAP_THRESHOLD, SMALL)
     taken, size = [], 1 << 30

@@ -1,4 +1,4 @@
-"""What a GPU's kernels are compared with: torch's top-k, torch's own hooks, and GRACE's formulas in plain torch.
+"""Rivals of a GPU's kernels: torch's top-k, torch's own hooks, and GRACE's formulas in plain torch.
 
 The hooks run as they are, over a process group of one rank, whose collectives move nothing: their codec is left.
 """
@@ -17,7 +17,7 @@ HOOKS = ("torch's fp16 hook", f"torch's PowerSGD({RANK}) hook")
 
 
 class OneBucket:
-    """A gradient as torch's hooks take DDP's buckets."""
+    """Gradient in the form in which torch's hooks take DDP's buckets."""
 
     def __init__(self, gradient: torch.Tensor):
         self._gradient, self._flat = gradient, gradient.view(-1)
@@ -37,7 +37,7 @@ class OneBucket:
 
 @contextlib.contextmanager
 def alone(device: str) -> Iterator[Any]:
-    """A process group of this process alone: the default one, unless there is one already."""
+    """Return a context in which this process alone is the default process group; refuse if there is one already."""
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already")
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -48,7 +48,7 @@ def alone(device: str) -> Iterator[Any]:
 
 
 def hooks(x: torch.Tensor, group: Any) -> dict[str, Works]:
-    """The works of torch's own hooks, each a round trip of a gradient; ``x`` is not changed."""
+    """Return the works of torch's own hooks, each a round trip of a gradient; ``x`` is not changed."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     given = OneBucket(x.clone())
@@ -61,7 +61,7 @@ def hooks(x: torch.Tensor, group: Any) -> dict[str, Works]:
 
 
 def formulas(x: torch.Tensor) -> dict[str, Works]:
-    """torch.topk, and what GRACE (Xu et al., ICDCS 2021) computes for a method, an operation of torch's for each step.
+    """Return the works of torch.topk, and of GRACE's methods (Xu et al., ICDCS 2021) in plain torch.
 
     >>> sorted(formulas(torch.ones(4, 4)))[0]
     "GRACE's efsignsgd in torch"
@@ -73,12 +73,12 @@ def formulas(x: torch.Tensor) -> dict[str, Works]:
     }
 
     def topk() -> tuple[torch.Tensor, torch.Tensor]:
-        places = torch.topk(flat.abs(), k, sorted=False)[1]
-        return flat[places], places
+        indices = torch.topk(flat.abs(), k, sorted=False)[1]
+        return flat[indices], indices
 
     def randomk() -> tuple[torch.Tensor, torch.Tensor]:
-        places = torch.randperm(n, device=x.device)[:k]
-        return flat[places], places
+        indices = torch.randperm(n, device=x.device)[:k]
+        return flat[indices], indices
 
     def scattered(payload: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return torch.zeros_like(flat).scatter_(0, payload[1], payload[0])
@@ -118,7 +118,7 @@ def formulas(x: torch.Tensor) -> dict[str, Works]:
 
 
 def sent_bits(name: str, shape: tuple[int, ...]) -> float | None:
-    """Bits per element that a rival sends, if it is said.
+    """Return the bits per element that a rival sends, if they are known.
 
     >>> sent_bits("GRACE's qsgd in torch", (8, 8)), sent_bits("torch's fp16 hook", (8, 8))
     (8.0, 16.0)

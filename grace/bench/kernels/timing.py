@@ -1,11 +1,11 @@
-"""What encoding, decoding and error feedback cost: multiples of the time of one ``copy_`` of the same tensor.
+"""Costs of encoding, decoding and error feedback: multiples of the time of one ``copy_`` of the same tensor.
 
 The floor is memory traffic: a ``copy_`` reads and writes every element once. Encoding reads it at least once; decoding
 onto a dense tensor reads and writes that, or only writes it.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from grace.bench.kernels.peak_memory import peak_bytes
 from grace.core.communicator import Communicator
 
 STEPS = 2
-"""After which a memory has all that it keeps: memory is measured over so many from a fresh start."""
+"""Steps after which a memory has all that it keeps: memory is measured over so many from a fresh start."""
 
 
 def times_ms(works: dict[str, Callable[[], Any]], repeats: int, clock: HostClock | None = None) -> dict[str, float]:
-    """Median times of several functions, in ms, after one call of each that warms up.
+    """Return median times of several functions, in ms, after one call of each that warms up.
 
-    They take turns, so that what the machine does meanwhile hits all alike. What they return is dropped within their
+    Functions take turns, so that other work of the machine disturbs all alike. Results are dropped within the measured
     time. On a GPU its own clock tells the time, and its cache is flushed before each.
 
     >>> import time
@@ -45,7 +45,7 @@ def times_ms(works: dict[str, Callable[[], Any]], repeats: int, clock: HostClock
 
 
 def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = None) -> dict[str, Any]:
-    """The costs of one method on one tensor, as a row of the results file.
+    """Return the costs of one method on one tensor, as a row of the results file.
 
     - ``encode``: ``compress``, all rounds of a method that has several; ``decode``: adding the decoded payload to a
       dense tensor; ``memory``: the memory's ``compensate`` and ``update`` (which decodes, too), with a residual kept.
@@ -57,7 +57,7 @@ def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = Non
 
     Args:
         method: a compressor's spec.
-        x: float32, contiguous; where it lies is where is measured.
+        x: float32, contiguous, on the device that is measured.
         repeats: measurements of each.
         memory: a memory's spec; the method's default if left out.
 
@@ -65,23 +65,43 @@ def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = Non
         ConfigError: method and memory do not go together.
     """
     works, communicator = works_of(method, x, memory)
-    nbytes, elements = x.nbytes, max(1, x.numel())
-    taken = times_ms(works, repeats)
+    bits = 8 * sent_bytes(method, x) / max(1, x.numel())
+    return {
+        **cost_row(method, times_ms(works, repeats), x.numel(), bits),
+        "device": x.device.type,
+        "memory": communicator.memory.spec,
+        "peak_extra_bytes": extra_bytes(method, x, memory),
+    }
+
+
+def cost_row(
+    method: str,
+    taken: Mapping[str, float],
+    elements: int,
+    bits: float | None,
+    parts: Sequence[str] = ("encode", "decode", "memory"),
+) -> dict[str, Any]:
+    """Return a row of the results file from the times of a method's parts, in ms; a part that was not timed is None.
+
+    >>> row = cost_row("qsgd", {"copy": 1.0, "encode": 2.0}, 1000, 8.0)
+    >>> row["encode_copies"], row["encode_gbps"], row["decode_ms"]
+    (2.0, 0.002, None)
+    """
     copy = taken["copy"]
-    row: dict[str, Any] = {"method": method, "elements": x.numel(), "device": x.device.type}
-    row["memory"] = communicator.memory.spec
-    row |= {f"{name}_ms": taken[name] for name in works}
-    row |= {f"{name}_copies": taken[name] / copy for name in works if name != "copy"}
-    row |= {f"{name}_gbps": nbytes / taken[name] / 1e6 for name in ("encode", "decode")}
-    row["bits_per_element"] = 8 * sent_bytes(method, x) / elements
-    row["peak_extra_bytes"] = extra_bytes(method, x, memory)
+    row: dict[str, Any] = {"method": method, "elements": elements, "bits_per_element": bits, "copy_ms": copy}
+    for part in parts:
+        ms = taken.get(part)
+        row |= {f"{part}_ms": ms, f"{part}_copies": None if ms is None else ms / copy}
+        if part in ("encode", "decode"):
+            row[f"{part}_gbps"] = None if ms is None else 4 * elements / ms / 1e6
     return row
 
 
 def works_of(
     method: str, x: torch.Tensor, memory: str | None = None, out: torch.Tensor | None = None
 ) -> tuple[dict[str, Callable[[], Any]], Communicator]:
-    """What is timed of a method: a copy of x, ``encode``, ``decode`` into ``out``, ``memory``; and its parts."""
+    """Return the timed functions of a method, a copy of x, ``encode``, ``decode`` into ``out`` and ``memory``, and its
+    communicator."""
     communicator, out = communicator_of(method, memory), torch.zeros_like(x) if out is None else out
     compressor = communicator.compressor
     payload, ctx = compressor.compress(x, NAME)
@@ -100,10 +120,10 @@ def works_of(
 
 
 def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int | None:
-    """The most memory that two steps from a fresh start hold at once, beyond the gradient and its aggregate, in bytes.
+    """Return the largest memory in bytes that two steps from a fresh start hold, beyond the gradient and its aggregate.
 
-    That is payload, scratch, and what compressor and memory keep; the buffer that an exchange packs payloads in, and
-    what arrives from other ranks, come on top. None where the system does not count (see
+    That is payload, scratch, and the state of compressor and memory; the buffer that an exchange packs payloads in, and
+    the payloads of other ranks, come on top. None where the system does not count (see
     :func:`~grace.bench.kernels.peak_memory.peak_bytes`).
 
     >>> peak = extra_bytes("signsgd", torch.ones(1000, 1000))  # a bit per element

@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.common.errors import LinkError
-from grace.bench.common.text import parse_rate, show_rate
 from grace.bench.link import namespaces
 from grace.errors import ConfigError
 from grace.launch.processes import end, signals_raise
-
-__all__ = ["Link", "LinkError", "measure", "parse_rate", "possible", "show_rate"]
 
 MTU = 9000
 """Bytes of a jumbo frame: headers are under 1 % of it, and 10 Gbit/s do not take all of the processor."""

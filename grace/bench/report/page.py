@@ -17,10 +17,10 @@ from grace.bench.common.text import (
     of_seconds,
     parse_rate,
 )
-from grace.bench.report.figures import kernels, step, train
+from grace.bench.report.figures import kernels_figures, step_figures, train_figures
 from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
-from grace.bench.report.rows import identity
-from grace.bench.report.tables import kernels_columns, step_columns, table, train_columns
+from grace.bench.report.rows import Row, identity
+from grace.bench.report.tables import KERNELS, step_columns, step_rows, table, train_columns
 from grace.bench.report.words import verdict
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
@@ -33,6 +33,9 @@ NEEDED = {
     "kernels": ("method", "tensor"),
 }
 """Keys of every row of a kind."""
+SIZES = {"parameters": "{} parameters", "elements": "tensors of {} elements"}
+NAMES = {"about": "{}", "engine": "engine {}", "framework": "{}", "device": "on {}", "optimizer": "{}"}
+"""Settings that the sentence about a benchmark names, and how."""
 
 
 def write_report(path: Path, results: Sequence[Results]) -> Path:
@@ -49,7 +52,6 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
 
     Raises:
         ConfigError: a row lacks keys that identify it, or the file cannot be written.
-        MissingExtraError: matplotlib is not installed.
     """
     if not results:
         raise ConfigError("a report needs results of at least one benchmark")
@@ -127,54 +129,44 @@ def heading(results: Results) -> str:
 
 def _section(results: Results, colors: dict[str, Look], name: str) -> str:
     rows, settings = results.rows, results.settings
+    shown: Sequence[Row] = rows
     if results.kind == "step":
-        drawn, columns = step.figures(rows, colors, name), step_columns(rows)
+        drawn, columns, shown = step_figures.figures(rows, colors, name), step_columns(rows), step_rows(rows)
     elif results.kind == "train":
-        drawn, columns = train.figures(rows, settings, colors, name), train_columns(settings)
+        drawn, columns = train_figures.figures(rows, settings, colors, name), train_columns(settings)
     else:
-        drawn, columns = kernels.figures(rows, colors, name), kernels_columns()
+        drawn, columns = kernels_figures.figures(rows, colors, name), KERNELS
     parts = [f'<section id="{name}"><h2>{escaped(heading(results))}</h2>', f'<p class="about">{_about(results)}</p>']
     if not results.complete:
         parts.append('<p class="warn">Incomplete: interrupted. Only what was measured until then is here.</p>')
     parts += [_verdict(results), _facts(results), *map(figure_html, drawn)]
-    parts.append(f"<h3>All figures as a table</h3>{table(rows, columns, colors, heading(results))}" if rows else "")
+    if rows:
+        parts.append(f"<h3>All figures as a table</h3>{table(shown, columns, colors, heading(results))}")
     return "\n".join([*filter(None, parts), "</section>"])
 
 
 def _about(results: Results) -> str:
     """Return a sentence about the benchmark's settings."""
-    s = results.settings
-    phrases: list[str] = []
-    if number(s.get("parameters")):
-        phrases.append(f"{format_count(s['parameters'])} parameters")
-    if number(s.get("elements")):
-        phrases.append(f"tensors of {format_count(s['elements'])} elements")
-    if s.get("about"):
-        phrases.append(clean(s["about"]))
-    for key, word in (("engine", "engine {}"), ("framework", "{}"), ("device", "on {}"), ("optimizer", "{}")):
-        if s.get(key):
-            phrases.append(word.format(clean(s[key])))
-    ranks = s.get("ranks")
+    settings = results.settings
+    phrases = [
+        template.format(format_count(settings[key])) for key, template in SIZES.items() if number(settings.get(key))
+    ]
+    phrases += [template.format(clean(settings[key])) for key, template in NAMES.items() if settings.get(key)]
+    ranks = settings.get("ranks")
     if ranks:
         counts = ranks if isinstance(ranks, list) else [ranks]
         phrases.append(" and ".join([*map(format_count, counts[:-1]), of_ranks(counts[-1])]))
-    for key, word in (
-        ("batch", "{} samples per rank and step"),
-        ("epochs", "{} epochs"),
-        ("rounds", "{} rounds"),
-        ("threads", "{} threads"),
-        ("repeats", "{} repeats"),
-    ):
-        if number(s.get(key)):
-            phrases.append(
-                word.format(format_count(s[key])).removesuffix("s" if s[key] == 1 and key != "batch" else "")
-            )
-    if s.get("seeds"):
-        phrases.append(f"seeds {', '.join(map(str, s['seeds']))}")
-    if results.kind == "kernels" and number(s.get("copy_gbps")):
-        phrases.append(f"one copy at {digits(s['copy_gbps'])} GB/s")
-    if s.get("bandwidths"):
-        phrases.append(", ".join(of_rate(rate) for rate in s["bandwidths"]))
+    if number(settings.get("batch")):
+        phrases.append(f"{format_count(settings['batch'])} samples per rank and step")
+    for unit in ("epochs", "rounds", "threads", "repeats"):
+        if number(settings.get(unit)):
+            phrases.append(f"{format_count(settings[unit])} {unit.removesuffix('s') if settings[unit] == 1 else unit}")
+    if settings.get("seeds"):
+        phrases.append(f"seeds {', '.join(map(str, settings['seeds']))}")
+    if results.kind == "kernels" and number(settings.get("copy_gbps")):
+        phrases.append(f"one copy at {digits(settings['copy_gbps'])} GB/s")
+    if settings.get("bandwidths"):
+        phrases.append(", ".join(of_rate(rate) for rate in settings["bandwidths"]))
     return escaped(", ".join(phrases)) + ("." if phrases else "")
 
 

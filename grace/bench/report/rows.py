@@ -5,7 +5,8 @@ from typing import Any
 
 from grace.bench.common.text import number, of_ranks, of_rate
 
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 
 def one_bound(rows: Rows) -> Rows:

@@ -7,9 +7,13 @@ from typing import Any
 from grace.bench.common.quality import shown
 from grace.bench.common.text import UNKNOWN, clean, digits, format_count, number, of_bytes, of_rate, of_seconds
 from grace.bench.report.figures.style import Look, escaped, themed
-from grace.bench.report.rows import identity
+from grace.bench.report.rows import Row, identity
 
-Row = Mapping[str, Any]
+NO_LINK = 1e30
+"""Sort key of a bandwidth without an emulated link: the fastest."""
+PAYS = {True: "yes", False: "no"}
+CLASSES = {"yes": "good", "no": "bad", "taken": "good"}
+"""CSS classes of cells with these texts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,41 +21,48 @@ class Column:
     """Column of a table.
 
     Attributes:
+        key: the key that rows have its values under.
         title: the header, plain text.
         unit: the text below the title; may be empty.
-        value: returns a row's sort key: a number, a text, or None.
-        text: returns the text of a row's cell.
-        css: returns the class of a row's cell.
-        words: True if the column holds text, which is aligned at the left.
+        show: formats a number.
+        words: True if the values are texts, which are aligned at the left.
+        text: returns the text of a row's cell, where the value alone does not say it.
+        missing: the sort key of rows without a value.
     """
 
+    key: str
     title: str
-    unit: str
-    value: Callable[[Row], Any]
-    text: Callable[[Row], str]
-    css: Callable[[Row], str] = lambda row: ""
+    unit: str = ""
+    show: Callable[[Any], str] = digits
     words: bool = False
+    text: Callable[[Row], str] | None = None
+    missing: float | None = None
+
+    def sort_key(self, row: Row) -> str:
+        """Return the value that the column is sorted by; empty if it is unknown."""
+        value = row.get(self.key)
+        if self.words:
+            return clean(value) if isinstance(value, str) else ""
+        known = number(value)
+        found = self.missing if known is None else known
+        return "" if found is None else f"{found:.9g}"
+
+    def cell(self, row: Row) -> tuple[str, str]:
+        """Return the sort key and the text of a row's cell."""
+        key = self.sort_key(row)
+        if self.text is not None:
+            return key, clean(self.text(row))
+        return key, key if self.words else clean(self.show(row.get(self.key)))
 
 
 def figure_of(key: str, title: str, unit: str = "", show: Callable[[Any], str] = digits) -> Column:
     """Return a column of numbers that rows have under a key."""
-    return Column(title, unit, lambda row: number(row.get(key)), lambda row: show(row.get(key)))
+    return Column(key, title, unit, show)
 
 
 def words_of(key: str, title: str) -> Column:
     """Return a column of texts that rows have under a key."""
-
-    def text(row: Row) -> str:
-        return clean(row[key]) if isinstance(row.get(key), str) else ""
-
-    return Column(title, "", text, text, words=True)
-
-
-def bandwidth_column() -> Column:
-    """Return the column of the emulated link's rate; no link sorts as the fastest."""
-    return Column(
-        "bandwidth", "", lambda row: number(row.get("bandwidth")) or 1e30, lambda row: of_rate(row.get("bandwidth"))
-    )
+    return Column(key, title, words=True)
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Look], name: str) -> str:
@@ -63,7 +74,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Lo
         looks: the looks of methods.
         name: the name of the table for screen readers.
     """
-    columns = [column for column in columns if any(column.value(row) not in (None, "") for row in rows)]
+    columns = [column for column in columns if any(column.sort_key(row) for row in rows)]
     heads = "".join(
         f'<th scope="col"{_class("text" if column.words else "")}><button type="button">{escaped(column.title)}'
         + (f"<small>{escaped(column.unit)}</small>" if column.unit else "")
@@ -72,10 +83,14 @@ def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Lo
     )
     lines = []
     for row in rows:
-        cells = [_cell(column, row) for column in columns]
         look = looks.get(identity(row))
         dot = f'<b style="background:{themed(look.color)}"></b>' if look else ""
-        cells[0] = cells[0].replace(">", f">{dot}", 1)
+        cells = list[str]()
+        for column in columns:
+            key, text = column.cell(row)
+            css = " ".join(filter(None, ["text" if column.words else "", CLASSES.get(text, "")]))
+            sort = "" if key == text else f' data-value="{escaped(key)}"'
+            cells.append(f"<td{_class(css)}{sort}>{'' if cells else dot}{escaped(text)}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(name)}"><table><thead><tr>{heads}</tr>'
@@ -83,17 +98,11 @@ def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Lo
     )
 
 
-def _cell(column: Column, row: Row) -> str:
-    value = column.value(row)
-    css = " ".join(filter(None, ["text" if column.words else "", column.css(row)]))
-    text = column.text(row)
-    data = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    sort = "" if data == clean(text) else f' data-value="{escaped(data)}"'
-    return f"<td{_class(css)}{sort}>{escaped(text)}</td>"
-
-
 def _class(css: str) -> str:
     return f' class="{css}"' if css else ""
+
+
+BANDWIDTH = Column("bandwidth", "bandwidth", show=of_rate, missing=NO_LINK)
 
 
 def step_columns(rows: Sequence[Row]) -> list[Column]:
@@ -103,30 +112,18 @@ def step_columns(rows: Sequence[Row]) -> list[Column]:
         low, high = number(row.get("step_low_ms")), number(row.get("step_high_ms"))
         return UNKNOWN if low is None or high is None else f"{digits(low)} \u2013 {digits(high)}"
 
-    def pays(row: Row) -> str:
-        return "yes" if row.get("pays") is True else "no" if row.get("pays") is False else ""
+    def speedup(value: Any) -> str:
+        return UNKNOWN if number(value) is None else f"{value:.2f}\u00d7"
 
     return [
         words_of("name", "method"),
         *([words_of("engine", "engine")] if len({row.get("engine") for row in rows}) > 1 else []),
-        figure_of("ranks", "ranks", "", format_count),
-        bandwidth_column(),
+        figure_of("ranks", "ranks", show=format_count),
+        BANDWIDTH,
         figure_of("step_ms", "step", "ms, median"),
-        Column("quartiles", "ms", lambda row: number(row.get("step_low_ms")), quartiles),
-        Column(
-            "speedup",
-            "over plain",
-            lambda row: number(row.get("speedup")),
-            lambda row: UNKNOWN if number(row.get("speedup")) is None else f"{row['speedup']:.2f}\u00d7",
-        ),
-        Column(
-            "pays",
-            "",
-            lambda row: {"": None}.get(pays(row), pays(row)),
-            pays,
-            lambda row: {"yes": "good", "no": "bad"}.get(pays(row), ""),
-            words=True,
-        ),
+        Column("step_low_ms", "quartiles", "ms", text=quartiles),
+        figure_of("speedup", "speedup", "over plain", speedup),
+        words_of("pays", "pays"),
         figure_of("compute_ms", "compute", "ms"),
         figure_of("codec_ms", "codec", "ms"),
         figure_of("exposed_ms", "exposed", "ms"),
@@ -138,6 +135,11 @@ def step_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
+def step_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of kind "step", which say in words whether a method pays."""
+    return [{**row, "pays": PAYS.get(row.get("pays"), "")} for row in rows]  # type: ignore[arg-type]
+
+
 def train_columns(settings: Mapping[str, Any]) -> list[Column]:
     """Return the columns of results of kind "train"."""
     seeds = len(settings.get("seeds") or []) or 1
@@ -147,11 +149,14 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
         spread = number(row.get("quality_spread"))
         return text if seeds == 1 or spread is None else f"{text} ± {shown(spread, settings)}"
 
+    def reached(value: Any) -> str:
+        return UNKNOWN if number(value) is None else f"{value:.0f} of {seeds}"
+
     return [
         words_of("method", "method"),
         *([words_of("optimizer", "optimizer")] if len(settings.get("optimizers") or []) > 1 else []),
-        bandwidth_column(),
-        Column(str(settings.get("metric", "quality")), "test, final", lambda row: number(row.get("quality")), quality),
+        BANDWIDTH,
+        Column("quality", str(settings.get("metric", "quality")), "test, final", text=quality),
         figure_of("bits_per_element", "bits", "per element"),
         figure_of("sent_bytes_per_step", "sent", "per rank, step", of_bytes),
         figure_of("relative_volume", "volume", "relative to none"),
@@ -160,12 +165,7 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
         figure_of("samples_per_s", "throughput", "samples/s"),
         figure_of("relative_throughput", "throughput", "relative to none"),
         figure_of("train_seconds", "training", "without evaluation", of_seconds),
-        Column(
-            "target reached",
-            "seeds",
-            lambda row: number(row.get("reached")),
-            lambda row: UNKNOWN if number(row.get("reached")) is None else f"{row['reached']:.0f} of {seeds}",
-        ),
+        figure_of("reached", "target reached", "seeds", reached),
         figure_of("epochs_to_target", "to target", "epochs"),
         figure_of("bytes_to_target", "to target", "bytes sent", of_bytes),
         figure_of("seconds_to_target", "to target", "time", of_seconds),
@@ -173,21 +173,20 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
     ]
 
 
-def kernels_columns() -> list[Column]:
-    """Return the columns of results of kind "kernels"."""
-    return [
-        words_of("method", "method"),
-        words_of("tensor", "tensor"),
-        figure_of("bits_per_element", "bits", "per element"),
-        figure_of("vnmse", "vNMSE", "one rank"),
-        figure_of("aggregate_vnmse", "vNMSE", "of the mean"),
-        figure_of("bias", "bias", "relative"),
-        *(figure_of(f"{key}_copies", key, "copies") for key in ("encode", "decode", "memory")),
-        *(figure_of(f"{key}_ms", key, "ms") for key in ("encode", "decode", "memory")),
-        figure_of("copy_ms", "one copy", "ms"),
-        figure_of("encode_gbps", "encode", "GB/s"),
-        figure_of("decode_gbps", "decode", "GB/s"),
-        figure_of("peak_extra_bytes", "extra memory", "peak", of_bytes),
-        figure_of("elements", "elements", "", format_count),
-        words_of("device", "device"),
-    ]
+KERNELS = [
+    words_of("method", "method"),
+    words_of("tensor", "tensor"),
+    figure_of("bits_per_element", "bits", "per element"),
+    figure_of("vnmse", "vNMSE", "one rank"),
+    figure_of("aggregate_vnmse", "vNMSE", "of the mean"),
+    figure_of("bias", "bias", "relative"),
+    *(figure_of(f"{key}_copies", key, "copies") for key in ("encode", "decode", "memory")),
+    *(figure_of(f"{key}_ms", key, "ms") for key in ("encode", "decode", "memory")),
+    figure_of("copy_ms", "one copy", "ms"),
+    figure_of("encode_gbps", "encode", "GB/s"),
+    figure_of("decode_gbps", "decode", "GB/s"),
+    figure_of("peak_extra_bytes", "extra memory", "peak", of_bytes),
+    figure_of("elements", "elements", show=format_count),
+    words_of("device", "device"),
+]
+"""Columns of results of kind "kernels"."""

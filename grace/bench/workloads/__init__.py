@@ -1,4 +1,4 @@
-"""What benchmarks train."""
+"""Models and tasks that benchmarks train."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["InTorch", "Task"]
 
 
 def __getattr__(name: str) -> Any:
-    """``InTorch`` needs torch."""
+    """Import ``InTorch`` lazily, because it needs torch."""
     if name != "InTorch":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from grace.bench.workloads.torch_tasks import InTorch

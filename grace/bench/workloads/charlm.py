@@ -1,11 +1,10 @@
 """Small language tasks: the next character of Python's own reference manual, by an LSTM and by a GPT."""
 
 import math
-from typing import Any
 
 import numpy as np
 
-from grace.bench.workloads.task import Task
+from grace.bench.workloads.task import LabelledTask
 
 HIDDEN, EMBEDDING = 128, 32
 """Of an embedding, one LSTM layer and a linear layer over the characters."""
@@ -15,11 +14,9 @@ TRAINING, GPT_TRAINING, TEST = 200_000, 440_000, 20_000
 SIZE, BLOCKS, HEADS, UNIT, SPREAD = 70_000, 2, 4, 16, 0.02
 """Sizes of a GPT: parameters, blocks, heads of attention, the unit that divides its width, and the standard deviation
 of new embeddings."""
-WORST = 700.0
-"""The largest mean loss whose exponential is shown: of a model that diverged it is large, but a number."""
 
 
-class CharacterModel(Task):
+class CharacterModel(LabelledTask):
     """The text is that of Python's ``help()`` topics (which differs a little between Python versions).
 
     It is cut into windows of 32 characters, each predicted from an empty state; the quality is the perplexity
@@ -41,12 +38,9 @@ class CharacterModel(Task):
         self.characters = sorted(set(text))
         number = {character: i for i, character in enumerate(self.characters)}
         codes = np.array([number[character] for character in text])
-        self.train: Any = windows(codes[: self.training], self.window)
-        self.test: Any = windows(codes[self.training :], self.window)
-
-    @property
-    def count(self) -> int:
-        return len(self.train)
+        train, test = windows(codes[: self.training], self.window), windows(codes[self.training :], self.window)
+        self.train_x, self.train_y = train[:, :-1], train[:, 1:]
+        self.test_x, self.test_y = test[:, :-1], test[:, 1:]
 
 
 class CharacterGPT(CharacterModel):
@@ -88,7 +82,7 @@ def width_of(size: int, characters: int) -> int:
 
 
 def windows(codes: np.ndarray, size: int) -> np.ndarray:
-    """The characters in rows of ``size``; those that do not fill one are left out.
+    """Return the characters in rows of ``size``; a last row that is not full is left out.
 
     >>> windows(np.arange(70), 32).shape
     (2, 32)

@@ -1,11 +1,11 @@
-"""What ``grace bench step`` trains: a model of each kind that people compress gradients of, sized for a processor core.
+"""Models of ``grace bench step``: one of each kind that people compress gradients of, sized for a processor core.
 
 Each function makes a :class:`Workload`; those in ``ON_GPUS`` are sized for a GPU. Weights come from torch's global
 generator, which the benchmark seeds; data differ by rank, and stay the same from step to step, since only time is
 measured.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from grace.bench.common.user_functions import load_function
+from grace.bench.workloads.torch_modules import GPT, LSTM, resnet18
 from grace.errors import ConfigError
 
 
 class Workload(NamedTuple):
-    """What is trained.
+    """Model, and the loss of one batch.
 
     Attributes:
         model: a torch module.
@@ -46,21 +47,14 @@ def lstm(rank: int) -> Workload:
 
     A batch has 8 sequences of 16 words. The embedding's gradient is dense.
     """
-    return _classify(_Words(), *_tokens(rank, 8, 17, 10_000))
+    return _classify(LSTM(10_000, 400, 400, layers=2), *_tokens(rank, 8, 17, 10_000))
 
 
 def resnet(rank: int) -> Workload:
-    """ResNet-18 for small images (He et al., CVPR 2016, arXiv 1512.03385), 11.2 M parameters.
-
-    A batch has 4 images of 3 x 32 x 32. Groups of channels are normalized, not batches, so that ranks do not differ.
-    """
-    widths = (64, 64, 128, 128, 256, 256, 512, 512)
-    blocks = [_Block(before, width) for before, width in zip((64, *widths), widths, strict=False)]
-    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()]
-    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+    """ResNet-18 for small images, 11.2 M parameters; a batch has 4 of 3 x 32 x 32."""
     generator = torch.Generator().manual_seed(rank)
     x, y = torch.randn(4, 3, 32, 32, generator=generator), torch.randint(10, (4,), generator=generator)
-    return _classify(model, x, y)
+    return _classify(resnet18(10), x, y)
 
 
 def resnet50(rank: int, images: int = 2, size: int = 64) -> Workload:
@@ -87,7 +81,7 @@ def gpt2(rank: int, sequences: int = 1, length: int = 32) -> Workload:
 
     A batch has a sequence of 32 tokens, on a GPU 8 of 1,024.
     """
-    return _classify(_Gpt(), *_tokens(rank, sequences, length + 1, 50_257))
+    return _classify(GPT(50_257, 768, 12, 12, 1024, tied=True), *_tokens(rank, sequences, length + 1, 50_257))
 
 
 def ncf(rank: int) -> Workload:
@@ -95,7 +89,12 @@ def ncf(rank: int) -> Workload:
 
     100,000 users and 50,000 items; a batch has 256 pairs. The embeddings' gradients are dense here.
     """
-    return _ratings(rank, 100_000, 50_000, 256)
+    users, items, size = 100_000, 50_000, 256
+    generator = torch.Generator().manual_seed(rank)
+    user = torch.randint(users, (size,), generator=generator)
+    item = torch.randint(items, (size,), generator=generator)
+    liked = torch.randint(2, (size,), generator=generator).float()
+    return _workload(_Filtering(users, items), functional.binary_cross_entropy_with_logits, [user, item], liked)
 
 
 def mlp(rank: int) -> Workload:
@@ -125,7 +124,7 @@ ON_GPUS: dict[str, Callable[[int], Workload]] = {
 
 
 def workload(name: str, rank: int, device: str = "cpu") -> Workload:
-    """A model of Grace's, or what a function of the user's returns: ``(model, loss)`` or ``(model, loss, samples)``.
+    """Return a model of Grace's, or of a user's function that returns ``(model, loss)`` or ``(model, loss, samples)``.
 
     Args:
         name: one of ``MODELS``, or ``module:function``, a function without arguments.
@@ -164,60 +163,24 @@ def _tokens(rank: int, size: int, length: int, vocabulary: int) -> tuple[torch.T
 
 
 def _classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Workload:
-    place = _Placed(x, y)
+    return _workload(model, lambda logits, y: functional.cross_entropy(logits.flatten(0, -2), y.flatten()), [x], y)
+
+
+def _workload(
+    model: nn.Module,
+    criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    target: torch.Tensor,
+) -> Workload:
+    batch = [*inputs, target]
 
     def loss(model: nn.Module) -> torch.Tensor:
-        x, y = place.on(model)
-        return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-    return Workload(model, loss, len(x))
-
-
-class _Placed:
-    """A batch where its model is: moved there once."""
-
-    def __init__(self, *tensors: torch.Tensor):
-        self.tensors = tensors
-
-    def on(self, model: nn.Module) -> tuple[torch.Tensor, ...]:
         device = next(model.parameters()).device
-        if self.tensors[0].device != device:
-            self.tensors = tuple(tensor.to(device) for tensor in self.tensors)
-        return self.tensors
+        if batch[0].device != device:  # the model was moved: so is its batch, once
+            batch[:] = [tensor.to(device) for tensor in batch]
+        return criterion(model(*batch[:-1]), batch[-1])
 
-
-def _ratings(rank: int, users: int, items: int, size: int) -> Workload:
-    generator = torch.Generator().manual_seed(rank)
-    user = torch.randint(users, (size,), generator=generator)
-    item = torch.randint(items, (size,), generator=generator)
-    liked = torch.randint(2, (size,), generator=generator).float()
-
-    place = _Placed(user, item, liked)
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        user, item, liked = place.on(model)
-        return functional.binary_cross_entropy_with_logits(model(user, item), liked)
-
-    return Workload(_Filtering(users, items), loss, size)
-
-
-class _Block(nn.Module):
-    """Two convolutions beside the identity, or beside a 1 x 1 convolution where the width grows."""
-
-    def __init__(self, before: int, width: int):
-        super().__init__()
-        stride = 1 if before == width else 2
-        self.layers = nn.Sequential(
-            nn.Conv2d(before, width, 3, stride, padding=1, bias=False),
-            nn.GroupNorm(8, width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.GroupNorm(8, width),
-        )
-        self.shortcut = nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.layers(images) + self.shortcut(images))
+    return Workload(model, loss, len(target))
 
 
 class _Bottleneck(nn.Module):
@@ -226,47 +189,22 @@ class _Bottleneck(nn.Module):
     def __init__(self, before: int, width: int, stride: int):
         super().__init__()
         self.path = nn.Sequential(
-            *(nn.Conv2d(before, width, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
-            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
-            *(nn.Conv2d(width, 4 * width, 1, bias=False), nn.GroupNorm(32, 4 * width)),
+            *_normalized(before, width, 1),
+            nn.ReLU(),
+            *_normalized(width, width, 3, stride),
+            nn.ReLU(),
+            *_normalized(width, 4 * width, 1),
         )
-        same = before == 4 * width
-        self.shortcut = (
-            nn.Sequential()
-            if same
-            else nn.Sequential(nn.Conv2d(before, 4 * width, 1, stride, bias=False), nn.GroupNorm(32, 4 * width))
-        )
+        grows = before != 4 * width
+        self.shortcut = nn.Sequential(*(_normalized(before, 4 * width, 1, stride) if grows else []))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.shortcut(images) + self.path(images))
 
 
-class _Gpt(nn.Module):
-    def __init__(
-        self, vocabulary: int = 50_257, width: int = 768, layers: int = 12, heads: int = 12, longest: int = 1024
-    ):
-        super().__init__()
-        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
-        options: dict = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, **options)
-        self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        length = words.shape[1]
-        x = self.words(words) + self.places.weight[:length]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=words.device, dtype=x.dtype)
-        return self.body(x, mask, is_causal=True) @ self.words.weight.t()
-
-
-class _Words(nn.Module):
-    def __init__(self, vocabulary: int = 10_000, width: int = 400):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, 2, batch_first=True)
-        self.output = nn.Linear(width, vocabulary)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.output(self.lstm(self.embedding(words))[0])
+def _normalized(before: int, width: int, size: int, stride: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(before, width, size, stride, padding=size // 2, bias=False)
+    return [convolution, nn.GroupNorm(32, width)]
 
 
 class _Filtering(nn.Module):

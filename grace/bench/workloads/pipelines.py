@@ -1,5 +1,4 @@
-"""What ``grace bench pipeline`` cuts: models whose layers are alike, and models whose layers are not, sized for a
-processor core.
+"""Models of ``grace bench pipeline``: some with equal layers, some without, sized for a processor core.
 
 Each function makes ``(model, inputs, target, loss)``, with ``loss(outputs, target)`` a mean over rows; all ranks make
 the same.
@@ -13,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 from grace.bench.common.user_functions import load_function
-from grace.bench.workloads.models import _Block
+from grace.bench.workloads import torch_modules
 from grace.errors import ConfigError
 
 
 class Cuttable(NamedTuple):
-    """What is trained in stages.
+    """Model that is trained in stages, and a batch.
 
     Attributes:
         model: a torch module.
@@ -62,38 +61,14 @@ def vgg11() -> Cuttable:
 
 def resnet18() -> Cuttable:
     """ResNet-18 (He et al., 2016) with group norm, for 8 images of 64 x 64."""
-    blocks, before = list[nn.Module](), 64
-    for width in (64, 64, 128, 128, 256, 256, 512, 512):
-        blocks.append(_Block(before, width))
-        before = width
-    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU(), nn.MaxPool2d(2)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100)]
-    return Cuttable(nn.Sequential(*stem, *blocks, *head), *_images(8, 64), functional.cross_entropy)
-
-
-class _GPT(nn.Module):
-    def __init__(self, vocabulary: int, width: int, layers: int, length: int):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        y = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
-        for layer in self.layers:
-            y = layer(y, mask, is_causal=True)
-        return self.head(y)
+    return Cuttable(torch_modules.resnet18(100, pool=True), *_images(8, 64), functional.cross_entropy)
 
 
 def gpt() -> Cuttable:
     """A causal language model of 8 layers of width 256 and a vocabulary of 32,768: its head takes as long as several
     layers."""
     x = _tokens(8, 33, 32_768)
-    return Cuttable(_GPT(32_768, 256, 8, 32), x[:, :-1].contiguous(), x[:, 1:].contiguous(), _of_tokens)
+    return Cuttable(torch_modules.GPT(32_768, 256, 8, 4, 32), x[:, :-1].contiguous(), x[:, 1:].contiguous(), _of_tokens)
 
 
 class _EncoderDecoder(nn.Module):
@@ -174,7 +149,7 @@ MODELS: dict[str, Callable[[], Cuttable]] = {
 
 
 def cuttable(name: str) -> Cuttable:
-    """A model of Grace's, or what a function of the user's returns: ``(model, inputs, target, loss)``.
+    """Return a model of Grace's, or of a user's function that returns ``(model, inputs, target, loss)``.
 
     Args:
         name: one of ``MODELS``, or ``module:function``, a function without arguments.

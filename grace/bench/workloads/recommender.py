@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grace.bench.workloads.task import Task
+from grace.bench.workloads.task import LabelledTask
 
 USERS, ITEMS, FACTORS = 1000, 500, 2
 TRAINING, TEST = 200_000, 10_000
@@ -11,7 +11,7 @@ EMBEDDING, HIDDEN, SPREAD = 16, 64, 0.1
 """Width of both tables and of the MLP's hidden layer (27,201 parameters); standard deviation of embeddings at first."""
 
 
-class Recommender(Task):
+class Recommender(LabelledTask):
     """Clicks drawn with p = sigmoid(2.25 / sqrt(2) <u, v> + b), u of 1,000 users, v and b of 500 items, all Gaussian.
 
     Few items are seen often (Zipf's law with exponent 0.8). The MLP gets both embeddings and their product; gradients
@@ -37,7 +37,3 @@ class Recommender(Task):
         pairs = np.stack([users, items], 1)
         self.train_x, self.test_x = pairs[:TRAINING], pairs[TRAINING:]
         self.train_y, self.test_y = clicks[:TRAINING], clicks[TRAINING:]
-
-    @property
-    def count(self) -> int:
-        return len(self.train_x)

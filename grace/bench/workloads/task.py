@@ -1,4 +1,4 @@
-"""What a training benchmark trains: the contract of a task, and the tasks that Grace brings."""
+"""Contract of a task that a training benchmark trains, and the tasks that Grace brings."""
 
 import abc
 import importlib
@@ -21,6 +21,10 @@ TASKS = {
 """The module and class of each task; in ``FRAMEWORK_tasks`` a class of the same name fills it in."""
 FRAMEWORKS = ("torch", "tensorflow")
 OPTIMIZERS = ("sgd", "adamw")
+ARRAYS = ("train_x", "train_y", "test_x", "test_y")
+"""Arrays of a :class:`LabelledTask`."""
+WORST = 700.0
+"""The largest mean loss whose exponential is shown: of a model that diverged it is large, but a number."""
 ADAMW_BETA2 = 0.99
 """The second moments' decay, for runs of about a thousand steps; AdamW's first beta is the task's ``momentum``."""
 FACTS = (
@@ -30,7 +34,7 @@ FACTS = (
 
 
 def in_optimizer(method: str) -> dict[str, str]:
-    """What ``DistributedOptimizer`` is given for a method: a compressor's spec, or that of a strategy's builder.
+    """Return the argument of ``DistributedOptimizer`` for a method: a spec of a compressor or a strategy's builder.
 
     >>> in_optimizer("topk(ratio=0.05)"), in_optimizer("auto(quality='half')")
     ({'compressor': 'topk(ratio=0.05)'}, {'strategy': "auto(quality='half')"})
@@ -47,15 +51,15 @@ class Task(abc.ABC):
     """
 
     about: ClassVar[str]
-    """What the task is, in a few words."""
+    """Description of the task, in a few words."""
     metric: ClassVar[str]
-    """What ``quality`` measures."""
+    """Name of the figure that ``quality`` returns."""
     unit: ClassVar[str] = ""
     scale: ClassVar[float] = 1.0
-    """What ``quality`` is multiplied with to be shown in ``unit``."""
+    """Factor of ``quality`` for showing it in ``unit``."""
     higher_is_better: ClassVar[bool] = True
     optimizer: ClassVar[str] = "sgd"
-    """The optimizer that is taken where none is named: one of ``OPTIMIZERS``."""
+    """The default optimizer: one of ``OPTIMIZERS``."""
     lr: ClassVar[float]
     """The peak of SGD's learning rate."""
     adamw_lr: ClassVar[float] = 3e-3
@@ -82,19 +86,19 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def network(self, seed: int) -> Any:
-        """The model with the seed's initial weights; the global generator is left alone."""
+        """Return the model with the seed's initial weights; the global generator is left alone."""
 
     @abc.abstractmethod
     def order(self, count: int, seed: int) -> Any:
-        """The numbers from 0 to ``count`` - 1 in an order that depends on the seed alone."""
+        """Return the numbers from 0 to ``count`` - 1 in an order that depends on the seed alone."""
 
     @abc.abstractmethod
     def loss(self, model: Any, share: Any) -> Any:
-        """The mean loss over a share: a 0-d tensor."""
+        """Return the mean loss over a share: a 0-d tensor."""
 
     @abc.abstractmethod
     def quality(self, model: Any) -> Any:
-        """How good the model is on held-out data: a number, or a 0-d tensor."""
+        """Return the quality of the model on held-out data: a number, or a 0-d tensor."""
 
     def rate(self, optimizer: str) -> float:
         """Return the peak of an optimizer's learning rate."""
@@ -108,12 +112,25 @@ class Task(abc.ABC):
         return (1 + math.cos(math.pi * (step - rise) / (steps - rise))) / 2
 
     def shares(self, ranks: int, rank: int, seed: int, epoch: int) -> list[Any]:
-        """This rank's shares of an epoch's batches, in order: numbers of examples, no example twice.
+        """Return this rank's shares of an epoch's batches, in order: numbers of examples, no example twice.
 
-        Those that do not fill a batch are left out.
+        Examples that do not fill a batch are left out.
         """
         order = self.order(self.count, 1000 * seed + epoch)
         return [order[i : i + self.batch][rank::ranks] for i in range(0, self.count - self.batch + 1, self.batch)]
+
+
+class LabelledTask(Task):
+    """Task of arrays: what a model is given, and what it shall answer; its loss is a cross-entropy."""
+
+    train_x: Any
+    train_y: Any
+    test_x: Any
+    test_y: Any
+
+    @property
+    def count(self) -> int:
+        return len(self.train_x)
 
 
 class Trainer(abc.ABC):
@@ -139,23 +156,23 @@ class Trainer(abc.ABC):
     @property
     @abc.abstractmethod
     def traffic(self) -> Any:
-        """What was exchanged so far, counted."""
+        """Counts of all exchanges so far."""
 
     @abc.abstractmethod
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the steps that follow."""
+        """Set the learning rate of later steps."""
 
     @abc.abstractmethod
     def step(self, share: Any) -> None:
-        """One training step; it has ended when this returns."""
+        """Make one training step, and wait until it has ended."""
 
     @abc.abstractmethod
     def quality(self) -> float:
-        """The task's, of the model as it is."""
+        """Return the task's quality of the model as it is."""
 
 
 def task_class(name: str, framework: str | None = None, size: int | None = None) -> Callable[[], Task]:
-    """What makes a task in a framework; without one, of its facts and data.
+    """Return the function that makes a task in a framework; without one, a task of its facts and data.
 
     Args:
         name: one of ``TASKS``, or ``module:function``, whose function (or class) returns a Task.
@@ -192,7 +209,7 @@ def _own(name: str, function: Callable[[], Any]) -> Task:
 
 
 def facts(name: str) -> dict[str, Any]:
-    """What is true of a task in every framework.
+    """Return the facts of a task, which are the same in every framework.
 
     >>> facts("charlm")["metric"], facts("charlm")["higher_is_better"]
     ('perplexity', False)
@@ -202,12 +219,12 @@ def facts(name: str) -> dict[str, Any]:
 
 
 def trainer_class(framework: str) -> type[Trainer]:
-    """The class of a framework's trainer."""
+    """Return the class of a framework's trainer."""
     return importlib.import_module(f"grace.bench.workloads.{check_framework(framework)}_tasks").FrameworkTrainer
 
 
 def check_framework(name: str) -> str:
-    """The name, if it is a framework's.
+    """Return the name, or raise if it is no framework's.
 
     >>> check_framework("jax")
     Traceback (most recent call last):

@@ -1,5 +1,6 @@
-"""The tasks of the training benchmarks in TensorFlow and Keras, and how they are trained there."""
+"""Tasks of the training benchmarks in TensorFlow and Keras, and their trainer."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -9,53 +10,66 @@ from keras import initializers, layers
 
 import grace
 from grace.bench.workloads import charlm, digits, recommender
-from grace.bench.workloads.charlm import BLOCKS, EMBEDDING, GPT_WINDOW, HEADS, HIDDEN, WORST
+from grace.bench.workloads.charlm import BLOCKS, EMBEDDING, GPT_WINDOW, HEADS, HIDDEN
 from grace.bench.workloads.digits import WIDTH
-from grace.bench.workloads.task import ADAMW_BETA2, Task, Trainer, in_optimizer
+from grace.bench.workloads.task import ADAMW_BETA2, ARRAYS, WORST, LabelledTask, Trainer, in_optimizer
 from grace.exchange.bucket import Traffic
 
-cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+class_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 click_entropy = keras.losses.BinaryCrossentropy(from_logits=True)
 
 
-class _InTensorFlow(Task):
-    """What tasks share here."""
+class _LabelledInTensorFlow(LabelledTask):
+    """Task of arrays in TensorFlow."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
+        for key in ARRAYS:
+            setattr(self, key, tf.constant(getattr(self, key)))
 
     def order(self, count: int, seed: int) -> np.ndarray:
         return np.random.default_rng(seed).permutation(count)
 
+    def loss(self, model: keras.Model, share: tf.Tensor) -> tf.Tensor:
+        return _entropy(model(tf.gather(self.train_x, share)), tf.gather(self.train_y, share))
 
-def _seeds(seed: int) -> Any:
-    """Initializers' seeds, a different one for every weight."""
+    def quality(self, model: keras.Model) -> tf.Tensor:
+        """Return the task's metric on the test data."""
+        outputs = model(self.test_x)
+        if self.metric == "accuracy":
+            named = tf.argmax(outputs, 1)
+            return tf.reduce_mean(tf.cast(named == tf.cast(self.test_y, named.dtype), tf.float32))
+        loss = _entropy(outputs, self.test_y)
+        return tf.exp(tf.minimum(tf.cast(loss, tf.float64), WORST)) if self.metric == "perplexity" else loss
+
+
+def _entropy(outputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """Return the mean cross-entropy of logits of classes, or of one logit where labels are 0.0 or 1.0."""
+    return (click_entropy if labels.dtype.is_floating else class_entropy)(labels, outputs)
+
+
+def _seeds(seed: int) -> Iterator[int]:
+    """Return initializers' seeds, a different one for every weight."""
     return iter(range(100 * seed, 100 * seed + 100))
 
 
-class _Labelled(_InTensorFlow):
-    """Inputs ``x`` and labels ``y`` as tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for key in ("train_x", "train_y", "test_x", "test_y"):
-            setattr(self, key, tf.constant(getattr(self, key)))
+def _dense(units: int, seeds: Iterator[int], activation: str | None = None) -> layers.Layer:
+    return layers.Dense(units, activation, kernel_initializer=initializers.GlorotUniform(next(seeds)))
 
 
-class Digits(_Labelled, digits.Digits):
-    """The digits."""
+def _embedding(rows: int, width: int, seeds: Iterator[int], spread: float) -> layers.Layer:
+    return layers.Embedding(rows, width, initializers.RandomNormal(stddev=spread, seed=next(seeds)))
+
+
+class Digits(_LabelledInTensorFlow, digits.Digits):
+    """The digits, and a multilayer perceptron."""
 
     def network(self, seed: int) -> keras.Model:
         return network(seed)
 
-    def loss(self, model: keras.Model, share: tf.Tensor) -> tf.Tensor:
-        return cross_entropy(tf.gather(self.train_y, share), model(tf.gather(self.train_x, share)))
-
-    def quality(self, model: keras.Model) -> tf.Tensor:
-        """The part of the test images that the model names correctly."""
-        named = tf.argmax(model(self.test_x), 1)
-        return tf.reduce_mean(tf.cast(named == tf.cast(self.test_y, named.dtype), tf.float32))
-
 
 def network(seed: int) -> keras.Model:
-    """A multilayer perceptron with two hidden layers.
+    """Return a multilayer perceptron with two hidden layers.
 
     >>> network(seed=0).count_params()
     301066
@@ -65,38 +79,15 @@ def network(seed: int) -> keras.Model:
     return keras.Sequential([keras.Input([64]), *hidden, _dense(10, seeds)])
 
 
-def _dense(units: int, seeds: Any, activation: str | None = None) -> layers.Layer:
-    return layers.Dense(units, activation, kernel_initializer=initializers.GlorotUniform(next(seeds)))
-
-
-def _embedding(rows: int, width: int, seeds: Any, spread: float) -> layers.Layer:
-    return layers.Embedding(rows, width, initializers.RandomNormal(stddev=spread, seed=next(seeds)))
-
-
-class CharacterModel(_InTensorFlow, charlm.CharacterModel):
-    """The text, as tensors."""
-
-    def __init__(self, *size: int) -> None:
-        super().__init__(*size)
-        self.train, self.test = tf.constant(self.train), tf.constant(self.test)
+class CharacterModel(_LabelledInTensorFlow, charlm.CharacterModel):
+    """The text, and the LSTM."""
 
     def network(self, seed: int) -> keras.Model:
         return character_lstm(len(self.characters), seed)
 
-    def loss(self, model: keras.Model, share: tf.Tensor) -> tf.Tensor:
-        return _next_character(model, tf.gather(self.train, share))
-
-    def quality(self, model: keras.Model) -> tf.Tensor:
-        """The perplexity."""
-        return tf.exp(tf.minimum(tf.cast(_next_character(model, self.test), tf.float64), WORST))
-
-
-def _next_character(model: keras.Model, windows: tf.Tensor) -> tf.Tensor:
-    return cross_entropy(windows[:, 1:], model(windows[:, :-1]))
-
 
 def character_lstm(characters: int, seed: int) -> keras.Model:
-    """Embedding, one LSTM layer and a linear layer over the characters; logits of the next character.
+    """Return an embedding, one LSTM layer and a linear layer over the characters.
 
     >>> character_lstm(100, seed=0).count_params()
     98532
@@ -115,19 +106,15 @@ def character_lstm(characters: int, seed: int) -> keras.Model:
     return keras.Sequential([keras.Input([None], dtype="int64"), embedding, lstm, output])
 
 
-class CharacterGPT(CharacterModel, charlm.CharacterGPT):
-    """The text, as tensors, and the GPT."""
+class CharacterGPT(_LabelledInTensorFlow, charlm.CharacterGPT):
+    """The text, and the GPT."""
 
     def network(self, seed: int) -> keras.Model:
         return gpt(len(self.characters), self.width, seed)
 
-    def quality(self, model: keras.Model) -> tf.Tensor:
-        """The mean cross-entropy."""
-        return _next_character(model, self.test)
-
 
 def gpt(characters: int, width: int, seed: int) -> keras.Model:
-    """Embeddings of characters and positions, two blocks, a norm and a linear layer; logits of the next character.
+    """Return a GPT: embeddings of characters and positions, two blocks, a norm and a linear layer.
 
     >>> gpt(100, 48, seed=0).count_params()
     69364
@@ -143,20 +130,20 @@ def gpt(characters: int, width: int, seed: int) -> keras.Model:
 class Embedded(layers.Layer):
     """The sum of the embeddings of characters and of their positions."""
 
-    def __init__(self, characters: int, width: int, seeds: Any):
+    def __init__(self, characters: int, width: int, seeds: Iterator[int]):
         super().__init__()
         sizes = characters, GPT_WINDOW - 1
         self.embedding, self.positions = (_embedding(rows, width, seeds, charlm.SPREAD) for rows in sizes)
 
     def call(self, codes: tf.Tensor) -> tf.Tensor:
-        """(batch, length, width)."""
+        """Return hidden states: (batch, length, width)."""
         return self.embedding(codes) + self.positions(keras.ops.arange(GPT_WINDOW - 1))
 
 
 class Block(layers.Layer):
     """Causal attention and a layer of four times the width, each after a norm and beside an identity."""
 
-    def __init__(self, width: int, seeds: Any):
+    def __init__(self, width: int, seeds: Iterator[int]):
         super().__init__()
         self.norms = [layers.LayerNormalization() for _ in range(2)]
         self.attended, self.projected = _dense(3 * width, seeds), _dense(width, seeds)
@@ -171,22 +158,15 @@ class Block(layers.Layer):
         return x + self.narrow(self.wide(self.norms[1](x)))
 
 
-class Recommender(_Labelled, recommender.Recommender):
-    """The clicks."""
+class Recommender(_LabelledInTensorFlow, recommender.Recommender):
+    """The clicks, and the scores of pairs."""
 
     def network(self, seed: int) -> keras.Model:
         return scores(seed)
 
-    def loss(self, model: keras.Model, share: tf.Tensor) -> tf.Tensor:
-        return click_entropy(tf.gather(self.train_y, share), model(tf.gather(self.train_x, share)))
-
-    def quality(self, model: keras.Model) -> tf.Tensor:
-        """The log loss."""
-        return click_entropy(self.test_y, model(self.test_x))
-
 
 def scores(seed: int) -> keras.Model:
-    """Two embedding tables, and an MLP of both embeddings and their product; logits of clicks.
+    """Return two embedding tables, and an MLP of both embeddings and their product, which gives logits of clicks.
 
     >>> scores(seed=0).count_params()
     27201

@@ -1,6 +1,8 @@
-"""The tasks of the training benchmarks in torch, and how they are trained there."""
+"""Tasks of the training benchmarks in torch, and their trainer."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,14 +11,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import grace
 from grace.bench.workloads import charlm, digits, recommender
-from grace.bench.workloads.charlm import BLOCKS, EMBEDDING, GPT_WINDOW, HEADS, HIDDEN, WORST
 from grace.bench.workloads.digits import WIDTH
-from grace.bench.workloads.task import ADAMW_BETA2, Task, Trainer, in_optimizer
+from grace.bench.workloads.task import ADAMW_BETA2, ARRAYS, WORST, LabelledTask, Task, Trainer, in_optimizer
+from grace.bench.workloads.torch_modules import GPT, LSTM
 from grace.exchange.bucket import Traffic
 
 
 class InTorch(Task):
-    """A task in torch: what is left to say is ``count``, ``network``, ``loss`` and ``quality``, and the facts.
+    """Task in torch; a subclass adds ``count``, ``network``, ``loss`` and ``quality``, and the facts.
 
     >>> class Sine(InTorch):
     ...     about, metric, higher_is_better, lr, epochs, batch, count = "a sine", "error", False, 0.1, 5, 16, 256
@@ -39,138 +41,82 @@ class InTorch(Task):
         return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-class _Labelled(InTorch):
-    """Inputs ``x`` and labels ``y`` as tensors."""
+class _LabelledInTorch(InTorch, LabelledTask):
+    """Task of arrays in torch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for key in ("train_x", "train_y", "test_x", "test_y"):
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
+        for key in ARRAYS:
             setattr(self, key, torch.tensor(getattr(self, key)))
 
+    def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
+        return _entropy(model(self.train_x[share]), self.train_y[share])
 
-class Digits(_Labelled, digits.Digits):
-    """The digits."""
+    def quality(self, model: nn.Module) -> float:
+        """Return the task's metric on the test data."""
+        with torch.no_grad():
+            outputs = model(self.test_x)
+            if self.metric == "accuracy":
+                return float((outputs.argmax(1) == self.test_y).float().mean())
+            loss = float(_entropy(outputs, self.test_y))
+        return math.exp(min(loss, WORST)) if self.metric == "perplexity" else loss
+
+
+def _entropy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of logits of classes, or of one logit where labels are 0.0 or 1.0."""
+    if labels.is_floating_point():
+        return binary_cross_entropy_with_logits(outputs, labels)
+    return cross_entropy(outputs.flatten(0, -2), labels.flatten())
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Return a context in which the global generator begins with the seed; afterwards it is as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+class Digits(_LabelledInTorch, digits.Digits):
+    """The digits, and a multilayer perceptron."""
 
     def network(self, seed: int) -> nn.Module:
         return network(seed)
 
-    def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(model(self.train_x[share]), self.train_y[share])
-
-    def quality(self, model: nn.Module) -> float:
-        """The part of the test images that the model names correctly."""
-        with torch.no_grad():
-            return float((model(self.test_x).argmax(1) == self.test_y).float().mean())
-
 
 def network(seed: int) -> nn.Sequential:
-    """A multilayer perceptron with two hidden layers.
+    """Return a multilayer perceptron with two hidden layers.
 
     >>> sum(p.numel() for p in network(seed=0).parameters())
     301066
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _seeded(seed):
         return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
 
-class CharacterModel(InTorch, charlm.CharacterModel):
-    """The text, as tensors."""
-
-    def __init__(self, *size: int) -> None:
-        super().__init__(*size)
-        self.train, self.test = torch.tensor(self.train), torch.tensor(self.test)
+class CharacterModel(_LabelledInTorch, charlm.CharacterModel):
+    """The text, and the LSTM."""
 
     def network(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return CharacterLSTM(len(self.characters))
-
-    def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
-        return _next_character(model, self.train[share])
-
-    def quality(self, model: nn.Module) -> float:
-        """The perplexity."""
-        with torch.no_grad():
-            return math.exp(min(float(_next_character(model, self.test)), WORST))
+        with _seeded(seed):
+            return LSTM(len(self.characters), charlm.EMBEDDING, charlm.HIDDEN)
 
 
-def _next_character(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-class CharacterLSTM(nn.Module):
-    """Embedding, one LSTM layer and a linear layer over the characters.
-
-    >>> sum(p.numel() for p in CharacterLSTM(100).parameters())
-    99044
-    """
-
-    def __init__(self, characters: int):
-        super().__init__()
-        self.embedding = nn.Embedding(characters, EMBEDDING)
-        self.lstm = nn.LSTM(EMBEDDING, HIDDEN, batch_first=True)
-        self.output = nn.Linear(HIDDEN, characters)
-
-    def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Logits of the next character: (batch, length, characters)."""
-        return self.output(self.lstm(self.embedding(codes))[0])
-
-
-class CharacterGPT(CharacterModel, charlm.CharacterGPT):
-    """The text, as tensors, and the GPT."""
+class CharacterGPT(_LabelledInTorch, charlm.CharacterGPT):
+    """The text, and the GPT."""
 
     def network(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return GPT(len(self.characters), self.width)
-
-    def quality(self, model: nn.Module) -> float:
-        """The mean cross-entropy."""
-        with torch.no_grad():
-            return float(_next_character(model, self.test))
+        with _seeded(seed):
+            length = charlm.GPT_WINDOW - 1
+            return GPT(len(self.characters), self.width, charlm.BLOCKS, charlm.HEADS, length, charlm.SPREAD)
 
 
-class GPT(nn.Module):
-    """Embeddings of characters and positions, two blocks, a norm and a linear layer over the characters.
-
-    >>> sum(p.numel() for p in GPT(100, 48).parameters())
-    69364
-    """
-
-    def __init__(self, characters: int, width: int):
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(characters, width), nn.Embedding(GPT_WINDOW - 1, width)
-        for table in (self.embedding, self.positions):
-            nn.init.normal_(table.weight, std=charlm.SPREAD)
-        looks: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
-        blocks = [nn.TransformerEncoderLayer(width, HEADS, 4 * width, 0.0, **looks) for _ in range(BLOCKS)]
-        self.blocks, self.norm, self.output = nn.ModuleList(blocks), nn.LayerNorm(width), nn.Linear(width, characters)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(GPT_WINDOW - 1), persistent=False)
-
-    def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Logits of the next character: (batch, length, characters)."""
-        x = self.embedding(codes) + self.positions.weight
-        for block in self.blocks:
-            x = block(x, self.mask, is_causal=True)
-        return self.output(self.norm(x))
-
-
-class Recommender(_Labelled, recommender.Recommender):
-    """The clicks."""
+class Recommender(_LabelledInTorch, recommender.Recommender):
+    """The clicks, and the scores of pairs."""
 
     def network(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with _seeded(seed):
             return Scores()
-
-    def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
-        return binary_cross_entropy_with_logits(model(self.train_x[share]), self.train_y[share])
-
-    def quality(self, model: nn.Module) -> float:
-        """The log loss."""
-        with torch.no_grad():
-            return float(binary_cross_entropy_with_logits(model(self.test_x), self.test_y))
 
 
 class Scores(nn.Module):
@@ -182,15 +128,15 @@ class Scores(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = (recommender.USERS, recommender.EMBEDDING), (recommender.ITEMS, recommender.EMBEDDING)
-        self.users, self.items = (nn.Embedding(*size) for size in sizes)
+        self.users = nn.Embedding(recommender.USERS, recommender.EMBEDDING)
+        self.items = nn.Embedding(recommender.ITEMS, recommender.EMBEDDING)
         for table in (self.users, self.items):
             nn.init.normal_(table.weight, std=recommender.SPREAD)
         hidden = nn.Linear(3 * recommender.EMBEDDING, recommender.HIDDEN)
         self.mlp = nn.Sequential(hidden, nn.ReLU(), nn.Linear(recommender.HIDDEN, 1))
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Logits of clicks: (batch,)."""
+        """Return logits of clicks: (batch,)."""
         user, item = self.users(pairs[:, 0]), self.items(pairs[:, 1])
         return self.mlp(torch.cat([user, item, user * item], 1)).squeeze(1)
 

@@ -1,17 +1,24 @@
 """Common style of a report's figures: one look for each method, panels of one size, and their SVG."""
 
-import contextlib
 import dataclasses
 import html
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from xml.etree import ElementTree
 
-from grace.bench.common.text import clean
+from grace.bench.common.text import clean, power, short
 from grace.errors import missing_extra
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogLocator, NullLocator
+except ImportError as error:
+    raise missing_extra("matplotlib", "bench") from error
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#C8B900")
 """Okabe and Ito's colours, which colour-blind readers can tell apart; their yellow is darker here, for white paper."""
@@ -19,15 +26,33 @@ GREYS = ("#57606A", "#818B98", "#A2ABB5")
 """Colours of baselines."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: Sequence[Any] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
+DASHED = (0, (4, 2))
+"""Line style of what others are compared with."""
 INK, MUTED, GRID, PAPER = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF"
 """Colours of text and axes."""
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card", PALETTE[0]: "--blue"}
 VARIABLES |= {grey: f"--grey{i}" for i, grey in enumerate(GREYS)}
 """Colours that the style sheet replaces in dark mode."""
-SIZE = 10.5
-"""Default size of letters, in CSS pixels."""
 WIDTH = 464
 """Width of a panel, in CSS pixels."""
+LABEL = 70
+"""Characters of the longest label of an axis."""
+LEGEND_ROW = 16
+"""CSS pixels of a row of a legend."""
+STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.sans-serif": ["DejaVu Sans"],
+    "grid.color": GRID,
+    "svg.fonttype": "none",
+}
+"""Differences to matplotlib's own style."""
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +77,11 @@ class Panel:
     title: str
     svg: str
     about: str
+
+    @classmethod
+    def of(cls, title: str, drawing: Drawing, name: str, about: str) -> "Panel":
+        """Return the panel of a drawing; its ids are made from ``name``."""
+        return cls(title, svg(drawing, name, about), about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,101 +123,82 @@ def looks(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Lo
     return found
 
 
-def panel(height: int = 360, width: int = WIDTH) -> tuple[Any, Any]:
-    """Return an empty figure of so many CSS pixels, and its axes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as Drawing
-    except ImportError as error:
-        raise missing_extra("matplotlib", "bench") from error
-    drawing = Drawing(figsize=(width / 72, height / 72), dpi=72)
-    FigureCanvasAgg(drawing)
-    axes = drawing.add_axes((0.12, 0.15, 0.83, 0.8))
-    axes.set_facecolor("none")
-    axes.grid(True, which="major", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+def panel(height: int = 360, width: int = WIDTH, names: int = 0) -> tuple[Drawing, Axes]:
+    """Return an empty figure of so many CSS pixels, higher by the rows of a legend of ``names``, and its axes."""
+    height += LEGEND_ROW * (1 + -(-names // 2)) if names else 0  # and its margins
+    with rc_context(STYLE):
+        drawing = Drawing(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        axes = drawing.subplots()
     axes.tick_params(which="both", colors=MUTED, labelsize=11, length=0, pad=5)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)
     return drawing, axes
 
 
-def set_margins(drawing: Any, axes: Any, left: float, right: float, top: float, bottom: float) -> None:
-    """Set the axes' distances from the edges, in CSS pixels."""
+def set_margins(drawing: Drawing, axes: Axes, left: float, right: float, top: float, bottom: float) -> None:
+    """Set the axes' distances from the edges, in CSS pixels; otherwise the layout leaves room for all texts."""
     width, height = 72 * drawing.get_size_inches()
     axes.set_position((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height))
 
 
-def label_axes(axes: Any, x: str, y: str = "") -> None:
+def label_axes(axes: Axes, x: str, y: str = "") -> None:
     """Write the labels of the axes, units included; that of y is above the axis, where it can be read without turning
     the head."""
-    axes.set_xlabel(clean(x), fontsize=11.5, color=INK, labelpad=7, parse_math=False)
+    axes.set_xlabel(short(x, LABEL), fontsize=11.5, color=INK, labelpad=7)
     if y:
-        write(axes, y, (0, 1), (4, -8), size=11.5, xycoords="figure fraction", textcoords="offset points", va="top")
+        axes.set_title(short(y, LABEL), loc="left", fontsize=11.5, color=INK)
 
 
-def write(axes: Any, text: str, at: Any, offset: Any = None, size: float = SIZE, color: str = INK, **more: Any) -> None:
-    """Write a text, never a formula, that may be outside the axes; ``more`` is passed to ``axes.annotate``."""
-    axes.annotate(clean(text), at, offset, fontsize=size, color=color, parse_math=False, annotation_clip=False, **more)
+def legend(drawing: Drawing, axes: Axes, place: Any = "outside lower left") -> None:
+    """Write the labels of lines and points outside the axes, in two columns."""
+    handles, labels = axes.get_legend_handles_labels()
+    drawing.legend(handles, labels, loc=place, ncols=2, fontsize=10.5, labelcolor=INK, frameon=False)
 
 
-@contextlib.contextmanager
-def any_text() -> Iterator[None]:
-    """Return a context without warnings of letters that matplotlib's own font lacks: browsers have other fonts."""
-    with warnings.catch_warnings():
+def plain_ticks(axes: Axes) -> None:
+    """Write few ticks of a linear x axis, as plain numbers."""
+    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def log_scale(axes: Axes, which: str, low: float, high: float, show: Callable[[float], str] = power) -> None:
+    """Make the axis ``which`` logarithmic from ``low`` to ``high``, and write its ticks by ``show``."""
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    # In few decades their beginnings are too few ticks.
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,), numticks=12))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: show(value))
+
+
+def write(
+    axes: Axes, text: str, at: Any, offset: Any = None, size: float = 10.5, color: str = INK, **more: Any
+) -> None:
+    """Write a text that may be outside the axes; ``more`` is passed to ``axes.annotate``."""
+    axes.annotate(clean(text), at, offset, fontsize=size, color=color, annotation_clip=False, **more)
+
+
+def svg(drawing: Drawing, name: str, about: str) -> str:
+    """Return the figure as an element for HTML: text stays text, ids depend on ``name``, the page names colours."""
+    for text in drawing.findobj(Text):
+        text.set_parse_math(False)  # names of methods are never formulas
+    file = io.StringIO()
+    with rc_context({**STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
+        # Browsers have fonts with the letters that matplotlib's own one lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        yield
+        drawing.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
+    body = file.getvalue().partition("<svg")[2].partition(">")[2]
+    width, height = 72 * drawing.get_size_inches()
+    head = f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escaped(about)}">'
+    return head + re.sub(r"<[^>]*>", _tag_for_page, body)
 
 
-def svg(drawing: Any, name: str, about: str) -> str:
-    """Return the figure as an element for HTML: text stays text, ids begin with ``name``, the page names colours."""
-    from matplotlib import rc_context
-
-    text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), any_text():
-        drawing.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    root = ElementTree.fromstring(text.getvalue())
-    width, height = (round(float(size)) for size in 72 * drawing.get_size_inches())
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        element.attrib = {
-            key.rpartition("}")[2]: _shorter(value, name)
-            for key, value in element.attrib.items()
-            if not (key == "id" and element.tag in ("g", "svg")) and not value.startswith("rotate(-0 ")
-        }
-        if element.text is not None and element.tag != "text":
-            element.text = None
-        element.tail = None
-    _unwrap(root)
-    root.attrib = {"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": clean(about)}
-    return ElementTree.tostring(root, encoding="unicode").replace("<g>", "\n<g>")
-
-
-def _shorter(value: str, name: str) -> str:
-    """Return an attribute for a page with other figures: unique ids, the page's fonts and colours, fewer digits."""
-    value = re.sub(r"^(#?)((?:p|m|h|image)[0-9a-f]{8,})$", rf"\1{name}-\2", value)
-    value = value.replace("url(#", f"url(#{name}-")
-    value = re.sub(r" ?font-family: [^;]*;", "", value)
-    value = re.sub(r"(\d+\.\d\d)\d+", r"\1", value).replace("\n", "").replace(": ", ":").replace("; ", ";")
+def _tag_for_page(tag: re.Match[str]) -> str:
+    """Return an SVG tag for a page with other figures: no ids that all figures have, the page's colours, fewer
+    digits."""
+    text = re.sub(r'<g id="[^"]*"', "<g", tag[0]).replace("xlink:href", "href").replace("\n", "")
+    text = re.sub(r"(\d+\.\d\d)\d+", r"\1", text)
     for color, variable in VARIABLES.items():
-        value = re.sub(f"{color}(?![0-9a-f])", f"var({variable})", value, flags=re.IGNORECASE)
-    return value
-
-
-def _unwrap(element: Any) -> None:
-    """Replace groups without attributes by their children, and remove elements that draw nothing."""
-    children: list[Any] = []
-    for child in element:
-        _unwrap(child)
-        if child.tag == "g" and not child.attrib:
-            children += child
-        elif child.tag not in ("metadata", "style") and (len(child) or child.tag not in ("g", "defs")):
-            children.append(child)
-    element[:] = children
+        text = re.sub(f"{color}(?![0-9a-f])", f"var({variable})", text, flags=re.IGNORECASE)
+    return text
 
 
 def named(page: str) -> tuple[str, str]:
@@ -200,7 +211,7 @@ def named(page: str) -> tuple[str, str]:
     """
     names: dict[str, str] = {}
 
-    def change(tag: re.Match) -> str:
+    def change(tag: re.Match[str]) -> str:
         return re.sub(r' style="([^"]*)"', lambda style: f' class="{name(style[1])}"', tag[0])
 
     def name(style: str) -> str:

@@ -1,6 +1,6 @@
-"""From which size on TensorFlow's tensors are better off with the compiled kernels: times of both, in one run.
+"""Sizes from which TensorFlow's tensors are better off with the compiled kernels: times of both, in one run.
 
-    python -m grace.bench.kernels.tensorflow_threshold
+    python -m benchmarks.tensorflow_threshold
 
 Compressing with the method's default parameters, eagerly and in a graph, where reaching them costs a
 ``tf.numpy_function``; ratios above 1 mean that the compiled kernels are faster.

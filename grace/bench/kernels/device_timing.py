@@ -14,7 +14,7 @@ import torch
 from grace.bench.common.clocks import WARM_UP, HostClock
 from grace.bench.kernels import rivals
 from grace.bench.kernels.fidelity import NAME, sent_bytes
-from grace.bench.kernels.timing import times_ms, works_of
+from grace.bench.kernels.timing import cost_row, times_ms, works_of
 from grace.core.backend import LocalBackend
 from grace.core.compressor import Compressor
 from grace.core.context import Context
@@ -24,14 +24,15 @@ from grace.session.bucketing import Limits
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
 
+PARTS = ("encode", "decode", "memory", "exchange", "round_trip")
 RESIDUAL = 8.0
-"""Bytes of an element that error feedback adds: a residual that is read and written."""
+"""Bytes per element that error feedback adds: a residual is read and written."""
 HELD = 40
-"""Times a tensor's bytes that its measurements hold, roughly."""
+"""Multiple of a tensor's bytes that its measurements hold, roughly."""
 
 
 def floors(bits: float, kept: float = 1.0, reads: float = 1.0) -> dict[str, float]:
-    """Bytes per element that each part must move: a payload is added to what is there, and an exchange writes means.
+    """Return the bytes per element that each part must move: a payload is added to a tensor; an exchange writes means.
 
     Args:
         bits: per element, that are sent.
@@ -47,7 +48,7 @@ def floors(bits: float, kept: float = 1.0, reads: float = 1.0) -> dict[str, floa
 
 
 def floors_of(compressor: Compressor, bits: float, kept: float) -> dict[str, float]:
-    """Those of a method that sends so many bits, and values of so many of the elements.
+    """Return the floors of a method that sends so many bits per element, and values of the part ``kept`` of them.
 
     >>> from grace.core.registry import make
     >>> floors_of(make("compressor", "powersgd(rank=4)"), 0.1, 1.0)["encode"]
@@ -63,7 +64,7 @@ def floors_of(compressor: Compressor, bits: float, kept: float) -> dict[str, flo
 
 
 def fraction(floor: float, elements: int, ms: float, copy_ms: float) -> float:
-    """What a floor's bytes are, over the time they took, of a copy's 8 bytes over its time.
+    """Return the speed of a part, floor over time, as a fraction of a copy's, 8 bytes an element over its time.
 
     >>> fraction(5.0, 1000, ms=1.0, copy_ms=1.0), fraction(9.0, 1000, ms=1.5, copy_ms=1.0)
     (0.625, 0.75)
@@ -74,40 +75,33 @@ def fraction(floor: float, elements: int, ms: float, copy_ms: float) -> float:
 def row_of(
     method: str, taken: Mapping[str, float], elements: int, bits: float | None, floor: Mapping[str, float]
 ) -> dict[str, Any]:
-    """A row of the results file, from the times of its parts.
+    """Return a row of the results file from the times of a method's parts, with the floors of those that have one.
 
     >>> row = row_of("qsgd", {"copy": 1.0, "encode": 2.0, "memory": 2.0}, 1000, 8.0, floors(8.0))
     >>> row["encode_copies"], row["encode_fraction"], row["memory_fraction"], row["decode_ms"]
     (2.0, 0.3125, 0.40625, None)
     """
-    copy = taken["copy"]
-    row: dict[str, Any] = {"method": method, "elements": elements, "bits_per_element": bits, "copy_ms": copy}
-    for part in ("encode", "decode", "memory", "exchange", "round_trip"):
-        ms = taken.get(part)
-        row |= {f"{part}_ms": ms, f"{part}_copies": None if ms is None else ms / copy}
-        if part in ("encode", "decode"):
-            row[f"{part}_gbps"] = None if ms is None else 4 * elements / ms / 1e6
-        if part in floor and ms is not None:  # a memory's part comes with encoding
-            whole = ms + taken["encode"] if part == "memory" else ms
-            row |= {
-                f"{part}_floor_bytes": floor[part],
-                f"{part}_fraction": fraction(floor[part], elements, whole, copy),
-            }
     if {"encode", "decode"} <= taken.keys():
-        both = taken["encode"] + taken["decode"]
-        row |= {"round_trip_ms": both, "round_trip_copies": both / copy}
+        taken = {**taken, "round_trip": taken["encode"] + taken["decode"]}
+    row = cost_row(method, taken, elements, bits, PARTS)
+    for part in [part for part in floor if part in taken]:
+        ms = taken[part]
+        if part == "memory":  # compensating comes with encoding
+            ms += taken["encode"]
+        row[f"{part}_floor_bytes"] = floor[part]
+        row[f"{part}_fraction"] = fraction(floor[part], elements, ms, taken["copy"])
     return row
 
 
 class Exchanged:
-    """Steps of gradients as the optimizer makes them, without a network: what encodes and decodes whole buckets.
+    """Steps of gradients as the optimizer makes them, without a network: whole buckets are encoded and decoded.
 
-    Nobody reads whether all was in range, which makes the host wait at the end of a step.
+    Headers stay unread, since reading makes the host wait at the end of a step.
 
     Args:
         method, memory: specs; the method's own memory if left out.
         xs: gradients.
-        outs: what their means are written to.
+        outs: tensors that their means are written to.
     """
 
     def __init__(self, method: str, memory: str | None, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]):
@@ -119,12 +113,12 @@ class Exchanged:
 
     @property
     def at_once(self) -> bool:
-        """True if every bucket goes at once, as is known from the second step on."""
+        """True if every bucket is encoded as a whole, as is known from the second step on."""
         codecs = [bucket.program.codec for bucket in self.runner.buckets if bucket.program is not None]
         return all(isinstance(codec, FusedCodec) for codec in codecs)
 
     def encode(self) -> None:
-        """Encode what a step sends first, and give the step up."""
+        """Encode the first payloads of a step, and abandon the step."""
         self._start()
         self.runner.abandon()
 
@@ -154,23 +148,23 @@ def leave_unread(trips: Sequence[Any]) -> None:
 
 
 def measure(
-    methods: list[str], x: torch.Tensor, repeats: int, memory: str | None, clock: HostClock, told: Callable[[str], Any]
+    methods: list[str], x: torch.Tensor, repeats: int, memory: str | None, clock: HostClock, show: Callable[[str], Any]
 ) -> list[dict[str, Any]]:
-    """The rows of one tensor: all methods and rivals take turns, so that the device's clock rate hits all alike.
+    """Return the rows of one tensor: all methods and rivals take turns, so that the device's clock rate is that of all.
 
     Args:
         methods: compressors' specs.
-        x: float32, contiguous; where it lies is where is measured.
+        x: float32, contiguous, on the device that is measured.
         repeats: measurements of each; medians count.
         memory: a memory's spec; each method's default if left out.
-        clock: tells the time.
-        told: called with what is prepared or measured next.
+        clock: the device's clock.
+        show: shows the part that is prepared or measured next.
     """
     out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], Any]](), dict[str, list[str]]()
     about: dict[str, tuple[float | None, dict[str, float], str]] = {}
 
     def add(name: str, part: str, work: Callable[[], Any]) -> None:
-        told(f"{name}: {part}")
+        show(f"{name}: {part}")
         if part == "round_trip":  # DDP calls hooks eagerly; torch's PowerSGD compresses from the third call on
             for _ in range(WARM_UP):
                 work()
@@ -195,7 +189,7 @@ def measure(
             about[name] = rivals.sent_bits(name, tuple(x.shape)), {}, ""
             for part, work in own.items():
                 add(name, part, work)
-        told("measuring")
+        show("measuring")
         times = times_ms({f"{name}\0{part}": work for (name, part), work in works.items()}, repeats, clock)
     rows = []
     for name, (sent, floor, kept) in about.items():

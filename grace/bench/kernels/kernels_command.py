@@ -1,5 +1,6 @@
-"""``grace bench kernels``: what compressing costs and loses on one machine, without a network."""
+"""``grace bench kernels``: costs and errors of compressing on one machine, without a network."""
 
+import functools
 import importlib.util
 import statistics
 from pathlib import Path
@@ -9,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 from grace.bench.common import options
 from grace.bench.lifecycle import BenchmarkRun
@@ -91,26 +93,20 @@ def command(
 
 
 def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
-    """Measure, show and save; how it ended is in what it returns."""
-    from grace.bench.kernels.table import explanation, tables
+    """Measure, show and save; return the run, which knows how it ended."""
+    from grace.bench.kernels.kernel_tables import show, show_on_device
 
     running = BenchmarkRun(NAME, "kernels", settings, out, interrupted="interrupted")
     console = Console(highlight=False)
     if settings["device"] == "cuda":
-        from grace.bench.kernels import device_table
-
         running.measure(lambda: _measure_on_device(running, console))
-        device_table.show(console, running.results)
+        show_on_device(console, running.results)
         return running
     shape = " x ".join(map(str, settings["shape"]))
-    threads = f", {settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
-    with_threads = threads if settings["device"] == "cpu" else ""
-    console.print(f"{settings['elements']:,} float32 elements ({shape}), {settings['device']}{with_threads}")
+    threads = f"{settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
+    console.print(f"{settings['elements']:,} float32 elements ({shape}), cpu, {threads}")
     running.measure(lambda: _measure(running, console))
-    if running.results.rows:
-        for table in tables(running.results):
-            console.print(table)
-        console.print(explanation(running.results), markup=False)
+    show(console, running.results)
     return running
 
 
@@ -124,7 +120,12 @@ def settings(
     repeats: int | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """What to measure, checked."""
+    """Return the settings of a run, checked.
+
+    Raises:
+        ConfigError: they make no benchmark.
+        MissingExtraError: a package is not installed.
+    """
     if importlib.util.find_spec("torch") is None:
         raise missing_extra("torch", "torch")
 
@@ -186,8 +187,8 @@ def _measure_on_device(running: BenchmarkRun, console: Console) -> None:
     import torch
 
     from grace.bench.common.clocks import DeviceClock
+    from grace.bench.kernels.device_timing import HELD, measure
     from grace.bench.kernels.gradients import KINDS, matrix
-    from grace.bench.kernels.on_device import HELD, measure
 
     results, settings = running.results, running.results.settings
     with console.status("") as status:
@@ -200,12 +201,16 @@ def _measure_on_device(running: BenchmarkRun, console: Console) -> None:
             for kind in settings["tensors"]:
                 status.update(escape(f"{elements:,} {kind}: gradients"))
                 x, clock = KINDS[kind](matrix(elements), 1)[0].to(settings["device"]), DeviceClock()
-                told = lambda what, kind=kind: status.update(escape(f"{kind}: {what}"))  # noqa: E731
-                rows = measure(settings["methods"], x, settings["repeats"], settings["memory"], clock, told)
+                show = functools.partial(_show_part, status, kind)
+                rows = measure(settings["methods"], x, settings["repeats"], settings["memory"], clock, show)
                 results.rows += [{"tensor": f"{kind}, {elements:,}", **row} for row in rows]
                 settings["copy_gbps"] = x.nbytes / rows[0]["copy_ms"] / 1e6
                 running.save()
                 clock.forget()
+
+
+def _show_part(status: Status, kind: str, part: str) -> None:
+    status.update(escape(f"{kind}: {part}"))
 
 
 def _measure(running: BenchmarkRun, console: Console) -> None:

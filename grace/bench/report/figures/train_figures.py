@@ -8,13 +8,32 @@ from typing import Any
 from grace.bench.common.quality import Settings, better, quality_axis, scale, shown
 from grace.bench.common.text import clean, digits, number, of_bytes, of_rate, power, short
 from grace.bench.report.figures.bars import Bar, Mark, horizontal
-from grace.bench.report.figures.labels import Box, at_the_right, beside_points, keys_at_the_right, text_width
-from grace.bench.report.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, set_margins, svg
-from grace.bench.report.rows import cases
+from grace.bench.report.figures.style import (
+    DASHED,
+    INK,
+    MUTED,
+    Drawing,
+    Figure,
+    Look,
+    Panel,
+    label_axes,
+    legend,
+    log_scale,
+    panel,
+    plain_ticks,
+)
+from grace.bench.report.rows import Rows, cases
 
 FAR = 8
 """Ratio of throughputs from which on their axis is logarithmic."""
-Rows = Sequence[Mapping[str, Any]]
+CURVES = (
+    (0, "epochs", "epochs"),
+    (1, "bytes", "bytes sent per rank so far (log scale)"),
+    (2, "seconds", "seconds of training so far"),
+)
+"""Panels of curves: position in a curve's points, name, label of the axis."""
+Curve = list[tuple[float, float, float, float]]
+"""Points of a curve: epochs, bytes, seconds, quality as it is shown."""
 
 
 def figures(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str) -> list[Figure]:
@@ -45,43 +64,35 @@ def window(finals: Sequence[float], others: Sequence[float], sign: int) -> tuple
     reach = max([gap for gap in gaps if gap <= max(8 * usual, 0.02 * abs(best))] + [0.01 * abs(best) or 0.01])
     if others:
         reach = max(reach, min(4 * reach, max(abs(best - value) for value in others)))
-    limits = sorted((best - sign * 1.05 * reach, best + sign * 0.05 * reach))
-    if others:
-        return limits[0], limits[1]
-    return limits[0] - 0.12 * reach, limits[1] + 0.12 * reach
+    low, high = sorted((best - sign * 1.05 * reach, best + sign * 0.05 * reach))
+    margin = 0.0 if others else 0.12 * reach
+    return low - margin, high + margin
 
 
 def _trade(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str) -> Figure:
-    panels = []
     found = cases(rows, "bandwidth")
     finals = [row["quality"] * scale(settings) for row in rows]
     spread = max([number(row.get("quality_spread")) or 0 for row in rows], default=0) * scale(settings)
     low, high = window(finals, [], better(settings)) if finals else (0.0, 1.0)
     limits = (low - min(spread, high - low), high + min(spread, high - low))
-    relative = any(number(row.get("relative_volume")) for row in rows)
-    key, x = (
-        ("relative_volume", "bytes sent, relative to none (log scale)")
-        if relative
-        else ("sent_bytes_per_step", "bytes sent per rank and step (log scale)")
-    )
-    first = next(iter(found.values()), [])
-    drawn = _scatter(first, key, settings, looks, limits, x, log=True)
-    if drawn:
-        about = f"Points of {quality_axis(settings)}, against {x}: " + _describe(first, key, settings)
-        panels.append(Panel("against bytes", svg(drawn, f"{name}-volume", about), about))
-    relative = any(number(row.get("relative_throughput")) for row in rows)
-    key, x = (
-        ("relative_throughput", "samples per second, relative to none")
-        if relative
-        else ("samples_per_s", "samples per second, all ranks together")
-    )
+    volume = ("sent_bytes_per_step", "bytes sent per rank and step (log scale)")
+    if any(number(row.get("relative_volume")) for row in rows):
+        volume = ("relative_volume", "bytes sent, relative to none (log scale)")
+    speed = ("samples_per_s", "samples per second, all ranks together")
+    if any(number(row.get("relative_throughput")) for row in rows):
+        speed = ("relative_throughput", "samples per second, relative to none")
+    drawn = [("against bytes", "volume", "", volume, next(iter(found.values()), []))]
     for i, ((rate,), some) in enumerate(found.items()):
-        drawn = _scatter(some, key, settings, looks, limits, x, log=False)
-        if drawn:
-            about = f"Points of {quality_axis(settings)}, against {x}, {of_rate(rate)}: " + _describe(
-                some, key, settings
+        drawn.append((f"against throughput, {of_rate(rate)}", f"speed{i}", f", {of_rate(rate)}", speed, some))
+    panels = []
+    for title, ident, where, (key, x), some in drawn:
+        drawing = _scatter(some, key, settings, looks, limits, x)
+        if drawing is not None:
+            points = "; ".join(
+                f"{row['method']} {shown(row['quality'], settings)} at {digits(row.get(key))}" for row in some
             )
-            panels.append(Panel(f"against throughput, {of_rate(rate)}", svg(drawn, f"{name}-speed{i}", about), about))
+            about = f"Points of {quality_axis(settings)}, against {x}{where}: {points}"
+            panels.append(Panel.of(title, drawing, f"{name}-{ident}", about))
     seeds = len(settings.get("seeds") or [])
     mean = f"the mean of {seeds} seeds, with half their range as the bar" if seeds > 1 else "of one seed"
     caption = (
@@ -93,81 +104,59 @@ def _trade(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str)
     return Figure(f"Final {settings.get('metric', 'quality')} against bytes and against speed", caption, panels)
 
 
-def _scatter(rows: Rows, key: str, settings: Settings, looks: Mapping, limits: Any, x: str, log: bool) -> Any:
+def _scatter(
+    rows: Rows, key: str, settings: Settings, looks: Mapping[str, Look], limits: tuple[float, float], x: str
+) -> Drawing | None:
+    """Return a panel of final qualities against the figure under a key; None if no row has it."""
     known = [row for row in rows if (number(row.get(key)) or 0) > 0]
     if not known:
         return None
     values = [row[key] for row in known]
+    log = key in ("relative_volume", "sent_bytes_per_step")
     if not log and max(values) > FAR * min(values):
         log, x = True, f"{x} (log scale)"
-    drawing, axes = panel(372 + 8 * max(0, len(known) - 10))
-    set_margins(drawing, axes, 50, 16, 38, 42)
+    drawing, axes = panel(300, names=len(known))
     if log:
-        axes.set_xscale("log")
+        show = (lambda value: of_bytes(value, 1)) if key == "sent_bytes_per_step" else power
+        log_scale(axes, "x", min(values) / 1.6, max(values) * 1.6, show)
+    else:
+        axes.set_xlim(0, max(values) * 1.08)
+        plain_ticks(axes)
     low, high = limits
-    points, bars, levels = [], [], []
+    axes.set_ylim(low, high)
     for row in known:
         value, spread = row["quality"] * scale(settings), (number(row.get("quality_spread")) or 0) * scale(settings)
         look = looks[str(row["method"])]
         outside = not low <= value <= high
         at = min(max(value, low), high)
-        label = str(row["method"]) + (f" ({shown(row['quality'], settings)})" if outside else "")
+        label = short(str(row["method"])) + (f" ({shown(row['quality'], settings)})" if outside else "")
         marker = ("v" if value < low else "^") if outside else look.marker
-        whisker = {"yerr": None if outside or not spread else spread, "elinewidth": 1.4, "capsize": 3}
-        form = {"color": look.color, "marker": marker, "markersize": 7, "linestyle": ""}
-        axes.errorbar(row[key], at, **whisker, **form, clip_on=False, zorder=3)
-        points.append((label, row[key], at))
-        bars.append((row[key], at - spread, at + spread))
+        whisker: dict[str, Any] = {"yerr": None if outside or not spread else spread, "elinewidth": 1.4, "capsize": 3}
+        form: dict[str, Any] = {"color": look.color, "marker": marker, "markersize": 7, "linestyle": ""}
+        axes.errorbar(row[key], at, **whisker, **form, clip_on=False, zorder=3, label=label)
         if row["method"] == "none":
-            levels.append(at)
-            axes.axhline(at, color=INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
-    xs = [point[1] for point in points]
-    if log:
-        room = max(1.6, (max(xs) / min(xs)) ** 0.08)
-        room = max(room, (10 * min(xs) / max(xs)) ** 0.5)  # a decade at least has a tick
-        axes.set_xlim(min(xs) / room, max(xs) * room)
-        axes.xaxis.set_major_formatter(
-            (lambda value, _: of_bytes(value, 1)) if key == "sent_bytes_per_step" else (lambda value, _: power(value))
-        )
-        axes.xaxis.set_minor_formatter(lambda value, _: "")
-    else:
-        axes.set_xlim(0, max(xs) * 1.08)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    axes.set_ylim(low, high)
+            axes.axhline(at, color=INK, linewidth=1, linestyle=DASHED, zorder=1)
+    legend(drawing, axes)
     label_axes(axes, x, quality_axis(settings))
-    obstacles: list[Box] = []
-    for at_x, bottom, top in bars:
-        (left, base), (_, peak) = axes.transData.transform([(at_x, bottom), (at_x, top)])
-        obstacles.append((left - 3, base, left + 3, peak))
-    frame = axes.get_window_extent()
-    for line in levels:
-        at_y = axes.transData.transform((1, line))[1]
-        obstacles.append((frame.x0, at_y - 1, frame.x1, at_y + 1))
-    beside_points(axes, points, obstacles)
     return drawing
 
 
 def _curves(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str) -> Figure:
-    kinds = [
-        (0, "epochs", "epochs", False),
-        (1, "bytes", "bytes sent per rank so far (log scale)", True),
-        (2, "seconds", "seconds of training so far", False),
-    ]
     panels = []
     for i, ((rate,), some) in enumerate(cases(rows, "bandwidth").items()):
-        lines = {str(row["method"]): line for row in some if (line := _curve(row, settings))}
-        if not lines:
-            continue
-        for column, key, x, log in kinds:
+        curves = {str(row["method"]): _curve(row, settings) for row in some}
+        curves = {method: curve for method, curve in curves.items() if curve}
+        finals = "; ".join(
+            f"{method} ends at {shown(curve[-1][3] / scale(settings), settings)}" for method, curve in curves.items()
+        )
+        for column, key, x in CURVES:
             if i and key != "seconds":
                 continue  # the same whatever the bandwidth
-            drawn = _curve_panel(lines, column, settings, looks, x, log)
-            if drawn:
+            drawing = _curve_panel(curves, column, settings, looks, x)
+            if drawing is not None:
                 title = f"against {key}" + (f", {of_rate(rate)}" if key == "seconds" else "")
-                about = f"Lines of {quality_axis(settings)}, against {x}: " + "; ".join(
-                    f"{who} ends at {shown(line[-1][3] / scale(settings), settings)}" for who, line in lines.items()
-                )
-                panels.append(Panel(title, svg(drawn, f"{name}-{key}{i}", about), about))
+                about = f"Lines of {quality_axis(settings)}, against {x}: {finals}"
+                panels.append(Panel.of(title, drawing, f"{name}-{key}{i}", about))
     metric = settings.get("metric", "quality")
     means = ", means over seeds" if len(settings.get("seeds") or []) > 1 else ""
     caption = (
@@ -179,7 +168,7 @@ def _curves(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
     return Figure(f"{str(metric).capitalize()} while training", caption, panels)
 
 
-def _curve(row: Mapping[str, Any], settings: Settings) -> list[tuple[float, float, float, float]]:
+def _curve(row: Mapping[str, Any], settings: Settings) -> Curve:
     found = []
     for point in row.get("curve") or []:
         values = [value for value in map(number, point) if value is not None]
@@ -188,45 +177,37 @@ def _curve(row: Mapping[str, Any], settings: Settings) -> list[tuple[float, floa
     return found
 
 
-def _curve_panel(lines: Mapping[str, Any], column: int, settings: Settings, looks: Mapping, x: str, log: bool) -> Any:
-    drawing, axes = panel(max(320, 14 * len(lines) + 90))
-    right = max(text_width(drawing, short(who, 26)) for who in lines) + (24 if column == 0 else 38)
-    set_margins(drawing, axes, 50, min(210, right), 38, 42)
-    if log:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: of_bytes(value, 1))
-        axes.xaxis.set_minor_formatter(lambda value, _: "")
-    sign = better(settings)
-    finals = [line[-1][3] for line in lines.values()]
-    low, high = window(finals, [point[3] for line in lines.values() for point in line], sign)
-    ends = []
-    for who, line in lines.items():
-        points = [(point[column], point[3]) for point in line if point[column] > 0 or not log]
-        if not points:
-            continue
-        look = looks[who]
-        xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, color=look.color, linestyle=look.dash, linewidth=1.6)
-        end = (xs[-1], min(max(ys[-1], low), high))
-        axes.plot(*end, marker=look.marker, color=look.color, markersize=5, clip_on=False)
-        ends.append((who, *end, look))
-    if not ends:
+def _curve_panel(
+    curves: Mapping[str, Curve], column: int, settings: Settings, looks: Mapping[str, Look], x: str
+) -> Drawing | None:
+    """Return a panel of qualities against a column of the curves' points; None if no curve has points."""
+    log = "log" in x
+    lines = {
+        method: [(point[column], point[3]) for point in curve if point[column] > 0 or not log]
+        for method, curve in curves.items()
+    }
+    lines = {method: points for method, points in lines.items() if points}
+    if not lines:
         return None
+    drawing, axes = panel(300, names=len(lines))
+    finals = [points[-1][1] for points in lines.values()]
+    low, high = window(finals, [point[3] for curve in curves.values() for point in curve], better(settings))
+    for method, points in lines.items():
+        look = looks[method]
+        form: dict[str, Any] = {"color": look.color, "linestyle": look.dash, "marker": look.marker, "markersize": 5}
+        axes.plot(*zip(*points, strict=True), **form, linewidth=1.6, markevery=[-1], label=short(method))
     target = number(settings.get("target"))
     if target is not None and low < target * scale(settings) < high:
         axes.axhline(target * scale(settings), color=MUTED, linewidth=1.2, linestyle=":", zorder=1)
     axes.set_ylim(low, high)
-    axes.margins(x=0.02)
-    if not log:
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        axes.locator_params(axis="x", nbins=6)
-    label_axes(axes, x, quality_axis(settings))
-    if column == 0:
-        at_the_right(axes, ends)
+    if log:
+        xs = [at for points in lines.values() for at, _ in points]
+        log_scale(axes, "x", min(xs) / 1.1, max(xs) * 1.1, lambda value: of_bytes(value, 1))
     else:
-        axes.autoscale(False)
-        keys_at_the_right(axes, [(who, look) for who, _, _, look in sorted(ends, key=lambda end: end[1])])
+        axes.set_xlim(left=0)
+        plain_ticks(axes)
+    legend(drawing, axes)
+    label_axes(axes, x, quality_axis(settings))
     return drawing
 
 
@@ -243,15 +224,14 @@ def _target(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
             seconds, look = number(row.get("seconds_to_target")), looks[str(row["method"])]
             missed = f"not reached ({row.get('reached') or 0} of {seeds} seeds)" if seeds > 1 else "not reached"
             text = missed if seconds is None else f"{digits(seconds)} s"
-            parts = [(0.0, "full")] if seconds is None else [(seconds, "full")]
-            bars.append(Bar(str(row["method"]), parts, text, look, group=int(seconds is None)))
+            bars.append(Bar(str(row["method"]), [(seconds or 0.0, "full")], text, look, group=int(seconds is None)))
         none = next((row for row in some if row["method"] == "none" and row.get("seconds_to_target")), None)
-        marks: list[Mark] = [("none", none["seconds_to_target"], (0, (4, 2)))] if none else []
+        marks: list[Mark] = [("none", none["seconds_to_target"], DASHED)] if none else []
         drawing = horizontal(bars, "seconds of training until the target was reached", marks)
         about = f"Bars of the time to {shown(target, settings)}, {of_rate(rate)}: " + ", ".join(
             f"{bar.name} {bar.text}" for bar in bars
         )
-        panels.append(Panel(of_rate(rate), svg(drawing, f"{name}-target{i}", about), about))
+        panels.append(Panel.of(of_rate(rate), drawing, f"{name}-target{i}", about))
     caption = (
         f"Seconds of training, evaluation left out, until the test {settings.get('metric', 'quality')} was "
         f"{shown(target, settings)} or better for the first time; means over seeds, "
@@ -259,7 +239,3 @@ def _target(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
         "where its bar ends left of it."
     )
     return Figure(f"Time to {shown(target, settings)}", caption, panels)
-
-
-def _describe(rows: Rows, key: str, settings: Settings) -> str:
-    return "; ".join(f"{row['method']} {shown(row['quality'], settings)} at {digits(row.get(key))}" for row in rows)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grace.bench.common.text import format_count, of_bytes
-from grace.bench.report.figures import plan as figures
+from grace.bench.common.text import digits, format_count, of_bytes
+from grace.bench.report.figures import plan_figures
 from grace.bench.report.figures.style import escaped
 from grace.bench.report.page import document, figure_html, write
-from grace.bench.report.tables import Column, figure_of, table, words_of
+from grace.bench.report.tables import figure_of, table, words_of
 from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of, short
@@ -31,13 +31,12 @@ def write_plan(path: Path, plan: Plan, problem: Problem, about: Mapping[str, str
 
     Raises:
         ConfigError: the file cannot be written.
-        MissingExtraError: matplotlib is not installed.
     """
     return write(path, page(plan, problem, about))
 
 
 def page(plan: Plan, problem: Problem, about: Mapping[str, str]) -> str:
-    """The report as text."""
+    """Return the page as text."""
     methods = methods_of(problem.methods, problem.quality, problem.cluster.world_size, bool(problem.errors.tables))
     shown = [short(method.compressor) for method in methods]
     strategies = {CHOSEN: plan.chosen.strategy} if plan.compresses else {}
@@ -48,10 +47,10 @@ def page(plan: Plan, problem: Problem, about: Mapping[str, str]) -> str:
     links = links_of(problem.costs.network)
     now = links.bandwidth * 8 if links else None
     drawn = [
-        figures.gantt({"plain all-reduce": problem.predict(plan.plain.strategy), **steps}, "step"),
-        figures.over_ranks(over_ranks(problem, shown, strategies), ranks, "ranks"),
-        figures.over_rates(rates, now, "rates"),
-        figures.memory({**steps, **{name: line[0][1] for name, line in here.items()}}, "memory"),
+        plan_figures.gantt({"plain all-reduce": problem.predict(plan.plain.strategy), **steps}, "step"),
+        plan_figures.over_ranks(over_ranks(problem, shown, strategies), ranks, "ranks"),
+        plan_figures.over_rates(rates, now, "rates"),
+        plan_figures.memory({**steps, **{name: line[0][1] for name, line in here.items()}}, "memory"),
     ]
     facts = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(text)}</dd></div>" for name, text in about.items())
     parts = [
@@ -66,39 +65,39 @@ def page(plan: Plan, problem: Problem, about: Mapping[str, str]) -> str:
 
 
 def _candidates(plan: Plan) -> list[dict[str, Any]]:
-    plain, rows = plan.plain.prediction.step, []
-    for one in plan.candidates:
-        p = one.prediction
-        rows.append(
-            {
-                "name": "plain all-reduce" if one is plan.plain else one.name,
-                "taken": "taken" if one is plan.chosen else "",
-                "faster": plain / p.step if p.step else None,
-                "sent": p.sent,
-                "memory": p.memory,
-                "error": one.share,
-                **{key: round(1e3 * getattr(p, key), 6) for key in ("step", "compute", "codec", "exposed")},
-            }
-        )
-    return rows
+    plain = plan.plain.prediction.step
+    return [
+        {
+            **vars(one.prediction),
+            "name": "plain all-reduce" if one is plan.plain else one.name,
+            "taken": "taken" if one is plan.chosen else "",
+            "faster": plain / one.prediction.step if one.prediction.step else None,
+            "error": one.share,
+        }
+        for one in plan.candidates
+    ]
+
+
+def _in_ms(seconds: float) -> str:
+    return digits(1e3 * seconds)
 
 
 CANDIDATES = [
     words_of("name", "plan"),
-    Column("", "", lambda row: row["taken"] or None, lambda row: row["taken"], lambda row: "good", words=True),
-    figure_of("step", "step", "ms, expected"),
+    words_of("taken", ""),
+    figure_of("step", "step", "ms, expected", _in_ms),
     figure_of("faster", "speedup", "over plain"),
-    figure_of("compute", "compute", "ms"),
-    figure_of("codec", "codec", "ms"),
-    figure_of("exposed", "exposed", "ms"),
+    figure_of("compute", "compute", "ms", _in_ms),
+    figure_of("codec", "codec", "ms", _in_ms),
+    figure_of("exposed", "exposed", "ms", _in_ms),
     figure_of("sent", "sent", "per rank, step", of_bytes),
     figure_of("memory", "memory", "per rank", of_bytes),
     figure_of("error", "error", "of the bound"),
 ]
 VARIABLES = [
     words_of("variables", "variables"),
-    figure_of("count", "count", "", format_count),
-    figure_of("elements", "elements", "", format_count),
+    figure_of("count", "count", show=format_count),
+    figure_of("elements", "elements", show=format_count),
     words_of("method", "method"),
     words_of("sync", "sync"),
     figure_of("share", "error", "of the bound"),

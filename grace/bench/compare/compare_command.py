@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from grace.bench.common.results import Results, load
+from grace.bench.common.tables import figures_table
 from grace.bench.common.text import clean, digits, of_ranks, of_rate
-from grace.bench.compare.compare import (
+from grace.bench.compare.comparison import (
     BETTER,
     IDENTITY,
     MEASURES,
@@ -25,10 +25,18 @@ from grace.bench.compare.compare import (
     Key,
     sentence,
 )
-from grace.bench.compare.compare import compare as compare_results
+from grace.bench.compare.comparison import compare as compare_results
 from grace.errors import ConfigError
 
 STYLES = {BETTER: "green", WORSE: "red", SAME: "", UNKNOWN: "dim"}
+CHANGED = (BETTER, WORSE)
+WORDS = {
+    True: {BETTER: "faster", WORSE: "slower", UNKNOWN: "?"},
+    False: {BETTER: "better", WORSE: "worse", UNKNOWN: "?"},
+}
+"""Verdicts in words, of times and of other figures."""
+MEANINGS = {"step": "time of a step in ms", "kernels": "encoding and decoding in ms"}
+"""Columns a and b; of training they are the task's metric."""
 
 
 def compare(
@@ -56,8 +64,15 @@ def compare(
     first, second = load(a), load(b)
     found = compare_results(first, second)
     console = Console(highlight=False, markup=False)
-    _files(console, (a, b), (first, second))
-    _differences(console, found)
+    for name, path, each in (("a", a, first), ("b", b, second)):
+        state = "" if each.complete else ", incomplete: interrupted"
+        console.print(f"{name}: {path} ({each.kind}, {each.when}{state})")
+    if any(what == "machine" for what, *_ in found.differences):
+        console.print("Warning: measured on different machines, so times say little about the code.", style="yellow")
+    for what, name, one, other in found.differences:
+        console.print(f"{what}: {clean(name)}: {_plain(one)} in a, {_plain(other)} in b")
+    if not found.differences:
+        console.print("The machine, the versions and the settings are the same.")
     for where, rows in _groups(found).items():
         console.print(f"\n{where}: {_about(found.kind, first)}", style="bold")
         console.print(_table(found.kind, rows, first))
@@ -78,21 +93,6 @@ def compare(
         raise typer.Exit(bool(complaints))
 
 
-def _files(console: Console, paths: tuple[Path, Path], results: tuple[Results, Results]) -> None:
-    for name, path, each in zip("ab", paths, results, strict=True):
-        state = "" if each.complete else ", incomplete: interrupted"
-        console.print(f"{name}: {path} ({each.kind}, {each.when}{state})")
-
-
-def _differences(console: Console, found: Comparison) -> None:
-    if any(what == "machine" for what, *_ in found.differences):
-        console.print("Warning: measured on different machines, so times say little about the code.", style="yellow")
-    for what, name, one, other in found.differences:
-        console.print(f"{what}: {clean(name)}: {_plain(one)} in a, {_plain(other)} in b")
-    if not found.differences:
-        console.print("The machine, the versions and the settings are the same.")
-
-
 def _groups(found: Comparison) -> dict[str, list[tuple[str, tuple[Change, ...]]]]:
     """Return rows by their whole identity but the name."""
     groups: dict[str, list[tuple[str, tuple[Change, ...]]]] = {}
@@ -104,7 +104,7 @@ def _groups(found: Comparison) -> dict[str, list[tuple[str, tuple[Change, ...]]]
 def _about(kind: str, results: Results) -> str:
     """Return the meaning of columns a and b."""
     if kind != "train":
-        return {"step": "time of a step in ms", "kernels": "encoding and decoding in ms"}[kind]
+        return MEANINGS[kind]
     unit = results.settings.get("unit")
     return clean(results.settings.get("metric") or "quality") + (f" in {clean(unit)}" if unit else "")
 
@@ -112,32 +112,21 @@ def _about(kind: str, results: Results) -> str:
 def _table(kind: str, rows: list[tuple[str, tuple[Change, ...]]], first: Results) -> Table:
     main, *others = MEASURES[kind]
     scale = (first.settings.get("scale") or 1) if kind == "train" else 1
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(IDENTITY[kind][-1], overflow="fold", min_width=16)
-    for name in "ab":
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("b / a", justify="right", no_wrap=True)
-    table.add_column("")
-    for measure in others:
-        table.add_column(f"{measure.title}\nb / a", justify="right", no_wrap=True)
-    words = {BETTER: "faster", WORSE: "slower"} if main.time else {BETTER: "better", WORSE: "worse"}
+    headers = ["a", "b", "b / a", "", *(f"{measure.title}\nb / a" for measure in others)]
+    table = figures_table(IDENTITY[kind][-1], headers)
+    table.columns[0].min_width = 16
+    verdicts = WORDS[main.time]
     for name, (change, *rest) in rows:
         style = STYLES[change.verdict]
         table.add_row(
             Text(name),
             *(digits(None if value is None else value * scale) for value in (change.a, change.b)),
             Text(_ratio(change), style),
-            Text({**words, UNKNOWN: "?"}.get(change.verdict, ""), style),
-            *(
-                Text(_ratio(each) + ("*" if each.verdict in (BETTER, WORSE) else " "), STYLES[each.verdict])
-                for each in rest
-            ),
+            Text(verdicts.get(change.verdict, ""), style),
+            *(Text(_ratio(each) + ("*" if each.verdict in CHANGED else " "), STYLES[each.verdict]) for each in rest),
         )
-    table.caption = (
-        "*: by more than noise"
-        if any(change.verdict in (BETTER, WORSE) for _, (_, *rest) in rows for change in rest)
-        else None
-    )
+    if any(each.verdict in CHANGED for _, (_, *rest) in rows for each in rest):
+        table.caption = "*: by more than noise"
     table.caption_justify = "left"
     return table
 

@@ -1,5 +1,6 @@
-"""What encoding and decoding cost in whole steps, at once and variable by variable: ``python -m
-grace.bench.kernels.whole_buckets``.
+"""Times of encoding and decoding in whole steps, at once and variable by variable.
+
+    python -m benchmarks.whole_buckets
 
 One rank, one thread, no network. Both ways take turns; the least time of each is shown, in ms and in multiples of the
 least time of a ``copy_`` of as many float32s in the same run.

@@ -5,12 +5,11 @@ import statistics
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from grace.bench.common.ending import Ending
 from grace.bench.common.errors import LinkError
+from grace.bench.common.tables import figures_table
 from grace.bench.common.text import parse_rate, show_rate
 from grace.bench.link.emulation import Link, measure, possible
 from grace.errors import ConfigError
@@ -53,10 +52,7 @@ def link(
         measured = [_median(each, seconds, console) for each in links]
     ending.exit_if_failed()
     ratios = [found / each.rate for each, found in zip(links, measured, strict=True)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in ("asked", "measured", "ratio"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("can be trusted")
+    table = figures_table("asked", ["measured", "ratio", "can be trusted"])
     for each, found, ratio in zip(links, measured, ratios, strict=True):
         table.add_row(show_rate(each.rate), show_rate(found), f"{ratio:.3f}", "yes" if trusted(ratio) else "no")
     console.print(table)

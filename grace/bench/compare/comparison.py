@@ -1,7 +1,7 @@
 """Comparison of two results of the same kind, row by row, with a test whether a change exceeds noise."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from grace.bench.common.results import Results
@@ -39,7 +39,7 @@ class Measure:
 
     def interval(self, row: Row) -> tuple[float, float] | None:
         """Return the interval that the row's repetitions spread over: quartiles (``step_low_ms``), or half a range over
-        seeds."""
+        seeds; None if it is not recorded."""
         if len(self.key) > 1:
             return None
         stem, _, unit = self.key[0].rpartition("_")
@@ -48,6 +48,21 @@ class Measure:
             return low, high
         value, spread = self.value(row), number(row.get(f"{self.key[0]}_spread"))
         return None if value is None or spread is None else (value - spread, value + spread)
+
+    def change(self, one: Row, other: Row, higher_is_better: bool) -> "Change":
+        """Return the change of the figure from one row to the other, judged by their noise."""
+        a, b = self.value(one), self.value(other)
+        if a is None or b is None:
+            return Change(a, b, UNKNOWN)
+        spans = self.interval(one), self.interval(other)
+        if spans[0] is not None and spans[1] is not None:
+            changed = spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]
+        else:
+            changed = abs(b - a) > self.noise * abs(a)
+        if not changed:
+            return Change(a, b, SAME)
+        sign = self.sign or (1 if higher_is_better else -1)
+        return Change(a, b, BETTER if sign * (b - a) > 0 else WORSE)
 
 
 MEASURES = {
@@ -151,22 +166,24 @@ def compare(a: Results, b: Results) -> Comparison:
     if a.kind != b.kind:
         raise ConfigError(f"results of different kinds cannot be compared: the first are of {a.kind}, not of {b.kind}")
     first, second = _by_identity(a), _by_identity(b)
-    rows = [
-        (key, tuple(_change(measure, row, second[key], a, b) for measure in MEASURES[a.kind]))
-        for key, row in first.items()
-        if key in second
-    ]
+    rows = [(key, _changes(row, second[key], a, b)) for key, row in first.items() if key in second]
     if not rows:
         raise ConfigError(f"the two results have no row in common: rows are matched by {', '.join(IDENTITY[a.kind])}")
+    facts = (
+        ("machine", a.machine, b.machine),
+        ("versions", a.versions, b.versions),
+        ("settings", _settings(a), _settings(b)),
+    )
     return Comparison(
         a.kind,
         rows,
         [key for key in first if key not in second],
         [key for key in second if key not in first],
         [
-            *_differences("machine", a.machine, b.machine),
-            *_differences("versions", a.versions, b.versions),
-            *_differences("settings", _settings(a), _settings(b)),
+            (what, key, one.get(key), other.get(key))
+            for what, one, other in facts
+            for key in dict.fromkeys([*one, *other])
+            if one.get(key) != other.get(key)
         ],
     )
 
@@ -196,32 +213,12 @@ def _by_identity(results: Results) -> dict[Key, Row]:
     return {tuple(row[key] for key in IDENTITY[results.kind]): row for row in results.rows}
 
 
-def _change(measure: Measure, one: Row, other: Row, a: Results, b: Results) -> Change:
-    before, after = measure.value(one), measure.value(other)
-    return Change(before, after, _verdict(measure, one, other, a, b))
-
-
-def _verdict(measure: Measure, one: Row, other: Row, a: Results, b: Results) -> str:
-    before, after = measure.value(one), measure.value(other)
-    if before is None or after is None:
-        return UNKNOWN
-    if measure.key == ("quality",) and min(len(each.settings.get("seeds") or []) for each in (a, b)) < 2:
-        return UNKNOWN
-    spans = measure.interval(one), measure.interval(other)
-    if spans[0] is not None and spans[1] is not None:
-        changed = spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]
-    else:
-        changed = abs(after - before) > measure.noise * abs(before)
-    if not changed:
-        return SAME
-    sign = measure.sign or (1 if a.settings.get("higher_is_better", True) else -1)
-    return BETTER if sign * (after - before) > 0 else WORSE
+def _changes(one: Row, other: Row, a: Results, b: Results) -> tuple[Change, ...]:
+    changes = [measure.change(one, other, a.settings.get("higher_is_better", True)) for measure in MEASURES[a.kind]]
+    if a.kind == "train" and min(len(each.settings.get("seeds") or []) for each in (a, b)) < 2:
+        changes[0] = dataclasses.replace(changes[0], verdict=UNKNOWN)  # qualities of one seed have no spread
+    return tuple(changes)
 
 
 def _settings(results: Results) -> dict[str, Any]:
     return {key: value for key, value in results.settings.items() if key not in ("verdict", "copy_gbps")}
-
-
-def _differences(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence[tuple[str, str, Any, Any]]:
-    keys = dict.fromkeys([*one, *other])
-    return [(what, key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]

@@ -149,10 +149,10 @@ def plan(
 
 def _validate(model: str, ranks: int | None, rate: str | None, methods: list[str] | None, console: Console) -> None:
     from grace.bench.common.options import bandwidths
-    from grace.bench.plan.command import validate
-    from grace.bench.plan.settings import METHODS, Settings
+    from grace.bench.plan.plan_command import SWEEP
+    from grace.bench.plan.plan_settings import METHODS, PlanSettings
 
-    validate(Settings([model], bandwidths(rate), [ranks or 2], methods or list(METHODS)), console=console)
+    SWEEP.run(PlanSettings([model], bandwidths(rate), [ranks or 2], methods or list(METHODS)), console=console)
 
 
 def document(found: Plan, inputs: Inputs, strategy: Strategy) -> dict[str, Any]:

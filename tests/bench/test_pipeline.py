@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from grace.bench.pipeline.cut_verdicts import judge, markdown, merged, verdict_words
+from grace.bench.pipeline.pipeline_command import SWEEP
 from grace.bench.pipeline.pipeline_settings import CHOSEN, KNOWN, PipelineSettings
+from grace.bench.ranks import sweep
 from grace.bench.workloads.pipelines import MODELS, cuttable
 from grace.errors import ConfigError
 from tests.support.bench_runs import bench
+from tests.support.command import grace_command
 
 
 def cut(name, end, predicted, measured, replicas=(1, 1)):
@@ -63,6 +66,20 @@ def test_other_shares_of_ranks_are_other_cuts():
 def test_what_cannot_work_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         PipelineSettings(**given)
+
+
+def test_a_file_goes_on_with_other_numbers_of_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "run_scenario", lambda *given: {"cuts": SOME["cuts"], "missing": {}})
+    for ranks in (2, 4, 2):
+        found = SWEEP.run(PipelineSettings(models=["mlp"], ranks=ranks), tmp_path / "found.jsonl", resume=True)
+    assert [one["ranks"] for one in found] == [2, 4]
+
+
+def test_what_a_user_gives_counts_with_quick_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self, settings, *given: seen.append(settings))
+    grace_command("bench", "pipeline", "--quick", "--rounds", "5", "--links", "1gbit")
+    assert (seen[0].rounds, seen[0].blocks, seen[0].bandwidths, seen[0].stages) == (5, 4, [1e9], 2)
 
 
 @pytest.mark.slow

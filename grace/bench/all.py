@@ -1,7 +1,6 @@
 """``grace bench all`` and ``grace demo``: the gain of compression, the quality of models, and the costs."""
 
 import dataclasses
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +108,7 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
     coded = kernels_command.settings(methods=methods, quick=quick, tensors=",".join(tensors))
     results.make_folder(out)
     if introduction:
-        _print_wrapped(console, introduction)
+        console.print(introduction, markup=False)
         console.print()
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
     parts: list[tuple[str, Callable[[], BenchmarkRun]]] = [
@@ -123,7 +122,7 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
             console.print()
         console.rule(f"[bold]{number}. {question}[/]", align="left")
         if number == 1 and note:
-            _print_wrapped(console, note)
+            console.print(note, markup=False)
         running = part()
         running.name = name
         if running.results.rows:
@@ -134,18 +133,11 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
     running.exit_if_failed()
     console.print()
     console.rule("[bold]In short[/]", align="left")
-    for words in steps_verdict(finished):
-        _print_wrapped(console, words)
-        console.print()
+    verdicts = [item for run in finished for item in run.settings.get("verdict", {}).items()]
+    for scenario, words in verdicts:
+        console.print(f"With {scenario}: {words}\n", markup=False)
     seconds = time.monotonic() - began
     console.print(f"The report, with pictures, is {report} ({seconds:.0f} s).", soft_wrap=True)
-
-
-def steps_verdict(finished: list[Results]) -> list[str]:
-    """Return the verdicts of the steps, one text per scenario."""
-    return [
-        f"With {scenario}: {words}" for run in finished for scenario, words in run.settings.get("verdict", {}).items()
-    ]
 
 
 def _bandwidths(given: list[float | None] | None, quick: bool) -> tuple[list[float | None], str]:
@@ -162,7 +154,3 @@ def _bandwidths(given: list[float | None] | None, quick: bool) -> tuple[list[flo
 
 def _shown(rate: float | None) -> str:
     return "loopback" if rate is None else show_rate(rate)
-
-
-def _print_wrapped(console: Console, text: str) -> None:
-    console.print(textwrap.fill(text, console.width), markup=False)

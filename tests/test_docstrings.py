@@ -6,7 +6,8 @@ import re
 from tests.test_floors import FILES, ROOT
 
 RIDDLE = re.compile(
-    r"(What|Whether|Those|The same|As|Of|It|Its|That|Which|Who|Where|How|All of|Likewise|See|One of|Nothing|By|In|From) "
+    r"(What|Whether|Those|The same|As|Of|It|Its|That|Which|Who|Where|How|All of|Likewise|See|One of|Nothing|By|In|"
+    r"From) "
 )
 """Openings that describe a thing without naming it."""
 

@@ -1,46 +1,52 @@
 """``grace bench all`` and ``grace demo``: the gain of compression, the quality of models, and the costs."""
 
-import textwrap
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from grace.bench.common import options, results
+from grace.bench.common.options import option
 from grace.bench.common.results import Results
 from grace.bench.common.text import parse_rate, show_rate
 from grace.bench.kernels import kernels_command
 from grace.bench.lifecycle import BenchmarkRun, need_report
 from grace.bench.link.emulation import possible
-from grace.bench.step import command as step_command
-from grace.bench.step import settings as step
-from grace.bench.train import command as train_command
-from grace.bench.train import settings as training
+from grace.bench.step import step_command, step_settings
+from grace.bench.train import train_command, train_settings
 
 BANDWIDTHS, QUICK_BANDWIDTH = "10gbit,1gbit,100mbit", "1gbit"
 
 
+@dataclasses.dataclass
+class AllSettings:
+    """Settings of the three benchmarks; None is the default of each."""
+
+    model: str = option("transformer", "What steps are timed of; see grace bench step.")
+    task: str = option("digits", "What is trained; see grace bench train.")
+    methods: list[str] | None = option(
+        None, "Compressor specs, separated by commas, or all.", parse=options.methods, show_default="each part's own"
+    )
+    ranks: int = option(2, "Processes to train on.", "--ranks", "-n")
+    bandwidths: list[float | None] | None = option(
+        None,
+        "Rates of emulated links for the steps; none is the loopback.",
+        "--bandwidth",
+        parse=options.bandwidths,
+        show_default=f"{BANDWIDTHS}, or {QUICK_BANDWIDTH} with --quick",
+    )
+    seeds: list[int] | None = option(
+        None, "Training runs of each method.", parse=options.seeds, show_default="3, or 1 with --quick"
+    )
+
+
+@options.with_options(AllSettings)
 def command(
-    model: Annotated[str, typer.Option(help="What steps are timed of; see grace bench step.")] = "transformer",
-    task: Annotated[str, typer.Option(help="What is trained; see grace bench train.")] = "digits",
-    methods: Annotated[
-        str | None,
-        typer.Option(help="Compressor specs, separated by commas, or all.", show_default="each part's own"),
-    ] = None,
-    ranks: options.Ranks = 2,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            help="Rates of emulated links for the steps; none is the loopback.",
-            show_default=f"{BANDWIDTHS}, or {QUICK_BANDWIDTH} with --quick",
-        ),
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="Training runs of each method.", show_default="3, or 1 with --quick")
-    ] = None,
+    given: dict[str, Any],
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for report.html and a folder of results per part.")
     ] = Path("out/bench"),
@@ -53,11 +59,11 @@ def command(
     cost and lose, without a network. Each part can be run by itself, with more
     options: grace bench step, train, kernels.
     """
-    _run("grace bench all", "", model, task, methods, ranks, bandwidth, seeds, out, quick)
+    _run("grace bench all", "", AllSettings(**given), out, quick)
 
 
 def demo(
-    ranks: options.Ranks = 2,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for report.html and the results.")] = Path(
         "out/demo"
     ),
@@ -73,43 +79,36 @@ def demo(
         "wait for that. Grace compresses the gradients. Three small experiments on this machine show when that pays "
         "and what it costs; they take about a minute."
     )
-    _run("grace demo", introduction, "transformer", "digits", None, ranks, None, None, out, quick=True)
+    _run("grace demo", introduction, AllSettings(ranks=ranks), out, quick=True)
 
 
-def _run(
-    name: str,
-    introduction: str,
-    model: str,
-    task: str,
-    methods: str | None,
-    ranks: int,
-    bandwidth: str | None,
-    seeds: str | None,
-    out: Path,
-    quick: bool,
-) -> None:
+def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: bool) -> None:
     began = time.monotonic()
     console = Console(highlight=False)
     need_report()
-    rates, note = _bandwidths(bandwidth, quick)
-    chosen = None if methods is None else options.methods(methods)
-    steps = step.Settings(
-        model=model,
-        methods=chosen or list(step.QUICK_METHODS if quick else step.METHODS),
-        ranks=[ranks],
+    rates, note = _bandwidths(settings.bandwidths, quick)
+    steps = step_settings.StepSettings(
+        model=settings.model,
+        methods=settings.methods or list(step_settings.QUICK_METHODS if quick else step_settings.METHODS),
+        ranks=[settings.ranks],
         bandwidths=rates,
-        rounds=step.QUICK_ROUNDS if quick else step.ROUNDS,
-        baselines=["ddp"] if quick else list(step.BASELINES),
+        rounds=step_settings.QUICK_ROUNDS if quick else step_settings.ROUNDS,
+        baselines=["ddp"] if quick else list(step_settings.BASELINES),
     )
-    count = options.seeds(seeds or ("1" if quick else "3"))
-    trained = training.Settings(chosen or list(training.METHODS), ranks, seeds=count, task=task)
+    trained = train_settings.TrainSettings(
+        task=settings.task,
+        methods=settings.methods or list(train_settings.METHODS),
+        ranks=settings.ranks,
+        seeds=settings.seeds or ([0] if quick else [0, 1, 2]),
+    )
     if quick:
-        trained.epochs = trained.facts["quick_epochs"]
+        trained.use_quick_epochs()
+    methods = None if settings.methods is None else ",".join(settings.methods)
     tensors = ("captured",) if quick else kernels_command.TENSORS
     coded = kernels_command.settings(methods=methods, quick=quick, tensors=",".join(tensors))
     results.make_folder(out)
     if introduction:
-        _print_wrapped(console, introduction)
+        console.print(introduction, markup=False)
         console.print()
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
     parts: list[tuple[str, Callable[[], BenchmarkRun]]] = [
@@ -123,7 +122,7 @@ def _run(
             console.print()
         console.rule(f"[bold]{number}. {question}[/]", align="left")
         if number == 1 and note:
-            _print_wrapped(console, note)
+            console.print(note, markup=False)
         running = part()
         running.name = name
         if running.results.rows:
@@ -134,25 +133,18 @@ def _run(
     running.exit_if_failed()
     console.print()
     console.rule("[bold]In short[/]", align="left")
-    for words in steps_verdict(finished):
-        _print_wrapped(console, words)
-        console.print()
+    verdicts = [item for run in finished for item in run.settings.get("verdict", {}).items()]
+    for scenario, words in verdicts:
+        console.print(f"With {scenario}: {words}\n", markup=False)
     seconds = time.monotonic() - began
     console.print(f"The report, with pictures, is {report} ({seconds:.0f} s).", soft_wrap=True)
 
 
-def steps_verdict(finished: list[Results]) -> list[str]:
-    """Return the verdicts of the steps, one text per scenario."""
-    return [
-        f"With {scenario}: {words}" for run in finished for scenario, words in run.settings.get("verdict", {}).items()
-    ]
-
-
-def _bandwidths(text: str | None, quick: bool) -> tuple[list[float | None], str]:
+def _bandwidths(given: list[float | None] | None, quick: bool) -> tuple[list[float | None], str]:
     """Return the networks and a note. Without a choice of the user's it is the loopback where no link can be emulated,
     and the note says so."""
-    if text is not None:
-        return options.bandwidths(text), ""
+    if given is not None:
+        return given, ""
     reason = possible()
     if reason:
         note = f"A slow network cannot be emulated here ({reason}), so the steps go over the loopback, the fastest one."
@@ -162,7 +154,3 @@ def _bandwidths(text: str | None, quick: bool) -> tuple[list[float | None], str]
 
 def _shown(rate: float | None) -> str:
     return "loopback" if rate is None else show_rate(rate)
-
-
-def _print_wrapped(console: Console, text: str) -> None:
-    console.print(textwrap.fill(text, console.width), markup=False)

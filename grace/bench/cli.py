@@ -6,10 +6,10 @@ from grace.bench.all import command as all_of_them
 from grace.bench.compare.compare_command import compare
 from grace.bench.kernels.kernels_command import command as kernels
 from grace.bench.link.link_command import link
-from grace.bench.pipeline.command import command as pipeline
-from grace.bench.plan.command import command as plan
-from grace.bench.step.command import command as step
-from grace.bench.train.command import command as train
+from grace.bench.pipeline.pipeline_command import command as pipeline
+from grace.bench.plan.plan_command import command as plan
+from grace.bench.step.step_command import command as step
+from grace.bench.train.train_command import command as train
 
 app = typer.Typer(no_args_is_help=True, help="Measure compressors: does compression pay here?")
 app.command("all")(all_of_them)

@@ -108,11 +108,10 @@ def plan(
     console = standard_output(150)
     specs = [spec for text in methods or () for spec in split(text)] or None
     if validate:
-        from grace.bench.plan.command import validate as validate_predictions
-        from grace.bench.plan.settings import METHODS, Settings
+        from grace.bench.plan.plan_command import SWEEP
+        from grace.bench.plan.plan_settings import METHODS, PlanSettings
 
-        settings = Settings([model], bandwidths(bandwidth), [ranks or 2], specs or list(METHODS))
-        validate_predictions(settings, console=console)
+        SWEEP.run(PlanSettings([model], bandwidths(bandwidth), [ranks or 2], specs or list(METHODS)), console=console)
         return
     if codecs not in (None, *CODECS):
         raise ConfigError(f"--codecs is {' or '.join(CODECS)}, not {codecs!r}")

@@ -1,4 +1,4 @@
-"""``python -m grace.bench.step.fixed_costs``."""
+"""``python -m benchmarks.fixed_costs``."""
 
 import json
 import sys
@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import grace
-from grace.bench.step import fixed_costs
-from grace.bench.step.settings import BOUND
+from benchmarks import fixed_costs
+from grace.bench.step.step_settings import BOUND
 
 SETTINGS = {"methods": ["none", "topk(ratio=0.1)"], "rounds": 2, "steps": 2, "variables": 4, "elements": 50}
 

@@ -9,10 +9,10 @@ from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Results
 from grace.bench.kernels import device_timing, kernel_tables, rivals
 from grace.bench.kernels.timing import times_ms
-from grace.bench.step import on_device as steps_on_device
-from grace.bench.step.command import command as step_command
-from grace.bench.step.rows import Table
-from grace.bench.step.settings import BOUND, Settings
+from grace.bench.step import one_gpu
+from grace.bench.step.step_command import command as step_command
+from grace.bench.step.step_rows import EngineRows
+from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
 from grace.errors import ConfigError
@@ -130,9 +130,9 @@ def test_a_step_is_computing_and_what_the_wire_adds():
         clock.time += 10.0
         return model(torch.ones(1, 100)).sum()
 
-    settings = Settings(methods=["none", "fp16"], ranks=[4], bandwidths=[1e6, 2e6], rounds=1)
-    contest = steps_on_device.Contest(Workload(torch.nn.Linear(100, 10), loss, 3), settings, Lane(clock))
-    tables = {rate: Table("simulated", 4, rate) for rate in settings.bandwidths}
+    settings = StepSettings(methods=["none", "fp16"], ranks=[4], bandwidths=[1e6, 2e6], rounds=1)
+    contest = one_gpu.Contest(Workload(torch.nn.Linear(100, 10), loss, 3), settings, Lane(clock))
+    tables = {rate: EngineRows("simulated", 4, rate) for rate in settings.bandwidths}
     contest.measure(clock, lambda rate, event: tables[rate].add(event))
     results = Results("step", {}, [row for table in tables.values() for row in table.rows()])
     found = {(row["name"], row["bandwidth"]): row for row in results.rows}
@@ -146,9 +146,9 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     assert found["none", 1e6]["wire_ms"] == pytest.approx(8e3 * sent / 1e6)
     assert found["none", 2e6]["exposed_ms"] == pytest.approx(found["none", 1e6]["exposed_ms"] / 2)
     waits = {name: {"waits_per_step": 1.0, "reads_per_step": 0.0} for name in (BOUND, "none", "fp16")}
-    steps_on_device.conclude_all(results, waits, 4)
+    one_gpu.conclude_all(results, waits, 4)
     assert list(results.settings["verdict"]) == ["4 ranks at 1mbit", "4 ranks at 2mbit"]
-    said = "\n".join(steps_on_device.notes(results))
+    said = "\n".join(one_gpu.notes(results))
     assert "The wire is simulated" in said
     assert "fp16 1 and 0" in said
 
@@ -174,9 +174,6 @@ def test_models_of_gpus_have_the_sizes_that_they_are_known_by():
     ],
 )
 def test_steps_on_a_gpu_are_refused_before_anything_starts(tmp_path, given, says):
-    options = {"model": None, "methods": None, "strategy": None, "engine": "torch", "ranks": None, "bandwidth": None}
-    options |= {"baselines": "none", "rounds": None, "ddp_hook": False, "bucket_bytes": None, "sharded": 0}
-    options |= {"reduce_scatter": None, "out": tmp_path / "new", "quick": False}
     with pytest.raises(ConfigError, match=says):
-        step_command(**{**options, **given})
+        step_command(**given, out=tmp_path / "new")
     assert not (tmp_path / "new").exists()

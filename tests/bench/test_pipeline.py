@@ -1,20 +1,18 @@
 """``grace bench pipeline``: what it says of given numbers, and a small run of it."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from grace.bench.pipeline.settings import CHOSEN, KNOWN, Settings
-from grace.bench.pipeline.tables import judge, markdown, merged, verdict_words
+from grace.bench.pipeline.cut_verdicts import judge, markdown, merged, verdict_words
+from grace.bench.pipeline.pipeline_command import SWEEP
+from grace.bench.pipeline.pipeline_settings import CHOSEN, KNOWN, PipelineSettings
+from grace.bench.ranks import sweep
 from grace.bench.workloads.pipelines import MODELS, cuttable
 from grace.errors import ConfigError
-from tests.support.limits import HANGS
-
-GRACE = str(Path(sys.executable).with_name("grace"))
+from tests.support.bench_runs import bench
+from tests.support.command import grace_command
 
 
 def cut(name, end, predicted, measured, replicas=(1, 1)):
@@ -67,7 +65,21 @@ def test_other_shares_of_ranks_are_other_cuts():
 )
 def test_what_cannot_work_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        Settings(**given)
+        PipelineSettings(**given)
+
+
+def test_a_file_goes_on_with_other_numbers_of_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "run_scenario", lambda *given: {"cuts": SOME["cuts"], "missing": {}})
+    for ranks in (2, 4, 2):
+        found = SWEEP.run(PipelineSettings(models=["mlp"], ranks=ranks), tmp_path / "found.jsonl", resume=True)
+    assert [one["ranks"] for one in found] == [2, 4]
+
+
+def test_what_a_user_gives_counts_with_quick_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self, settings, *given: seen.append(settings))
+    grace_command("bench", "pipeline", "--quick", "--rounds", "5", "--links", "1gbit")
+    assert (seen[0].rounds, seen[0].blocks, seen[0].bandwidths, seen[0].stages) == (5, 4, [1e9], 2)
 
 
 @pytest.mark.slow
@@ -93,16 +105,15 @@ def net():
 @pytest.mark.ranks
 def test_a_small_run(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
-    command = [GRACE, "bench", "pipeline", "--models", "small:net", "--quick", "--out", "found.jsonl"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
+    args = ("pipeline", "--models", "small:net", "--quick", "--out", "found.jsonl")
+    bench(*args, cwd=tmp_path)
     found = json.loads((tmp_path / "found.jsonl").read_text())
     names = [one["name"] for one in found["cuts"]]
     assert names[0] == CHOSEN
     assert sum(name.startswith("after ") for name in names) == 3
     assert all(one["measured_ms"] > 0 and one["predicted_ms"] > 0 for one in found["cuts"])
     assert found["cuts"][0]["replicas"] == [1, 1]
-    again = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
-    assert again.returncode == 0, again.stderr
-    assert "measuring" not in again.stdout
-    assert "| small:net | loopback | 2 | none |" in again.stdout
+    again, _ = bench(*args, "--resume", cwd=tmp_path)
+    assert "measuring" not in again
+    assert "All 1 scenarios, 1 of them measured before" in again
+    assert "| small:net | loopback | 2 | none |" in again

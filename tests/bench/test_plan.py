@@ -2,22 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from grace.bench.common.kept import Kept
+from grace.bench.common.jsonl_store import JsonlStore
 from grace.bench.common.options import bandwidths
-from grace.bench.plan.command import validate
-from grace.bench.plan.settings import LINKS, Settings
-from grace.bench.plan.tables import markdown
-from grace.bench.plan.verdicts import GOALS, judged, order, totals
+from grace.bench.plan.plan_command import SWEEP
+from grace.bench.plan.plan_settings import LINKS, QUICK, PlanSettings
+from grace.bench.plan.plan_verdicts import GOALS, judge, markdown, order, totals
 from grace.errors import ConfigError
-from tests.support.limits import HANGS
-
-GRACE = str(Path(sys.executable).with_name("grace"))
+from tests.support.command import grace_command
 
 
 def plan(name, predicted, measured, **said):
@@ -44,12 +39,12 @@ def test_pairs_that_hardly_differ_do_not_count():
 def test_regret_is_beside_the_best_that_could_be_taken():
     lossy = plan("lossy", 40.0, 40.0, allowed=False)
     mixed = plan("planned: b", 55.0, 48.0, single=False)
-    found = judged(scenario(PLAIN, lossy, plan("a", 50.0, 60.0, chosen=True), plan("b", 55.0, 50.0), mixed))
+    found = judge(scenario(PLAIN, lossy, plan("a", 50.0, 60.0, chosen=True), plan("b", 55.0, 50.0), mixed))
     assert found.chosen == "a"
     assert found.regret == pytest.approx(60 / 48 - 1)
     assert found.to_plain == pytest.approx(60 / 110)
     assert found.to_single == pytest.approx(60 / 50)
-    assert judged(scenario(PLAIN, plan("a", 99.0, 120.0))).chosen == "none"
+    assert judge(scenario(PLAIN, plan("a", 99.0, 120.0))).chosen == "none"
 
 
 def test_totals_are_the_worst_and_tables_say_what_is_missed():
@@ -81,27 +76,25 @@ def test_totals_are_the_worst_and_tables_say_what_is_missed():
 )
 def test_what_cannot_be_is_refused(said, message):
     with pytest.raises(ConfigError, match=message):
-        Settings(**said)
+        PlanSettings(**said)
     assert bandwidths(LINKS) == [None, 1e10, 1e9, 1e8]
 
 
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path):
     (tmp_path / "kept.jsonl").write_text("{}\n")
-    args = ["bench", "plan", "--out", "kept.jsonl", "--resume"]
-    done = subprocess.run([GRACE, *args], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert "kept.jsonl, line 1, is no scenario of a benchmark" in done.stderr
-    assert done.stderr.count("\n") == 1
+    code, _, err = grace_command("bench", "plan", "--out", "kept.jsonl", "--resume", folder=tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "kept.jsonl, line 1, is no scenario of a benchmark" in err
 
 
 @pytest.mark.ranks
 def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])))
-    settings = Settings(["mlp"], [None], [2], ["fp16", "topk(ratio=0.01)"]).quick()
+    settings = PlanSettings(["mlp"], [None], [2], ["fp16", "topk(ratio=0.01)"], **QUICK)
     file = tmp_path / "kept" / "plans.jsonl"
-    found = validate(settings, file)
-    (kept,) = Kept(file).read()
+    found = SWEEP.run(settings, file)
+    (kept,) = JsonlStore(file).open(resume=True)
     plans = {plan["name"]: plan for plan in kept["plans"]}
     assert next(iter(plans)) == "none"
     assert {"fp16", "topk(ratio=0.01)"} < set(plans)
@@ -112,8 +105,8 @@ def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
     assert sum(plan["chosen"] for plan in plans.values()) == 1
     assert kept["settled"] <= GOALS["settled"] or "when it was checked" in kept["plan"]
     assert kept["uncompressed"] <= GOALS["uncompressed"]
-    assert found.settled == kept["settled"]
+    assert found == [kept]
     before = file.read_text()
-    assert validate(settings, file, resume=True) == found
+    assert SWEEP.run(settings, file, resume=True) == found
     assert file.read_text() == before
     assert json.loads(before)["calibration"]["codecs"]

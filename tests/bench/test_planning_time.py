@@ -1,10 +1,10 @@
-"""``python -m grace.bench.step.planning_time``."""
+"""``python -m benchmarks.planning_time``."""
 
 import sys
 
 import pytest
 
-from grace.bench.step import planning_time
+from benchmarks import planning_time
 
 
 def told(monkeypatch, *words):

@@ -17,18 +17,17 @@ import grace
 from grace.bench.common import results
 from grace.bench.common.errors import WorkerError
 from grace.bench.common.results import Results
-from grace.bench.ranks import launchers
-from grace.bench.ranks import run as launch
-from grace.bench.train import scenarios
-from grace.bench.train.settings import Settings
+from grace.bench.ranks import launchers, scenario
+from grace.bench.train import training_runs
+from grace.bench.train.train_settings import TrainSettings
 from tests.support import warm
+from tests.support.bench_runs import bench
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import environment
 from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
 
-GRACE = str(Path(sys.executable).with_name("grace"))
 REAL = str(Path(warm.REAL).with_name("grace"))  # its processes are its children
 LAUNCHERS = ("rendezvous", "mpirun", "/sh\0", "/bash\0")
 SHORT = ("--epochs", "2", "--seeds", "1")
@@ -50,14 +49,9 @@ def launcher(request, monkeypatch, tmp_path_factory):
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(empty.parent), os.environ.get("PYTHONPATH", "")]))
 
 
-def run(*args, code=0, timeout=HANGS, cwd=None, program=GRACE, **environment):
-    """Run `grace bench train` at 80 columns; returns (stdout, stderr)."""
-    env = {**os.environ, "COLUMNS": "80", **environment}
-    done = subprocess.run(
-        [program, "bench", "train", *args], capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout, done.stderr
+def run(*args, **options):
+    """Return stdout and stderr of `grace bench train`."""
+    return bench("train", *args, **options)
 
 
 @pytest.mark.slow
@@ -94,20 +88,7 @@ def test_one_rank_of_tensorflow_needs_no_launcher_and_no_torch(tmp_path):
     (decoy := tmp_path / "decoy" / "torch").mkdir(parents=True)
     (decoy / "__init__.py").write_text("raise SystemExit('torch was imported')")
     path = os.pathsep.join([str(decoy.parent), os.environ.get("PYTHONPATH", "")])
-    args = [
-        "--epochs",
-        "2",
-        "--seeds",
-        "1",
-        "-n",
-        "1",
-        "--framework",
-        "tensorflow",
-        "--methods",
-        "topk",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    args = [*SHORT, "-n", "1", "--framework", "tensorflow", "--methods", "topk", "--out", str(tmp_path / "out")]
     out, err = run(*args, PYTHONPATH=path)
     assert err == ""
     assert re.search(r"^topk, seed 0: accuracy \d+", out, re.MULTILINE)
@@ -147,14 +128,14 @@ def test_a_killed_rank_is_named(tmp_path, single, failed, said):
     processes = [launchers.Process([])] * (1 if single else 2)
     launcher = launchers.Launcher(processes, 2, "mpi", {}, launchers.KILLED_BY_MPIRUN if single else r"(?!)")
     (tmp_path / "launcher.log").write_text(f"[1]<stdout>:x\n{said}\n")
-    assert launch._complaints(launcher, failed, tmp_path) == "rank 1 was ended by SIGKILL"
+    assert scenario._complaints(launcher, failed, tmp_path) == "rank 1 was ended by SIGKILL"
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(10_000)")
     with launchers.launcher("torch", 2) as start, pytest.raises(WorkerError, match=r"failed \(exit code 3\)"):
-        launch.run_ranks(start, [str(program)], tmp_path, lambda: None)
+        scenario.run_ranks(start, [str(program)], tmp_path, lambda: None)
 
 
 @linux
@@ -179,7 +160,7 @@ def _ranks(pid):
         todo += below
     with contextlib.suppress(OSError):
         commands = {p: Path(f"/proc/{p}/cmdline").read_text() for p in found}
-        ranks = [p for p, text in commands.items() if "\0-m\0grace.bench.train.worker" in text]
+        ranks = [p for p, text in commands.items() if "\0-m\0grace.bench.train.train_rank" in text]
         return [p for p in ranks if not any(name in commands[p] for name in LAUNCHERS)]
     return []
 
@@ -274,6 +255,6 @@ def test_a_killed_rank_ends_the_benchmark_with_its_signal_named(tmp_path):
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, package, extra):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    settings = Settings(framework=extra if extra != "bench" else "torch")
+    settings = TrainSettings(framework=extra if extra != "bench" else "torch")
     with pytest.raises(grace.MissingExtraError, match=rf"pip install .*\[{extra}\]"):
-        scenarios.run(settings, Results("train", {}), lambda *event: None)
+        training_runs.run(settings, Results("train", {}), lambda *event: None)

@@ -1,12 +1,8 @@
 """``grace bench step``, run as a user does."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +11,14 @@ from grace.bench.common import results as record
 from grace.bench.kernels import fidelity
 from grace.bench.link.emulation import possible
 from grace.bench.ranks import launchers
-from grace.bench.step import verdicts
-from grace.bench.step.rows import add_verdicts
-from grace.bench.step.settings import BOUND
-from tests.support.limits import HANGS
+from grace.bench.step.step_rows import compare_with_plain
+from grace.bench.step.step_settings import BOUND
+from grace.bench.step.step_verdicts import verdict_text
+from tests.support.bench_runs import bench, interrupted_bench
+from tests.support.command import grace_command
 
 pytestmark = pytest.mark.ranks
 
-GRACE = str(Path(sys.executable).with_name("grace"))
 REASON = possible()
 linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here: {REASON}")
 
@@ -47,13 +43,17 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(folder, *args, code=0, launcher=(), timeout=HANGS):
-    """Run the command at 80 columns; returns (stdout, stderr, results)."""
-    env = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, GRACE, "bench", "step", *args, "--out", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=folder)
-    assert done.returncode == code, done.stderr
-    return done.stdout, done.stderr, record.load(folder / "out") if code == 0 else None
+def run(folder, *args, code=0, launcher=()):
+    """Return stdout, stderr and the results of the command."""
+    out, err = bench("step", *args, "--out", "out", code=code, cwd=folder, launcher=launcher, OMP_NUM_THREADS="1")
+    return out, err, record.load(folder / "out") if code == 0 else None
+
+
+def check_refused(folder, args, message):
+    """Check that the command refuses arguments in one line before anything starts."""
+    code, out, err = grace_command("bench", "step", *args, folder=folder)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +209,8 @@ def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
     ("args", "message"),
     [
         (["--model", "vgg"], "unknown model 'vgg'; known: transformer, resnet, resnet50, gpt2, lstm, ncf, mlp, or"),
+        (["--model", "mine:nothing"], "mine has no function 'nothing'"),
+        (["--model", "nowhere:f"], "cannot import nowhere"),
         (["--engine", "smoke"], "unknown engine 'smoke'; known: torch, horovod, mpi"),
         (["--methods", "topq"], "did you mean 'topk'?"),
         (["--bandwidth", "1gb"], "a bandwidth is a number"),
@@ -222,69 +224,38 @@ def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(folder, args, message):
-    out, err, _ = run(folder, *args, code=2)
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1
+    check_refused(folder, args, message)
 
 
 @pytest.mark.parametrize(
-    ("model", "code", "message"),
+    ("model", "message"),
     [
-        ("mine:number", 1, "must return (model, loss) or (model, loss, samples)"),
-        ("mine:pair", 1, "must return a loss that takes the model, not int"),
-        ("mine:nothing", 2, "mine has no function 'nothing'"),
-        ("nowhere:f", 2, "cannot import nowhere"),
+        ("mine:number", "must return (model, loss) or (model, loss, samples)"),
+        ("mine:pair", "must return a loss that takes the model, not int"),
     ],
 )
-def test_a_model_that_is_none_is_refused(folder, model, code, message):
-    _, err, _ = run(folder, "--model", model, "--baselines", "ddp", code=code)
+def test_a_model_that_is_none_is_refused(folder, model, message):
+    _, err, _ = run(folder, "--model", model, "--baselines", "ddp", code=1)
     assert message in err
 
 
 def test_where_no_link_can_be_emulated_it_says_why_and_measures_nothing(tmp_path):
-    command = [GRACE, "bench", "step", "--model", "mlp", "--bandwidth", "1gbit", "--out", str(tmp_path)]
-    path = {**os.environ, "PATH": "/nowhere"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("grace bench step: a link cannot be emulated here: ")
+    _, err = bench("step", "--model", "mlp", "--bandwidth", "1gbit", "--out", str(tmp_path), code=1, PATH="/nowhere")
+    assert err.startswith("grace bench step: a link cannot be emulated here: ")
     assert record.load(tmp_path).rows == []
 
 
 @linked
 @pytest.mark.alone  # other tests have networks up, too
 def test_an_interrupted_run_keeps_what_is_finished_and_removes_the_network(folder, tmp_path):
-    before = set(_namespaces())
-    args = [
-        "--model",
-        "mine:wide",
-        "--methods",
-        "topk",
-        "--rounds",
-        "5000",
-        "--bandwidth",
-        "100mbit",
-        "--baselines",
-        "ddp",
-    ]
-    process = subprocess.Popen(
-        [GRACE, "bench", "step", *args, "--out", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
+    before, during = set(_namespaces()), []
+    args = ["--model", "mine:wide", "--methods", "topk", "--rounds", "5000", "--bandwidth", "100mbit"]
+    code, err, saved = interrupted_bench(
+        *("step", *args, "--baselines", "ddp"), out=tmp_path, cwd=folder, meanwhile=lambda: during.extend(_namespaces())
     )
-    deadline = time.monotonic() + HANGS
-    while not ((tmp_path / "results.json").exists() and record.load(tmp_path).rows):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert set(_namespaces()) - before
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=HANGS)
-    assert process.returncode == 130
+    assert set(during) - before
+    assert code == 130
     assert err == f"grace bench step: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
-    saved = record.load(tmp_path)
     assert not saved.complete
     assert BOUND in {row["name"] for row in saved.rows}
     assert not set(_namespaces()) - before
@@ -316,7 +287,7 @@ def row(name, ms, kind="grace", spread=1.0):
 )
 def test_the_verdict(others, words):
     rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), *others]
-    said = verdicts.verdict_text(add_verdicts(rows, "torch"), "torch")
+    said = verdict_text(compare_with_plain(rows, "torch"), "torch")
     assert words in said
     assert "Without any communication it would be 4.0x" in said
 

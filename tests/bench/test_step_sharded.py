@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from grace.bench.step.settings import SHARDS_ALONE
-from tests.bench.test_step import REASON, run
+from grace.bench.step.step_settings import SHARDS_ALONE
+from tests.bench.test_step import REASON, check_refused, run
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +70,4 @@ def test_ranks_that_a_launcher_has_started_form_shard_groups(folder):
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(folder, args, message):
-    out, err, _ = run(folder, *args, code=2)
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1
+    check_refused(folder, args, message)

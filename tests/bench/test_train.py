@@ -1,14 +1,9 @@
 """``grace bench train``, run as a user does."""
 
 import math
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,18 +13,17 @@ from grace.bench.common import results
 from grace.bench.common.options import every_method
 from grace.bench.common.results import Results
 from grace.bench.link.emulation import possible
-from grace.bench.train import scenarios, table
-from grace.bench.train.settings import METHODS, Settings
+from grace.bench.train import train_table, training_runs
+from grace.bench.train.train_settings import METHODS, TrainSettings
 from grace.bench.workloads import torch_tasks
 from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_class
 from grace.bench.workloads.torch_tasks import CharacterModel
 from grace.core.registry import known
+from tests.support.bench_runs import bench, interrupted_bench
+from tests.support.command import grace_command
 from tests.support.drawing import THOROUGH
-from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
-
-GRACE = str(Path(sys.executable).with_name("grace"))
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -41,13 +35,9 @@ def framework(request):
     grace.shutdown()
 
 
-def run(*args, code=0, timeout=HANGS, cwd=None):
-    """Run `grace bench train` at 80 columns; returns (stdout, stderr)."""
-    env = {**os.environ, "COLUMNS": "80"}
-    command = [GRACE, "bench", "train", *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd)
-    assert done.returncode == code, done.stderr
-    return done.stdout, done.stderr
+def run(*args, **options):
+    """Return stdout and stderr of `grace bench train`."""
+    return bench("train", *args, **options)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +221,7 @@ def test_a_gpt_has_about_as_many_parameters_as_are_asked_for(framework):
 )
 def test_optimizers_and_sizes_that_cannot_be_are_refused(changed, message):
     with pytest.raises(grace.ConfigError, match=message):
-        Settings(methods=["none"], **changed)
+        TrainSettings(methods=["none"], **changed)
 
 
 OWN = """
@@ -278,8 +268,8 @@ def test_a_task_of_ones_own(tmp_path):
 )
 def test_a_task_that_is_none_is_refused(tmp_path, task, message):
     (tmp_path / "mine.py").write_text(f"{OWN}\ndef wrong(): return 1")
-    _, err = run("--task", task, "--methods", "none", code=2, cwd=tmp_path)
-    assert message in err
+    code, _, err = grace_command("bench", "train", "--task", task, "--methods", "none", folder=tmp_path)
+    assert (code, message in err) == (2, True), err
 
 
 @pytest.mark.alone
@@ -298,17 +288,10 @@ def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
 
 
 def test_an_interrupted_benchmark_keeps_what_is_finished(tmp_path):
-    command = [GRACE, "bench", "train", "--methods", "none", "--epochs", "1", "--seeds", "200", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + HANGS
-    while not ((tmp_path / "results.json").exists() and results.load(tmp_path).rows):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=HANGS)
-    assert process.returncode == 130
+    args = ("--methods", "none", "--epochs", "1", "--seeds", "200")
+    code, err, saved = interrupted_bench("train", *args, out=tmp_path)
+    assert code == 130
     assert err == f"grace bench train: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
-    saved = results.load(tmp_path)
     assert not saved.complete
     assert 0 < len(saved.rows[0]["runs"]) < 200
     assert "interrupted" in (tmp_path / "report.html").read_text()
@@ -318,7 +301,7 @@ def test_every_method_is_the_whole_catalogue():
     methods = every_method()
     assert {"fp16", "bf16", "topk | efsignsgd"} < set(methods)
     assert set(known("compressor")) - {"cast"} <= set(methods)
-    Settings(methods=methods)  # all can be built
+    TrainSettings(methods=methods)  # all can be built
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -330,9 +313,10 @@ def test_a_task_depends_on_its_seed_alone(name):
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     whole = task.shares(1, 0, seed=3, epoch=2)
-    halves = [task.shares(2, rank, seed=3, epoch=2) for rank in (0, 1)]
-    for batch, first, second in zip(whole, *halves, strict=True):
-        assert sorted(torch.cat([first, second]).tolist()) == sorted(batch.tolist())
+    for ranks in (2, 3):
+        shares = [task.shares(ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
+        for batch, *parts in zip(whole, *shares, strict=True):
+            assert sorted(torch.cat(parts).tolist()) == sorted(batch.tolist())
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -373,23 +357,6 @@ def test_held_out_text_is_not_trained_on():
     assert task.quality(model) == pytest.approx(len(task.characters), rel=0.1)  # knows nothing yet
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_ranks_shares_of_a_batch_make_up_the_same_batch(ranks):
-    task = torch_tasks.Digits()
-    whole = task.shares(1, 0, seed=3, epoch=2)
-    shares = [task.shares(ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
-    for i, batch in enumerate(whole):
-        assert sorted(int(x) for share in shares for x in share[i]) == sorted(batch.tolist())
-
-
-def test_the_network_depends_on_its_seed_and_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    one, same, other = (torch_tasks.network(seed)[0].weight for seed in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_fifth_of_each_digits_images_is_held_out():
     data = torch_tasks.Digits()
     assert (len(data.train_x), len(data.test_x)) == (1437, 360)
@@ -398,20 +365,20 @@ def test_a_fifth_of_each_digits_images_is_held_out():
 
 
 def test_a_method_without_runs_has_no_result():
-    assert scenarios.summarize([], Settings(methods=["none"])) == []
+    assert training_runs.summarize([], TrainSettings(methods=["none"])) == []
 
 
 def made(quality, method="none"):
     """What a rank tells of a run."""
     curve = [[1, 8, 0.1, quality], [2, 16, 0.2, quality]]
-    return {key: 10 * quality for key in scenarios.MEANS} | {
+    return {key: 10 * quality for key in training_runs.MEANS} | {
         "quality": quality, "method": method, "optimizer": "sgd", "lr": 0.1, "curve": curve
     }  # fmt: skip
 
 
 def test_results_are_means_over_seeds():
-    settings = Settings(methods=["none"], seeds=[0, 1])
-    (row,) = scenarios.summarize([made(0.5), made(1.0)], settings)
+    settings = TrainSettings(methods=["none"], seeds=[0, 1])
+    (row,) = training_runs.summarize([made(0.5), made(1.0)], settings)
     assert (row["quality"], row["quality_spread"], row["sent_bytes_per_step"]) == (0.75, 0.25, 7.5)
     assert [point[-1] for point in row["curve"]] == [0.75, 0.75]
     assert (row["reached"], row["seconds_to_target"]) == (1, None)  # not every seed reached 95 %
@@ -426,9 +393,9 @@ def test_results_are_means_over_seeds():
     ],
 )
 def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
-    settings = Settings(methods=list(accuracies))
-    rows = scenarios.summarize([made(accuracy, method) for method, accuracy in accuracies.items()], settings)
-    assert table.advice(rows, Results("train", settings.about())).endswith(words)
+    settings = TrainSettings(methods=list(accuracies))
+    rows = training_runs.summarize([made(accuracy, method) for method, accuracy in accuracies.items()], settings)
+    assert train_table.advice(rows, Results("train", settings.about())).endswith(words)
 
 
 @pytest.mark.slow
@@ -436,7 +403,7 @@ def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
 def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
     methods, seeds = (METHODS, 2) if THOROUGH else (("none", "topk(ratio=0.01)", "powersgd(rank=2)"), 1)
     args = ["--methods", ",".join(methods), "--seeds", str(seeds), "--epochs", "12"]
-    run(*args, "--out", str(tmp_path), timeout=HANGS)
+    run(*args, "--out", str(tmp_path))
     qualities = {row["method"]: row["quality"] for row in results.load(tmp_path).rows}
     assert list(qualities) == list(methods)
     assert qualities["none"] > 0.95
@@ -455,6 +422,6 @@ def test_strategies_are_trained_with_too(tmp_path):
 
 
 def test_a_strategy_that_cannot_be_built_is_refused(tmp_path):
-    *_, err = run("--methods", "auto(quality=best)", "--out", str(tmp_path), code=2)
+    *_, err = grace_command("bench", "train", "--methods", "auto(quality=best)", "--out", str(tmp_path))
     assert "quality" in err
     assert "feedback" in err

@@ -87,7 +87,7 @@ def test_no_uniform_plan_is_better_and_none_breaks_a_bound(seed):
 
 
 PLANNED_AGAIN = """
-from grace.bench.step.planning_time import timed
+from benchmarks.planning_time import timed
 print([one.strategy.id for one in timed(6, methods=["fp16", "qsgd", "powersgd(rank=2)", "efsignsgd"])[1].candidates])
 """
 
@@ -102,7 +102,7 @@ def test_the_same_problem_gives_the_same_plans_in_another_process():
 
 
 def test_large_models_are_planned_by_sets_of_variables():
-    from grace.bench.step.planning_time import timed
+    from benchmarks.planning_time import timed
 
     _, plan = timed(300, bandwidth="100mbit")
     assert plan.compresses

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.bench.ranks.events import write_event
+from grace.bench.ranks.rank_program import write_event
 from tools.device import place
 
 LONGEST = 6000

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grace.bench.ranks.events import write_event
-from grace.bench.step import worker
+from grace.bench.ranks.rank_program import write_event
+from grace.bench.step import step_rank
 from tools.device import place
 
 
@@ -21,7 +21,7 @@ def main(folder: str, engine: str) -> None:
     first = os.environ["RANK"] == "0"
     if os.environ["WORLD_SIZE"] != "1":
         dist.init_process_group("gloo")
-    worker.main(folder, engine)
+    step_rank.main(folder, engine)
     if first and torch.cuda.is_available():
         write_event(Path(folder, "events.jsonl"), {"scenario": {"peak_bytes": torch.cuda.max_memory_allocated()}})
 

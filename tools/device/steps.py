@@ -14,10 +14,10 @@ import grace
 import grace.torch
 from grace.bench.ranks.scenario import run_scenario
 from grace.bench.step.contestants import Stepper
-from grace.bench.step.on_device import on_wire, traced
-from grace.bench.step.rows import Table
-from grace.bench.step.settings import Settings
+from grace.bench.step.one_gpu import on_wire, traced
 from grace.bench.step.simulated import Lane, Simulated
+from grace.bench.step.step_rows import EngineRows
+from grace.bench.step.step_settings import StepSettings
 from grace.core.backend import Handle
 from grace.core.registry import make
 from grace.torch.cuda_graphs import WARM_UP, capture, check_capturable, ending_on_device
@@ -183,14 +183,14 @@ def whole(log: Log) -> None:
 
 def timed(row: dict[str, Any], model: str, ranks: int, methods: list[str]) -> None:
     """Fill in what each method's steps take, as the ranks tell it."""
-    asked = Settings(model=f"tools.device.models:{model}", methods=methods, baselines=["ddp"], ranks=[ranks])
+    asked = StepSettings(model=f"tools.device.models:{model}", methods=methods, baselines=["ddp"], ranks=[ranks])
     asked.rounds = 1 if place.INTERPRETED else ROUNDS
-    table = Table("torch", ranks, None)
+    table = EngineRows("torch", ranks, None)
     row |= {"model": model, "ranks": ranks}
 
     def add_event(event: dict[str, Any]) -> None:
         table.add(event)
         row["rows"] = [{k: v for k, v in one.items() if k != "times_ms"} for one in table.rows()]
 
-    row |= run_scenario("tools.device.rank", asked, ["torch"], ranks, None, add_event)
+    row |= run_scenario(["-m", "tools.device.rank"], asked, ["torch"], ranks, None, add_event)
     row["skipped"] = table.facts.get("skipped", {})

@@ -1,26 +1,122 @@
-"""Common parsing of the command lines of ``grace bench``."""
+"""Command lines of ``grace bench``: options that are fields of the settings' dataclasses, and their parsing."""
 
+import copy
 import dataclasses
+import functools
+import inspect
 import os
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from grace.bench.common.text import parse_rate
+from grace.bench.common.text import UNITS, parse_rate
 from grace.core.registry import aliases, known
 from grace.errors import ConfigError
 
-Ranks = Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")]
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")]
 KeptIn = Annotated[Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")]
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+OPTION = "option"
+"""Key of an :class:`Option` in a field's metadata."""
 MOST_SEEDS = 10_000
 SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables with the number of ranks that a launcher has started."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """Command-line option of a field of settings.
+
+    Attributes:
+        help: the help's text.
+        flags: names of the option; the field's name if there are none.
+        parse: function that makes the field's value of what the user writes; None where typer does.
+        text: the default of a parsed option, as a user would write it; None for the field's own default.
+        show_default: the default that the help shows; False for none, True for the option's own. If it is text, the
+            field is set only if the user gives the option.
+        repeated: True if the option may be repeated.
+        metavar: the name of the option's value in the help.
+    """
+
+    help: str
+    flags: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    text: str | None = None
+    show_default: str | bool = True
+    repeated: bool = False
+    metavar: str | None = None
+
+    def parameter(self, field: dataclasses.Field, kind: Any) -> inspect.Parameter:
+        """Return the parameter of which typer makes this option of a field of a type."""
+        info = typer.Option(*self.flags, help=self.help, show_default=self.show_default, metavar=self.metavar)
+        default = field.default
+        if self.repeated:
+            kind, default = list[str] | None, None
+        elif self.parse is not None:
+            kind, default = str | None, self.text
+        elif isinstance(self.show_default, str):  # it depends on other options
+            kind, default = kind | None, None
+        annotation = Annotated[kind, info]
+        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
+    """Return a field of a settings' dataclass that is an option of the command line, too.
+
+    Args:
+        default: the field's default; lists and dicts are copied.
+        help: the help's text.
+        flags: names of the option; the field's name if left out.
+        more: further arguments of :class:`Option`.
+    """
+    metadata = {OPTION: Option(help, flags, **more)}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=functools.partial(copy.copy, default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def with_options(settings: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds the options of a settings' dataclass to a command.
+
+    The command's first parameter takes the fields that the user has set, parsed, in place of the options.
+
+    >>> @dataclasses.dataclass
+    ... class Settings:
+    ...     ranks: list[int] = option([2], "Numbers of processes.", parse=lambda text: integers(text, "--ranks"))
+    >>> @with_options(Settings)
+    ... def command(given: dict[str, Any], quick: bool = False) -> None:
+    ...     print(Settings(**given), quick)
+    >>> command(ranks="2,4")
+    Settings(ranks=[2, 4]) False
+    >>> command(ranks=None, quick=True)
+    Settings(ranks=[2]) True
+    """
+    kinds = get_type_hints(settings)
+    fields = {field.name: field for field in dataclasses.fields(settings) if OPTION in field.metadata}
+    options: dict[str, Option] = {name: field.metadata[OPTION] for name, field in fields.items()}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            given = {}
+            for name, one in options.items():
+                value = arguments.pop(name, None)
+                if value is not None and value != []:
+                    given[name] = one.parse(value) if one.parse else value
+            command(given, **arguments)
+
+        parameters = [options[name].parameter(field, kinds[name]) for name, field in fields.items()]
+        for parameter in list(inspect.signature(command).parameters.values())[1:]:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
 
 
 def split(text: str) -> list[str]:
@@ -106,7 +202,7 @@ def size(text: str) -> int:
     grace.errors.ConfigError: a size is a number of elements, as in 4096, 1e6, 2.5M or 25M, not '25MB'
     """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)(?:e(\d{1,2}))?\s*([kmg]?)\s*", text, re.ASCII | re.IGNORECASE)
-    count = Fraction(found[1]) * 10 ** int(found[2] or 0) * UNITS[found[3].lower()] if found else Fraction(0)
+    count = Fraction(found[1]) * 10 ** int(found[2] or 0) * Fraction(UNITS[found[3].lower()]) if found else Fraction(0)
     if count < 1 or count.denominator != 1:
         raise ConfigError(f"a size is a number of elements, as in 4096, 1e6, 2.5M or 25M, not {text!r}")
     return int(count)

@@ -9,7 +9,7 @@ from grace.bench.common.quality import shown
 from grace.bench.common.text import show_rate
 
 
-class _Shown:
+class ShownProgress:
     """Base of bars on a terminal, which are shown inside a ``with`` block."""
 
     def __init__(self, console: Console, *columns: ProgressColumn):
@@ -24,13 +24,8 @@ class _Shown:
         self.progress.stop()
 
 
-class Display(_Shown):
-    """Progress of training: one bar per method and network on a terminal, else one line per run.
-
-    Args:
-        console: the console that shows it.
-        settings: the settings of the benchmark.
-    """
+class TrainingBars(ShownProgress):
+    """Progress of training: one bar per method and network on a terminal, else one line per run."""
 
     def __init__(self, console: Console, settings: Any):
         quality = TextColumn("{task.fields[quality]:>7}")
@@ -51,12 +46,8 @@ class Display(_Shown):
             self.console.print(f"{self.label(run['method'], run['optimizer'])}, seed {run['seed']}{where}: {quality}")
 
 
-class Bar(_Shown):
-    """Progress of a benchmark of several scenarios: one bar on a terminal, else a line per scenario.
-
-    Args:
-        console: the console that shows it.
-    """
+class ScenarioBars(ShownProgress):
+    """Progress of a benchmark of several scenarios: one bar on a terminal, else a line per scenario."""
 
     def __init__(self, console: Console):
         super().__init__(console, TextColumn("{task.description:<34}"), BarColumn(bar_width=20), TaskProgressColumn())

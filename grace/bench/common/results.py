@@ -22,6 +22,7 @@ from grace.errors import ConfigError
 FORMAT = 1
 """Format of the file; a later one is refused."""
 KINDS = ("kernels", "step", "train")
+Row = dict[str, Any]
 PACKAGES = ("torch", "triton", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
 """Packages whose versions are recorded."""
 
@@ -47,7 +48,7 @@ class Results:
 
     kind: str
     settings: dict[str, Any]
-    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    rows: list[Row] = dataclasses.field(default_factory=list)
     command: str = ""
     complete: bool = False
     when: str = dataclasses.field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
@@ -123,25 +124,30 @@ TEXT = {"name", "kind", "method", "engine", "tensor", "device", "model", "optimi
 TEXT |= {"framework", "platform", "processor"}
 FLAGS = {"pays", "higher_is_better"}
 LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths", "optimizers"}
-ANY = {"verdict", "ranks"}
+NUMBERS = {"bandwidth", "elements", "steps", "speedup", "quality", "lr", "reached", "vnmse", "aggregate_vnmse", "bias"}
+NUMBERS |= {"parameters", "batch", "rounds", "repeats", "threads", "scale", "target", "epochs", "cores"}
+MEASURED = (
+    "_ms", "_bytes", "_gbps", "_copies", "_seconds", "_s", "_step", "_element", "_spread", "_to_target", "_volume",
+    "_throughput",
+)  # fmt: skip
+"""Suffixes of the names of other numbers."""
 
 
 def _faults(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield values of other types than reports expect: their place, and the right type."""
-    rows = [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
-    for field, named in [("settings.", facts["settings"]), ("machine.", facts["machine"]), *rows]:
+    settings, rows = facts["settings"], [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
+    for field, named in [("settings.", settings), ("machine.", facts["machine"]), *rows]:
         for key, value in named.items():
             fault = _fault(key, value)
             if fault:
                 yield f"{field}{key}", fault
-    for i, row in enumerate(facts["rows"], start=1):
+    for field, row in rows:
         if not isinstance(row.get("ranks", 1), int):
-            yield f"row {i}, ranks", "must be a number"
-    settings = facts["settings"]
+            yield f"{field}ranks", "must be a number"
     for key in ("ranks", "seeds", "bandwidths"):
         values = settings.get(key)
         for value in values if isinstance(values, list) else [values]:
-            if not _is_number(value) and not (key != "bandwidths" and value is None):
+            if not _is_number(value):
                 yield f"settings.{key}", "must hold numbers"
     verdict = settings.get("verdict", {})
     if not isinstance(verdict, dict) or not all(isinstance(text, str) for text in verdict.values()):
@@ -152,8 +158,9 @@ def _faults(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "versions, machine.gpus", "must be text"
 
 
-def _fault(key: str, value: Any) -> str:
-    if value is None or key in ANY:
+def _fault(key: str, value: object) -> str:
+    """Return the type that a value should have, if it has another; empty if it is right, or unknown."""
+    if value is None:
         return ""
     if key in TEXT:
         return "" if isinstance(value, str) else "must be text"
@@ -161,17 +168,12 @@ def _fault(key: str, value: Any) -> str:
         return "" if isinstance(value, bool) else "must be true or false"
     if key in LISTS:
         return "" if isinstance(value, list) else "must be a list"
-    measured = key.endswith(("_ms", "_bytes", "_gbps", "_copies", "_seconds", "_s", "_step", "_element", "_spread"))
-    if measured or key in NUMBERS or key.endswith(("_to_target", "_volume", "_throughput")):
+    if key in NUMBERS or key.endswith(MEASURED):
         return "" if _is_number(value) else "must be a number"
     return ""
 
 
-NUMBERS = {"bandwidth", "elements", "steps", "speedup", "quality", "lr", "reached", "vnmse", "aggregate_vnmse", "bias"}
-NUMBERS |= {"parameters", "batch", "rounds", "repeats", "threads", "scale", "target", "epochs", "cores"}
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Return True if a value is a number, or unknown."""
     return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
 
@@ -224,5 +226,5 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float | bool)

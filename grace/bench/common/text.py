@@ -2,7 +2,6 @@
 
 import math
 import re
-from typing import Any
 
 from grace.errors import ConfigError
 
@@ -10,7 +9,7 @@ UNKNOWN = "\u2013"
 POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Return a finite number, or None for any other value that a file may hold.
 
     >>> number(3), number(float("nan")), number("3"), number(None), number(True)
@@ -24,7 +23,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def digits(value: Any, count: int = 3) -> str:
+def digits(value: object, count: int = 3) -> str:
     """Format a number with so many significant digits, and never fewer than those before the point.
 
     >>> digits(1234.5), digits(12.345), digits(0.012345), digits(4.56e-8), digits(None), digits(0)
@@ -42,7 +41,7 @@ def digits(value: Any, count: int = 3) -> str:
     return f"{value:,.{max(0, count - 1 - exponent)}f}"
 
 
-def format_count(value: Any) -> str:
+def format_count(value: object) -> str:
     """Format a count.
 
     >>> format_count(25_557_032), format_count(2.0), format_count(0.5), format_count(None)
@@ -52,7 +51,7 @@ def format_count(value: Any) -> str:
     return UNKNOWN if value is None else f"{value:,.10g}"
 
 
-def of_ranks(value: Any) -> str:
+def of_ranks(value: object) -> str:
     """Format a number of ranks that was read from a file.
 
     >>> of_ranks(1), of_ranks(2), of_ranks(None)
@@ -61,7 +60,7 @@ def of_ranks(value: Any) -> str:
     return f"{format_count(value)} {'rank' if value == 1 else 'ranks'}"
 
 
-def of_bytes(value: Any, count: int = 3) -> str:
+def of_bytes(value: object, count: int = 3) -> str:
     """Format bytes with a decimal unit.
 
     >>> of_bytes(1_204_264), of_bytes(25), of_bytes(1e9, 1), of_bytes(None)
@@ -77,7 +76,7 @@ def of_bytes(value: Any, count: int = 3) -> str:
     return f"{digits(value, count) if units[0] != 'B' else format(value, '.0f')} {units[0]}"
 
 
-def of_rate(value: Any) -> str:
+def of_rate(value: object) -> str:
     """Format a bandwidth in bit/s; None is no emulated link.
 
     >>> of_rate(1e8), of_rate(2.5e9), of_rate(None)
@@ -90,7 +89,7 @@ def of_rate(value: Any) -> str:
     return f"{value / UNITS[unit]:.4g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
 
 
-def of_seconds(value: Any) -> str:
+def of_seconds(value: object) -> str:
     """Format a duration.
 
     >>> of_seconds(0.5), of_seconds(75), of_seconds(7300), of_seconds(None)
@@ -164,7 +163,7 @@ def scenario(ranks: int, rate: float | None) -> str:
     return of_ranks(ranks) + (" on loopback" if rate is None else f" at {show_rate(rate)}")
 
 
-def clean(text: Any) -> str:
+def clean(text: object) -> str:
     """Return a text as one line without characters that HTML cannot hold.
 
     >>> clean("a\\x00b\\n c")

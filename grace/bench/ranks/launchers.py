@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from grace.bench.common.errors import WorkerError
@@ -106,6 +106,17 @@ def check_engine(engine: str) -> str:
     return engine
 
 
+def check_links(nodes: int, rates: Iterable[float | None]) -> None:
+    """Refuse emulated links that cannot be: between so many machines, of these rates; None is the loopback.
+
+    Raises:
+        ConfigError: a rate or the number of machines cannot be emulated.
+    """
+    for rate in rates:
+        if rate is not None:
+            Link(nodes, rate)
+
+
 def has_horovod(framework: str) -> bool:
     """Return True if Horovod is installed, and was built for the framework."""
     found = importlib.util.find_spec("horovod")
@@ -134,7 +145,11 @@ def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Laun
     ...     [process.environment["RANK"] for process in start.processes]
     ['0', '1']
     """
-    defaults = _environment(ranks)
+    defaults = {  # of all ranks: a share of the cores, and no logs of TensorFlow's
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
+        "PYTHONSAFEPATH": "1",  # else `python -m` would import modules of the current folder
+    }
     with contextlib.ExitStack() as stack:
         if engine == "local":
             yield Launcher([Process([sys.executable])], 1, engine, defaults)
@@ -155,25 +170,23 @@ def _python(rank: int, link: Link | None) -> list[str]:
 
 
 def _torch(ranks: int, link: Link | None) -> list[Process]:
-    if link is not None:
-        return [_on_node(rank, ranks, link) for rank in range(ranks)]
+    """Return a process for each rank, equally many on each machine that the link joins; without one all on this."""
+    each = ranks // (1 if link is None else link.ranks)
+    master = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
+    processes = []
+    for rank in range(ranks):
+        node = rank // each
+        own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
+        shared = master if link is None else link.environment(node)
+        environment = {**shared, **{key: str(value) for key, value in own.items()}}
+        processes.append(Process(_python(node, link), environment))
+    return processes
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-    }
-    return [Process([sys.executable], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-
-
-def _on_node(rank: int, ranks: int, link: Link) -> Process:
-    each = ranks // link.ranks
-    own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
-    node = rank // each
-    return Process(_python(node, link), {**link.environment(node), **{key: str(value) for key, value in own.items()}})
+        return int(free.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -240,13 +253,3 @@ def _agent(link: Link) -> Iterator[str]:
         script.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 1", ""]))
         script.chmod(0o700)
         yield str(script)
-
-
-def _environment(ranks: int) -> dict[str, str]:
-    """Return the environment of all ranks of a benchmark besides their engine's: a share of the cores, and no logs of
-    TensorFlow's."""
-    return {
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
-        "PYTHONSAFEPATH": "1",  # else `python -m` would import modules of the current folder
-    }

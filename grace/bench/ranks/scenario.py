@@ -1,23 +1,33 @@
-"""One scenario of a benchmark: ranks that are started over a network, and the result of the first of them."""
+"""One scenario of a benchmark: ranks that are started over a network, and the events of the first of them."""
 
 import contextlib
 import dataclasses
 import json
+import os
+import re
+import signal
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grace.bench.common.errors import WorkerError
 from grace.bench.link.emulation import Link
-from grace.bench.ranks.events import Follower
-from grace.bench.ranks.launchers import launcher
-from grace.bench.ranks.run import run_ranks
+from grace.bench.ranks.launchers import Launcher, launcher
+from grace.launch.processes import end, signals_raise
+
+NOISE = re.compile(r"WARNING: All log messages before absl::InitializeLog|I\d{4} \d\d:")
+"""Lines that TensorFlow prints when it starts, whatever its log level is."""
+LAST_WORDS = 1.0
+"""Seconds that the other ranks get to notice that one has failed."""
 
 
 def run_scenario(
-    module: str,
+    program: Sequence[str],
     settings: Any,
-    given: Sequence[str],
+    arguments: Sequence[str],
     ranks: int,
     rate: float | None,
     watch: Callable[[dict[str, Any]], None],
@@ -27,9 +37,9 @@ def run_scenario(
     """Start ranks, and return the result that rank 0 writes in the end.
 
     Args:
-        module: their program; its first argument is a folder with settings.json, to which rank 0 writes events.jsonl.
+        program: arguments of ``python``; a folder with settings.json follows, to which rank 0 writes events.jsonl.
         settings: a dataclass, or a dict.
-        given: further arguments.
+        arguments: further arguments, after the folder.
         ranks: the number of ranks.
         rate: bits per second of emulated links; None for loopback.
         watch: called with each event.
@@ -45,14 +55,107 @@ def run_scenario(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
         facts = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
         (folder / "settings.json").write_text(json.dumps(facts))
-        follower = Follower(folder / "events.jsonl")
+        reader = EventReader(folder / "events.jsonl")
 
-        def listen() -> None:
-            for event in follower.read_new():
+        def handle_new_events() -> None:
+            for event in reader.read_new():
                 found.update(event.get("scenario", {}))
                 watch(event)
 
         link = None if rate is None else stack.enter_context(Link(nodes or ranks, rate))
         start = stack.enter_context(launcher(engine, ranks, link))
-        run_ranks(start, ["-m", module, str(folder), *given], folder, listen)
+        run_ranks(start, [*program, str(folder), *arguments], folder, handle_new_events)
     return found
+
+
+class EventReader:
+    """Reader of a file of JSON objects, one a line, that grows.
+
+    >>> file = Path(tempfile.mkdtemp(), "events.jsonl")
+    >>> reader = EventReader(file)
+    >>> reader.read_new()
+    []
+    >>> _ = file.write_text('{"a": 1}\\n{"b"')
+    >>> reader.read_new(), reader.read_new()
+    ([{'a': 1}], [])
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.position = 0
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return the events that were written since the last call; an incomplete line is read by a later call."""
+        if not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            file.seek(self.position)
+            written = file.read()
+        complete = written[: written.rfind(b"\n") + 1]
+        self.position += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
+
+
+def run_ranks(launcher: Launcher, program: Sequence[str], folder: Path, watch: Callable[[], None]) -> None:
+    """Run a Python program on all ranks, and return when they have ended.
+
+    Args:
+        launcher: the launcher of the ranks.
+        program: the arguments of ``python``.
+        folder: the folder of their stderr: ``launcher.log``, and a file of each rank that has joined the run.
+        watch: called ten times a second meanwhile.
+
+    Raises:
+        WorkerError: a rank failed; the others are ended.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; all are ended.
+    """
+    processes: list[subprocess.Popen] = []
+    with (folder / "launcher.log").open("w") as log, signals_raise():
+        try:
+            for process in launcher.processes:
+                own = {**launcher.defaults, **os.environ, **process.environment, "GRACE_BACKEND": launcher.engine}
+                command = [*process.command, *program]
+                # a session of its own, so that Ctrl-C reaches only us and the ranks end without tracebacks
+                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                processes.append(subprocess.Popen(command, env=own, **streams, start_new_session=True))
+            failed = _failed(processes)
+            while not failed and any(process.poll() is None for process in processes):
+                time.sleep(0.1)
+                watch()
+                failed = _failed(processes)
+            failed = failed or _failed(processes)
+            if failed:
+                _wait(processes, LAST_WORDS)
+        finally:
+            end(*processes)
+    watch()
+    if failed:
+        code = next(iter(failed.values()))
+        raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(launcher, failed, folder)}")
+
+
+def _failed(processes: list[subprocess.Popen]) -> dict[int, int]:
+    """Return the exit codes of the processes that have failed, by their numbers."""
+    return {i: process.returncode for i, process in enumerate(processes) if process.poll()}
+
+
+def _wait(processes: list[subprocess.Popen], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _complaints(launcher: Launcher, failed: dict[int, int], folder: Path) -> str:
+    """Return the ranks' stderr, and the ranks that a signal ended; if there is none, the launcher's log."""
+    log = (folder / "launcher.log").read_text(errors="replace").strip()
+    messages = []
+    for path in sorted(folder.glob("rank*.log")):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if not NOISE.match(line)]
+        text = "\n".join(lines).strip()
+        if text:
+            messages.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
+    ended = [(int(found["rank"]), int(found["signal"])) for found in re.finditer(launcher.killed, log)]
+    if len(launcher.processes) == launcher.ranks:
+        ended += [(rank, -code) for rank, code in failed.items() if code < 0]
+    messages += [f"rank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended]
+    return "\n".join(messages) or log

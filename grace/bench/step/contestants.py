@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import grace
 import grace.torch
-from grace.bench.step.settings import BOUND
+from grace.bench.step.step_settings import BOUND
 from grace.exchange.bucket import Traffic
 
 LR = 1e-4
@@ -73,31 +74,54 @@ def bound() -> Contestant:
     return Contestant(BOUND, "bound", lambda model, optimizer: (model, optimizer, None))
 
 
+def in_optimizer(name: str, method: str | None = None, **choices: Any) -> Contestant:
+    """Return a contestant in Grace's optimizer.
+
+    Args:
+        name: its name in tables.
+        method: its compressor, if it has one for all variables.
+        choices: arguments of :func:`grace.DistributedOptimizer`.
+    """
+
+    def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), **choices)
+        return model, optimizer, optimizer
+
+    return Contestant(name, "grace", build, method)
+
+
+def in_hook(spec: str, bucket_bytes: int | None = None) -> Contestant:
+    """Return the contestant of a compressor in a communication hook of DistributedDataParallel."""
+
+    def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+        wrapped = DistributedDataParallel(model)
+        state = grace.torch.register_ddp_hook(wrapped, spec, bucket_bytes=bucket_bytes)
+        return wrapped, optimizer, state
+
+    return Contestant(f"{spec} in DDP's hook", "grace", build, spec)
+
+
 def torch_baselines() -> list[Contestant]:
     """Return the contestants with DistributedDataParallel: plain, and with torch's own hooks for 16 bits and
     PowerSGD."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    def hooked(hook: Any, state: Callable[[], Any] = lambda: None, **options: Any) -> Callable[..., Trained]:
+    def contestant(name: str, hook: Any = None, rank: int | None = None, **options: Any) -> Contestant:
         def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-            wrapped = _ddp(model, **options)
-            wrapped.register_comm_hook(state(), hook)
+            wrapped = DistributedDataParallel(model, **options)
+            if hook is not None:
+                state = None if rank is None else powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
+                wrapped.register_comm_hook(state, hook)
             return wrapped, optimizer, None
 
-        return build
+        return Contestant(name, "baseline", build)
 
-    def power() -> Any:
-        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
-
+    power = powerSGD_hook.powerSGD_hook
     return [
-        Contestant("DDP", "baseline", lambda model, optimizer: (_ddp(model), optimizer, None)),
-        Contestant("DDP fp16 hook", "baseline", hooked(default_hooks.fp16_compress_hook)),
-        Contestant("DDP bf16 hook", "baseline", hooked(default_hooks.bf16_compress_hook)),
-        Contestant(
-            f"DDP PowerSGD({POWERSGD_RANK}) hook",
-            "baseline",
-            hooked(powerSGD_hook.powerSGD_hook, power, bucket_cap_mb=ONE_BUCKET),
-        ),
+        contestant("DDP"),
+        contestant("DDP fp16 hook", default_hooks.fp16_compress_hook),
+        contestant("DDP bf16 hook", default_hooks.bf16_compress_hook),
+        contestant(f"DDP PowerSGD({POWERSGD_RANK}) hook", power, POWERSGD_RANK, bucket_cap_mb=ONE_BUCKET),
     ]
 
 
@@ -105,51 +129,12 @@ def horovod_baselines() -> list[Contestant]:
     """Return the contestants with Horovod's optimizer: plain, and with its 16-bit compression."""
     import horovod.torch as hvd
 
-    def build(compression: Any) -> Callable[..., Trained]:
-        def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+    def contestant(name: str, compression: Any) -> Contestant:
+        def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             names = model.named_parameters()
             return model, hvd.DistributedOptimizer(optimizer, names, compression=compression), None
 
-        return wrap
+        return Contestant(name, "baseline", build)
 
-    return [
-        Contestant("Horovod", "baseline", build(hvd.Compression.none)),
-        Contestant("Horovod fp16", "baseline", build(hvd.Compression.fp16)),
-    ]
-
-
-def method(spec: str, bucket_bytes: int | None = None) -> Contestant:
-    """Return the contestant of a compressor with its default memory and communicator, in Grace's optimizer."""
-
-    def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        names = model.named_parameters()
-        optimizer = grace.DistributedOptimizer(optimizer, names, compressor=spec, bucket_bytes=bucket_bytes)
-        return model, optimizer, optimizer
-
-    return Contestant(spec, "grace", build, spec)
-
-
-def in_hook(spec: str, bucket_bytes: int | None = None) -> Contestant:
-    """Return the contestant of a compressor in a communication hook of DistributedDataParallel."""
-
-    def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        wrapped = _ddp(model)
-        state = grace.torch.register_ddp_hook(wrapped, spec, bucket_bytes=bucket_bytes)
-        return wrapped, optimizer, state
-
-    return Contestant(f"{spec} in DDP's hook", "grace", build, spec)
-
-
-def strategy(spec: str) -> Contestant:
-    """Return the contestant of a strategy, of a file or a builder, in Grace's optimizer."""
-
-    def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), strategy=spec)
-        return model, optimizer, optimizer
-
-    return Contestant(f"strategy {spec}", "grace", build, None)
-
-
-def _ddp(model: nn.Module, **options: Any) -> Any:
-    return nn.parallel.DistributedDataParallel(model, **options)
+    return [contestant("Horovod", hvd.Compression.none), contestant("Horovod fp16", hvd.Compression.fp16)]

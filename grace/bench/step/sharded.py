@@ -10,10 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import grace.torch
 from grace.bench.step.contestants import LR, Contestant, Trained
-from grace.bench.step.settings import SHARDS_ALONE, Settings
+from grace.bench.step.step_settings import SHARDS_ALONE, StepSettings
 
 
-def contestants(settings: Settings) -> list[Contestant]:
+def contestants(settings: StepSettings) -> list[Contestant]:
     """Return shard groups that train alone, torch's HSDP, and Grace's hook: each method alone, and with compressed
     reduce-scatters if the settings have them."""
     shards, reduce_scatter = settings.sharded, settings.reduce_scatter

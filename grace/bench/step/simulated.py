@@ -1,6 +1,7 @@
 """Simulated wire beside a GPU's computation, since NCCL takes no two ranks on one GPU."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,25 +64,27 @@ class Simulated(SimulatedRanks):
 
     name = "simulated"
 
-    def __init__(self, size: int, lane: Any, rate: float | None):
+    def __init__(self, size: int, lane: Lane, rate: float | None):
         super().__init__(size)
         self.lane = lane
         self.rate = rate
 
     def _carried(self, move: Callable[[], Handle], sent: torch.Tensor) -> Handle:
         before = self.sent_bytes
-        seconds = lambda: 0.0 if self.rate is None else 8 * (self.sent_bytes - before) / self.rate  # noqa: E731
-        handle: Handle = self.lane.carry(move, seconds, sent)
-        return handle
+
+        def seconds() -> float:
+            return 0.0 if self.rate is None else 8 * (self.sent_bytes - before) / self.rate
+
+        return self.lane.carry(move, seconds, sent)
 
     def allreduce(self, tensor: Any) -> Handle:
-        return self._carried(lambda: super(Simulated, self).allreduce(tensor), tensor)
+        return self._carried(partial(super().allreduce, tensor), tensor)
 
     def allgather(self, tensor: Any) -> Handle:
-        return self._carried(lambda: super(Simulated, self).allgather(tensor), tensor)
+        return self._carried(partial(super().allgather, tensor), tensor)
 
     def alltoall(self, tensor: Any) -> Handle:
-        return self._carried(lambda: super(Simulated, self).alltoall(tensor), tensor)
+        return self._carried(partial(super().alltoall, tensor), tensor)
 
     def gather(self, tensor: Any, root: int) -> Handle:
-        return self._carried(lambda: super(Simulated, self).gather(tensor, root), tensor)
+        return self._carried(partial(super().gather, tensor, root), tensor)

@@ -1,4 +1,4 @@
-"""Verdicts on plans: the order of predictions, and the regret, the chosen plan's step time beside the best one's."""
+"""Verdicts on plans, and tables of them: the order of predictions, and the regret of the plan that was chosen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,25 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from grace.bench.common.kept import Scenario
+from rich.table import Table
+
+from grace.bench.common.jsonl_store import Scenario
+from grace.bench.common.tables import figures_table
+from grace.bench.common.tables import markdown as markdown_table
+from grace.bench.common.text import of_rate
 
 APART = 0.10
-"""The part by which two plans must differ for their order to count."""
+"""Relative difference of two plans from which on their order counts."""
 GOALS = {"order": 0.95, "regret": 0.05, "to_plain": 1.03, "to_single": 1.05, "settled": 60, "uncompressed": 15}
-"""The least share of pairs in the right order, and the most of all else."""
+"""Least share of pairs in the right order, and most of all else."""
+WORDS = {
+    "order": "pairs in the right order",
+    "regret": "regret after trials, at most",
+    "to_plain": "step to plain sums', at most",
+    "to_single": "step to the best single method's, at most",
+    "settled": "steps until it is settled, at most",
+    "uncompressed": "steps of them before trials, at most",
+}
 Plan = dict[str, Any]
 
 
@@ -20,9 +33,9 @@ class Verdict:
     """The verdict on a scenario, or on several: then the worst of each.
 
     Attributes:
-        right, pairs: pairs of plans that differ, and those of them whose order was predicted.
+        pairs, right: numbers of pairs of plans that differ, and of those whose order was predicted.
         chosen: the name of the plan that ``auto`` has taken.
-        regret: the part by which its step is longer than that of the best plan within the bounds.
+        regret: its step over that of the best plan within the bounds, minus 1.
         to_plain: its step over that of plain sums.
         to_single: its step over that of the best single method within the bounds.
         settled, uncompressed: steps until the choice, and those of them before anything was tried.
@@ -39,7 +52,7 @@ class Verdict:
 
     @property
     def order(self) -> float:
-        """The share of pairs in the right order."""
+        """Share of pairs in the right order."""
         return self.right / self.pairs if self.pairs else 1.0
 
     def holds(self, goal: str) -> bool:
@@ -64,7 +77,7 @@ def order(plans: Sequence[Plan]) -> tuple[int, int]:
     return right, pairs
 
 
-def judged(scenario: Scenario) -> Verdict:
+def judge(scenario: Scenario) -> Verdict:
     """Return the verdict on a scenario."""
     plans = scenario["plans"]
     plain = next(plan for plan in plans if plan["name"] == "none")
@@ -91,10 +104,48 @@ def totals(scenarios: Sequence[Scenario]) -> tuple[Verdict, float]:
     """
     if not scenarios:
         raise ValueError("there is no scenario")
-    found = [judged(scenario) for scenario in scenarios]
+    found = [judge(scenario) for scenario in scenarios]
     worst = max(found, key=lambda verdict: verdict.regret)
     most = {key: max(getattr(one, key) for one in found) for key in ("regret", "to_plain", "to_single", "settled")}
     right, pairs = sum(one.right for one in found), sum(one.pairs for one in found)
     uncompressed = max(one.uncompressed for one in found)
     total = Verdict(right, pairs, worst.chosen, **most, uncompressed=uncompressed)
     return total, median(one.regret for one in found)
+
+
+def plans_table(scenario: Scenario) -> Table:
+    """Return the table of a scenario's plans, with predicted and measured steps in milliseconds."""
+    table = figures_table("plan", ("predicted\nms", "measured\nms", "within\nbounds"))
+    for plan in scenario["plans"]:
+        times = [f"{plan[key]:.4g}" for key in ("predicted_ms", "measured_ms")]
+        style = "bold" if plan["chosen"] else "" if plan["allowed"] else "dim"
+        table.add_row(plan["name"], *times, "yes" if plan["allowed"] else "no", style=style)
+    return table
+
+
+def verdict_words(scenario: Scenario) -> str:
+    """Return the verdict on a scenario, in two sentences."""
+    verdict = judge(scenario)
+    return (
+        f"{verdict.right} of {verdict.pairs} pairs in the right order. After {verdict.settled} steps it took "
+        f"{verdict.chosen}: regret {verdict.regret:.1%}, {verdict.to_plain:.2f} of plain sums' step."
+    )
+
+
+def markdown(scenarios: Sequence[Scenario]) -> str:
+    """Return the table of all scenarios in Markdown, and the worst of each figure beside its goal."""
+    rows = [("model", "link", "ranks", "plans", "order", "regret", "to plain", "to single", "settled", "taken")]
+    for scenario in scenarios:
+        found, rate = judge(scenario), scenario["bandwidth"]
+        where = (scenario["model"], "loopback" if rate is None else of_rate(rate), str(scenario["ranks"]))
+        order = f"{found.right}/{found.pairs}"
+        ratios = (f"{found.regret:.1%}", f"{found.to_plain:.2f}", f"{found.to_single:.2f}")
+        rows.append((*where, str(len(scenario["plans"])), order, *ratios, str(found.settled), found.chosen))
+    worst, usual = totals(scenarios)
+    goals = [("of all scenarios", "found", "goal")]
+    for goal, words in WORDS.items():
+        sign = ">=" if goal == "order" else "<="
+        missed = "" if worst.holds(goal) else " (missed)"
+        goals.append((words, f"{getattr(worst, goal):.4g}{missed}", f"{sign} {GOALS[goal]:.4g}"))
+    goals.append(("regret after trials, median", f"{usual:.4g}", ""))
+    return f"{markdown_table(rows)}\n\n{markdown_table(goals)}"

@@ -9,22 +9,13 @@ from grace.errors import ConfigError
 Scenario = dict[str, Any]
 
 
-def relative_error(one: dict[str, Any]) -> float:
-    """Return the relative error of a prediction; positive if it is too long.
-
-    >>> round(relative_error({"predicted_ms": 9.0, "measured_ms": 10.0}), 3)
-    -0.1
-    """
-    return float(one["predicted_ms"] / one["measured_ms"] - 1)
-
-
-class Kept:
+class JsonlStore:
     """File of scenarios, one JSON object a line; without a path nothing is stored.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plans.jsonl")
-    >>> Kept(file).add({"model": "lstm"})
-    >>> Kept(file).read()
+    >>> JsonlStore(file).add({"model": "lstm"})
+    >>> JsonlStore(file).open(resume=True)
     [{'model': 'lstm'}]
     """
 
@@ -32,22 +23,16 @@ class Kept:
         self.file = file
 
     def open(self, resume: bool) -> list[Scenario]:
-        """Return the scenarios in the file, if the benchmark continues from them; else empty the file."""
-        if self.file is None:
-            return []
-        if resume and self.file.exists():
-            return self.read()
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text("")
-        return []
-
-    def read(self) -> list[Scenario]:
-        """Return all scenarios in the file.
+        """Return the scenarios in the file, if the benchmark continues from them; else empty the file.
 
         Raises:
             ConfigError: a line is no scenario.
         """
-        assert self.file is not None
+        if self.file is None:
+            return []
+        if not (resume and self.file.exists()):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text("")
         found = []
         for number, line in enumerate(self.file.read_text().splitlines(), start=1):
             try:

@@ -1,30 +1,31 @@
-"""Train a small model with several methods over real ranks, and compare bytes, time and quality."""
+"""Training runs of several methods over real ranks: the rows of ``grace bench train``."""
 
+import dataclasses
 import importlib.util
 import itertools
 import statistics
 from collections.abc import Callable
-from typing import Any
 
-from grace.bench.common.results import Results
+from grace.bench.common.results import Results, Row
 from grace.bench.ranks.launchers import engine_of
+from grace.bench.ranks.rank_program import Event
 from grace.bench.ranks.scenario import run_scenario
-from grace.bench.train.settings import EXTRAS, Event, Settings
+from grace.bench.train.train_settings import EXTRAS, TrainSettings
 from grace.errors import missing_extra
 
 MEANS = (
     "quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms", "samples_per_s", "train_seconds",
 )  # fmt: skip
-"""What is averaged over seeds."""
+"""Keys whose values are averaged over seeds."""
 
 
-def run(settings: Settings, results: Results, watch: Callable[[float | None, Event], None]) -> None:
+def run(settings: TrainSettings, results: Results, watch: Callable[[float | None, Event], None]) -> None:
     """Train with every method and seed over ranks on this machine; each run is added to the results when it ends.
 
     Args:
-        settings: what to run.
-        results: of kind "train"; its rows are filled in.
-        watch: called with a bandwidth and each event of its ranks, see :mod:`grace.bench.train.worker`.
+        settings: the settings of the benchmark.
+        results: results of kind "train", whose rows are filled in.
+        watch: called with a bandwidth and each event of its ranks, see :mod:`grace.bench.train.train_rank`.
 
     Raises:
         MissingExtraError: a package or a launcher is not installed.
@@ -36,31 +37,34 @@ def run(settings: Settings, results: Results, watch: Callable[[float | None, Eve
             raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
     engine = engine_of(settings.framework, settings.ranks)
     for rate in settings.bandwidths:
-        _over(rate, engine, settings, results, watch)
+        added = AddedRuns(settings, results, rate, watch)
+        run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, added.receive, engine)
 
 
-def _over(
-    rate: float | None,
-    engine: str,
-    settings: Settings,
-    results: Results,
-    watch: Callable[[float | None, Event], None],
-) -> None:
-    """Everything over one network."""
-    before, runs = list(results.rows), list[dict[str, Any]]()
+@dataclasses.dataclass
+class AddedRuns:
+    """Receiver of the events of ranks over one network, which adds each run to the results when it ends."""
 
-    def take(event: Event) -> None:
+    settings: TrainSettings
+    results: Results
+    rate: float | None
+    watch: Callable[[float | None, Event], None]
+
+    def __post_init__(self) -> None:
+        self.rows_before = list(self.results.rows)
+        self.runs: list[Row] = []
+
+    def receive(self, event: Event) -> None:
+        """Add the run that has ended, if the event is one, and pass the event on."""
         if "run" in event:
-            runs.append(event["run"])
-            results.settings["parameters"] = event["run"]["parameters"]
-            results.rows = [*before, *summarize(runs, settings, rate)]
-        watch(rate, event)
-
-    run_scenario("grace.bench.train.worker", settings, [], settings.ranks, rate, take, engine)
+            self.runs.append(event["run"])
+            self.results.settings["parameters"] = event["run"]["parameters"]
+            self.results.rows = [*self.rows_before, *summarize(self.runs, self.settings, self.rate)]
+        self.watch(self.rate, event)
 
 
-def summarize(runs: list[dict[str, Any]], settings: Settings, rate: float | None = None) -> list[dict[str, Any]]:
-    """One row per method and optimizer with runs over this bandwidth: their means, relative to those of ``none``."""
+def summarize(runs: list[Row], settings: TrainSettings, rate: float | None = None) -> list[Row]:
+    """Return a row for each method and optimizer with runs over this bandwidth: means, beside those of ``none``."""
     about = settings.about()
     rows = []
     for optimizer, method in itertools.product(settings.optimizers, settings.methods):
@@ -99,8 +103,8 @@ def _mean_curve(curves: list[list[list[float]]]) -> list[list[float]]:
     return [[statistics.fmean(values) for values in zip(*point, strict=True)] for point in points]
 
 
-def _to_target(runs: list[dict[str, Any]], target: float | None, higher_is_better: bool) -> dict[str, Any]:
-    """What it took to reach the target for the first time: means over the runs, if all of them did.
+def _to_target(runs: list[Row], target: float | None, higher_is_better: bool) -> Row:
+    """Return the epochs, bytes and seconds until the target was first reached: means over the runs, if all reached it.
 
     >>> run = {"curve": [[0.5, 10, 1.0, 0.8], [1, 20, 2.0, 0.9], [2, 40, 4.0, 0.7]]}
     >>> _to_target([run], 0.85, True)

@@ -1,17 +1,16 @@
 """The table of a training benchmark, and how to read it."""
 
-from typing import Any
-
 from rich.table import Table
 
 from grace.bench.common.quality import difference, shown
-from grace.bench.common.results import Results
+from grace.bench.common.results import Results, Row
 from grace.bench.common.tables import figures_table
 from grace.bench.common.text import of_bytes
 
 
-def results_table(rows: list[dict[str, Any]], results: Results) -> Table:
-    """One row per method, over one network; its quality relative to that of "none", if that is there."""
+def results_table(rows: list[Row], results: Results) -> Table:
+    """Return the table of one network, a row for each method, with its quality relative to that of ``none`` if there is
+    one."""
     task = results.settings
     plain = _plain(rows)
     headers = ["sent\n/ step", "bits /\nelement", "step\nms", f"{task['metric']}\n{task['unit']}".strip()]
@@ -38,12 +37,12 @@ def results_table(rows: list[dict[str, Any]], results: Results) -> Table:
     return table
 
 
-def _plain(rows: list[dict[str, Any]]) -> float | None:
+def _plain(rows: list[Row]) -> float | None:
     return next((row["quality"] for row in rows if row["method"] == "none"), None)
 
 
-def advice(rows: list[dict[str, Any]], results: Results) -> str:
-    """How to read the table, for someone who sees it for the first time."""
+def advice(rows: list[Row], results: Results) -> str:
+    """Return an explanation of the table, for someone who sees it for the first time."""
     task = results.settings
     if task["ranks"] == 1:
         return "One rank has nobody to send to: use --ranks 2 to compare bytes."

@@ -1,5 +1,5 @@
 """Costs of a step that do not depend on bytes: Grace's optimizer on a small network, and on many small variables:
-``python -m grace.bench.step.fixed_costs``.
+``python -m benchmarks.fixed_costs``.
 
 Ranks over gloo on loopback, one thread each. The contestants take turns in blocks of steps, all in one run. Two
 tables of rank 0's medians:
@@ -26,13 +26,14 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import nn
 
+import grace
 from grace.bench.common.options import methods as listed
 from grace.bench.common.results import machine, versions
 from grace.bench.common.text import UNKNOWN
-from grace.bench.ranks.run import join_run
+from grace.bench.ranks.rank_program import join_run
 from grace.bench.ranks.scenario import run_scenario
-from grace.bench.step.contestants import Contestant, Stepper, bound, method, torch_baselines
-from grace.bench.step.settings import Settings
+from grace.bench.step.contestants import Contestant, Stepper, bound, in_optimizer, torch_baselines
+from grace.bench.step.step_settings import StepSettings
 from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.errors import GraceError
@@ -115,7 +116,7 @@ def measure(settings: dict[str, Any], backend: Backend) -> list[Row]:
         (ONE, Variables(1, count * elements), _own_loss, max(1, settings["steps"] // 10)),
     ]
     contestants = [bound(), *(torch_baselines()[:1] if backend.name == "torch" else [])]
-    contestants += [method(spec) for spec in settings["methods"]]
+    contestants += [in_optimizer(spec, spec, compressor=spec) for spec in settings["methods"]]
     rows: list[Row] = []
     for case, model, loss, steps in cases:
         measured = [Measured(contestant, model, loss) for contestant in contestants]
@@ -188,7 +189,7 @@ def many_table(rows: Sequence[Row], variables: int) -> Table:
 
 def run(settings: dict[str, Any]) -> list[Row]:
     """Start the ranks, and return rank 0's rows."""
-    rows: list[Row] = run_scenario(__spec__.name, settings, [], settings["ranks"], None, lambda event: None)["rows"]
+    rows: list[Row] = run_scenario([__file__], settings, [], settings["ranks"], None, lambda event: None)["rows"]
     return rows
 
 
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:  # this is a rank
-        with join_run(arguments.folder, dict, "torch") as (settings, backend, emit):
+        with join_run(arguments.folder, dict, lambda settings: grace.init("torch")) as (settings, backend, emit):
             emit({"scenario": {"rows": measure(settings, backend)}})
         return
     for name in ("steps", "variables", "elements"):
@@ -216,7 +217,7 @@ def main() -> None:
     settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "folder")}
     try:
         settings["methods"] = listed(arguments.methods)
-        Settings(methods=settings["methods"], ranks=[arguments.ranks], rounds=arguments.rounds)  # checks them
+        StepSettings(methods=settings["methods"], ranks=[arguments.ranks], rounds=arguments.rounds)  # checks them
         rows = run(settings)
     except GraceError as error:
         parser.error(str(error))

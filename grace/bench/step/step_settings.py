@@ -1,12 +1,13 @@
 """Settings of ``grace bench step``."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
-from grace.bench.common.user_functions import load_function
-from grace.bench.link.emulation import Link
-from grace.bench.ranks.launchers import ENGINES, check_engine, has_horovod
-from grace.communicators.choice import build_communicator
+from grace.bench.common import options
+from grace.bench.common.options import option
+from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
+from grace.bench.ranks.launchers import ENGINES, check_engine, check_links, has_horovod
 from grace.errors import ConfigError
 from grace.launch.command_lines import checked_strategy
 
@@ -16,8 +17,8 @@ METHODS = (
 )  # fmt: skip
 QUICK_METHODS = ("none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_METHODS = ("none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
-DEVICE_RANKS, DEVICE_LINKS = "8", "10gbit,25gbit"
-"""Pretended ranks and simulated wires on a GPU."""
+DEVICE_RANKS, DEVICE_RATES = 8, (10e9, 25e9)
+"""Pretended ranks, and bits per second of simulated wires, on a GPU."""
 ROUNDS, QUICK_ROUNDS = 8, 3
 BASELINES = ("ddp", "horovod")
 BOUND = "no communication"
@@ -26,57 +27,80 @@ SHARDS_ALONE = "shard groups alone"
 """Name of the contestant, with ``--sharded``, whose replicas exchange nothing."""
 MODELS = ("transformer", "resnet", "resnet50", "gpt2", "lstm", "ncf", "mlp")
 """Functions of :mod:`grace.bench.workloads.models`."""
-Event = dict[str, Any]
+
+
+def baseline_names(text: str) -> list[str]:
+    """Parse names of baselines; ``none`` is no baseline."""
+    return [] if text == "none" else options.split(text)
 
 
 @dataclasses.dataclass
-class Settings:
-    """Settings of the benchmark.
-
-    Args:
-        model: a name of :mod:`grace.bench.workloads.models`, or ``module:function``.
-        methods: compressor specs; memory and communicator are each method's defaults.
-        strategies: files' paths, or builders' specs.
-        engine: the engine that moves Grace's payloads: "torch", "horovod" or "mpi".
-        baselines: "ddp" and "horovod", or one of them; an engine that is not installed is left out.
-        ranks: numbers of processes on this machine, one scenario each.
-        bandwidths: bits per second of emulated links, one scenario each; None for loopback.
-        rounds: blocks of steps per row; the rows take turns.
-        ddp_hook: True to measure the methods as hooks of DistributedDataParallel too.
-        bucket_bytes: bytes on the wire that a collective of Grace's carries; Grace's own choice if left out.
-        sharded: ranks of a shard group, which are one node of emulated links; 0 if every rank has the whole model.
-        reduce_scatter: compressor of reduce-scatters within shard groups, which the methods are measured with too.
+class StepSettings:
+    """Settings of the benchmark. Each number of ranks over each network is a scenario.
 
     Raises:
         ConfigError: a value cannot work.
         MissingExtraError: the engine is not installed.
 
-    >>> Settings(methods=["topk"], bandwidths=[1e9]).scenarios
+    >>> StepSettings(methods=["topk"], bandwidths=[1e9]).scenarios
     [(2, 1000000000.0)]
-    >>> Settings(rounds=0)
+    >>> StepSettings(rounds=0)
     Traceback (most recent call last):
     grace.errors.ConfigError: --rounds must be at least 1, not 0
     """
 
-    model: str = "transformer"
-    methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
-    strategies: list[str] = dataclasses.field(default_factory=list)
-    engine: str = "torch"
-    baselines: list[str] = dataclasses.field(default_factory=lambda: list(BASELINES))
-    ranks: list[int] = dataclasses.field(default_factory=lambda: [2])
-    bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: [None])
-    rounds: int = ROUNDS
-    ddp_hook: bool = False
-    bucket_bytes: int | None = None
-    sharded: int = 0
-    reduce_scatter: str | None = None
+    model: str = option(
+        "transformer",
+        f"{', '.join(MODELS)}, or module:function, which returns (model, loss, samples), where loss(model) is the loss "
+        "of a batch of so many samples, on the device of its choice.",
+        show_default="transformer, on a GPU gpt2",
+    )
+    methods: list[str] = option(
+        list(METHODS),
+        "Compressor specs, separated by commas, or all.",
+        parse=options.methods,
+        show_default="ten, or four with --quick",
+    )
+    strategies: list[str] = option(
+        [], "A strategy's file or builder to compare too; may be repeated.", "--strategy", repeated=True
+    )
+    engine: str = option("torch", "What moves Grace's payloads: torch, horovod or mpi.")
+    ranks: list[int] = option(
+        [2],
+        "Processes to train on; several numbers as in 2,4 show the scaling.",
+        "--ranks",
+        "-n",
+        parse=partial(options.integers, what="--ranks"),
+        show_default="2, on a GPU 8 that are pretended",
+    )
+    bandwidths: list[float | None] = option(
+        [None],
+        "Rates of emulated links, as in 10gbit,1gbit,100mbit (Linux, root); none is the loopback.",
+        "--bandwidth",
+        parse=options.bandwidths,
+        show_default="loopback, on a GPU 10gbit,25gbit",
+    )
+    baselines: list[str] = option(
+        list(BASELINES),
+        "Of ddp and horovod, what to compare with where it is installed; or none.",
+        parse=baseline_names,
+        text="ddp,horovod",
+    )
+    rounds: int = option(ROUNDS, "Blocks of steps of each row.", show_default="8, or 3 with --quick")
+    ddp_hook: bool = option(False, "Measure the methods as DDP's hooks too.", "--ddp-hook")
+    bucket_bytes: int | None = option(
+        None, "Bytes on the wire that a collective of Grace's carries.", show_default="Grace's choice"
+    )
+    sharded: int = option(0, "Ranks of a shard group (FSDP2), one node of emulated links.")
+    reduce_scatter: str | None = option(
+        None, "A compressor of shard groups' reduce-scatters, to measure the methods with too."
+    )
 
     def __post_init__(self) -> None:
         check_engine(self.engine)
-        for key in ("methods", "strategies", "baselines", "ranks", "bandwidths"):
-            setattr(self, key, list(dict.fromkeys(getattr(self, key))))
-        for method in self.methods:
-            build_communicator(method, None, None)
+        unique_lists(self, "ranks", "bandwidths")
+        unique_lists(self, "methods", "strategies", "baselines", allow_empty=True)
+        check_methods(self.methods)
         for given in self.strategies:
             checked_strategy(given)
         for name in self.baselines:
@@ -85,20 +109,13 @@ class Settings:
         if not (self.methods or self.strategies or self.baselines):
             raise ConfigError("nothing is to be compared: --methods, --strategy and --baselines are empty")
         for ranks in self.ranks:
-            if not 1 <= ranks <= 1000:
-                raise ConfigError(f"--ranks must be between 1 and 1000, not {ranks}")
-            for rate in self.bandwidths:
-                if rate is not None:
-                    Link(self.nodes(ranks), rate)
+            check_ranks(ranks, 1)
+            check_links(self.nodes(ranks), self.bandwidths)
         self._check_sharded()
         if self.ddp_hook and self.engine != "torch":
             raise ConfigError("--ddp-hook is for --engine torch: DistributedDataParallel has no other engine")
-        if self.model not in MODELS:
-            load_function(self.model, "model", MODELS)
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise ConfigError(f"--bucket-bytes must be at least 1, not {self.bucket_bytes}")
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
+        check_models([self.model], MODELS)
+        check_at_least_1(self, "bucket_bytes", "rounds")
 
     def _check_sharded(self) -> None:
         if not self.sharded:
@@ -117,7 +134,7 @@ class Settings:
             named = "--ddp-hook" if self.ddp_hook else "--bucket-bytes"
             raise ConfigError(f"{named} is not for --sharded: FSDP2's modules are exchanged one after the other")
         if self.reduce_scatter is not None:
-            build_communicator(self.reduce_scatter, None, None)
+            check_methods([self.reduce_scatter])
             if self.sharded == 1:
                 raise ConfigError("--reduce-scatter needs shard groups of 2 ranks or more: --sharded 2")
 
@@ -131,14 +148,13 @@ class Settings:
         return [(ranks, rate) for ranks in self.ranks for rate in self.bandwidths]
 
     @property
-    def groups(self) -> list[str]:
+    def engines(self) -> list[str]:
         """Engines whose ranks are started for a scenario, one after the other: that of the methods first."""
         if self.sharded:
             return [self.engine]
         wanted = {"torch": "ddp" in self.baselines, "horovod": "horovod" in self.baselines and has_horovod("torch")}
         return [self.engine, *(name for name in ENGINES if name != self.engine and wanted.get(name))]
 
-
-def about(settings: Settings) -> dict[str, Any]:
-    """Return the settings as they are recorded; further facts come from the ranks."""
-    return {**dataclasses.asdict(settings), "verdict": {}}
+    def about(self) -> dict[str, Any]:
+        """Return the settings as they are recorded; further facts come from the ranks."""
+        return {**dataclasses.asdict(self), "verdict": {}}

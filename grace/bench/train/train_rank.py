@@ -1,6 +1,6 @@
-"""One rank of a training benchmark; started as :mod:`grace.bench.ranks.run` does.
+"""One rank of a training benchmark.
 
-Usage: python -m grace.bench.train.worker FOLDER, where FOLDER holds settings.json; rank 0 writes events.jsonl:
+Usage: python -m grace.bench.train.train_rank FOLDER, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
     {"method"}             it begins with a method, and its optimizer if there are several
     {"quality"}            after each epoch
@@ -8,48 +8,36 @@ Usage: python -m grace.bench.train.worker FOLDER, where FOLDER holds settings.js
 """
 
 import itertools
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grace
-from grace.bench.ranks.events import write_event
-from grace.bench.ranks.run import as_rank, redirect_stderr
-from grace.bench.train.settings import Settings
+from grace.bench.ranks.rank_program import join_run, run_as_rank
+from grace.bench.train.train_settings import TrainSettings
 from grace.bench.workloads.task import Task, in_optimizer, task_class, trainer_class
 from grace.communicators.choice import build_communicator
 from grace.session.momentum import momentum_owners
 
 WARMUP_STEPS = 3
-"""Run on a throw-away copy of the network first: kernels are compiled and buffers allocated there."""
+"""Steps on a throw-away copy of the network before each run: kernels are compiled and buffers allocated there."""
 
 
 def train(
     method: str,
     optimizer: str,
     seed: int,
-    settings: Settings,
-    task: Task,
-    report: Callable[[float], None] | None = None,
-) -> dict[str, Any]:
-    """Train from the seed's initial weights with one method; returns what was measured on this rank."""
-    _steps(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
-    return _steps(method, optimizer, seed, settings, task, report=report)
-
-
-def _steps(
-    method: str,
-    optimizer: str,
-    seed: int,
-    settings: Settings,
+    settings: TrainSettings,
     task: Task,
     limit: int | None = None,
     report: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
+    """Train from the seed's initial weights with one method, and return the measurements of this rank.
+
+    With a limit it is so many steps of a single epoch; ``report`` is called with the quality after each epoch.
+    """
     lr, epochs = settings.rates.get(method, task.rate(optimizer)), settings.epochs or task.epochs
     # a memory or compressor that has the momentum wants an optimizer without
     alone = "compressor" in in_optimizer(method) and bool(momentum_owners([build_communicator(method, None, None)]))
@@ -93,24 +81,22 @@ def _steps(
     }
 
 
-def main(folder: str) -> None:
-    """Train with every method and seed; rank 0 tells of the progress and of each run."""
-    redirect_stderr(Path(folder))
-    settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
+def join(settings: TrainSettings) -> None:
+    """Join the run with the settings' framework, which computes with this rank's share of the cores."""
     trainer_class(settings.framework).join(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    task = task_class(settings.task, settings.framework, settings.size)()
 
-    def record(event: dict[str, Any]) -> None:
-        if grace.rank() == 0:
-            write_event(Path(folder, "events.jsonl"), event)
 
-    for optimizer, method in itertools.product(settings.optimizers, settings.methods):
-        record({"method": settings.label(method, optimizer)})
-        for seed in settings.seeds:
-            run = train(method, optimizer, seed, settings, task, lambda quality: record({"quality": quality}))
-            record({"run": run})
-    grace.shutdown()
+def main(folder: str) -> None:
+    """Train with every method and seed; rank 0 writes the progress and each run."""
+    with join_run(folder, TrainSettings, join) as (settings, _, emit):
+        task = task_class(settings.task, settings.framework, settings.size)()
+        for optimizer, method in itertools.product(settings.optimizers, settings.methods):
+            emit({"method": settings.label(method, optimizer)})
+            for seed in settings.seeds:
+                train(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
+                run = train(method, optimizer, seed, settings, task, report=lambda quality: emit({"quality": quality}))
+                emit({"run": run})
 
 
 if __name__ == "__main__":
-    as_rank(main)
+    run_as_rank(main)

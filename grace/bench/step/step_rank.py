@@ -1,6 +1,6 @@
 """One rank of ``grace bench step``.
 
-Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds settings.json; rank 0 writes events.jsonl:
+Usage: python -m grace.bench.step.step_rank FOLDER ENGINE, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
     {"facts": {...}}                            facts of all rows; names of contestants that cannot run, with reasons
     {"blocks": n}                               the number of blocks of steps that follow
@@ -10,24 +10,24 @@ Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds setti
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from grace.bench.ranks.run import as_rank, join_run
+import grace
+from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
 from grace.bench.step.contestants import (
     Contestant,
     Stepper,
     bound,
     horovod_baselines,
     in_hook,
-    method,
-    strategy,
+    in_optimizer,
     torch_baselines,
 )
-from grace.bench.step.settings import Event, Settings
 from grace.bench.step.sockets import tcp_bytes
+from grace.bench.step.step_settings import StepSettings
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
 from grace.errors import GraceError
@@ -41,14 +41,10 @@ LONGEST_BLOCK = 50
 """Largest number of a block's steps; a block has at least one."""
 
 
-def measure(settings: Settings, backend: Backend, engine: str, emit: Callable[[Event], None]) -> None:
-    """Let the contestants take turns; rank 0 calls ``emit`` with each event.
+def measure(settings: StepSettings, backend: Backend, engine: str, emit: Emit) -> None:
+    """Let the contestants take turns, and emit their blocks of steps.
 
-    Args:
-        settings: the settings of the benchmark.
-        backend: the run that this rank has joined.
-        engine: the engine of this run: its baselines are measured, and Grace's methods if it is the settings' engine.
-        emit: takes an event.
+    The engine is that of this run: its baselines are measured, and Grace's methods if it is the settings' engine.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
@@ -65,23 +61,18 @@ def measure(settings: Settings, backend: Backend, engine: str, emit: Callable[[E
                 raise
             skipped[contestant.name] = str(error).splitlines()[0]  # the same on every rank: the engine refuses it
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    device = next(model.parameters()).device.type
-    facts: Event = {
-        "device": device,
-        "parameters": count,
-        "batch": work.samples,
-        "optimizer": "SGD",
-        "threads": torch.get_num_threads(),
-    }
+    facts: Event = {"device": next(model.parameters()).device.type, "parameters": count, "batch": work.samples}
+    facts |= {"optimizer": "SGD", "threads": torch.get_num_threads()}
     emit({"facts": {**facts, **({"skipped": skipped} if skipped else {})}})
     emit({"blocks": settings.rounds * len(steppers)})
     for _ in range(settings.rounds):
         for stepper, steps in steppers:
             block = _block(stepper, steps, backend, settings.sharded)
-            emit({**_about(stepper.contestant), "samples": work.samples, **block})
+            one = stepper.contestant
+            emit({"name": one.name, "kind": one.kind, "method": one.method, "samples": work.samples, **block})
 
 
-def _contestants(settings: Settings, engine: str, ranks: int) -> list[Contestant]:
+def _contestants(settings: StepSettings, engine: str, ranks: int) -> list[Contestant]:
     if settings.sharded:
         from grace.bench.step import sharded  # it needs a newer torch
 
@@ -93,15 +84,12 @@ def _contestants(settings: Settings, engine: str, ranks: int) -> list[Contestant
         if engine == "horovod" and "horovod" in settings.baselines:
             found += horovod_baselines()
     if engine == settings.engine:
-        found += [method(spec, settings.bucket_bytes) for spec in settings.methods]
-        found += [strategy(spec) for spec in settings.strategies]
+        size = settings.bucket_bytes
+        found += [in_optimizer(spec, spec, compressor=spec, bucket_bytes=size) for spec in settings.methods]
+        found += [in_optimizer(f"strategy {spec}", strategy=spec) for spec in settings.strategies]
         if settings.ddp_hook and ranks > 1:
-            found += [in_hook(spec, settings.bucket_bytes) for spec in settings.methods]
+            found += [in_hook(spec, size) for spec in settings.methods]
     return found
-
-
-def _about(contestant: Contestant) -> Event:
-    return {"name": contestant.name, "kind": contestant.kind, "method": contestant.method}
 
 
 def _warm_up(stepper: Stepper, backend: Backend) -> int:
@@ -175,9 +163,9 @@ def _synchronize(stepper: Stepper) -> None:
 
 def main(folder: str, engine: str) -> None:
     """Join the run, and measure."""
-    with join_run(folder, Settings, engine) as (settings, backend, emit):
+    with join_run(folder, StepSettings, lambda settings: grace.init(engine)) as (settings, backend, emit):
         measure(settings, backend, engine, emit)
 
 
 if __name__ == "__main__":
-    as_rank(main)
+    run_as_rank(main)

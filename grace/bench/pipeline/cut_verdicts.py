@@ -1,15 +1,15 @@
-"""Predicted and measured cuts as tables: for a terminal, and in Markdown."""
+"""Verdicts on cuts of a model into pipeline stages, and tables of them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from grace.bench.common.kept import Scenario, relative_error
+from grace.bench.common.jsonl_store import Scenario
 from grace.bench.common.tables import figures_table
-from grace.bench.common.tables import markdown as table_of
+from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import of_rate
-from grace.bench.pipeline.settings import CHOSEN
+from grace.bench.pipeline.pipeline_settings import CHOSEN
 from grace.partition.baselines import BY_HAND
 
 
@@ -31,6 +31,15 @@ class Verdict(NamedTuple):
     error: float
     median: float
     by_hand: dict[str, float | None]
+
+
+def relative_error(cut: dict[str, Any]) -> float:
+    """Return the relative error of a prediction; positive if it is too long.
+
+    >>> round(relative_error({"predicted_ms": 9.0, "measured_ms": 10.0}), 3)
+    -0.1
+    """
+    return float(cut["predicted_ms"] / cut["measured_ms"] - 1)
 
 
 def judge(scenario: Scenario) -> Verdict:
@@ -90,25 +99,16 @@ def verdict_words(scenario: Scenario) -> str:
 def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, one line each."""
     head = ("model", "link", "ranks", "compressor", "cuts", "planned", "step ms", "predicted", "regret", *BY_HAND)
-    rows = []
+    rows: list[Sequence[str]] = [head]
     for scenario in scenarios:
         found, rate = judge(scenario), scenario["bandwidth"]
         cuts = merged(scenario["cuts"])
         planned = next(cut for cut in cuts if CHOSEN in cut["names"])
         named = next((name for name in planned["names"] if name.startswith("after ")), "-".join(planned["ends"]))
         shape = "-".join(map(str, planned["replicas"]))
-        rows.append(
-            (
-                scenario["model"],
-                "loopback" if rate is None else of_rate(rate),
-                str(scenario["ranks"]),
-                scenario["compressor"],
-                str(len(cuts)),
-                f"{shape}, {named}" if planned["ends"] else shape,
-                f"{found.planned:.4g}",
-                f"{found.error:+.0%}",
-                f"{found.regret:.1%}",
-                *("-" if ms is None else f"{ms / found.planned:.2f}" for ms in found.by_hand.values()),
-            )
-        )
-    return table_of([head, *rows])
+        where = (scenario["model"], "loopback" if rate is None else of_rate(rate), str(scenario["ranks"]))
+        cut = f"{shape}, {named}" if planned["ends"] else shape
+        figures = (f"{found.planned:.4g}", f"{found.error:+.0%}", f"{found.regret:.1%}")
+        by_hand = ["-" if ms is None else f"{ms / found.planned:.2f}" for ms in found.by_hand.values()]
+        rows.append((*where, scenario["compressor"], str(len(cuts)), cut, *figures, *by_hand))
+    return markdown_table(rows)

@@ -1,6 +1,6 @@
 """One rank of ``grace bench plan``.
 
-Usage: python -m grace.bench.plan.worker FOLDER MODEL, where FOLDER holds settings.json; rank 0 writes events.jsonl:
+Usage: python -m grace.bench.plan.plan_rank FOLDER MODEL, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
     {"blocks": n}           how many blocks of steps follow
     {"times_ms"}            a block
@@ -9,20 +9,20 @@ Usage: python -m grace.bench.plan.worker FOLDER MODEL, where FOLDER holds settin
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import grace
-from grace.bench.plan.settings import Event, Settings
-from grace.bench.ranks.run import as_rank, join_run
+from grace.bench.plan.plan_settings import PlanSettings
+from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
 from grace.planner.error_budget import SLACK, allows, class_of
-from grace.planner.explain import largest_share
+from grace.planner.explain import Plan, largest_share
 from grace.planner.problem import Problem
 from grace.planner.step_timer import undisturbed
 from grace.planner.uniform import uniform_strategy
@@ -36,12 +36,7 @@ MOST = 10
 
 
 class Trainer:
-    """A model that trains under ``strategy="auto"``.
-
-    Args:
-        model: its name.
-        backend: the run that this rank has joined.
-    """
+    """Model that trains under ``strategy="auto"``."""
 
     def __init__(self, model: str, backend: Backend):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -53,14 +48,14 @@ class Trainer:
         self.session: Any = self.optimizer._grace
 
     def step(self) -> float:
-        """Make one; returns its seconds."""
+        """Make a step, and return its seconds."""
         began = time.perf_counter()
         self.optimizer.zero_grad()
         self.loss(self.model).backward()
         self.optimizer.step()
         return time.perf_counter() - began
 
-    def settle(self) -> tuple[int, int]:
+    def train_until_settled(self) -> tuple[int, int]:
         """Train until ``auto`` has chosen; return the steps that took, and those of them before it tried anything.
 
         Raises:
@@ -77,19 +72,19 @@ class Trainer:
         return steps, plain
 
 
-def measure(settings: Settings, model: str, backend: Backend, emit: Callable[[Event], None]) -> None:
+def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) -> None:
     """Let ``auto`` choose, then measure plans in turns; rank 0 calls ``emit`` with each event.
 
     Raises:
         ExchangeError: the engine failed, or planning did.
     """
     began, trainer = time.perf_counter(), Trainer(model, backend)
-    settled, uncompressed = trainer.settle()
+    settled, uncompressed = trainer.train_until_settled()
     planner = trainer.session.auto.planner
-    rows, missing = _plans(settings, planner, trainer.optimizer.plan) if backend.rank == 0 else ([], {})
+    rows, missing = _plans(settings, planner.problem, trainer.optimizer.plan) if backend.rank == 0 else ([], {})
     strategies: list[Strategy] = backend.allgather_object([row.pop("strategy") for row in rows])[0]
-    runs = [_Run(trainer, strategy, number) for number, strategy in enumerate(strategies)]
-    _turns(runs, settings, trainer, emit)
+    runs = [PlanRun(trainer, strategy, number) for number, strategy in enumerate(strategies)]
+    _take_turns(runs, settings, trainer, emit)
     if backend.rank == 0:
         for row, run in zip(rows, runs, strict=True):
             row["measured_ms"] = 1e3 * run.slowest
@@ -98,9 +93,9 @@ def measure(settings: Settings, model: str, backend: Backend, emit: Callable[[Ev
         emit({"scenario": {**about, "calibration": planner.calibration.to_dict(), "missing": missing, "plans": rows}})
 
 
-def _plans(settings: Settings, planner: Any, plan: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a row for each plan, plain sums first, the chosen one among them; and what cannot be carried, and why."""
-    problem: Problem = planner.problem
+def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return a row for each plan, plain sums first, the chosen one among them; and the methods that cannot be used,
+    with reasons."""
     made, missing = dict[str, Strategy](), dict[str, str]()
     for method in ["none", *settings.methods]:
         try:
@@ -135,33 +130,23 @@ def _allowed(problem: Problem, strategy: Strategy) -> bool:
     return fits and all(largest_share(problem, plan) <= SLACK for plan in strategy.plans)
 
 
-# -- steps ---------------------------------------------------------------------------------------------
-
-
-class _Run:
-    """A plan that is ready to train by, with memories of its own.
-
-    Args:
-        trainer: whose model.
-        strategy: the plan.
-        number: which it is: with the first one's runner the others' are made.
-    """
+class PlanRun:
+    """Plan that is ready to train by, with memories of its own. Runners of later plans are made beside the first's."""
 
     def __init__(self, trainer: Trainer, strategy: Strategy, number: int):
-        session = trainer.session
+        self.session = trainer.session
         if number == 0:
             trainer.optimizer.use_strategy(strategy)
-            self.runner, self.plan = session.runner, session.plan
+            self.runner, self.plan = self.session.runner, self.session.plan
         else:
-            self.runner, self.plan = session.build_runner(strategy)
-        self.session = session
-        self.take()
+            self.runner, self.plan = self.session.build_runner(strategy)
+        self.activate()
         self.seconds = max(trainer.backend.allgather_object([trainer.step(), trainer.step()][-1]))
         self.blocks: list[list[list[float]]] = []
         """Seconds of its steps, by block and rank."""
 
-    def take(self) -> None:
-        """Go on by it."""
+    def activate(self) -> None:
+        """Let the next steps use this plan."""
         self.session.switch_runner(self.runner, self.plan)
 
     @property
@@ -171,14 +156,14 @@ class _Run:
         return max(undisturbed([s for block in self.blocks for s in block[rank]]) for rank in ranks)
 
 
-def _turns(runs: Sequence[_Run], settings: Settings, trainer: Trainer, emit: Callable[[Event], None]) -> None:
-    """Measure them in turns, one round after the other, backwards in every other one."""
+def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, trainer: Trainer, emit: Emit) -> None:
+    """Measure plans in turns, one round after the other, backwards in every other one."""
     emit({"blocks": settings.rounds * len(runs)})
     for number in range(settings.rounds):
         for run in runs if number % 2 == 0 else runs[::-1]:
             if number * run.seconds > max(settings.seconds, SLOW):  # it has had its share
                 continue
-            run.take()
+            run.activate()
             if run.seconds < SLOW / 2:
                 trainer.step()
             trainer.backend.allgather_object(None)  # nobody starts before what came earlier is done
@@ -190,9 +175,9 @@ def _turns(runs: Sequence[_Run], settings: Settings, trainer: Trainer, emit: Cal
 def main(folder: str, model: str) -> None:
     """Join the run, and measure."""
     os.environ["GRACE_CALIBRATION"] = str(Path(folder, "calibration.json"))  # which nobody has written
-    with join_run(folder, Settings, "torch") as (settings, backend, emit):
+    with join_run(folder, PlanSettings, lambda settings: grace.init("torch")) as (settings, backend, emit):
         measure(settings, model, backend, emit)
 
 
 if __name__ == "__main__":
-    as_rank(main)
+    run_as_rank(main)

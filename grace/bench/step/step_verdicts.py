@@ -1,16 +1,13 @@
 """Verdicts on the rows of a scenario of ``grace bench step``, in words: does compression pay?"""
 
-from typing import Any
-
-from grace.bench.step.settings import SHARDS_ALONE
+from grace.bench.common.results import Row
+from grace.bench.step.step_settings import SHARDS_ALONE
 
 LEAST_GAIN = 1.05
 """Speedup over plain averaging that a method must have to pay."""
 LONGEST_LIST = 4
 PLAIN = {"torch": ("DDP", "HSDP"), "horovod": ("Horovod",)}
 """Uncompressed baselines of each engine."""
-
-Row = dict[str, Any]
 
 
 def plain_row(rows: list[Row], engine: str) -> Row | None:

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-import grace
 from grace.bench.common.clocks import DeviceClock, HostClock, device_facts, facts_line
 from grace.bench.common.results import Results
 from grace.bench.common.text import scenario
 from grace.bench.lifecycle import BenchmarkRun
-from grace.bench.step.contestants import Contestant, Stepper, Trained, bound
-from grace.bench.step.rows import Table, add_verdicts, conclude
-from grace.bench.step.settings import BOUND, Event, Settings
+from grace.bench.ranks.rank_program import Event
+from grace.bench.step.contestants import Contestant, Stepper, bound, in_optimizer
 from grace.bench.step.simulated import Lane, Simulated
+from grace.bench.step.step_rows import EngineRows, compare_with_plain, conclude
+from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
 
 ENGINE = "simulated"
@@ -40,24 +40,16 @@ SIMULATED_NOTE = (
 
 def on_wire(spec: str, wire: Simulated) -> Contestant:
     """Return the contestant of a method that is exchanged over a simulated wire."""
-
-    def build(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=spec, backend=wire)
-        return model, optimizer, optimizer
-
-    return Contestant(spec, "grace", build, spec)
+    return in_optimizer(spec, spec, compressor=spec, backend=wire)
 
 
 class Contest:
     """All steppers: steps alone, and each method's behind a wire of its own, whose bandwidth is set.
 
-    Args:
-        work: the model and its loss, on the device that is measured.
-        settings: methods, ranks, bandwidths and rounds.
-        lane: the stream of the wires' collectives.
+    The collectives of all wires travel on one lane, one after the other.
     """
 
-    def __init__(self, work: Workload, settings: Settings, lane: Any):
+    def __init__(self, work: Workload, settings: StepSettings, lane: Lane):
         self.work = work
         self.settings = settings
         self.alone = Stepper(bound(), work.model, work.loss)
@@ -129,7 +121,7 @@ def traced(stepper: Callable[[], Any]) -> dict[str, float]:
     return counted((event.name for event in trace.events() or ()), TRACED)
 
 
-def run(running: BenchmarkRun, settings: Settings, show_status: Callable[[str], Any]) -> None:
+def run(running: BenchmarkRun, settings: StepSettings, show_status: Callable[[str], Any]) -> None:
     """Measure on this GPU; rows are saved after each method."""
     torch.manual_seed(0)
     show_status(f"{settings.model}: building")
@@ -138,12 +130,12 @@ def run(running: BenchmarkRun, settings: Settings, show_status: Callable[[str], 
     results.settings |= {"device": "cuda", "parameters": parameters, "batch": work.samples, "optimizer": "SGD"}
     results.settings |= {"engine": ENGINE, "about": SIMULATED_NOTE, **device_facts()}
     contest = Contest(work, settings, Lane())
-    tables = {rate: Table(ENGINE, settings.ranks[0], rate) for rate in settings.bandwidths}
+    tables = {rate: EngineRows(ENGINE, settings.ranks[0], rate) for rate in settings.bandwidths}
 
     def add_event(rate: float | None, event: Event) -> None:
         show_status(f"{event['name']} at {scenario(settings.ranks[0], rate)}")
         tables[rate].add(event)
-        results.rows = [row for table in tables.values() for row in add_verdicts(table.rows(), ENGINE)]
+        results.rows = [row for table in tables.values() for row in compare_with_plain(table.rows(), ENGINE)]
         running.save()
 
     contest.measure(DeviceClock(), add_event)
@@ -153,13 +145,10 @@ def run(running: BenchmarkRun, settings: Settings, show_status: Callable[[str], 
 
 def conclude_all(results: Results, waits: dict[str, dict[str, float]], ranks: int) -> None:
     """Write the host's waits into the rows, and a verdict for each bandwidth into the settings."""
-    rows = results.rows
-    for row in rows:
+    for row in results.rows:
         row.update(waits[row["name"]])
-    for rate in dict.fromkeys(row["bandwidth"] for row in rows):
-        results.rows = [row for row in rows if row["bandwidth"] == rate]
-        conclude(results, 0, ranks, rate, ENGINE)
-    results.rows = rows
+    for rate in dict.fromkeys(row["bandwidth"] for row in results.rows):
+        conclude(results, [row for row in results.rows if row["bandwidth"] == rate], ranks, rate, ENGINE)
 
 
 def notes(results: Results) -> list[str]:

@@ -1,6 +1,6 @@
 """Costs of TensorFlow's exchange beside Horovod's own all-reduce: step times side by side, in one run.
 
-    horovodrun -np 2 python -m grace.bench.step.tensorflow_overhead
+    horovodrun -np 2 python -m benchmarks.tensorflow_overhead
 
 Every side trains the same network on the same data in a ``tf.function``; "alone" exchanges nothing. Steps alternate,
 so that other work of the machine disturbs all alike; the ratio is that of the medians to Horovod's.

@@ -2,20 +2,20 @@
 
 A step of a cut is predicted by the planner, from the times of the model's parts and the links, both measured here.
 
-Usage: python -m grace.bench.pipeline.worker FOLDER MODEL COMPRESSOR, where FOLDER holds settings.json; rank 0 writes
-events.jsonl there.
+Usage: python -m grace.bench.pipeline.pipeline_rank FOLDER MODEL COMPRESSOR, where FOLDER holds settings.json; rank 0
+writes events.jsonl there.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from grace.bench.pipeline.settings import CHOSEN, Event, Settings
-from grace.bench.ranks.run import as_rank, join_run
+import grace
+from grace.bench.pipeline.pipeline_settings import CHOSEN, PipelineSettings
+from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
 from grace.bench.workloads.pipelines import Cuttable, cuttable
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
@@ -33,7 +33,8 @@ MOST = 50
 """Largest number of steps of a turn."""
 SMALL, LARGE, REPEATS = 2, 2**20, 10
 """Numbers of elements of sums whose seconds tell of the links, and the number of sums of each."""
-Given = dict[str, Any]
+CutArguments = dict[str, Any]
+"""Arguments of a pipeline that say how the model is cut."""
 
 
 @dataclasses.dataclass
@@ -64,10 +65,10 @@ def measure_links(backend: Backend) -> Links:
     return Links(*backend.allgather_object(found)[0])
 
 
-def baseline_cuts(graph: Graph, settings: Settings) -> dict[str, Given]:
+def baseline_cuts(graph: Graph, settings: PipelineSettings) -> dict[str, CutArguments]:
     """Return the cuts that the plan is compared with, by name: every cut in two, cuts by hand, or other shares of the
     ranks."""
-    found = dict[str, Given]()
+    found = dict[str, CutArguments]()
     if settings.stages is None:
         count = settings.ranks
         shapes = [(count // s,) * s for s in range(1, count + 1) if count % s == 0]
@@ -99,7 +100,7 @@ def repeat_rows(work: Cuttable, copies: int) -> Cuttable:
     return work._replace(inputs=inputs, target=target)
 
 
-def measure(settings: Settings, model: str, compressor: str, backend: Backend, emit: Callable[[Event], None]) -> None:
+def measure(settings: PipelineSettings, model: str, compressor: str, backend: Backend, emit: Emit) -> None:
     """Plan, and measure the plan in turns with other cuts; rank 0 calls ``emit`` with each event.
 
     Raises:
@@ -111,7 +112,7 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     work = repeat_rows(cuttable(model), copies)
     graph = build_graph(work.model, work.inputs)  # on all ranks at once, as steps compute: they share the machine
     free = {} if settings.stages is None else {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
-    wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **baseline_cuts(graph, settings)})[0]
+    wanted: dict[str, CutArguments] = backend.allgather_object({CHOSEN: free, **baseline_cuts(graph, settings)})[0]
     planning = time.perf_counter()
     runs, missing = list[Run](), dict[str, str]()
     for name, arguments in wanted.items():
@@ -138,7 +139,9 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds}})
 
 
-def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links, arguments: Given) -> Pipeline:
+def _engine(
+    work: Cuttable, settings: PipelineSettings, compressor: str, between: Links, arguments: CutArguments
+) -> Pipeline:
     return Pipeline(
         work.model,
         work.inputs,
@@ -160,7 +163,7 @@ def _batch(work: Cuttable) -> list[Any]:
     return inputs if work.loss is None else [*inputs, work.target]
 
 
-def _measure_turn(run: Run, work: Cuttable, settings: Settings, backend: Backend) -> None:
+def _measure_turn(run: Run, work: Cuttable, settings: PipelineSettings, backend: Backend) -> None:
     """Measure some steps, after two that do not count."""
     batch = _batch(work)
     took = []
@@ -190,10 +193,10 @@ def _document(run: Run) -> Event:
 
 def main(folder: str, model: str, compressor: str) -> None:
     """Join the run, and measure."""
-    with join_run(folder, Settings, "torch") as (settings, backend, emit):
+    with join_run(folder, PipelineSettings, lambda settings: grace.init("torch")) as (settings, backend, emit):
         torch.manual_seed(0)
         measure(settings, model, compressor, backend, emit)
 
 
 if __name__ == "__main__":
-    as_rank(main)
+    run_as_rank(main)

@@ -1,4 +1,4 @@
-"""Time that planning takes: ``python -m grace.bench.step.planning_time``.
+"""Time that planning takes: ``python -m benchmarks.planning_time``.
 
 For each number of variables a model like a transformer's, of made up shapes, is planned as ``auto`` does without
 measuring: layouts and methods, refinement, and the explanation. One line each: seconds, and what was chosen.

@@ -1,0 +1,66 @@
+"""Program of one rank of a benchmark: it joins the run, and rank 0 writes events for the process that started it."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grace
+from grace.errors import GraceError
+
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+"""Variables with the rank of a process, by launcher."""
+Event = dict[str, Any]
+Emit = Callable[[Event], None]
+
+
+def run_as_rank(main: Callable[..., None]) -> None:
+    """Run a rank's program with the arguments of the command line; an error of Grace's is printed without a
+    traceback."""
+    try:
+        main(*sys.argv[1:])
+    except GraceError:
+        sys.tracebacklimit = 0
+        raise
+
+
+@contextlib.contextmanager
+def join_run(folder: str, settings: Callable[..., Any], join: Callable[[Any], Any]) -> Iterator[tuple[Any, Any, Emit]]:
+    """Join a run for the time of the ``with`` block.
+
+    Args:
+        folder: the folder with settings.json, to which rank 0 writes events.jsonl.
+        settings: makes the settings of what the file has.
+        join: joins the run, of the settings.
+
+    Returns:
+        The settings, the result of ``join``, and a function that writes an event on rank 0.
+    """
+    redirect_stderr(Path(folder))
+    rank_settings = settings(**json.loads(Path(folder, "settings.json").read_text()))
+    joined = join(rank_settings)
+    events = Path(folder, "events.jsonl")
+
+    def emit(event: Event) -> None:
+        if grace.rank() == 0:
+            write_event(events, event)
+
+    yield rank_settings, joined, emit
+    grace.shutdown()
+
+
+def write_event(file: Path, event: Event) -> None:
+    """Append an event to the file."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(event) + "\n")
+
+
+def redirect_stderr(folder: Path) -> None:
+    """Redirect this rank's stderr, native libraries included, to a file of its own in the folder."""
+    name = next((os.environ[key] for key in RANK_VARIABLES if key in os.environ), "0")
+    log = os.open(folder / f"rank{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 2)
+    os.close(log)

@@ -1,0 +1,87 @@
+"""Benchmarks whose scenarios are kept in a file, one after the other."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from grace.bench.common.ending import Ending
+from grace.bench.common.jsonl_store import JsonlStore, Scenario
+from grace.bench.common.progress import ScenarioBars
+from grace.bench.common.text import scenario as scenario_name
+from grace.bench.ranks.scenario import run_scenario
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Benchmark of several scenarios, of which each is shown and kept as soon as it is measured.
+
+    Attributes:
+        name: the command's name, for messages.
+        program: the module that ranks run; it takes a folder and those values of a scenario that are neither ranks
+            nor bandwidth, and emits one event with all of a scenario's results.
+        table: returns the table of a scenario.
+        verdict: returns the verdict on a scenario, in words.
+        summary: returns the table of all scenarios, in Markdown.
+    """
+
+    name: str
+    program: str
+    table: Callable[[Scenario], Table]
+    verdict: Callable[[Scenario], str]
+    summary: Callable[[Sequence[Scenario]], str]
+
+    def run(
+        self, settings: Any, out: Path | None = None, resume: bool = False, console: Console | None = None
+    ) -> list[Scenario]:
+        """Measure all scenarios of settings, and show tables.
+
+        Args:
+            settings: a dataclass with ``scenarios``, dicts with model, ranks, bandwidth and what else tells one from
+                another.
+            out: the file that each scenario is added to; None for no file.
+            resume: True to leave out the scenarios that are in the file, whatever else they were measured with.
+            console: the console that shows tables; none if left out.
+
+        Returns:
+            All scenarios, those of the file first.
+
+        Raises:
+            ConfigError: the file to continue from is damaged.
+            typer.Exit: a rank or a network failed (1), or Ctrl-C (130); finished scenarios are shown and kept.
+        """
+        console = console or Console(quiet=True)
+        store = JsonlStore(out)
+        found = store.open(resume)
+        known, ending = len(found), Ending(self.name)
+        with ending.record_failure(), ScenarioBars(console) as bars:
+            for scenario in settings.scenarios:
+                if not any(scenario.items() <= one.items() for one in found[:known]):
+                    found.append(self._measure(settings, scenario, bars, console))
+                    store.add(found[-1])
+        if found:
+            where = f", {known} of them measured before" if known else ""
+            console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
+            console.print(self.summary(found), markup=False, soft_wrap=True)
+        ending.exit_if_failed()
+        return found
+
+    def _measure(self, settings: Any, scenario: Scenario, bars: ScenarioBars, console: Console) -> Scenario:
+        ranks, rate = scenario["ranks"], scenario["bandwidth"]
+        model, *others = [value for key, value in scenario.items() if key not in ("ranks", "bandwidth")]
+        name = ", ".join([model, scenario_name(ranks, rate), *others])
+        began = time.monotonic()
+        bars.show(name, {"engine": "torch"})
+        found = run_scenario(["-m", self.program], settings, [model, *others], ranks, rate, partial(bars.show, name))
+        found = {**scenario, **found, "wall_seconds": time.monotonic() - began}
+        console.print(f"\n[bold]{name}[/] ({found['wall_seconds']:.0f} s)", soft_wrap=True)
+        console.print(self.table(found))
+        console.print(self.verdict(found), markup=False)
+        for left_out, why in found["missing"].items():
+            console.print(f"Left out: {left_out}: {why}", markup=False, style="dim")
+        return found

@@ -18,8 +18,7 @@ from grace.errors import ConfigError
 from grace.partition import baselines, profiles
 from grace.partition.exchange import documented
 from grace.partition.plan import Plan
-from grace.partition.search import plan as search
-from grace.partition.search import space_of
+from grace.partition.search import SearchOptions, search_plan, space_of
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
@@ -102,11 +101,7 @@ def plan(
     costs = Costs(network, DefaultCodecs(), None if inside is None else Links(parse_rate(inside) / 8, wait))
     limit = None if memory is None else size(memory)
     each = replicas is not None and "," in replicas
-    found = search(
-        graph,
-        devices,
-        rows,
-        costs,
+    options = SearchOptions(
         memory=limit,
         memory_margin=memory_margin,
         compressor=compressor,
@@ -123,6 +118,7 @@ def plan(
         optimizer_state=optimizer_state,
         fewer=fewer,
     )
+    found = search_plan(graph, devices, rows, costs, options)
     found = replace(found, versions={**found.versions, **versions_of(model)})
     _print(found)
     if found.world_size < devices:

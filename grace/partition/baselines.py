@@ -1,12 +1,7 @@
-"""What plans are compared with: what people cut by hand, GPipe's balance, and data parallelism alone.
-
-``python -m grace.partition.baselines PROFILE.json ...`` prints a Markdown table of plans beside them.
-"""
+"""Baselines that plans are compared with: cuts by hand, GPipe's balance, and data parallelism alone."""
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from grace.errors import ConfigError
 from grace.partition.costs import Setting, Space
@@ -14,19 +9,13 @@ from grace.partition.graph import Graph
 from grace.partition.orders import SINGLE, check
 from grace.partition.plan import Plan
 from grace.partition.predict import memory_of, predicted
-from grace.partition.profiles import read
-from grace.partition.search import MOST_MICROBATCHES, Asked, search, space_of
-from grace.partition.stages import Cut, Program, exhaustive
-from grace.planner.network import Links
+from grace.partition.search import MOST_MICROBATCHES
+from grace.partition.stages import Cut
 from grace.planner.step import Timeline
-
-MEMORY = 16e9
-"""Bytes of the V100 on which PipeDream's profiles were taken."""
-LATENCY = 20e-6
 
 
 def equal_layers(graph: Graph, stages: int) -> list[str]:
-    """The last nodes of all stages but the last, so that all have as many nodes with parameters.
+    """Return the last nodes of all stages but the last, so that each stage has as many nodes with parameters.
 
     >>> from grace.partition.graph import Node
     >>> nodes = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), parameters={f"w{i}": 4.0 + i}) for i in range(6)]
@@ -38,13 +27,13 @@ def equal_layers(graph: Graph, stages: int) -> list[str]:
 
 
 def equal_parameters(graph: Graph, stages: int) -> list[str]:
-    """The same by bytes of parameters."""
+    """Return the last nodes of all stages but the last, so that each stage has as many bytes of parameters."""
     return _even(graph, [sum(node.parameters.values()) for node in graph.nodes], stages)
 
 
 def equal_time(graph: Graph, stages: int) -> list[str]:
-    """The cut whose longest stage is shortest in forward and backward alone, as GPipe balances (Huang et al., NeurIPS
-    2019), over the nodes in their order."""
+    """Return the last nodes of all stages but the last, so that the longest stage is as short as it can be in forward
+    and backward alone, as GPipe balances (Huang et al., NeurIPS 2019)."""
     seconds = [node.forward + node.backward for node in graph.nodes]
     sums = [0.0, *itertools.accumulate(seconds)]
     count = len(seconds)
@@ -72,7 +61,7 @@ BY_HAND: dict[str, Callable[[Graph, int], list[str]]] = {
 
 
 def _even(graph: Graph, weights: Sequence[float], stages: int) -> list[str]:
-    """Cuts where the sum of the weights comes nearest to equal parts."""
+    """Return the cuts at which the sum of the weights comes nearest to equal parts."""
     if stages > len(graph.nodes):
         raise ConfigError(f"{len(graph.nodes)} nodes cannot be cut into {stages} stages")
     sums = list(itertools.accumulate(weights))
@@ -85,7 +74,7 @@ def _even(graph: Graph, weights: Sequence[float], stages: int) -> list[str]:
 
 
 def _within(sums: Sequence[float], most: float, stages: int) -> list[int] | None:
-    """Ends of all stages but the last, none longer than so much; None if there are too few stages."""
+    """Return the ends of all stages but the last, none longer than ``most``; None if there are too few stages."""
     ends, start = [], 0
     for i in range(1, len(sums)):
         if sums[i] - sums[start] > most:
@@ -97,11 +86,11 @@ def _within(sums: Sequence[float], most: float, stages: int) -> list[int] | None
 
 
 def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
-    """The best that a rule gives: every number of stages that divides the ranks, with as many replicas each, every
-    number of micro-batches, and gpipe or 1f1b. None if memory does not suffice for any.
+    """Return the best plan of a rule for cuts, over every number of stages that divides the ranks, with as many
+    replicas each, every number of micro-batches, and gpipe or 1f1b; None if memory suffices for none of them.
 
     Args:
-        space: whose model, devices, batch and memory count; its blocks do not.
+        space: the model, devices, batch and memory; its blocks are not used.
         how: one of :data:`BY_HAND`.
     """
     found = []
@@ -117,8 +106,8 @@ def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | 
 
 
 def data_parallel(space: Space) -> float | None:
-    """Seconds of a step of data parallelism alone, whose exchange goes on beside backward; with as few micro-batches,
-    accumulated, as memory suffices for. None if it does for none."""
+    """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward. It accumulates over as
+    few micro-batches as memory suffices for; None if memory suffices for none."""
     graph, count = space.graph, space.devices.count
     cut = Cut(0.0, (space.count,), (count,))
     for many in (m for m in range(1, space.batch // count + 1) if space.batch % (m * count) == 0):
@@ -149,51 +138,3 @@ def _played(space: Space, cut: Cut, stages: int) -> Iterator[Plan]:
                 made = predicted(space, setting, cut)
                 if made is not None:
                     yield made
-
-
-def table(
-    profiles: Sequence[str | Path],
-    devices: Sequence[int] = (4, 8, 16),
-    gbits: Sequence[float] = (1, 10, 100),
-    compressor: str | None = None,
-    memory: float = MEMORY,
-) -> str:
-    """Plans beside what they are compared with, as a Markdown table: milliseconds of a step of as many of the profile's
-    batches as there are devices, and that to the best cut by hand. Data parallelism alone exchanges beside backward,
-    which no pipeline does. In the last column, the longest stage that the dynamic program finds for 10 blocks,
-    over what trying everything does."""
-    rows = [
-        "| model | devices | Gbit/s | replicas of each stage | micro-batches, schedule | step ms | data parallel "
-        "| equal layers | equal parameters | equal time | to the best by hand | 10 blocks: program / brute force |",
-        "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for path, count, gbit in itertools.product(profiles, devices, gbits):
-        graph = read(path)
-        links, batch = Links(gbit * 1e9 / 8, LATENCY), graph.rows * count
-        space = space_of(graph, count, batch, links, memory=memory, choices=(compressor, None, None))
-        found = search(space, Asked())
-        by_hand = [cut_by_hand(space, how) for how in BY_HAND.values()]
-        others = [data_parallel(space), *(None if plan is None else plan.seconds for plan in by_hand)]
-        known = [plan.seconds for plan in by_hand if plan is not None]
-        cells = ["-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in others]
-        again = ", recomputing" if found.recompute else ""
-        rows.append(
-            f"| {Path(path).stem} | {count} | {gbit:g} | {'-'.join(map(str, found.replicas))} | {found.microbatches}, "
-            f"{found.schedule}{again} | {1e3 * found.seconds:.1f} | {' | '.join(cells)} | "
-            f"{f'{found.seconds / min(known):.2f}' if known else '-'} | {_against_all(space):.3f} |"
-        )
-    return "\n".join(rows) + "\n"
-
-
-def _against_all(space: Space, most: int = 10) -> float:
-    """The longest stage that the dynamic program finds over that of :func:`exhaustive`, of the model in few blocks."""
-    few = space.recut(None, most)
-    found = search(few, Asked())
-    setting = Setting(found.schedule, found.microbatches, found.recompute)
-    program = Program(few, setting, [len(found.stages)])
-    best = exhaustive(program, len(found.stages))
-    return 1.0 if best is None else program.longest(len(found.stages)) / best.longest
-
-
-if __name__ == "__main__":
-    print(table(sys.argv[1:]), end="")

@@ -16,12 +16,12 @@ from grace.partition.coarsening import Fits, Groups, closed, coarsened
 from grace.partition.graph import Graph
 
 SWEEPS = 4
-"""Times that all borders are looked at, on each level."""
+"""Number of passes over all borders on each level."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Nodes that stay together.
+    """Nodes that are always in one stage.
 
     Attributes:
         nodes: names, in the graph's order.
@@ -38,7 +38,7 @@ class Block:
 
     @classmethod
     def of(cls, graph: Graph, names: Iterable[str]) -> "Block":
-        """That of some nodes of a graph."""
+        """Return the block of some nodes of a graph."""
         nodes = [graph.nodes[i] for i in sorted(graph.index[name] for name in names)]
         parameters = {name: nbytes for node in nodes for name, nbytes in node.parameters.items()}
         return cls(
@@ -50,20 +50,19 @@ class Block:
         )
 
 
-def anything(parameters: float, kept: float) -> bool:
-    """Where memory has no end."""
+def fits_always(parameters: float, kept: float) -> bool:
+    """Return True: memory has no limit."""
     return True
 
 
-def blocks(graph: Graph, most: int = 32, fits: Fits = anything, uncoarsen: bool = True) -> list[Block]:
-    """The graph as at most so many blocks, in an order in which each reads of earlier ones only.
+def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always, uncoarsen: bool = True) -> list[Block]:
+    """Return a graph as blocks, in an order in which each reads values of earlier blocks only.
 
     Args:
-        graph: the model's.
-        most: k; there are more only where memory lets no two neighbours be one.
-        fits: whether so many bytes of parameters, and beside them, fit on a device. Nodes that do not fit alone are
-            blocks of their own.
-        uncoarsen: whether groups at borders are moved.
+        graph: the model.
+        most: largest number of blocks, k; exceeded only if no two neighbours fit in memory together.
+        fits: True if a block fits on a device (:data:`Fits`). Nodes that do not fit alone are blocks of their own.
+        uncoarsen: True to move groups at borders.
 
     Raises:
         ConfigError: ``most`` is less than 1.
@@ -79,7 +78,7 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = anything, uncoarsen: bool 
     cap = sum(node.forward + node.backward for node in graph.nodes) / most
     groups = Groups(graph, units)
     levels = coarsened(groups, most, cap, fits)
-    border = _Border(graph, units, levels[-1], cap, fits)
+    border = _BlockBorders(graph, units, levels[-1], cap, fits)
     if uncoarsen:
         for level in reversed(levels[:-1]):
             border.refine(level)
@@ -90,10 +89,10 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = anything, uncoarsen: bool 
 
 
 def cut_at(graph: Graph, cuts: Sequence[str]) -> list[Block]:
-    """A block up to each of some nodes, in the graph's order, and one of what is left.
+    """Return the blocks between cuts: one up to each named node, in the graph's order, and one of the rest.
 
     Raises:
-        ConfigError: they are no nodes, or in another order.
+        ConfigError: a cut is no node, or cuts are in another order.
     """
     names = [node.name for node in graph.nodes]
     ends = []
@@ -107,15 +106,15 @@ def cut_at(graph: Graph, cuts: Sequence[str]) -> list[Block]:
     return [Block.of(graph, names[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-class _Border:
-    """Blocks in order, each of several units, and what crosses between them."""
+class _BlockBorders:
+    """The borders between blocks, and the values that cross them. Blocks are sets of units (:func:`closed`)."""
 
     def __init__(
         self, graph: Graph, units: Sequence[Sequence[int]], start: Sequence[Sequence[int]], cap: float, fits: Fits
     ):
         self.graph, self.units, self.fits = graph, units, fits
         self.at = [0] * len(units)
-        """Each unit's block."""
+        """Number of each unit's block."""
         for b, members in enumerate(start):
             for u in members:
                 self.at[u] = b
@@ -129,7 +128,7 @@ class _Border:
         self.weight = [graph.nbytes(name) * (1 + graph.differentiable(name)) for name in values]
         self.maker = [of.get(name, -1) for name in values]
         self.readers: list[dict[int, int]] = [{} for _ in values]
-        """Readers of each value in each block."""
+        """Number of readers of each value, by block."""
         self.read: list[dict[int, None]] = [{} for _ in units]
         self.made: list[list[int]] = [[] for _ in units]
         for node in graph.nodes:
@@ -141,7 +140,7 @@ class _Border:
         for u, read in enumerate(self.read):
             for v in read:
                 self.readers[v][self.at[u]] = self.readers[v].get(self.at[u], 0) + 1
-        for name in graph.outputs:  # they leave the last block
+        for name in graph.outputs:  # outputs leave the last block
             v = self.number[name]
             self.readers[v][last] = self.readers[v].get(last, 0) + 1
         self.total = [[0.0, 0.0, 0.0] for _ in range(self.count)]
@@ -159,14 +158,14 @@ class _Border:
             self.size[block] += sign
 
     def blocks(self) -> list[list[int]]:
-        """The units of each block."""
+        """Return the units of each block."""
         found: list[list[int]] = [[] for _ in range(self.count)]
         for u, b in enumerate(self.at):
             found[b].append(u)
         return found
 
     def refine(self, level: Sequence[Sequence[int]]) -> None:
-        """Move groups of a level where less then crosses."""
+        """Move groups of a level into a neighbouring block where that lowers the bytes that cross."""
         for _ in range(SWEEPS):
             moved = False
             for members in level:
@@ -179,16 +178,17 @@ class _Border:
                 return
 
     def _allowed(self, members: Sequence[int], here: int, there: int) -> bool:
+        """Return True if a group may move: no value then goes backwards, and the other block has time and memory."""
         if self.size[here] == len(members):
             return False
         own = set(members)
-        if there < here:  # nothing that it reads is made here
+        if there < here:  # no value that the group reads may be made in its present block
             inside = any(
                 self.maker[v] not in own and self.maker[v] >= 0 and self.at[self.maker[v]] > there
                 for u in members
                 for v in self.read[u]
             )
-        else:  # nothing that it makes is read here, but by itself
+        else:  # no value that the group makes may be read in its present block, except by the group
             within: dict[int, int] = {}
             for u in members:
                 for v in self.read[u]:
@@ -202,6 +202,7 @@ class _Border:
         return seconds <= self.cap * (1 + 1e-9) and self.fits(parameters, kept)
 
     def _cost(self, values: Iterable[int]) -> float:
+        """Return the bytes of some values that cross borders, once for each border."""
         total = 0.0
         for v in values:
             if self.readers[v]:
@@ -210,7 +211,7 @@ class _Border:
         return total
 
     def _gain(self, members: Sequence[int], there: int) -> bool:
-        """Move it, and back again if no less crosses."""
+        """Move a group, and move it back unless fewer bytes cross. Return True if it stays moved."""
         here = self.at[members[0]]
         values = dict.fromkeys(v for u in members for v in (*self.read[u], *self.made[u]))
         before = self._cost(values)
@@ -234,7 +235,8 @@ class _Border:
 
 
 def _compact(graph: Graph, found: list[list[int]], fits: Fits) -> bool:
-    """Merge the two neighbours that are shortest together and fit; in place. Whether there were any."""
+    """Merge, in place, the two neighbouring blocks that are shortest together and fit. Return True if some were
+    merged."""
     made = [Block.of(graph, (graph.nodes[i].name for i in members)) for members in found]
     seconds = [block.forward + block.backward for block in made]
     for b in sorted(range(len(found) - 1), key=lambda b: (seconds[b] + seconds[b + 1], b)):

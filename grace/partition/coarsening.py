@@ -1,4 +1,4 @@
-"""Groups of nodes merged into fewer, larger ones, level by level, so that they never wait for each other in a circle.
+"""Coarsening: groups of nodes are merged into fewer, larger ones, level by level, without cycles between groups.
 
 The groups of a level are kept in a topological order of their own. Two adjacent groups u -> v may be merged if no other
 path leads from u to v: a search from u that stays before v in that order. Then what lies between them and depends on u
@@ -10,18 +10,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from grace.partition.graph import Graph
 
 Fits = Callable[[float, float], bool]
-"""Whether a group with so many bytes of parameters, and beside them (see ``Block.kept``), fits on a device."""
+"""Function that returns True if a group fits on a device, of its bytes of parameters and its other bytes (see
+``Block.kept``)."""
 
 
 def closed(graph: Graph) -> list[list[int]]:
-    """The nodes' numbers in the smallest groups that may be stages: those that must be together, with all between them.
+    """Return the units of a graph, the smallest groups of nodes that may be a stage: nodes that must be together, with
+    all nodes between them.
 
     Returns:
-        Groups in topological order, each in the graph's order.
+        numbers of the nodes of each unit, in the graph's order; units are in topological order.
     """
     parent = list(range(len(graph.nodes)))
 
     def root(i: int) -> int:
+        """Return the representative of a node's group."""
         while parent[i] != i:
             parent[i] = parent[parent[i]]
             i = parent[i]
@@ -44,7 +47,7 @@ def closed(graph: Graph) -> list[list[int]]:
 
 
 def _components(reads: Mapping[int, Iterable[int]]) -> list[list[int]]:
-    """Strongly connected components, those first that others read (Tarjan's, without recursion)."""
+    """Return the strongly connected components in topological order, by Tarjan's algorithm without recursion."""
     number: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
@@ -82,10 +85,10 @@ def _components(reads: Mapping[int, Iterable[int]]) -> list[list[int]]:
 
 
 class Groups:
-    """Groups of nodes, each known by the number of one of its units.
+    """Groups of units. The number of one of its units is a group's name.
 
     Args:
-        graph: whose nodes they have.
+        graph: the model.
         units: the smallest groups, in topological order (:func:`closed`).
     """
 
@@ -96,7 +99,7 @@ class Groups:
         self.readers: list[dict[int, None]] = [{} for _ in units]
         self.reads: list[dict[int, None]] = [{} for _ in units]
         self.members: dict[int, list[int]] = {u: [u] for u in range(len(units))}
-        """Units of each group, by its number."""
+        """Units of each group, by the group's number."""
         self.order = list(range(len(units)))
         self.place = list(range(len(units)))
         for i, node in enumerate(graph.nodes):
@@ -110,15 +113,16 @@ class Groups:
                     self.readers[other][u] = self.reads[u][other] = None
 
     def merge_level(self, most: int, cap: float, fits: Fits) -> bool:
-        """Every group with at most one other: in ascending order of seconds, the merged one that is shortest first.
+        """Merge each group with at most one adjacent group: in ascending order of seconds, with the one that makes the
+        shortest group.
 
         Args:
-            most: groups at which it ends.
-            cap: seconds that a merged group may have.
-            fits: whether its memory does.
+            most: number of groups at which merging ends.
+            cap: largest number of seconds of a merged group.
+            fits: True if a merged group fits in memory.
 
         Returns:
-            Whether any were merged.
+            True if any groups were merged.
         """
         done: set[int] = set()
         for one in sorted(self.order, key=lambda g: (self.seconds[g], self.place[g])):
@@ -140,11 +144,13 @@ class Groups:
         return bool(done)
 
     def _fit(self, first: int, last: int, fits: Fits) -> bool:
+        """Return True if two groups together fit in memory."""
         more = sum(n for name, n in self.parameters[last].items() if name not in self.parameters[first])
         return fits(sum(self.parameters[first].values()) + more, self.kept[first] + self.kept[last])
 
     def _merge(self, first: int, last: int) -> bool:
-        """Make them one, under the number of the first, unless another path leads from it to the last."""
+        """Merge two groups, under the number of the first, unless another path leads from the first to the last. Return
+        True if they were merged."""
         place, end = self.place, self.place[last]
         behind = {first}
         ahead = [g for g in self.readers[first] if g != last and place[g] < end]
@@ -178,7 +184,7 @@ class Groups:
 
 
 def coarsened(groups: Groups, most: int, cap: float, fits: Fits) -> list[list[list[int]]]:
-    """The units of the groups of each level, coarsest last; each level's groups in topological order."""
+    """Return the units of the groups of each level, coarsest last; each level's groups are in topological order."""
     levels = []
     merging = True
     while merging:

@@ -1,4 +1,5 @@
-"""The gradients' exchange of a stage over its replicas, behind the schedule: seconds, and bytes that Grace keeps."""
+"""Predictions of a stage's exchange of gradients over its replicas: seconds after the schedule, and bytes of Grace's
+memories and buffers."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -23,20 +24,20 @@ from grace.strategy.execution import resolve
 from grace.strategy.plan import Strategy
 
 LEAST = Variable("", (1,))
-"""What an exchange of almost nothing has."""
+"""The only variable of an exchange that shows the time of an empty one."""
 
 
 class Exchanges:
-    """Predicts exchanges of one method, or of a strategy.
+    """Predictor of exchanges by one method, or by a strategy.
 
     Args:
-        costs: of the cluster; its networks are not used.
+        costs: the cluster's costs; their networks are not used.
         compressor, memory, communicator: specs, or None for their defaults.
-        strategy: a builder or its spec, or a document, instead. Of ``auto`` the shortest of what it may choose
-            counts: no compression, and the methods that it names, or else its reference.
+        strategy: a builder or its spec, or a document, instead. For ``auto`` the shortest of the possible exchanges
+            counts: without compression, and with the methods that it names, or else with its reference.
 
     Raises:
-        ConfigError: they are unknown, or do not go together.
+        ConfigError: a spec is unknown, or specs do not go together.
 
     >>> from grace.planner.network import Links
     >>> from grace.planner.default_costs import DefaultCodecs
@@ -66,32 +67,32 @@ class Exchanges:
         for way in self.ways:
             build_communicator(*way)
         self._made: dict[Any, Any] = {}
-        self._costs: dict[int, Costs] = {}  # which hold the networks
+        self._costs: dict[int, Costs] = {}  # by id(network); costs keep the network alive
 
     def seconds(self, variables: Sequence[Variable], replicas: int, network: Network) -> float:
-        """What the exchange takes when all gradients are there and nothing else is computed."""
+        """Return the seconds of an exchange that begins when all gradients are there, while nothing is computed."""
         if replicas == 1 or not variables:
             return 0.0
         every = self._works(variables, replicas, network)
         return min(simulate(Timeline({}), one, self.costs.contention).step for one in every)
 
     def beside(self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline) -> float:
-        """Seconds of a step of data parallelism alone, whose exchange goes on beside backward."""
+        """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward."""
         every = [[]] if replicas == 1 or not variables else self._works(variables, replicas, network)
         return min(simulate(timeline, one, self.costs.contention).step for one in every)
 
     def kept(self, variables: Sequence[Variable], replicas: int) -> float:
-        """Bytes of memories and buffers on a rank."""
+        """Return the bytes of memories and buffers on a rank."""
         if replicas == 1 or not variables:
             return 0.0
         return max(sum(work.memory for work in one) for one in self._works(variables, replicas, self.costs.network))
 
     def _works(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
-        """What is done, in each way that may be chosen."""
+        """Return the work of the exchange, for each method that may be chosen."""
         if id(network) not in self._costs:
             self._costs[id(network)] = dataclasses.replace(self.costs, network=network, inside=None)
         costs = self._costs[id(network)]
-        if self.strategy is not None and variables[0] is not LEAST:  # which no document has
+        if self.strategy is not None and variables[0] is not LEAST:  # no document names it
             own = of_stage(self.strategy, [variable.name for variable in variables])
             resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks
             return [works(resolve(own, variables, Topology(["here"] * replicas), resources=resources), costs)]
@@ -104,7 +105,8 @@ class Exchanges:
 
 
 def of_stage(strategy: Any, names: Collection[str]) -> Any:
-    """What a strategy's document says of one stage's variables, in their order; its ranks are the stage's replicas.
+    """Return the part of a strategy's document for one stage's variables, in their order. Its ranks are the stage's
+    replicas.
 
     >>> of_stage({"version": 1, "cluster": {"world_size": 4}, "variables": {"a": 1, "b": 2}}, ["b"])
     {'version': 1, 'variables': {'b': 2}}
@@ -117,14 +119,14 @@ def of_stage(strategy: Any, names: Collection[str]) -> Any:
 
 
 def documented(strategy: Any, known: Collection[str]) -> dict[str, Any] | None:
-    """The document of a strategy; None if a builder is meant.
+    """Return the document of a strategy; None if the strategy is a builder.
 
     Args:
-        strategy: the user's.
+        strategy: the user's strategy.
         known: names of the model's parameters.
 
     Raises:
-        ConfigError: it cannot be read, or names other variables.
+        ConfigError: the document cannot be read, or names other variables.
     """
     if isinstance(strategy, Strategy):
         strategy = strategy.to_dict()
@@ -132,6 +134,7 @@ def documented(strategy: Any, known: Collection[str]) -> dict[str, Any] | None:
         strategy = documents.parse(documents.read(Path(strategy)), str(strategy))
     if not isinstance(strategy, dict) or "name" in strategy:
         return None
-    if odd := [name for name in strategy.get("variables") or () if name not in known]:
+    odd = [name for name in strategy.get("variables") or () if name not in known]
+    if odd:
         raise ConfigError(f"the strategy is for another model: this one has no parameter {odd[0]!r}")
     return strategy

@@ -1,4 +1,4 @@
-"""The graph of a model: nodes that compute, what they read, and what each takes."""
+"""The graph of a model: its nodes, the values that they read, and the seconds and bytes of each."""
 
 import functools
 import hashlib
@@ -18,21 +18,21 @@ class Node:
     """An atomic subcomponent: an operation that depends on the input, with the constant operations that feed it.
 
     Attributes:
-        name: by which it is known.
-        inputs: names of the nodes, and of the model's inputs, whose values it reads.
+        name: the node's name.
+        inputs: names of the nodes and of the model's inputs whose values it reads.
         nbytes: bytes of its value, for the rows of the profile.
         forward: seconds of forward, for those rows.
         backward: seconds of backward, without computing forward again.
-        kept: bytes that it keeps from forward to backward, for those rows, parameters left out.
-        parameters: bytes of each parameter that trains, by its name in the whole model. A name may stand in several
-            nodes (a tied parameter, or a cloned constant), of equal bytes.
-        kind: what it is, as "Linear".
-        line: of the user's model; "" where it is not known.
-        differentiable: whether a gradient comes back for its value; a cut then moves ``nbytes`` back too.
+        kept: bytes that it keeps from forward to backward, for those rows, without parameters.
+        parameters: bytes of each trained parameter, by its name in the whole model. A tied parameter, or one that feeds
+            a cloned constant, stands in several nodes, with equal bytes.
+        kind: kind of the operation, as "Linear".
+        line: line of the user's model; "" if it is not known.
+        differentiable: True if a gradient comes back for its value; a cut then moves ``nbytes`` back too.
         overhead: seconds of ``forward`` that do not depend on the rows.
         overhead_back: seconds of ``backward`` that do not depend on the rows.
         kept_fixed: bytes of ``kept`` that do not depend on the rows.
-        held: bytes of each tensor that is there and does not train, by name: buffers, frozen parameters, constants.
+        held: bytes of each tensor that does not train, by name: buffers, frozen parameters, constants.
     """
 
     name: str
@@ -52,25 +52,25 @@ class Node:
 
     @property
     def stored(self) -> dict[str, float]:
-        """Bytes of what is there whether a batch is under way or not, by name: parameters, buffers, constants."""
+        """Bytes of the tensors that are kept between steps, by name: parameters, buffers, constants."""
         return {**self.parameters, **self.held}
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes, and what they were measured with.
+    """A model as nodes, and the batch that they were measured with.
 
     Attributes:
-        nodes: in topological order.
+        nodes: the nodes, in topological order.
         inputs: bytes of the model's inputs, by name, for the rows of the profile. No gradient comes back for them.
-        outputs: names of the values that the model returns, which may be inputs.
-        rows: rows of the batch for which seconds and bytes are.
-        together: sets of names of nodes that must share a stage.
-        variables: shapes and dtypes of parameters, where they are known; others count as vectors of float32.
+        outputs: names of the values that the model returns; they may be inputs.
+        rows: rows of the batch that seconds and bytes are given for.
+        together: sets of names of nodes that must be in one stage.
+        variables: shapes and dtypes of parameters, as far as known; other parameters count as vectors of float32.
 
     Raises:
-        ConfigError: a name is there twice, unknown, or read before it is computed; a number is below zero or not
-            finite; or a parameter has two sizes.
+        ConfigError: a name is used twice, unknown, or read before it is computed; a number is below zero or not finite;
+            or a parameter has two sizes.
 
     >>> graph = Graph((Node("a", ("x",), forward=0.2, overhead=0.1), Node("b", ("a",))), {"x": 8.0}, ("b",), rows=2)
     >>> graph.seconds(graph.nodes[0], rows=4)
@@ -101,8 +101,8 @@ class Graph:
                         "nodes stand in topological order"
                     )
             known.add(node.name)
-            for what in NUMBERS:
-                _check(getattr(node, what), f"node {node.name!r}: {what}")
+            for field_name in NUMBERS:
+                _check(getattr(node, field_name), f"node {node.name!r}: {field_name}")
             for name, nbytes in node.stored.items():
                 _check(nbytes, f"node {node.name!r}: bytes of parameter {name!r}")
                 if sizes.setdefault(name, nbytes) != nbytes:
@@ -121,27 +121,27 @@ class Graph:
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
-        """The nodes' positions, by name."""
+        """Position of each node, by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
     @functools.cached_property
     def parameters(self) -> dict[str, float]:
-        """Bytes of all parameters, by name, each once, in the order of the nodes."""
+        """Bytes of each trained parameter, by name, in the order of the nodes."""
         return {name: nbytes for node in self.nodes for name, nbytes in node.parameters.items()}
 
     @functools.cached_property
     def held(self) -> dict[str, float]:
-        """Bytes of all tensors that do not train, by name, each once."""
+        """Bytes of each tensor that does not train, by name."""
         return {name: nbytes for node in self.nodes for name, nbytes in node.held.items()}
 
     def kept_by_row(self, node: Node) -> float:
-        """Bytes that a node needs beside its parameters, their gradients and optimizer state, if each of the profile's
-        rows is a micro-batch: a row's share of it is what one row needs."""
+        """Return the bytes that a node needs besides its parameters, their gradients and optimizer state if each of the
+        profile's rows is a micro-batch. Divided by the rows they are the bytes of a micro-batch of one row."""
         fixed = min(node.kept_fixed, node.kept) + sum(node.held.values())
         return node.kept + fixed * self.rows - min(node.kept_fixed, node.kept)
 
     def variable(self, name: str) -> Variable:
-        """A parameter, as exchanges see it."""
+        """Return a parameter as a variable of an exchange."""
         known = self._variables.get(name)
         return known or Variable(name, (max(1, round(self.parameters[name] / 4)),))
 
@@ -150,35 +150,37 @@ class Graph:
         return {variable.name: variable for variable in self.variables}
 
     def seconds(self, node: Node, rows: float) -> tuple[float, float]:
-        """Forward and backward seconds of a node for so many rows: overhead + linear."""
+        """Return the seconds of a node's forward and backward for a number of rows: the overhead, and a part that is
+        proportional to rows."""
         scale = rows / self.rows
         times = ((node.forward, node.overhead), (node.backward, node.overhead_back))
         forward, backward = (min(fixed, whole) + max(0.0, whole - fixed) * scale for whole, fixed in times)
         return forward, backward
 
     def nbytes(self, name: str) -> float:
-        """Bytes of the value of a node or an input, for the profile's rows."""
+        """Return the bytes of the value of a node or an input, for the profile's rows."""
         return self.inputs[name] if name in self.inputs else self.nodes[self.index[name]].nbytes
 
     def differentiable(self, name: str) -> bool:
-        """Whether a gradient comes back for the value of a node or an input."""
+        """Return True if a gradient comes back for the value of a node or an input."""
         return name not in self.inputs and self.nodes[self.index[name]].differentiable
 
     def passed_on(self, stages: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
-        """What each stage hands to the next one: what any later stage reads, and the model's outputs.
+        """Return the values that each stage sends to the next one: those that any later stage reads, and the model's
+        outputs.
 
-        A value that a later, non-adjacent stage reads is passed on stage by stage; the model's inputs come in at the
-        first stage, and its outputs leave the last one.
+        A value that a non-adjacent stage reads is passed on stage by stage. The model's inputs enter at the first
+        stage, and its outputs leave the last one.
 
         Args:
-            stages: names of nodes, each node in one stage.
+            stages: names of the nodes of each stage.
 
         Returns:
-            For each stage but the last the names of the values, inputs first, in topological order.
+            names of the values, for each stage but the last, inputs first, in topological order.
 
         Raises:
-            ConfigError: a node is in no stage, or in two, or reads what a later stage computes; a stage is empty; or
-                nodes that must be together are not.
+            ConfigError: a node is in no stage, or in two, or reads a value that a later stage computes; a stage is
+                empty; or nodes that must be together are not.
 
         >>> nodes = Node("a", ("x",)), Node("b", ("a",)), Node("c", ("a", "b"))
         >>> Graph(nodes, {"x": 8.0}, ("c",)).passed_on([["a"], ["b"], ["c"]])
@@ -214,7 +216,7 @@ class Graph:
 
     @functools.cached_property
     def key(self) -> str:
-        """Digest of the structure: nodes, what they read, their kinds and parameters; not seconds, rows or lines."""
+        """Digest of the structure: nodes, their inputs, kinds and parameters; without seconds, rows and lines."""
         structure = [
             [[n.name, n.inputs, n.kind, sorted(n.parameters.items()), n.differentiable] for n in self.nodes],
             list(self.inputs),
@@ -225,5 +227,6 @@ class Graph:
 
 
 def _check(value: float, what: str) -> None:
+    """Raise ConfigError unless a value is a finite number of at least 0."""
     if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
         raise ConfigError(f"{what} must be a finite number of at least 0, not {value!r}")

@@ -1,4 +1,4 @@
-"""Which ranks have which stage, and what lies between them: links within nodes, and links between nodes."""
+"""Layout of stages on ranks, and the links between them: within nodes, and between nodes."""
 
 import functools
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from grace.errors import ConfigError
 from grace.planner.network import Network
 
 LAYOUTS = ("replicas", "stages")
-"""What neighbours in the order of ranks are: replicas of one stage, or stages of one replica."""
+"""Kinds of neighbours in the order of ranks: replicas of one stage, or stages of one replica."""
 Groups = tuple[tuple[int, ...], ...]
-"""Ranks of each place in the pipeline, by replica."""
+"""Ranks of each stage, by replica."""
 
 
 def groups_of(layout: str, replicas: Sequence[int]) -> Groups:
-    """The ranks of each place in the pipeline.
+    """Return the ranks of each place in the pipeline, of its number of replicas.
 
     Raises:
-        ConfigError: there is no such layout, or "stages" with different numbers of replicas.
+        ConfigError: the layout is unknown, or is "stages" though numbers of replicas differ.
 
     >>> groups_of("replicas", (2, 1)), groups_of("stages", (2, 2))
     (((0, 1), (2,)), ((0, 2), (1, 3)))
@@ -34,21 +34,21 @@ def groups_of(layout: str, replicas: Sequence[int]) -> Groups:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """A network of which so many groups use each node's link at once."""
+class SharedNetwork:
+    """A network in which several groups use each node's link at once."""
 
     network: Network
     groups: int
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """See :class:`grace.planner.network.Network`."""
+        """Return the seconds of a collective; see :class:`grace.planner.network.Network`."""
         return self.network.seconds(kind, nbytes * self.groups, ranks)
 
 
 @dataclass(frozen=True)
-class Route:
-    """How values go from one place to the next: parts of their bytes that pass the busiest rank's link within its node,
-    and the busiest node's link to others."""
+class LinkLoad:
+    """Shares of a value's bytes, on its way from one stage to the next, that pass the busiest link of a rank within its
+    node, and the busiest link of a node to others."""
 
     inside: float
     between: float
@@ -56,12 +56,12 @@ class Route:
 
 @dataclass(frozen=True)
 class Devices:
-    """The ranks.
+    """The devices of a pipeline, one for each rank.
 
     Attributes:
-        nodes: the number of the node of each rank.
-        network: between nodes; between ranks, if all are on one.
-        inside: within a node; the network if left out.
+        nodes: number of the node that each rank is on.
+        network: the network between nodes, or between ranks if all are on one node.
+        inside: the network within a node; ``network`` if left out.
 
     >>> from grace.planner.network import Links
     >>> two = Devices((0, 0, 1, 1), Links(1e9), Links(1e10))
@@ -72,7 +72,7 @@ class Devices:
     nodes: tuple[int, ...]
     network: Network
     inside: Network | None = None
-    _shared: dict[int, Shared] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _shared: dict[int, SharedNetwork] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -80,31 +80,31 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.nodes)
 
     @property
     def one_node(self) -> bool:
-        """Whether all ranks are on one node."""
+        """True if all ranks are on one node."""
         return len(set(self.nodes)) == 1
 
     @property
     def within(self) -> Network:
-        """The network within a node."""
+        """Network within a node."""
         return self.inside or self.network
 
     def crossing(self, senders: tuple[int, ...], receivers: tuple[int, ...], nbytes: float) -> float:
-        """Seconds for a value of so many bytes, whose rows are cut evenly on both sides, to get across."""
+        """Return the seconds of sending a value whose rows are distributed evenly over senders and over receivers."""
         if not nbytes or not senders or not receivers:
             return 0.0
-        route = _route(self.nodes, senders, receivers)
-        within = self.within.seconds("broadcast", nbytes * route.inside, 2) if route.inside else 0.0
-        between = self.network.seconds("broadcast", nbytes * route.between, 2) if route.between else 0.0
+        load = _link_load(self.nodes, senders, receivers)
+        within = self.within.seconds("broadcast", nbytes * load.inside, 2) if load.inside else 0.0
+        between = self.network.seconds("broadcast", nbytes * load.between, 2) if load.between else 0.0
         return max(within, between)
 
     def exchange(self, groups: Sequence[tuple[int, ...]], place: int) -> tuple[bool, int]:
-        """Of the replicas of a place: whether their exchange leaves a node, and how many groups' exchanges share the
-        busiest link that it passes, when all exchange at once."""
+        """Return True if the exchange of a stage's replicas leaves a node, and the number of groups whose exchanges
+        share the busiest link that it passes, when all exchange at once."""
         own = {self.nodes[rank] for rank in groups[place]}
         if len(own) == 1:
             return False, 1
@@ -112,15 +112,15 @@ class Devices:
         return True, max(sum(node in nodes for nodes in leaving) for node in own)
 
     def between(self, leaves: bool, groups: int) -> Network:
-        """The network of such an exchange; the same object each time."""
+        """Return the network of an exchange (:meth:`exchange`); the same object each time."""
         if not leaves:
             return self.within
-        return self.network if groups == 1 else self._shared.setdefault(groups, Shared(self.network, groups))
+        return self.network if groups == 1 else self._shared.setdefault(groups, SharedNetwork(self.network, groups))
 
 
 @functools.lru_cache(maxsize=100_000)
-def _route(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tuple[int, ...]) -> Route:
-    """The parts; each sender and receiver, and each node's link, in one direction."""
+def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tuple[int, ...]) -> LinkLoad:
+    """Return the load of the busiest links. Each rank's and each node's link carries each direction on its own."""
     inside: dict[tuple[str, int], float] = {}
     between: dict[tuple[str, int], float] = {}
     for a, sender in enumerate(senders):
@@ -133,4 +133,4 @@ def _route(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tuple[in
             for key in (("out", sender), ("in", receiver)) if same else (("out", ends[0]), ("in", ends[1])):
                 load = inside if same else between
                 load[key] = load.get(key, 0.0) + share
-    return Route(max(inside.values(), default=0.0), max(between.values(), default=0.0))
+    return LinkLoad(max(inside.values(), default=0.0), max(between.values(), default=0.0))

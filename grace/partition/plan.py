@@ -1,4 +1,4 @@
-"""The plan of a pipeline: which stage has which nodes on which ranks, and what a step is expected to take."""
+"""The plan of a pipeline: nodes and ranks of each stage, and the predicted seconds and memory of a step."""
 
 import dataclasses
 import json
@@ -23,20 +23,20 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, and what is expected of a rank that has it.
+    """One stage, with the predicted seconds and bytes of a rank that has it.
 
     Attributes:
-        nodes: names, in the graph's order.
-        ranks: who has it: one rank for each replica. A rank may have several stages (interleaved schedules).
-        sends: names of the values that it hands to the next stage.
-        forward: seconds for a replica's rows of one micro-batch.
-        backward: likewise; with what is computed again where the plan says so.
-        crossing: seconds that ``sends`` takes to the next stage, for a micro-batch.
-        returning: seconds that their gradients take back.
-        sent: bytes of ``sends`` for the rows of a micro-batch, all replicas together.
-        returned: bytes of gradients that come back for them.
-        parameters: bytes of parameters, frozen ones and buffers among them.
-        exchange: seconds of the gradients' exchange over the replicas, tied parameters first; hidden or not.
+        nodes: names of the nodes, in the graph's order.
+        ranks: ranks that have the stage, one for each replica. A rank may have several stages (interleaved schedules).
+        sends: names of the values that it sends to the next stage.
+        forward: seconds of forward for a replica's rows of one micro-batch.
+        backward: seconds of backward for these rows, including recomputation if the plan recomputes.
+        crossing: seconds of sending ``sends`` to the next stage, for a micro-batch.
+        returning: seconds of sending their gradients back.
+        sent: bytes of ``sends`` for the rows of a micro-batch of all replicas.
+        returned: bytes of the gradients that come back for them.
+        parameters: bytes of parameters, frozen ones and buffers included.
+        exchange: seconds of the gradients' exchange over the replicas, and before it over tied copies; hidden or not.
     """
 
     nodes: tuple[str, ...]
@@ -53,7 +53,7 @@ class Stage:
 
     @property
     def replicas(self) -> int:
-        """How many ranks have it."""
+        """Number of ranks that have the stage."""
         return len(self.ranks)
 
 
@@ -63,19 +63,19 @@ class Plan:
 
     Attributes:
         model: digest of the graph's structure (:attr:`grace.partition.graph.Graph.key`).
-        stages: in order.
-        batch: rows of a step, all replicas together.
-        microbatches: into how many a batch is cut; replica r of R has rows [r M/R, (r+1) M/R) of each of M rows.
+        stages: the stages, in order.
+        batch: rows of a step, of all replicas.
+        microbatches: number of micro-batches of a batch; replica r of R has rows [r M/R, (r+1) M/R) of each of M rows.
         schedule: one of :data:`SCHEDULES`.
-        recompute: whether backward computes a stage's forward again, and only what comes into the stage is kept.
+        recompute: True if only the values that enter a stage are kept, and backward computes the stage's forward again.
         layout: "replicas" if replicas of a stage are neighbours in the order of ranks, "stages" if stages are.
-        compressor: the spec of what compresses gradients.
-        seconds: of a step.
-        bubble: part of the step in which ranks neither compute nor send, on average.
-        exposed: seconds of the exchange that nothing hides.
-        memory: bytes on each rank, by rank.
-        limit: bytes that a rank may use; None where nobody said.
-        versions: of what wrote it.
+        compressor: spec of the gradients' compressor.
+        seconds: seconds of a step.
+        bubble: share of the schedule in which ranks do not compute, on average.
+        exposed: seconds of the exchange that are not hidden by computation.
+        memory: bytes on each rank.
+        limit: bytes of a device; None if no limit was given.
+        versions: versions of the plan's form and of the packages that wrote it.
 
     >>> plan = Plan("k", (Stage(("a",), (0, 1)), Stage(("b",), (2,))), batch=8, microbatches=4)
     >>> plan.world_size, plan.replicas, plan.place(1), Plan.from_dict(plan.to_dict()) == plan
@@ -120,28 +120,28 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """How many ranks it is for."""
+        """Number of ranks that the plan is for."""
         return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of each stage."""
+        """Number of replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
     def place(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(stage, replica) of each stage that a rank has, in the order of stages."""
+        """Return (stage, replica) of each stage that a rank has, in the order of stages."""
         return tuple((i, stage.ranks.index(rank)) for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def check(self, graph: Graph, ranks: int, versions: Mapping[str, Any] | None = None) -> None:
-        """Whether it is for this model and as many ranks.
+        """Refuse a plan for another model, number of ranks or version.
 
         Args:
             graph: the model.
-            ranks: how many there are.
-            versions: of packages, which must be the plan's where it tells them.
+            ranks: number of ranks.
+            versions: versions of packages, which must equal those that the plan names.
 
         Raises:
-            ConfigError: it is not; the message says what differs.
+            ConfigError: the plan does not fit; the message names the difference.
         """
         if self.model != graph.key:
             raise ConfigError(
@@ -160,17 +160,17 @@ class Plan:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return the plan as a JSON document."""
         document = dataclasses.asdict(self)
         document["versions"] = dict(self.versions)
         return json.loads(json.dumps(document))  # type: ignore[no-any-return]  # tuples as lists
 
     @classmethod
     def from_dict(cls, document: Any, source: str = "the plan") -> "Plan":
-        """Read again.
+        """Return the plan of a JSON document.
 
         Raises:
-            ConfigError: it is no plan, or one of another version; the message names the field.
+            ConfigError: the document is no plan, or one of another version; the message names the field.
         """
         if not isinstance(document, dict):
             raise ConfigError(f"{source} is no plan of a pipeline: it must be an object")
@@ -188,21 +188,21 @@ class Plan:
             raise ConfigError(said if said.startswith(source) else f"{source}: {said}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, as JSON."""
+        """Write the plan to a file, as JSON."""
         with atomic_write(path) as draft:
             draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a file.
+        """Return the plan in a file.
 
         Raises:
-            ConfigError: it is no plan.
+            ConfigError: the file has no plan.
         """
         return cls.from_dict(documents.parse(documents.read(Path(path)), str(path), only_json=True), str(path))
 
     def __str__(self) -> str:
-        """As a table."""
+        """Return the plan as a table."""
         head = "stage", "nodes", "ranks", "forward ms", "backward ms", "exchange ms", "sends MB", "parameters MB"
         rows: list[tuple[str, ...]] = [head]
         for i, stage in enumerate(self.stages):
@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """What is the same for all stages, in a line."""
+        """Line with the schedule, the step's seconds, bubble and exchange, and the fullest rank's memory."""
         again = ", computing forward again" if self.recompute else ""
         limit = "" if self.limit is None else f" of {_size(self.limit)}"
         full = f"; the fullest rank has {_size(max(self.memory))}{limit}" if self.memory else ""
@@ -228,7 +228,7 @@ class Plan:
 
 
 def _size(nbytes: float) -> str:
-    """Bytes in the largest unit of which there is one.
+    """Return bytes as text, in the largest unit that is not larger.
 
     >>> _size(2.5e9), _size(245e3), _size(7.0)
     ('2.5 GB', '245 kB', '7 B')

@@ -35,18 +35,18 @@ ROWS = {
 floats, or of a hidden state over 1,024 floats."""
 COLUMNS = ["id", "kind", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes"]
 VIEWS = ("View", "Size", "__getitem__")
-"""Kinds whose value is another one's memory."""
+"""Kinds of nodes whose values are views."""
 
 
 def read(path: str | Path, rows: int | None = None) -> Graph:
-    """The graph of a file, of either kind.
+    """Return the graph in a file, which is Grace's or a profile of PipeDream's.
 
     Args:
         path: the file.
-        rows: of the batch of a PipeDream profile; looked up in :data:`ROWS` by the model's name if left out.
+        rows: rows of the batch of a PipeDream profile; looked up in :data:`ROWS` by the model's name if left out.
 
     Raises:
-        ConfigError: it is neither, of another version, or something in it cannot be.
+        ConfigError: the file is of neither kind, of another version, or damaged.
     """
     document = documents.parse(documents.read(Path(path)), str(path), only_json=True)
     if isinstance(document, dict) and document.get("columns") == COLUMNS:
@@ -55,13 +55,13 @@ def read(path: str | Path, rows: int | None = None) -> Graph:
 
 
 def write(graph: Graph, path: str | Path) -> None:
-    """Write a graph as a document of Grace's."""
+    """Write a graph to a file, as Grace's JSON."""
     with atomic_write(path) as draft:
         draft.write_text(json.dumps(to_dict(graph), indent=1) + "\n")
 
 
 def to_dict(graph: Graph) -> dict[str, Any]:
-    """A graph as what JSON can hold; nodes leave out what has its default.
+    """Return a graph as a JSON document. Nodes leave out fields that have their defaults.
 
     >>> graph = Graph((Node("a", ("x",), 4.0),), {"x": 8.0}, ("a",))
     >>> to_dict(graph)["nodes"], of_dict(to_dict(graph)) == graph
@@ -85,10 +85,10 @@ def to_dict(graph: Graph) -> dict[str, Any]:
 
 
 def of_dict(document: Any, source: str = "the document") -> Graph:
-    """The graph of a document of Grace's.
+    """Return the graph of a JSON document of Grace's.
 
     Raises:
-        ConfigError: it is none, or of another version.
+        ConfigError: the document is no graph, or of another version.
     """
     if not isinstance(document, dict) or "graph" not in document:
         raise ConfigError(f"{source} is no graph: it needs the field graph (its version), or PipeDream's columns")
@@ -108,10 +108,10 @@ def of_dict(document: Any, source: str = "the document") -> Graph:
 
 
 def of_pipedream(document: Any, rows: int | None = None, source: str = "the profile") -> Graph:
-    """The graph of a PipeDream document. Nodes that are called inputs are the model's, and loading takes no time.
+    """Return the graph of a PipeDream document. Its input nodes become the model's inputs, and take no time.
 
     Raises:
-        ConfigError: an edge has no node, there is a circle, or nobody knows the rows.
+        ConfigError: an edge has no node, edges form a cycle, or the number of rows is not known.
     """
     if rows is None:
         named = re.search(r"profiles/(\w+)/graph\.txt", str(document.get("source", "")))
@@ -119,7 +119,7 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
         if rows is None:
             raise ConfigError(f"{source} does not tell how many rows its batch has: give rows=")
     try:
-        table = {row.name: row for row in map(_row, document["nodes"])}
+        table = {row.name: row for row in map(_parse_row, document["nodes"])}
         reads: dict[str, list[str]] = {name: [] for name in table}
         for start, end in document["edges"]:
             reads[end].append(start)
@@ -155,8 +155,8 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
     return Graph(tuple(nodes), inputs, outputs, rows)
 
 
-class _Row(NamedTuple):
-    """A node's row of PipeDream's: milliseconds, and bytes."""
+class _NodeRow(NamedTuple):
+    """Row of a node in a PipeDream profile: milliseconds, and bytes."""
 
     name: str
     kind: str
@@ -166,8 +166,8 @@ class _Row(NamedTuple):
     parameters: float
 
 
-def _row(row: Any) -> _Row:
-    """Return a row of a document, checked."""
+def _parse_row(row: Any) -> _NodeRow:
+    """Return a row of a document, validated."""
     name, kind, *numbers = row
     if not (isinstance(name, str) and isinstance(kind, str)):
         raise ValueError(f"a row begins with a name and a kind, not {documents.shown(row)}")
@@ -175,4 +175,4 @@ def _row(row: Any) -> _Row:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= sys.float_info.max:
             raise ValueError(f"node {name!r} has {documents.shown(number)} where a number of at least 0 must be")
     forward, backward, nbytes, parameters = map(float, numbers)
-    return _Row(name, kind, forward, backward, nbytes, parameters)
+    return _NodeRow(name, kind, forward, backward, nbytes, parameters)

@@ -1,4 +1,4 @@
-"""The search for a plan: the best cut for every setting, and the best few of those played through."""
+"""Search for the plan with the shortest step: the best cut for every setting, of which the best few are simulated."""
 
 import dataclasses
 import itertools
@@ -21,22 +21,23 @@ from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
 
 BEST = 32
-"""Cuts that are played through."""
+"""Number of cuts that are simulated."""
 REFINED = 4
-"""Of those, whose blocks and ranks are then moved one by one."""
+"""Number of these cuts whose blocks and ranks are then moved one by one."""
 MOST_UNEQUAL = 16
-"""Ranks up to which stages may have different numbers of replicas."""
+"""Largest number of ranks for which different numbers of replicas are tried."""
 MOST_LOCAL = 4
 """Stages on a rank, at most, of schedules that take several."""
 MOST_MICROBATCHES = 8
-"""Micro-batches for each rank, at most, where nobody says how many."""
+"""Largest number of micro-batches for each rank that is tried if none is given."""
 BLOCKS = (32, 128)
-"""Numbers of blocks that are tried where nobody says how many: on slow links the best cut may lie within one of few."""
+"""Numbers of blocks that are tried if none is given: on slow links the best cut may lie within one of few blocks."""
 FINER, MOST_BLOCKS = 2, 128
-"""Times as many blocks are tried where memory nearly suffices for the cuts between these, and up to how many."""
+"""Factor by which the number of blocks grows if memory nearly suffices, and the largest number of blocks."""
 LEAST_USED = 0.5
-"""The part of the devices that a plan must use, where it may use fewer."""
-Some = int | Iterable[int] | None
+"""Least share of the devices that a plan uses if it may use fewer."""
+Numbers = int | Iterable[int] | None
+"""A number, several possible numbers, or None for any."""
 
 
 class TooLittleMemory(ConfigError):
@@ -51,84 +52,134 @@ class TooLittleMemory(ConfigError):
         self.nearly = nearly
 
 
-def plan(
-    graph: Graph,
-    devices: int,
-    batch: int,
-    links: Network | Costs,
-    *,
-    memory: float | None = None,
-    memory_margin: float = 0.1,
-    compressor: Any = None,
-    residual: Any = None,
-    communicator: Any = None,
-    strategy: Any = None,
-    nodes: Sequence[int] | None = None,
-    stages: Some = None,
-    replicas: Some = None,
-    microbatches: Some = None,
-    schedule: str | Iterable[str] | None = None,
-    recompute: bool | None = None,
-    layout: str | None = None,
-    cuts: Sequence[str] | None = None,
-    blocks: Some = None,
-    optimizer_state: float = 1.0,
-    optimizer_seconds: float = 0.0,
-    fewer: bool = False,
-) -> Plan:
-    """Return the plan whose step is expected to be shortest.
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """Constraints of a search, and facts about the devices and the training.
 
-    Args:
-        graph: the model, measured.
-        devices: how many ranks.
-        batch: rows of a step, all replicas together.
-        links: between ranks; or costs, with the network between nodes and within them, and codecs.
-        memory: bytes of a device; no limit if left out.
-        memory_margin: part of them that stays free.
-        compressor, residual, communicator: of gradients; specs, or None for defaults. ``residual`` is Grace's memory.
-        strategy: instead of these, as :class:`~grace.partition.exchange.Exchanges` takes it.
-        nodes: the number of the node of each rank; all on one if left out.
-        stages: how many; one number or several that may be. Those of all ranks together, several on a rank counted.
-        replicas: how many of every stage, or several numbers that may be; a list is one number for each stage.
-        microbatches: how many, or several that may be.
+    Attributes:
+        stages: number of stages, or several possible numbers. Several stages on a rank count each.
+        replicas: number of replicas of every stage, or several possible numbers; a list or tuple has one number for
+            each stage.
+        microbatches: number of micro-batches, or several possible numbers.
         schedule: one of :data:`~grace.partition.plan.SCHEDULES`, or several; "gpipe" and "1f1b" if left out.
-        recompute: whether stages compute forward again; both are tried if left out.
-        layout: "replicas" or "stages" (:mod:`grace.partition.layout`); both are tried if left out.
+        recompute: True to compute forward again for backward; None tries both.
+        layout: "replicas" or "stages" (:mod:`grace.partition.layout`); None tries both.
         cuts: names of the last nodes of all stages but the last, in the graph's order.
-        blocks: k, from how many blocks stages are made; several are tried each, :data:`BLOCKS` if left out.
-        optimizer_state: bytes for each byte of parameters: 0 of plain SGD, 1 with momentum, 2 of Adam.
-        optimizer_seconds: of its step for each byte of parameters.
-        fewer: True if the plan may leave devices (the last ones) unused, up to half of them; else all are used.
+        blocks: number of blocks that stages are made of, or several that are tried; :data:`BLOCKS` if left out.
+        memory: bytes of a device; None for no limit.
+        memory_margin: share of them that stays free.
+        compressor, residual, communicator: specs for gradients, or None for defaults. ``residual`` is Grace's memory.
+        strategy: a strategy instead of these, as :class:`~grace.partition.exchange.Exchanges` takes it.
+        nodes: number of the node that each rank is on; all are on one node if left out.
+        optimizer_state: bytes for each byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
+        optimizer_seconds: seconds of the optimizer's step for each byte of parameters.
+        fewer: True if the plan may leave devices (the last ones) unused, up to half of them.
 
     Raises:
-        ConfigError: memory does not suffice (the message names the stage and what is missing), or nothing fits what
-            was asked for.
+        ConfigError: a number is less than 1, or a schedule or layout is unknown.
+    """
+
+    stages: Numbers = None
+    replicas: Numbers = None
+    microbatches: Numbers = None
+    schedule: str | Iterable[str] | None = None
+    recompute: bool | None = None
+    layout: str | None = None
+    cuts: Sequence[str] | None = None
+    blocks: Numbers = None
+    memory: float | None = None
+    memory_margin: float = 0.1
+    compressor: Any = None
+    residual: Any = None
+    communicator: Any = None
+    strategy: Any = None
+    nodes: Sequence[int] | None = None
+    optimizer_state: float = 1.0
+    optimizer_seconds: float = 0.0
+    fewer: bool = False
+
+    def __post_init__(self) -> None:
+        for schedule in self.schedules:
+            if schedule not in SCHEDULES:
+                raise ConfigError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
+        if self.layout not in (None, *LAYOUTS):
+            raise ConfigError(f"layout {self.layout!r} is unknown; there are {', '.join(LAYOUTS)}")
+        for name in ("stages", "replicas", "microbatches"):
+            given = getattr(self, name)
+            several = isinstance(given, Iterable) and not isinstance(given, str)
+            for one in given if several else (given,):
+                if one is not None and (not isinstance(one, int) or isinstance(one, bool) or one < 1):
+                    raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
+
+    @property
+    def stage_counts(self) -> set[int] | None:
+        """Possible numbers of stages; None for any."""
+        return _possible(self.stages) if self.cuts is None else {len(self.cuts) + 1}
+
+    @property
+    def replicas_by_stage(self) -> tuple[int, ...] | None:
+        """Number of replicas of each stage; None unless one was given for each."""
+        return tuple(self.replicas) if isinstance(self.replicas, (list, tuple)) else None
+
+    @property
+    def replica_counts(self) -> set[int] | None:
+        """Possible numbers of replicas of every stage; None for any."""
+        return None if self.replicas_by_stage else _possible(self.replicas)
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Schedules to try."""
+        if self.schedule is None:
+            return SINGLE
+        return (self.schedule,) if isinstance(self.schedule, str) else tuple(self.schedule)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts to try."""
+        return LAYOUTS if self.layout is None else (self.layout,)
+
+
+def _possible(numbers: Numbers) -> set[int] | None:
+    """Return possible numbers as a set; None for any."""
+    if numbers is None:
+        return None
+    return {numbers} if isinstance(numbers, int) else set(numbers)
+
+
+def search_plan(
+    graph: Graph, devices: int, batch: int, links: Network | Costs, options: SearchOptions | None = None
+) -> Plan:
+    """Return the plan with the shortest predicted step.
+
+    Args:
+        graph: the model, with its costs.
+        devices: number of ranks.
+        batch: rows of a step, of all replicas.
+        links: the network between ranks; or costs, with the networks between nodes and within them, and codecs.
+        options: constraints of the search.
+
+    Raises:
+        ConfigError: memory does not suffice (the message names the stage and the missing bytes), or no plan satisfies
+            the constraints.
 
     >>> from grace.partition.graph import Node
     >>> from grace.planner.network import Links
     >>> chain = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), 8.0, 1.0, 2.0) for i in range(8)]
-    >>> found = plan(Graph(tuple(chain), {"x": 8.0}, ("n7",), rows=8), 2, 8, Links(1e9), stages=2, microbatches=4)
+    >>> graph = Graph(tuple(chain), {"x": 8.0}, ("n7",), rows=8)
+    >>> found = search_plan(graph, 2, 8, Links(1e9), SearchOptions(stages=2, microbatches=4))
     >>> [len(stage.nodes) for stage in found.stages], round(found.seconds, 6)
     ([4, 4], 15.0)
     """
-    of_stage = tuple(replicas) if isinstance(replicas, (list, tuple)) else None
-    asked = Asked(
-        stages=_some(stages) if cuts is None else {len(cuts) + 1},
-        replicas=None if of_stage else _some(replicas),
-        of_stage=of_stage,
-        microbatches=_some(microbatches),
-        schedules=SINGLE if schedule is None else (schedule,) if isinstance(schedule, str) else tuple(schedule),
-        recompute=(False, True) if recompute is None else (recompute,),
-        layouts=LAYOUTS if layout is None else (layout,),
-    )
-    found: list[Plan] = []
-    refused: ConfigError | None = None
-    if cuts is not None:
-        numbers = [len(cuts) + 1]
+    options = options or SearchOptions()
+    if options.cuts is None:
+        default_counts = {k for k in BLOCKS if k == BLOCKS[0] or len(graph.nodes) > BLOCKS[0]}
+        block_counts = sorted(_possible(options.blocks) or default_counts)
     else:
-        numbers = sorted(_some(blocks) or {k for k in BLOCKS if k == BLOCKS[0] or len(graph.nodes) > BLOCKS[0]})
-    least = math.ceil(devices * LEAST_USED) if fewer else devices
-    tries = [(most, used) for used in range(devices, least - 1, -1) for most in numbers]
+        block_counts = [len(options.cuts) + 1]
+    least = math.ceil(devices * LEAST_USED) if options.fewer else devices
+    tries = [(most, used) for used in range(devices, least - 1, -1) for most in block_counts]
+    found: list[Plan] = []
+    refused = ConfigError("blocks= must be at least one number")
     while tries:
         most, used = tries.pop(0)
         space = space_of(
@@ -136,26 +187,27 @@ def plan(
             used,
             batch,
             links,
-            memory=None if memory is None else memory * (1 - memory_margin),
-            choices=(compressor, residual, communicator, strategy),
-            nodes=None if nodes is None else nodes[:used],
-            cuts=cuts,
+            memory=None if options.memory is None else options.memory * (1 - options.memory_margin),
+            choices=(options.compressor, options.residual, options.communicator, options.strategy),
+            nodes=None if options.nodes is None else options.nodes[:used],
+            cuts=options.cuts,
             most=most,
-            state=optimizer_state,
-            update=optimizer_seconds,
+            state=options.optimizer_state,
+            update=options.optimizer_seconds,
         )
         try:
-            found.append(search(space, asked))
+            found.append(search(space, options))
         except TooLittleMemory as error:
             refused = error
-            if error.nearly and not (found or tries or cuts) and space.count < MOST_BLOCKS:
+            if error.nearly and not (found or tries or options.cuts) and space.count < MOST_BLOCKS:
                 tries = [(min(FINER * space.count, MOST_BLOCKS), devices)]
         except ConfigError as error:
             refused = error
     if not found:
-        raise refused or ConfigError("blocks= must be at least one number")
-    best = min(found, key=lambda one: round(one.seconds, 9))
-    return dataclasses.replace(best, limit=memory, compressor=_described(compressor if strategy is None else strategy))
+        raise refused
+    best = min(found, key=lambda plan: round(plan.seconds, 9))
+    method = options.compressor if options.strategy is None else options.strategy
+    return dataclasses.replace(best, limit=options.memory, compressor=_described(method))
 
 
 def space_of(
@@ -172,10 +224,10 @@ def space_of(
     state: float = 1.0,
     update: float = 0.0,
 ) -> Space:
-    """What :func:`plan` searches: the model in blocks, on the devices.
+    """Return the model in blocks, on the devices, as :func:`search_plan` searches it.
 
     Raises:
-        ConfigError: no device or row, nodes of another number of ranks, or cuts that cannot be.
+        ConfigError: there is no device or row, ``nodes`` is of another number of ranks, or cuts are impossible.
     """
     if devices < 1 or batch < 1:
         raise ConfigError(f"a plan needs at least one device and one row, not {devices} and {batch}")
@@ -184,46 +236,26 @@ def space_of(
     costs = links if isinstance(links, Costs) else Costs(links, DefaultCodecs())
     ranks = Devices(tuple(nodes or [0] * devices), costs.network, costs.inside)
     limit = math.inf if memory is None else memory
-    least = 1 / graph.rows  # a micro-batch has a row at least
+    least = 1 / graph.rows  # a micro-batch has at least one row
 
     def fits(parameters: float, kept: float) -> bool:
+        """Return True if a block fits on a device."""
         return parameters * (2 + state) + kept * least <= limit
 
     made = blocks(graph, most, fits) if cuts is None else cut_at(graph, cuts)
     return Space(graph, made, ranks, Exchanges(costs, *choices), batch, memory, state, update)
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What plans may be; None where anything may."""
-
-    stages: set[int] | None = None
-    replicas: set[int] | None = None
-    of_stage: tuple[int, ...] | None = None
-    microbatches: set[int] | None = None
-    schedules: tuple[str, ...] = SINGLE
-    recompute: tuple[bool, ...] = (False, True)
-    layouts: tuple[str, ...] = LAYOUTS
-
-    def __post_init__(self) -> None:
-        for schedule in self.schedules:
-            if schedule not in SCHEDULES:
-                raise ConfigError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
-        for layout in self.layouts:
-            if layout not in LAYOUTS:
-                raise ConfigError(f"layout {layout!r} is unknown; there are {', '.join(LAYOUTS)}")
-
-
-def search(space: Space, asked: Asked) -> Plan:
-    """The plan of a space whose step is expected to be shortest.
+def search(space: Space, options: SearchOptions) -> Plan:
+    """Return the plan of a space with the shortest predicted step.
 
     Raises:
-        ConfigError: see :func:`plan`.
+        ConfigError: see :func:`search_plan`.
     """
     drafts: list[tuple[float, int, Program, int]] = []
-    tried = list(_programs(space, asked))
+    tried = list(_programs(space, options))
     if not tried:
-        raise ConfigError(_nothing(space, asked))
+        raise ConfigError(_no_plan_message(space, options))
     for program, stages in tried:
         longest = program.longest(stages)
         if math.isfinite(longest):
@@ -289,24 +321,25 @@ def _moved(space: Space, program: Program, cut: Cut, best: Plan, near: Sequence[
     return best
 
 
-def settings(space: Space, asked: Asked) -> Iterator[tuple[Setting, list[int]]]:
+def settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, list[int]]]:
     """All settings that are possible, each with its numbers of stages."""
     count, many = space.devices.count, space.devices.count
     divisors = [m for m in range(1, space.batch + 1) if space.batch % m == 0]
     usual = [m for m in divisors if m <= max(MOST_MICROBATCHES * many, 1)]
-    wanted = usual if asked.microbatches is None else [m for m in divisors if m in asked.microbatches]
+    possible = _possible(options.microbatches)
+    wanted = usual if possible is None else [m for m in divisors if m in possible]
     for m in wanted:
-        for schedule in asked.schedules:
-            for recompute in asked.recompute:
+        for schedule in options.schedules:
+            for recompute in (False, True) if options.recompute is None else (options.recompute,):
                 plain = Setting(schedule, m, recompute)
                 if schedule in SINGLE:
-                    if count <= MOST_UNEQUAL and "replicas" in asked.layouts:
+                    if count <= MOST_UNEQUAL and "replicas" in options.layouts:
                         stages = [s for s in range(1, min(count, space.count) + 1) if not check(schedule, s, s, m)]
                         yield plain, stages
                     for places in (p for p in range(1, min(count, space.count) + 1) if count % p == 0):
                         if check(schedule, places, places, m):
                             continue
-                        for layout in _layouts(space, asked, places):
+                        for layout in _layouts(space, options, places):
                             if layout == "stages" or count > MOST_UNEQUAL:
                                 yield dataclasses.replace(plain, layout=layout, places=places), [places]
                     continue
@@ -314,25 +347,26 @@ def settings(space: Space, asked: Asked) -> Iterator[tuple[Setting, list[int]]]:
                     for local in range(1 if schedule == "zero_bubble" else 2, MOST_LOCAL + 1):
                         if places * local > space.count or check(schedule, places, places * local, m):
                             continue
-                        for layout in _layouts(space, asked, places):
+                        for layout in _layouts(space, options, places):
                             for share in dict.fromkeys((1.0, 1 / local) if math.isfinite(space.limit) else (1.0,)):
                                 yield Setting(schedule, m, recompute, layout, places, local, share), [places * local]
 
 
-def _layouts(space: Space, asked: Asked, places: int) -> list[str]:
-    """Those that differ."""
+def _layouts(space: Space, options: SearchOptions, places: int) -> tuple[str, ...]:
+    """Return the layouts to try that differ."""
     if space.devices.one_node or places in (1, space.devices.count):
-        return [layout for layout in LAYOUTS if layout in asked.layouts][:1]
-    return list(asked.layouts)
+        return options.layouts[:1]
+    return options.layouts
 
 
-def _programs(space: Space, asked: Asked) -> Iterator[tuple[Program, int]]:
-    for setting, stages in settings(space, asked):
-        wanted = [s for s in stages if asked.stages is None or s in asked.stages]
-        if asked.of_stage is not None:
-            wanted = [s for s in wanted if s == len(asked.of_stage)]
-        for count in wanted:
-            yield Program(space, setting, [count], asked.replicas, asked.of_stage), count
+def _programs(space: Space, options: SearchOptions) -> Iterator[tuple[Program, int]]:
+    """Yield the dynamic program of each possible setting, and its number of stages."""
+    by_stage = options.replicas_by_stage
+    for setting, stages in settings(space, options):
+        for count in stages:
+            wanted = options.stage_counts is None or count in options.stage_counts
+            if wanted and (by_stage is None or count == len(by_stage)):
+                yield Program(space, setting, [count], options.replica_counts, by_stage), count
 
 
 def _estimate(setting: Setting, stages: int, longest: float) -> float:
@@ -342,10 +376,6 @@ def _estimate(setting: Setting, stages: int, longest: float) -> float:
     return setting.local * longest * (1 + fill * (places - 1) / setting.microbatches)
 
 
-def _some(value: Some) -> set[int] | None:
-    return None if value is None else {value} if isinstance(value, int) else set(value)
-
-
 def _described(compressor: Any) -> str:
     """In a plan: a spec, or a strategy's."""
     if isinstance(compressor, dict) and "name" not in compressor:
@@ -353,13 +383,14 @@ def _described(compressor: Any) -> str:
     return "none" if compressor is None else str(getattr(compressor, "spec", compressor))
 
 
-def _nothing(space: Space, asked: Asked) -> str:
+def _no_plan_message(space: Space, options: SearchOptions) -> str:
+    """Return the message for constraints that no plan satisfies."""
     wanted = {
-        "stages": asked.stages,
-        "replicas": asked.of_stage or asked.replicas,
-        "microbatches": asked.microbatches,
-        "schedule": asked.schedules,
-        "layout": asked.layouts if len(asked.layouts) == 1 else None,
+        "stages": options.stage_counts,
+        "replicas": options.replicas_by_stage or options.replica_counts,
+        "microbatches": _possible(options.microbatches),
+        "schedule": options.schedules,
+        "layout": options.layouts if options.layout is not None else None,
     }
     said = ", ".join(
         f"{key}={value if isinstance(value, tuple) else sorted(value)}" for key, value in wanted.items() if value

@@ -133,30 +133,3 @@ class Program:
                 replicas.append(r)
                 at, ranks = j, ranks - r
         return value, tuple(ends), tuple(replicas)
-
-
-def exhaustive(program: Program, stages: int) -> Cut | None:
-    """The same by trying all there is: every way to cut the blocks, with every way to deal the ranks.
-
-    Returns:
-        A cut whose longest stage is as short as can be; None if nothing is possible.
-    """
-    count, places = program.space.count, program.setting.places
-    costs: dict[tuple[int, int], list[list[list[float]]]] = {}
-
-    def tried(left: int, start: int, ranks: int, longest: float) -> Iterator[Cut]:
-        if not left:
-            yield Cut(longest, (), ())
-            return
-        if (left, ranks) not in costs:
-            costs[left, ranks] = program.cost(stages, left, ranks).tolist()
-        own = (program.most,) if places else range(1, ranks - left + 2) if left > 1 else (ranks,)
-        for end in range(start + 1, count - left + 2) if left > 1 else (count,):
-            for replicas in own:
-                cost = costs[left, ranks][start][end][replicas]
-                if math.isfinite(cost):
-                    for rest in tried(left - 1, end, ranks - replicas, max(longest, cost)):
-                        yield Cut(rest.longest, (end, *rest.ends), (replicas, *rest.replicas))
-
-    everything = tried(stages, 0, program.most * stages if places else program.devices, 0.0) if stages <= count else ()
-    return min(everything, key=lambda cut: cut.longest, default=None)

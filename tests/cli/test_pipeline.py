@@ -9,7 +9,7 @@ import pytest
 
 from grace.partition import profiles
 from grace.partition.plan import Plan
-from grace.partition.search import plan as search
+from grace.partition.search import SearchOptions, search_plan
 from grace.planner.network import Links
 from tests.partition.graphs import chain, drawn
 from tests.support.command import grace_command
@@ -121,7 +121,7 @@ def test_a_plan_is_drawn(tmp_path, schedule):
 def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     graph = chain(4, parameters=1e4, nbytes=8.0, rows=8)
-    made = search(graph, 2, 8, Links(1e9), stages=2, memory=16e9)
+    made = search_plan(graph, 2, 8, Links(1e9), SearchOptions(stages=2, memory=16e9))
     assert made.summary.endswith("; the fullest rank has 70 kB of 16 GB")
     made.save(tmp_path / "plan.json")
     run(tmp_path, "show", "plan.json", "--html", "plan.html")

@@ -5,6 +5,7 @@ import random
 from hypothesis import strategies as st
 
 from grace.partition.graph import Graph, Node
+from grace.partition.search import SearchOptions, search_plan
 
 
 def chain(count, forward=1.0, backward=2.0, nbytes=0.0, parameters=0.0, kept=0.0, rows=1, overhead=0.0):
@@ -55,3 +56,8 @@ def drawn(seed, count, reach=None, together=0):
 
 
 graphs = st.builds(drawn, st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([None, 3, 8]), st.integers(0, 3))
+
+
+def plan(graph, devices, batch, links, **options):
+    """The plan that is found with some options."""
+    return search_plan(graph, devices, batch, links, SearchOptions(**options))

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from grace.errors import ConfigError
-from grace.partition.baselines import BY_HAND, cut_by_hand, data_parallel, equal_time, table
+from grace.partition.baselines import BY_HAND, cut_by_hand, data_parallel, equal_time
 from grace.partition.profiles import read
-from grace.partition.search import Asked, plan, search, space_of
+from grace.partition.search import SearchOptions, search, space_of
 from grace.planner.network import Links
-from tests.partition.graphs import chain
+from tests.partition.graphs import chain, plan
+from tools.plan_table import table
 
 PROFILES = Path(__file__).parent / "profiles"
 """Profiles of PipeDream (Narayanan et al., SOSP 2019), from profiler/ of its repository; each names its source."""
@@ -48,7 +49,7 @@ def test_cuts_by_hand_are_as_many_as_asked(name):
 def test_plans_are_never_slower_than_cuts_by_hand(model, gbit):
     graph = read(PROFILES / f"{model}.json")
     space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), memory=16e9)
-    found = search(space, Asked())
+    found = search(space, SearchOptions())
     for how in BY_HAND.values():
         by_hand = cut_by_hand(space, how)
         assert by_hand is None or found.seconds <= by_hand.seconds * 1.03

@@ -10,11 +10,10 @@ from grace.errors import ConfigError
 from grace.partition.exchange import LEAST, Exchanges
 from grace.partition.layout import Devices, groups_of
 from grace.partition.plan import Plan, Stage
-from grace.partition.search import plan
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
-from tests.partition.graphs import chain
+from tests.partition.graphs import chain, plan
 
 GRAPH = chain(6, nbytes=1e6, parameters=1e6, rows=8)
 

@@ -17,12 +17,13 @@ from grace.partition.exchange import Exchanges
 from grace.partition.layout import Devices
 from grace.partition.orders import check
 from grace.partition.predict import predicted, timeline
-from grace.partition.search import Asked, plan, search
-from grace.partition.stages import Cut, Program, exhaustive
+from grace.partition.search import SearchOptions, search
+from grace.partition.stages import Cut, Program
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
-from tests.partition.graphs import chain, drawn
+from tests.partition.graphs import chain, drawn, plan
+from tools.plan_table import exhaustive
 
 FAST = Links(1e12)
 
@@ -259,7 +260,7 @@ def test_the_same_is_found_again():
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_chosen_is_near_the_best_of_all_that_could_be_played(seed):
     space = space_of(seed, 7, 3, batch=12, nodes=1 + seed % 2)
-    chosen, best = search(space, Asked()), math.inf
+    chosen, best = search(space, SearchOptions()), math.inf
     for stages in range(1, 4):
         replicas = [of for of in itertools.product((1, 2, 3), repeat=stages) if sum(of) == 3]
         inner = itertools.combinations(range(1, space.count), stages - 1)

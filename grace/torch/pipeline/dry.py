@@ -35,9 +35,4 @@ def build_graph(
     captured = capture(model.train(True), args, kwargs)
     atoms = Atoms(captured)
     flat = captured.flat(args, kwargs)
-    dry = dry or any(p.is_meta for p in model.parameters())
-    if dry:
-        costs = profile.estimate_costs_by_rows(model, atoms, flat, [False] * len(flat))
-    else:
-        costs = profile.measure_costs_by_rows(model, atoms, flat, [False] * len(flat), profiles)
-    return atoms.graph(count_rows(flat), costs)
+    return atoms.graph(count_rows(flat), profile.costs_by_rows(model, atoms, flat, dry=dry, file=profiles))

@@ -15,6 +15,7 @@ from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
 from grace.partition.exchange import documented
 from grace.partition.plan import Plan
+from grace.partition.search import SearchOptions
 from grace.torch.parameters import broadcast_parameters
 from grace.torch.pipeline import profile, schedules
 from grace.torch.pipeline.atoms import Atoms
@@ -25,10 +26,9 @@ from grace.torch.pipeline.loop import accumulate_gradients, broadcast_batch, gat
 from grace.torch.pipeline.meeting import CallComparison
 from grace.torch.pipeline.places import Mesh, failing_together
 from grace.torch.pipeline.planning import (
-    SearchOptions,
     agree_on_plan,
     check_optimizer_state_whole,
-    search_plan,
+    search_plan_by_throughput,
     state_bytes,
     update_seconds,
 )
@@ -118,8 +118,21 @@ class Pipeline(PipelineState):
     ):
         if inputs not in (None, *INPUTS):
             raise ConfigError(f"inputs must be one of {', '.join(INPUTS)}, not {inputs!r}")
-        searched = stages, replicas, microbatches, schedule, recompute, cuts, blocks, memory, memory_margin, links
-        self.search_options = SearchOptions(*searched, compressor, residual, communicator)
+        self.search_options = SearchOptions(
+            stages=stages,
+            replicas=replicas,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            cuts=cuts,
+            blocks=blocks,
+            memory=memory,
+            memory_margin=memory_margin,
+            compressor=compressor,
+            residual=residual,
+            communicator=communicator,
+        )
+        self.links = links
         self.backend = current()
         if self.backend.name not in ("torch", "local"):
             raise ConfigError(
@@ -171,30 +184,34 @@ class Pipeline(PipelineState):
             rows = count_rows(flat, whole)
         self._captured = captured
         unmeasured = atoms.graph(rows)
-        replicas = self.search_options.replicas
-        unequal = isinstance(replicas, (list, tuple)) and len(set(replicas)) > 1
+        unequal = len(set(self.search_options.replicas_by_stage or ())) > 1
         each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
 
         hosts = self.backend.allgather_object(node_name())
+        on_meta = any(p.is_meta for p in self.model.parameters())
 
         def measure() -> Any:
             """Return measured costs of the model, or estimated ones on ``meta``, and seconds of the optimizer's
             update."""
-            if any(p.is_meta for p in self.model.parameters()):
-                return profile.estimate_costs_by_rows(self.model, atoms, flat, whole), 0.0
             local_ranks = hosts.count(hosts[self.backend.rank])
-            costs = profile.measure_costs_by_rows(self.model, atoms, flat, whole, self.profiles, local_ranks)
+            costs = profile.costs_by_rows(self.model, atoms, flat, whole, file=self.profiles, local_ranks=local_ranks)
+            if on_meta:
+                return costs, 0.0
             return costs, update_seconds(self.make_optimizer, self.device)
 
         def search(measured: Any) -> Plan:
             """Search a plan with measured costs."""
             costs, update = measured
-            state = state_bytes(self.make_optimizer, self.model.parameters())
             strategy = chosen_strategy(self.options)
             document = documented(strategy, dict(self.model.named_parameters()))
-            options = dataclasses.replace(self.search_options, strategy=document or strategy)
-            nodes = Topology(hosts).ranks
-            return search_plan(atoms.graph(rows, costs), nodes, rows, each, options, state, update)
+            options = dataclasses.replace(
+                self.search_options,
+                strategy=document or strategy,
+                nodes=Topology(hosts).ranks,
+                optimizer_state=state_bytes(self.make_optimizer, self.model.parameters()),
+                optimizer_seconds=update,
+            )
+            return search_plan_by_throughput(atoms.graph(rows, costs), len(hosts), rows, each, self.links, options)
 
         self.plan = plan = agree_on_plan(self.user_plan, measure, search, unmeasured, self.backend)
         self.mesh = mesh = Mesh(plan, self.backend)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.partition.graph import Graph
 from grace.partition.orders import SINGLE
-from grace.partition.plan import SCHEDULES, Plan
-from grace.partition.search import plan as search
+from grace.partition.plan import Plan
+from grace.partition.search import SearchOptions, search_plan
 from grace.planner.network import Links
 from grace.planner.step_timer import undisturbed
 from grace.session.versions import public
@@ -30,79 +30,43 @@ TIMED_ELEMENTS = 2**22
 """Number of elements of the parameter that an optimizer is timed with."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchOptions:
-    """The user's constraints of the search, as :class:`grace.torch.Pipeline` takes them."""
-
-    stages: Any = None
-    replicas: Any = None
-    microbatches: Any = None
-    schedule: Any = None
-    recompute: bool | None = False
-    cuts: Sequence[str] | None = None
-    blocks: Any = None
-    memory: float | None = None
-    memory_margin: float = 0.1
-    links: Any = None
-    compressor: Any = None
-    residual: Any = None
-    communicator: Any = None
-    strategy: Any = None
-
-    def __post_init__(self) -> None:
-        names = (self.schedule,) if isinstance(self.schedule, str) else self.schedule or ()
-        unknown = [name for name in names if name not in SCHEDULES]
-        if unknown:
-            raise ConfigError(f"schedule {unknown[0]!r} is unknown; there are {', '.join(SCHEDULES)}")
-        for name in ("stages", "replicas", "microbatches"):
-            given = getattr(self, name)
-            several = isinstance(given, Iterable) and not isinstance(given, str)
-            for one in given if several else (given,):
-                if one is not None and (not isinstance(one, int) or isinstance(one, bool) or one < 1):
-                    raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
-
-
-def search_plan(
-    graph: Graph, nodes: Sequence[int], rows: int, each: bool, wanted: SearchOptions, state: float, update: float
+def search_plan_by_throughput(
+    graph: Graph, ranks: int, rows: int, each: bool, links: Any, options: SearchOptions
 ) -> Plan:
     """Return the plan with the most rows per second.
 
     Args:
         graph: the model's graph, with measured costs.
-        nodes: number of the node that each rank is on.
+        ranks: number of ranks.
         rows: rows of the example.
         each: True if the rows are one replica's, so that all stages have equally many replicas unless the user gives
             a number for each; False if they are all replicas'.
-        wanted: the user's constraints.
-        state: bytes of the optimizer's state for each byte of parameters.
-        update: seconds of the optimizer's step for each byte of parameters.
+        links: the network between ranks; :data:`DEFAULT_LINKS` if None.
+        options: the user's constraints.
 
     Raises:
         ConfigError: no plan fits.
     """
-    options = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted) if field.name != "links"}
-    options |= {"optimizer_state": state, "optimizer_seconds": update, "nodes": nodes}
-    ranks = len(nodes)
-    unequal = isinstance(wanted.replicas, (list, tuple))
-    may_be = wanted.replicas if isinstance(wanted.replicas, (range, Set)) else (wanted.replicas,)
+    by_stage = options.replicas_by_stage
     counts: list[Any] = [None]
-    if each and not unequal:
-        counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (r in may_be or None in may_be)]
-        counts = [r for r in counts if _is_possible(ranks // r, wanted)]
-        if not counts and wanted.replicas is None:
-            asked = " or ".join(map(str, sorted(_stage_counts(wanted))))
+    if each and not by_stage:
+        possible = options.replica_counts
+        counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (possible is None or r in possible)]
+        counts = [r for r in counts if _is_possible(ranks // r, options)]
+        if not counts and options.replicas is None:
+            asked = " or ".join(map(str, sorted(options.stage_counts or ())))
             raise ConfigError(
                 f"{ranks} ranks cannot be {asked} stages with as many replicas each, as they must where a rank gives "
                 "its own replica's rows. Stages with different numbers of replicas take rows of the whole batch: "
                 'grace.torch.Pipeline(..., inputs="global"), and every rank passes the whole batch'
             )
     plans = list[Plan]()
-    error = ConfigError(f"{ranks} ranks cannot have {wanted.replicas} replicas of every stage")
+    error = ConfigError(f"{ranks} ranks cannot have {options.replicas} replicas of every stage")
     for replicas in counts:
-        batch = rows * (replicas or (max(wanted.replicas) if each and unequal else 1))
-        chosen = {**options, "replicas": wanted.replicas if replicas is None else replicas}
+        batch = rows * (replicas or (max(by_stage) if each and by_stage else 1))
+        chosen = options if replicas is None else dataclasses.replace(options, replicas=replicas)
         try:
-            plans.append(search(graph, ranks, batch, wanted.links or DEFAULT_LINKS, **chosen))
+            plans.append(search_plan(graph, ranks, batch, links or DEFAULT_LINKS, chosen))
         except ConfigError as refused:
             error = refused
     if not plans:
@@ -110,21 +74,13 @@ def search_plan(
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
 
 
-def _is_possible(places: int, wanted: SearchOptions) -> bool:
+def _is_possible(places: int, options: SearchOptions) -> bool:
     """Return True if one of the wanted numbers of stages fits these places. Several stages fit one place only if a
     schedule allows it."""
-    if not _stage_counts(wanted):
+    if options.stage_counts is None:
         return True
-    schedules = (wanted.schedule,) if isinstance(wanted.schedule, str) else wanted.schedule or SINGLE
-    several = places > 1 and any(schedule not in SINGLE for schedule in schedules)
-    return any(stage == places or (several and stage % places == 0) for stage in _stage_counts(wanted))
-
-
-def _stage_counts(wanted: SearchOptions) -> set[int]:
-    """Return the wanted numbers of stages; an empty set if any number will do."""
-    if wanted.cuts is not None:
-        return {len(wanted.cuts) + 1}
-    return {wanted.stages} if isinstance(wanted.stages, int) else set(wanted.stages or ())
+    several = places > 1 and any(schedule not in SINGLE for schedule in options.schedules)
+    return any(stage == places or (several and stage % places == 0) for stage in options.stage_counts)
 
 
 def check_optimizer_state_whole(make_optimizer: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,53 +87,37 @@ def measure_costs(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = N
     return costs
 
 
-def measure_costs_by_rows(
+def costs_by_rows(
     model: torch.nn.Module,
     atoms: Atoms,
     flat: Sequence[Any],
-    whole: Sequence[bool],
+    whole: Sequence[bool] | None = None,
+    dry: bool = False,
     file: str | Path | None = None,
     local_ranks: int = 1,
 ) -> Costs:
-    """Measure costs (:func:`measure_costs`) with a batch of a quarter of the rows as well, so that the part that does
-    not depend on rows is known: starting operations, reading weights and writing their gradients. These take as long
-    for a micro-batch of few rows.
+    """Return costs with the part of each that does not depend on rows: starting operations, reading weights and writing
+    their gradients take as long for a micro-batch of few rows. A second batch, of a quarter of the rows, tells it.
 
     Args:
         model: the model of ``atoms``.
         atoms: see :func:`measure_costs`.
         flat: the inputs that it was captured with.
         whole: for each input, True if it has no rows whatever its shape is.
+        dry: True to estimate costs (:func:`estimate_costs`), as for a model on ``meta``, instead of measuring them.
         file, local_ranks: see :func:`measure_costs`.
 
     >>> from grace.torch.pipeline.capture import capture
     >>> x, model = torch.ones(64, 256), torch.nn.Linear(256, 256)
-    >>> cost = measure_costs_by_rows(model, Atoms(capture(model, (x,))), [x], [False])["linear"]
+    >>> cost = costs_by_rows(model, Atoms(capture(model, (x,))), [x])["linear"]
     >>> 0 <= cost["overhead"] <= cost["forward"], 0 <= cost["overhead_back"] <= cost["backward"]
     (True, True)
     """
-    fixed = {"forward": "overhead", "backward": "overhead_back", "kept": "kept_fixed"}
-    return _costs_by_rows(
-        model, atoms, flat, whole, fixed, lambda atoms, flat: measure_costs(atoms, flat, file, local_ranks)
-    )
-
-
-def estimate_costs_by_rows(model: torch.nn.Module, atoms: Atoms, flat: Sequence[Any], whole: Sequence[bool]) -> Costs:
-    """Estimate costs (:func:`estimate_costs`) with a batch of a quarter of the rows as well, so that the kept bytes
-    that do not depend on rows are known."""
-    return _costs_by_rows(model, atoms, flat, whole, {"kept": "kept_fixed"}, lambda atoms, flat: estimate_costs(atoms))
-
-
-def _costs_by_rows(
-    model: torch.nn.Module,
-    atoms: Atoms,
-    flat: Sequence[Any],
-    whole: Sequence[bool],
-    fixed: Mapping[str, str],
-    costs_of: Callable[[Atoms, Sequence[Any]], Costs],
-) -> Costs:
-    """Return costs, and for the fields in ``fixed`` the part that does not depend on rows."""
-    costs = costs_of(atoms, flat)
+    dry = dry or any(p.is_meta for p in model.parameters())
+    fixed_parts = {"kept": "kept_fixed"}
+    if not dry:  # estimates know the overhead
+        fixed_parts |= {"forward": "overhead", "backward": "overhead_back"}
+    costs = estimate_costs(atoms) if dry else measure_costs(atoms, flat, file, local_ranks)
     rows = count_rows(flat, whole)
     few = max(rows // 4, 2)
     if few >= rows:
@@ -141,11 +125,12 @@ def _costs_by_rows(
     fewer = slice_rows(flat, rows, 0, few, whole)
     args, kwargs = pytree.tree_unflatten(fewer, atoms.captured.in_spec)
     try:
-        smaller = costs_of(Atoms(capture(model, args, kwargs)), fewer)
+        smaller_atoms = Atoms(capture(model, args, kwargs))
+        smaller = estimate_costs(smaller_atoms) if dry else measure_costs(smaller_atoms, fewer, file, local_ranks)
     except Exception:  # the model takes batches of the original size only
         return costs
     for name, cost in costs.items():
-        for key, part in fixed.items():
+        for key, part in fixed_parts.items():
             if name in smaller:
                 slope = max(0.0, cost[key] - smaller[name][key]) / (rows - few)
                 cost[part] = max(0.0, cost[key] - slope * rows)

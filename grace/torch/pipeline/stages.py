@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
 from grace.torch.pipeline.atoms import Atoms
@@ -105,22 +104,3 @@ def build_module(atoms: Atoms, spec: StageSpec, last: bool) -> fx.GraphModule:
     module = fx.GraphModule(attributes, graph, class_name=f"Stage{spec.index}")
     module.train(atoms.captured.module.training)
     return module
-
-
-def run_stages(atoms: Atoms, stages: Sequence[Sequence[str]], args: Sequence[Any], kwargs: Any = None) -> Any:
-    """Run the stages one after the other in this process, and return the model's output.
-
-    >>> from grace.torch.pipeline.capture import capture
-    >>> model, x = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(4, 2)
-    >>> atoms = Atoms(capture(model, (x,)))
-    >>> bool((run_stages(atoms, [["linear"], ["relu"]], (x,)) == model(x)).all())
-    True
-    """
-    specs = stage_specs(atoms, stages)
-    flat = dict(zip(atoms.captured.inputs, atoms.captured.flat(args, kwargs or {}), strict=True))
-    received: dict[str, Any] = {}
-    for spec in specs:
-        module = build_module(atoms, spec, spec is specs[-1])
-        out = module(*(received[name] for name in spec.receives), *(flat[name] for name in spec.inputs))
-        received = dict(zip(spec.sends, out, strict=False))
-    return pytree.tree_unflatten(out, atoms.captured.out_spec)

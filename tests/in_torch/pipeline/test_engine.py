@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import grace
 from grace.partition.plan import Plan
-from grace.partition.search import plan as search
+from grace.partition.search import SearchOptions, search_plan
 from grace.planner.network import Links
 from grace.torch.pipeline import dry, profile
 from grace.torch.pipeline.planning import state_bytes
@@ -154,7 +154,7 @@ def of_a_dry_run(file):
     model, (args, kwargs, target) = made("Residual"), batch("Residual")
     if grace.rank() == 0:
         graph = dry.build_graph(model, (args, kwargs), dry=True)
-        search(graph, 2, ROWS, Links(1e9), stages=2, microbatches=2).save(file)
+        search_plan(graph, 2, ROWS, Links(1e9), SearchOptions(stages=2, microbatches=2)).save(file)
     engine = model_of(plan=file)
     engine.step(*args, target)
     return engine.plan, engine.stage

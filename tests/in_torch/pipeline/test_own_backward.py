@@ -15,8 +15,7 @@ from grace.partition.blocks import blocks
 from grace.torch.pipeline import profile
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.stages import run_stages
-from tests.support.pipelines import sgd
+from tests.support.pipelines import run_stages, sgd
 from tests.support.pools import ranks_of
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from grace.errors import ConfigError
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.stages import build_module, run_stages, stage_specs
-from tests.support.pipelines import BY_NAME, batch, halves, loss_fn, made
+from grace.torch.pipeline.stages import build_module, stage_specs
+from tests.support.pipelines import BY_NAME, batch, halves, loss_fn, made, run_stages
 
 
 def tensors(value):

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grace.partition.baselines import BY_HAND, cut_by_hand, data_parallel
-from grace.partition.costs import Setting, Space
 from grace.partition.profiles import read
 from grace.partition.search import SearchOptions, search, space_of
-from grace.partition.stages import Cut, Program
+from grace.partition.stage_costs import Setting, Space
+from grace.partition.stage_search import Cut, StageSearch
 from grace.planner.network import Links
 
 MEMORY = 16e9
@@ -62,36 +62,41 @@ def _against_all(space: Space, most: int = 10) -> float:
     few = space.recut(None, most)
     found = search(few, SearchOptions())
     setting = Setting(found.schedule, found.microbatches, found.recompute)
-    program = Program(few, setting, [len(found.stages)])
-    best = exhaustive(program, len(found.stages))
-    return 1.0 if best is None else program.longest(len(found.stages)) / best.longest
+    stage_search = StageSearch(few, setting, len(found.stages))
+    best = exhaustive(stage_search)
+    return 1.0 if best is None else stage_search.longest() / best.longest
 
 
-def exhaustive(program: Program, stages: int) -> Cut | None:
+def exhaustive(search: StageSearch) -> Cut | None:
     """Return the best cut by brute force: over every way to cut the blocks, with every way to deal the ranks.
 
     Returns:
         a cut whose longest stage is as short as possible; None if no cut is possible.
     """
-    count, places = program.space.count, program.setting.places
+    count, stages, setting = search.space.count, search.stages, search.setting
     costs: dict[tuple[int, int], list[list[list[float]]]] = {}
 
-    def tried(left: int, start: int, ranks: int, longest: float) -> Iterator[Cut]:
+    def cuts(left: int, start: int, ranks: int, longest: float) -> Iterator[Cut]:
+        """Yield all cuts of the blocks from ``start`` on into the last ``left`` stages."""
         if not left:
             yield Cut(longest, (), ())
             return
         if (left, ranks) not in costs:
-            costs[left, ranks] = program.cost(stages, left, ranks).tolist()
-        own = (program.most,) if places else range(1, ranks - left + 2) if left > 1 else (ranks,)
+            costs[left, ranks] = search.cost(left, ranks).tolist()
+        if setting.equal_stages:
+            possible_replicas: Sequence[int] = (search.most,)
+        else:
+            possible_replicas = range(1, ranks - left + 2) if left > 1 else (ranks,)
         for end in range(start + 1, count - left + 2) if left > 1 else (count,):
-            for replicas in own:
+            for replicas in possible_replicas:
                 cost = costs[left, ranks][start][end][replicas]
                 if math.isfinite(cost):
-                    for rest in tried(left - 1, end, ranks - replicas, max(longest, cost)):
+                    for rest in cuts(left - 1, end, ranks - replicas, max(longest, cost)):
                         yield Cut(rest.longest, (end, *rest.ends), (replicas, *rest.replicas))
 
-    everything = tried(stages, 0, program.most * stages if places else program.devices, 0.0) if stages <= count else ()
-    return min(everything, key=lambda cut: cut.longest, default=None)
+    ranks = search.most * stages if setting.equal_stages else search.devices
+    every_cut = cuts(stages, 0, ranks, 0.0) if stages <= count else ()
+    return min(every_cut, key=lambda cut: cut.longest, default=None)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,7 @@ def plan(
         str | None, typer.Option(help="Of every stage, as 2 or 1-4; or of each, with commas: 2,1,1.")
     ] = None,
     microbatches: Annotated[str | None, typer.Option(help=f"How many: {RANGE}.")] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zero_bubble or zbv; several with commas.")
-    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b; both are tried.")] = None,
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--keep", help="Compute stages' forward again; both are tried.")
     ] = None,

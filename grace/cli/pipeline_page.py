@@ -123,10 +123,10 @@ def _line(plan: Plan) -> Figure:
     axes.grid(False, axis="y")
     numbered = len(played.events) <= MOST_NUMBERS
     for event in played.events:
-        color, alpha = LOOKS[event.what]
+        color, alpha = LOOKS[event.kind]
         lower = any(i < event.stage for i, s in enumerate(plan.stages) if s.ranks == plan.stages[event.stage].ranks)
         axes.barh(
-            order.index(event.rank),
+            order.index(event.stage),
             1e3 * (event.end - event.start),
             left=1e3 * event.start,
             height=0.7,
@@ -136,7 +136,7 @@ def _line(plan: Plan) -> Figure:
             linewidth=0.5,
         )
         if numbered and event.end - event.start > total / 60:
-            at = 1e3 * (event.start + event.end) / 2, order.index(event.rank)
+            at = 1e3 * (event.start + event.end) / 2, order.index(event.stage)
             write(axes, str(event.microbatch), at, size=9, color="white", ha="center", va="center")
     for row, place_ in enumerate(order):
         waits = sum(stage.exchange for stage in plan.stages if stage.ranks == places[place_])
@@ -147,7 +147,7 @@ def _line(plan: Plan) -> Figure:
     for tick in axes.set_yticklabels(names):
         tick.set(parse_math=False, color=INK, fontsize=10.5)
     label_axes(axes, "ms")
-    kinds = list(dict.fromkeys(event.what for event in played.events))
+    kinds = list(dict.fromkeys(event.kind for event in played.events))
     keys = [WHAT[kind] for kind in sorted(kinds)]
     about = f"{plan.schedule} over {len(places)} places: {100 * plan.bubble:.1f} % of the time is bubble"
     caption = (

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from grace.errors import ConfigError
-from grace.partition.costs import Setting, Space
 from grace.partition.graph import Graph
-from grace.partition.orders import SINGLE, check
 from grace.partition.plan import Plan
 from grace.partition.predict import memory_of, predicted
+from grace.partition.schedules import SCHEDULES, schedule_error
 from grace.partition.search import MOST_MICROBATCHES
-from grace.partition.stages import Cut
+from grace.partition.stage_costs import Setting, Space
+from grace.partition.stage_search import Cut
 from grace.planner.step import Timeline
 
 
@@ -101,7 +101,7 @@ def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | 
         except ConfigError:  # what must be together is not
             continue
         cut = Cut(0.0, tuple(range(1, stages + 1)), (count // stages,) * stages)
-        found += list(_played(own, cut, stages))
+        found += list(_predicted_plans(own, cut, stages))
     return min(found, key=lambda plan: plan.seconds, default=None)
 
 
@@ -111,7 +111,7 @@ def data_parallel(space: Space) -> float | None:
     graph, count = space.graph, space.devices.count
     cut = Cut(0.0, (space.count,), (count,))
     for many in (m for m in range(1, space.batch // count + 1) if space.batch % (m * count) == 0):
-        if memory_of(space, Setting("1f1b", many, places=1), cut)[0] <= space.limit:
+        if memory_of(space, Setting("1f1b", many, equal_stages=1), cut)[0] <= space.limit:
             break
     else:
         return None
@@ -127,14 +127,15 @@ def data_parallel(space: Space) -> float | None:
     return space.exchanges.beside(variables, count, network, Timeline(ready, before, backward))
 
 
-def _played(space: Space, cut: Cut, stages: int) -> Iterator[Plan]:
+def _predicted_plans(space: Space, cut: Cut, stages: int) -> Iterator[Plan]:
+    """Yield the plans of a cut, over numbers of micro-batches, schedules and recomputation."""
     most = MOST_MICROBATCHES * space.devices.count
     for many in (m for m in range(1, min(space.batch, most) + 1) if space.batch % m == 0):
         if not space.rows(many, cut.replicas[0]):
             continue
-        for schedule, recompute in itertools.product(SINGLE, (False, True)):
-            if not check(schedule, stages, stages, many):
-                setting = Setting(schedule, many, recompute, places=stages)
+        for schedule, recompute in itertools.product(SCHEDULES, (False, True)):
+            if not schedule_error(schedule, stages, many):
+                setting = Setting(schedule, many, recompute, equal_stages=stages)
                 made = predicted(space, setting, cut)
                 if made is not None:
                     yield made

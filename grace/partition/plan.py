@@ -12,11 +12,8 @@ from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.partition.graph import Graph
+from grace.partition.schedules import SCHEDULES
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-"""torch's GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble."""
-UNEQUAL = ("gpipe", "1f1b")
-"""Schedules whose stages may have different numbers of replicas."""
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 VERSION = 1
 
@@ -27,7 +24,7 @@ class Stage:
 
     Attributes:
         nodes: names of the nodes, in the graph's order.
-        ranks: ranks that have the stage, one for each replica. A rank may have several stages (interleaved schedules).
+        ranks: ranks that have the stage, one for each replica.
         sends: names of the values that it sends to the next stage.
         forward: seconds of forward for a replica's rows of one micro-batch.
         backward: seconds of backward for these rows, including recomputation if the plan recomputes.
@@ -66,7 +63,7 @@ class Plan:
         stages: the stages, in order.
         batch: rows of a step, of all replicas.
         microbatches: number of micro-batches of a batch; replica r of R has rows [r M/R, (r+1) M/R) of each of M rows.
-        schedule: one of :data:`SCHEDULES`.
+        schedule: one of :data:`~grace.partition.schedules.SCHEDULES`.
         recompute: True if only the values that enter a stage are kept, and backward computes the stage's forward again.
         layout: "replicas" if replicas of a stage are neighbours in the order of ranks, "stages" if stages are.
         compressor: spec of the gradients' compressor.
@@ -79,7 +76,7 @@ class Plan:
 
     >>> plan = Plan("k", (Stage(("a",), (0, 1)), Stage(("b",), (2,))), batch=8, microbatches=4)
     >>> plan.world_size, plan.replicas, plan.place(1), Plan.from_dict(plan.to_dict()) == plan
-    (3, (2, 1), ((0, 1),), True)
+    (3, (2, 1), (0, 1), True)
     """
 
     model: str
@@ -112,25 +109,23 @@ class Plan:
                 raise ConfigError(f"stage {i} needs ranks, each once, and has {list(stage.ranks)}")
             if rows % stage.replicas:
                 raise ConfigError(f"the {stage.replicas} replicas of stage {i} do not divide {rows} rows")
-        if len(set(self.replicas)) > 1 and self.schedule not in UNEQUAL:
-            raise ConfigError(f"stages with different numbers of replicas need {' or '.join(UNEQUAL)}")
-        ranks = {rank for stage in self.stages for rank in stage.ranks}
-        if ranks != set(range(len(ranks))):
-            raise ConfigError(f"a plan's ranks must be 0 to N - 1, and these are {sorted(ranks)}")
+        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        if ranks != list(range(len(ranks))):
+            raise ConfigError(f"a plan's ranks must be 0 to N - 1, each in one stage, and these are {ranks}")
 
     @property
     def world_size(self) -> int:
         """Number of ranks that the plan is for."""
-        return len({rank for stage in self.stages for rank in stage.ranks})
+        return sum(self.replicas)
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """Number of replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
-    def place(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return (stage, replica) of each stage that a rank has, in the order of stages."""
-        return tuple((i, stage.ranks.index(rank)) for i, stage in enumerate(self.stages) if rank in stage.ranks)
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return (stage, replica) of a rank."""
+        return next((i, stage.ranks.index(rank)) for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def check(self, graph: Graph, ranks: int, versions: Mapping[str, Any] | None = None) -> None:
         """Refuse a plan for another model, number of ranks or version.

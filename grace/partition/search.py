@@ -4,18 +4,18 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from grace.errors import ConfigError
 from grace.partition.blocks import blocks, cut_at
-from grace.partition.costs import Setting, Space
 from grace.partition.exchange import Exchanges
 from grace.partition.graph import Graph
 from grace.partition.layout import LAYOUTS, Devices
-from grace.partition.orders import SINGLE, check, rank_of
-from grace.partition.plan import SCHEDULES, Plan
+from grace.partition.plan import Plan
 from grace.partition.predict import memory_of, predicted
-from grace.partition.stages import Cut, Program
+from grace.partition.schedules import SCHEDULES, schedule_error
+from grace.partition.stage_costs import Setting, Space
+from grace.partition.stage_search import Cut, StageSearch
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
@@ -26,8 +26,6 @@ REFINED = 4
 """Number of these cuts whose blocks and ranks are then moved one by one."""
 MOST_UNEQUAL = 16
 """Largest number of ranks for which different numbers of replicas are tried."""
-MOST_LOCAL = 4
-"""Stages on a rank, at most, of schedules that take several."""
 MOST_MICROBATCHES = 8
 """Largest number of micro-batches for each rank that is tried if none is given."""
 BLOCKS = (32, 128)
@@ -57,11 +55,11 @@ class SearchOptions:
     """Constraints of a search, and facts about the devices and the training.
 
     Attributes:
-        stages: number of stages, or several possible numbers. Several stages on a rank count each.
+        stages: number of stages, or several possible numbers.
         replicas: number of replicas of every stage, or several possible numbers; a list or tuple has one number for
             each stage.
         microbatches: number of micro-batches, or several possible numbers.
-        schedule: one of :data:`~grace.partition.plan.SCHEDULES`, or several; "gpipe" and "1f1b" if left out.
+        schedule: one of :data:`~grace.partition.schedules.SCHEDULES`, or several; all are tried if left out.
         recompute: True to compute forward again for backward; None tries both.
         layout: "replicas" or "stages" (:mod:`grace.partition.layout`); None tries both.
         cuts: names of the last nodes of all stages but the last, in the graph's order.
@@ -130,7 +128,7 @@ class SearchOptions:
     def schedules(self) -> tuple[str, ...]:
         """Schedules to try."""
         if self.schedule is None:
-            return SINGLE
+            return SCHEDULES
         return (self.schedule,) if isinstance(self.schedule, str) else tuple(self.schedule)
 
     @property
@@ -246,138 +244,136 @@ def space_of(
     return Space(graph, made, ranks, Exchanges(costs, *choices), batch, memory, state, update)
 
 
+class _Candidate(NamedTuple):
+    """A simulated cut, and the search that found it."""
+
+    seconds: float
+    number: int
+    search: StageSearch
+    cut: Cut
+    plan: Plan
+
+
 def search(space: Space, options: SearchOptions) -> Plan:
     """Return the plan of a space with the shortest predicted step.
 
     Raises:
         ConfigError: see :func:`search_plan`.
     """
-    drafts: list[tuple[float, int, Program, int]] = []
-    tried = list(_programs(space, options))
-    if not tried:
+    searches = list(_searches(space, options))
+    if not searches:
         raise ConfigError(_no_plan_message(space, options))
-    for program, stages in tried:
-        longest = program.longest(stages)
-        if math.isfinite(longest):
-            drafts.append((_estimate(program.setting, stages, longest), len(drafts), program, stages))
-    drafts.sort(key=lambda draft: draft[:2])
-    played: list[tuple[float, int, Plan, Program, Cut]] = []
-    for _, number, program, stages in drafts:
-        cut = program.cut(stages)
-        found = None if cut is None else predicted(space, program.setting, cut)
+    estimates = [(_estimated_seconds(one), number) for number, one in enumerate(searches)]
+    candidates: list[_Candidate] = []
+    for seconds, number in sorted(estimates):
+        one = searches[number]
+        cut = one.cut() if math.isfinite(seconds) else None
+        found = None if cut is None else predicted(space, one.setting, cut)
         if cut is not None and found is not None:
-            played.append((round(found.seconds, 9), number, found, program, cut))
-        if len(played) >= BEST:
+            candidates.append(_Candidate(round(found.seconds, 9), number, one, cut, found))
+        if len(candidates) >= BEST:
             break
-    if not played:
-        raise _too_little(space, tried)
-    played.sort(key=lambda one: one[:2])
-    moved = []
-    for _, _, found, program, cut in played[:REFINED]:
-        near = [
-            other.setting
-            for other, stages in tried
-            if stages == len(cut.ends) and _alike(other.setting, program.setting)
-        ]
-        moved.append(_moved(space, program, cut, found, near))
-    return min(moved, key=lambda plan: round(plan.seconds, 9))
+    if not candidates:
+        raise _memory_error(space, searches)
+    candidates.sort(key=lambda candidate: (candidate.seconds, candidate.number))
+    refined = []
+    for candidate in candidates[:REFINED]:
+        stages = candidate.search.stages
+        near = [one.setting for one in searches if one.stages == stages and _is_near(one, candidate.search)]
+        refined.append(_refine(space, candidate, near))
+    return min(refined, key=lambda plan: round(plan.seconds, 9))
 
 
-def _alike(one: Setting, other: Setting) -> bool:
-    """Whether a cut for one is one for the other, with up to twice as many micro-batches."""
-    same = (one.places, one.local, one.layout) == (other.places, other.local, other.layout)
-    return same and one != other and 0.5 <= one.microbatches / other.microbatches <= 2
+def _estimated_seconds(search: StageSearch) -> float:
+    """Return an estimate of a step's seconds: the longest stage, and the filling and draining of the pipeline."""
+    return search.longest() * (1 + (search.stages - 1) / search.setting.microbatches)
 
 
-def _moved(space: Space, program: Program, cut: Cut, best: Plan, near: Sequence[Setting]) -> Plan:
-    """The plan after moves of one or two blocks, or ranks, to a neighbour, and to another setting, as long as the step
-    gets shorter."""
-    ranks_move = not program.setting.places and program.allowed is None and program.of_stage is None
-    setting, better = program.setting, True
+def _is_near(one: StageSearch, other: StageSearch) -> bool:
+    """Return True if a cut for one setting is possible for the other, with at most twice as many micro-batches."""
+    a, b = one.setting, other.setting
+    same = (a.equal_stages, a.layout) == (b.equal_stages, b.layout)
+    return same and a != b and 0.5 <= a.microbatches / b.microbatches <= 2
 
-    def tried(one: Cut, under: Setting) -> bool:
-        nonlocal best, cut, setting, better
-        possible = all(i < j for i, j in one.bounds) and all(
-            r > 0 and space.rows(under.microbatches, r) for r in one.replicas
+
+def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Plan:
+    """Return the plan after moves of one or two blocks, or ranks, to a neighbouring stage, and to settings near by, as
+    long as the step gets shorter."""
+    cut, best = candidate.cut, candidate.plan
+    setting = candidate.search.setting
+    free = candidate.search.replicas is None and candidate.search.by_stage is None
+    ranks_move = free and not setting.equal_stages
+
+    def improves(other: Cut, under: Setting) -> bool:
+        """Adopt another cut and setting if its step is shorter."""
+        nonlocal best, cut, setting
+        possible = all(i < j for i, j in other.bounds) and all(
+            r > 0 and space.rows(under.microbatches, r) for r in other.replicas
         )
-        found = predicted(space, under, one) if possible else None
+        found = predicted(space, under, other) if possible else None
         if found is None or found.seconds >= best.seconds * (1 - 1e-9):
             return False
-        best, cut, setting, better = found, one, under, True
+        best, cut, setting = found, other, under
         return True
 
-    while better:
-        better = False
-        for at, by in itertools.product(range(len(cut.ends) - 1), (-1, 1, -2, 2)):
+    improved = True
+    while improved:
+        improved = False
+        for stage, by in itertools.product(range(len(cut.ends) - 1), (-1, 1, -2, 2)):
             ends, replicas = list(cut.ends), list(cut.replicas)
-            ends[at] += by
-            replicas[at] += by
-            replicas[at + 1] -= by
+            ends[stage] += by
+            replicas[stage] += by
+            replicas[stage + 1] -= by
             others = [cut._replace(ends=tuple(ends))]
             if ranks_move:
                 others += [one._replace(replicas=tuple(replicas)) for one in (cut, *others)]
-            any(tried(one, setting) for one in others)
-        any([tried(cut, other) for other in near])
+            # the first one that is better; further ones would start from the former cut
+            improved |= any(improves(other, setting) for other in others)
+        for other_setting in near:
+            improved |= improves(cut, other_setting)
     return best
 
 
-def settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, list[int]]]:
-    """All settings that are possible, each with its numbers of stages."""
-    count, many = space.devices.count, space.devices.count
-    divisors = [m for m in range(1, space.batch + 1) if space.batch % m == 0]
-    usual = [m for m in divisors if m <= max(MOST_MICROBATCHES * many, 1)]
+def _searches(space: Space, options: SearchOptions) -> Iterator[StageSearch]:
+    """Yield a search for each possible setting and number of stages."""
+    by_stage = options.replicas_by_stage
+    for setting, stages in settings(space, options):
+        wanted = options.stage_counts is None or stages in options.stage_counts
+        if wanted and (by_stage is None or stages == len(by_stage)):
+            yield StageSearch(space, setting, stages, options.replica_counts, by_stage)
+
+
+def settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, int]]:
+    """Yield all possible settings with their numbers of stages."""
+    count = space.devices.count
     possible = _possible(options.microbatches)
-    wanted = usual if possible is None else [m for m in divisors if m in possible]
-    for m in wanted:
-        for schedule in options.schedules:
-            for recompute in (False, True) if options.recompute is None else (options.recompute,):
-                plain = Setting(schedule, m, recompute)
-                if schedule in SINGLE:
-                    if count <= MOST_UNEQUAL and "replicas" in options.layouts:
-                        stages = [s for s in range(1, min(count, space.count) + 1) if not check(schedule, s, s, m)]
-                        yield plain, stages
-                    for places in (p for p in range(1, min(count, space.count) + 1) if count % p == 0):
-                        if check(schedule, places, places, m):
-                            continue
-                        for layout in _layouts(space, options, places):
-                            if layout == "stages" or count > MOST_UNEQUAL:
-                                yield dataclasses.replace(plain, layout=layout, places=places), [places]
-                    continue
-                for places in (p for p in range(2, count + 1) if count % p == 0):
-                    for local in range(1 if schedule == "zero_bubble" else 2, MOST_LOCAL + 1):
-                        if places * local > space.count or check(schedule, places, places * local, m):
-                            continue
-                        for layout in _layouts(space, options, places):
-                            for share in dict.fromkeys((1.0, 1 / local) if math.isfinite(space.limit) else (1.0,)):
-                                yield Setting(schedule, m, recompute, layout, places, local, share), [places * local]
+    for m in (m for m in range(1, space.batch + 1) if space.batch % m == 0):
+        wanted = m <= MOST_MICROBATCHES * count if possible is None else m in possible
+        if not wanted:
+            continue
+        recomputes = (False, True) if options.recompute is None else (options.recompute,)
+        for schedule, recompute in itertools.product(options.schedules, recomputes):
+            setting = Setting(schedule, m, recompute)
+            counts = [s for s in range(1, min(count, space.count) + 1) if not schedule_error(schedule, s, m)]
+            if count <= MOST_UNEQUAL and "replicas" in options.layouts:
+                for stages in counts:
+                    yield setting, stages
+            for stages in (s for s in counts if count % s == 0):
+                for layout in _layouts(space, options, stages):
+                    # unequal replicas include equal ones in the layout "replicas"
+                    if layout == "stages" or count > MOST_UNEQUAL:
+                        yield dataclasses.replace(setting, layout=layout, equal_stages=stages), stages
 
 
-def _layouts(space: Space, options: SearchOptions, places: int) -> tuple[str, ...]:
+def _layouts(space: Space, options: SearchOptions, stages: int) -> tuple[str, ...]:
     """Return the layouts to try that differ."""
-    if space.devices.one_node or places in (1, space.devices.count):
+    if space.devices.one_node or stages in (1, space.devices.count):
         return options.layouts[:1]
     return options.layouts
 
 
-def _programs(space: Space, options: SearchOptions) -> Iterator[tuple[Program, int]]:
-    """Yield the dynamic program of each possible setting, and its number of stages."""
-    by_stage = options.replicas_by_stage
-    for setting, stages in settings(space, options):
-        for count in stages:
-            wanted = options.stage_counts is None or count in options.stage_counts
-            if wanted and (by_stage is None or count == len(by_stage)):
-                yield Program(space, setting, [count], options.replica_counts, by_stage), count
-
-
-def _estimate(setting: Setting, stages: int, longest: float) -> float:
-    """About what a step takes: the longest stage, and the pipeline's filling and draining."""
-    places = stages // setting.local
-    fill = {"zero_bubble": 1 / 3, "zbv": 1 / 6}.get(setting.schedule, 1 / setting.local)
-    return setting.local * longest * (1 + fill * (places - 1) / setting.microbatches)
-
-
 def _described(compressor: Any) -> str:
-    """In a plan: a spec, or a strategy's."""
+    """Return the description of a compressor or strategy in a plan."""
     if isinstance(compressor, dict) and "name" not in compressor:
         return "a strategy's"
     return "none" if compressor is None else str(getattr(compressor, "spec", compressor))
@@ -401,36 +397,35 @@ def _no_plan_message(space: Space, options: SearchOptions) -> str:
     )
 
 
-def _too_little(space: Space, tried: Sequence[tuple[Program, int]]) -> ConfigError:
-    """Return the error that says how much is missing, of the plan whose fullest rank has least."""
-    best: tuple[float, Program, Cut] | None = None
-    for program, stages in tried:
-        small = Program(space, program.setting, [stages], program.allowed, program.of_stage, True)
-        cut = small.cut(stages)
+def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
+    """Return the error that names the missing memory, of the plan whose fullest rank has least."""
+    best: tuple[float, StageSearch, Cut] | None = None
+    for one in searches:
+        by_memory = StageSearch(space, one.setting, one.stages, one.replicas, one.by_stage, by_memory=True)
+        cut = by_memory.cut()
         if cut is not None and (best is None or cut.longest < best[0]):
-            best = cut.longest, small, cut
+            best = cut.longest, by_memory, cut
     if best is None:
         return ConfigError(
             f"no number of replicas of {space.devices.count} devices divides the rows of a micro-batch: "
             f"the batch has {space.batch} rows"
         )
-    _, program, cut = best
-    setting = program.setting
-    memory, places = memory_of(space, setting, cut), setting.places or len(cut.ends)
+    _, found, cut = best
+    setting = found.setting
+    memory = memory_of(space, setting, cut)
     needed = max(memory)
-    own = [s for s in range(len(cut.ends)) if rank_of(setting.schedule, s, places) == memory.index(needed)]
-    stage = max(own, key=lambda s: space.memory(cut.replicas[s], setting.microbatches).static[cut.bounds[s]])
+    stage = memory.index(needed)
     i, j = cut.bounds[stage]
     first, last = space.blocks[i].nodes[0], space.blocks[j - 1].nodes[-1]
     again = ", recomputing" if setting.recompute else ""
-    others = f", with the {len(own) - 1} other stages on it," if len(own) > 1 else ""
-    missing, usual = needed - space.limit, space.memory(cut.replicas[stage], setting.microbatches)
-    alone = usual.static + usual.made
+    missing = needed - space.limit
+    one_block = space.memory(cut.replicas[stage], setting.microbatches)
+    alone = one_block.static + one_block.saved
     several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
     nearly = missing <= FINER * max(several, default=0.0)  # a border that moves within two blocks
     return TooLittleMemory(
         f"memory does not suffice: even where it is used least ({len(cut.ends)} stages, {setting.schedule}, "
-        f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}){others} needs "
+        f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}) needs "
         f"{needed / 1e9:.3f} GB, and may use {space.limit / 1e9:.3f} GB: "
         f"{missing / 1e9:.3f} GB are missing"
         + (f"; blocks={FINER * space.count} cuts finer" if nearly and space.count >= MOST_BLOCKS else ""),

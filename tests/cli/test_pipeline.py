@@ -60,8 +60,9 @@ def test_what_is_given_is_kept(tmp_path):
     plan = Plan.load(tmp_path / "plan.json")
     assert [stage.nodes[-1] for stage in plan.stages][:2] == ["node12", "node23"]
     assert plan.recompute is False
-    run(tmp_path, "plan", *asked, "--stages", "4,8", "--schedule", "zbv,interleaved", "--layout", "stages")
-    assert Plan.load(tmp_path / "plan.json").schedule in ("zbv", "interleaved")
+    run(tmp_path, "plan", *asked, "--stages", "2,4", "--schedule", "gpipe,1f1b", "--layout", "stages")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert (plan.layout, len(plan.stages) in (2, 4), len(set(plan.replicas))) == ("stages", True, 1)
 
 
 def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
@@ -100,7 +101,7 @@ def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
     assert planned("--strategy", f"auto(methods=['{sparse}'])")[1:] == quick[1:]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_plan_is_drawn(tmp_path, schedule):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     asked = ("-n", "4", "--profile", PROFILE, "--memory", "16GB")

@@ -84,7 +84,8 @@ def test_damaged_plans_are_refused(made, change, says, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "more", "says"),
     [
-        ([(0, 1), (2,)], {"schedule": "zero_bubble"}, "need gpipe or 1f1b"),
+        ([(0, 1), (2,)], {"schedule": "zero_bubble"}, "unknown; there are gpipe, 1f1b"),
+        ([(0,), (1,), (0,)], {}, "each in one stage"),
         ([(0, 0)], {}, "each once"),
         ([(0,), (2,)], {}, "0 to N - 1"),
         ([(0, 1, 2)], {}, "do not divide 2 rows"),

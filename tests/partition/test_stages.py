@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from grace.errors import ConfigError
 from grace.partition.blocks import Block
 from grace.partition.coarsening import closed
-from grace.partition.costs import Setting, Space
 from grace.partition.exchange import Exchanges
 from grace.partition.layout import Devices
-from grace.partition.orders import check
 from grace.partition.predict import predicted, timeline
+from grace.partition.schedules import schedule_error
 from grace.partition.search import SearchOptions, search
-from grace.partition.stages import Cut, Program
+from grace.partition.stage_costs import Setting, Space
+from grace.partition.stage_search import Cut, StageSearch
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
@@ -51,12 +51,12 @@ def test_the_search_equals_brute_force(data):
     schedule = data.draw(st.sampled_from(["gpipe", "1f1b"]))
     setting = Setting(schedule, data.draw(st.sampled_from([1, 2, 4, 8])), data.draw(st.booleans()))
     for stages in range(1, min(devices, space.count) + 1):
-        if check(schedule, stages, stages, setting.microbatches):
+        if schedule_error(schedule, stages, setting.microbatches):
             continue
-        program = Program(space, setting, [stages])
-        found, best = program.cut(stages), exhaustive(program, stages)
+        one = StageSearch(space, setting, stages)
+        found, best = one.cut(), exhaustive(one)
         assert (found is None) == (best is None)
-        assert program.longest(stages) == (math.inf if best is None else pytest.approx(best.longest))
+        assert one.longest() == (math.inf if best is None else pytest.approx(best.longest))
         if found is not None:
             assert found.longest == pytest.approx(best.longest)
             assert sum(found.replicas) == devices
@@ -71,17 +71,14 @@ def test_the_search_equals_brute_force(data):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_search_of_stages_dealt_to_places_equals_brute_force(data):
+def test_the_search_of_stages_with_as_many_replicas_equals_brute_force(data):
     space = space_of(data.draw(st.integers(0, 2**32)), data.draw(st.integers(4, 9)), 4, nodes=2)
-    schedule, places, local = data.draw(
-        st.sampled_from([("gpipe", 2, 1), ("1f1b", 2, 1), ("interleaved", 2, 2), ("zero_bubble", 2, 1), ("zbv", 2, 2)])
-    )
-    stages, layout = places * local, data.draw(st.sampled_from(["replicas", "stages"]))
-    if space.count < stages:
+    schedule, layout = data.draw(st.sampled_from(["gpipe", "1f1b"])), data.draw(st.sampled_from(["replicas", "stages"]))
+    if space.count < 2:
         return
-    setting = Setting(schedule, 4, data.draw(st.booleans()), layout, places, local)
-    program = Program(space, setting, [stages])
-    found, best = program.cut(stages), exhaustive(program, stages)
+    setting = Setting(schedule, 4, data.draw(st.booleans()), layout, equal_stages=2)
+    one = StageSearch(space, setting, 2)
+    found, best = one.cut(), exhaustive(one)
     assert found.longest == pytest.approx(best.longest)
     made = predicted(space, setting, found)
     assert made.world_size == 4
@@ -166,18 +163,6 @@ def test_replicas_lie_within_nodes_and_stages_between_them_or_the_other_way():
     assert (found.layout, found.stages[0].ranks) == ("replicas", (0, 1))
 
 
-def test_schedules_with_several_stages_on_a_rank():
-    graph = chain(16, rows=8)
-    steps = {}
-    for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv"):
-        found = plan(graph, 4, 8, FAST, schedule=schedule, microbatches=8, replicas=1)
-        steps[schedule] = found.seconds
-        assert found.world_size == 4
-        assert len(found.stages) >= (4 if schedule == "1f1b" else 8 if schedule in ("interleaved", "zbv") else 4)
-    assert steps["zbv"] < steps["interleaved"] < steps["1f1b"]
-    assert steps["zero_bubble"] < steps["1f1b"]
-
-
 def test_cuts_and_numbers_that_are_given_are_kept():
     graph = chain(6, rows=8)
     found = plan(graph, 3, 8, FAST, cuts=["n0", "n3"], microbatches=4, schedule="gpipe", recompute=True)
@@ -223,25 +208,13 @@ def test_a_value_for_a_later_stage_is_paid_at_every_cut_before_it():
     assert plan(plain, 3, 8, Links(1e9), cuts=["n1", "n3"], microbatches=2, replicas=1).stages[0].sent == 5e5
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
-def test_ranks_with_several_stages_fit_in_memory_together(schedule):
-    graph = chain(16, kept=1e9, parameters=2e8, rows=8)
-    free = plan(graph, 2, 8, FAST, schedule=schedule, recompute=False)
-    limit = 0.9 * max(free.memory)  # the last stage keeps what it computes
-    tight = plan(graph, 2, 8, FAST, schedule=schedule, memory=limit, memory_margin=0.0)
-    assert max(tight.memory) <= limit
-    with pytest.raises(ConfigError, match=r"stages, .*GB are missing"):
-        plan(graph, 2, 8, FAST, schedule=schedule, memory=3e9)
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), limit=st.floats(50, 2000))
 def test_plans_fit_or_the_error_says_what_is_missing(seed, limit):
     graph = drawn(seed, 12)
-    schedules = ["gpipe", "1f1b", "interleaved", "zbv"]
     says = ""
     try:
-        found = plan(graph, 4, 8, FAST, memory=limit, schedule=schedules)
+        found = plan(graph, 4, 8, FAST, memory=limit)
     except ConfigError as error:
         says = str(error)
     if says:
@@ -266,7 +239,7 @@ def test_what_is_chosen_is_near_the_best_of_all_that_could_be_played(seed):
         inner = itertools.combinations(range(1, space.count), stages - 1)
         for ends, of, many in itertools.product(inner, replicas, (1, 2, 3, 4, 6, 12)):
             for schedule in ("gpipe", "1f1b"):
-                if all(space.rows(many, r) for r in of) and not check(schedule, stages, stages, many):
+                if all(space.rows(many, r) for r in of) and not schedule_error(schedule, stages, many):
                     made = predicted(space, Setting(schedule, many), Cut(0.0, (*ends, space.count), of))
                     best = min(best, made.seconds)
     assert best * (1 - 1e-9) <= chosen.seconds <= best * 1.1

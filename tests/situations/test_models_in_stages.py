@@ -92,8 +92,7 @@ def gradients(kind, settings):
     [
         ("keywords", {}),
         ("table", {"sparse_as_dense": True}),
-        ("mixed", {"schedule": "zero_bubble"}),
-        ("mixed", {"schedule": "zbv", "stages": 4}),
+        ("mixed", {"schedule": "gpipe"}),
         ("mixed", {"schedule": "1f1b"}),
     ],
 )

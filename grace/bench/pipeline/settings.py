@@ -6,7 +6,7 @@ from typing import Any
 from grace.bench.link.emulation import Link
 from grace.communicators.choice import build_communicator
 from grace.errors import ConfigError
-from grace.partition.plan import SCHEDULES
+from grace.partition.schedules import SCHEDULES
 
 KNOWN = ("vgg11", "resnet18", "gpt", "encoder_decoder", "unet", "mlp")
 ROUNDS, QUICK_ROUNDS = 3, 2
@@ -27,7 +27,7 @@ class Settings:
         stages: number of stages; for 2 every cut at a block's end is measured; None compares the ways to share out
             the ranks.
         microbatches: number of microbatches of a batch.
-        schedule: one of :data:`grace.partition.plan.SCHEDULES`.
+        schedule: one of :data:`grace.partition.schedules.SCHEDULES`.
         blocks: number of blocks that stages are made of.
         rounds: number of turns of each cut.
         seconds: approximate seconds in which each cut's steps are measured.
@@ -67,7 +67,7 @@ class Settings:
         for rate in self.bandwidths:
             if rate is not None:
                 Link(self.ranks, rate)
-        if self.schedule not in SCHEDULES[:2]:
+        if self.schedule not in SCHEDULES:
             raise ConfigError(f"--schedule must be gpipe or 1f1b, not {self.schedule!r}")
         for name in ("microbatches", "blocks", "rounds"):
             if getattr(self, name) < 1:

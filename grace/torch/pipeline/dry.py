@@ -7,9 +7,8 @@ import torch
 
 from grace.partition.graph import Graph
 from grace.torch.pipeline import profile
-from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import capture, check_plain_model, split_call
-from grace.torch.pipeline.rows import count_rows
+from grace.torch.pipeline.capture import check_plain_model, split_call
+from grace.torch.pipeline.captured_batch import CapturedBatch
 
 
 def build_graph(
@@ -31,8 +30,5 @@ def build_graph(
     (4, ['linear'], (3, 2))
     """
     check_plain_model(model)
-    args, kwargs = split_call(example_inputs)
-    captured = capture(model.train(True), args, kwargs)
-    atoms = Atoms(captured)
-    flat = captured.flat(args, kwargs)
-    return atoms.graph(count_rows(flat), profile.costs_by_rows(model, atoms, flat, dry=dry, file=profiles))
+    batch = CapturedBatch(model.train(True), *split_call(example_inputs))
+    return batch.atoms.graph(batch.rows, profile.costs_by_rows(batch, dry, profiles))

@@ -17,14 +17,13 @@ from grace.partition.exchange import documented
 from grace.partition.plan import Plan
 from grace.partition.search import SearchOptions
 from grace.torch.parameters import broadcast_parameters
-from grace.torch.pipeline import profile, schedules
-from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import capture, check_plain_model, split_call
-from grace.torch.pipeline.cutting import BuiltStages, shape_key
+from grace.torch.pipeline import profile
+from grace.torch.pipeline.capture import check_plain_model, split_call
+from grace.torch.pipeline.captured_batch import CapturedBatch
 from grace.torch.pipeline.exchange import Gradients, check_options, chosen_strategy
 from grace.torch.pipeline.loop import accumulate_gradients, broadcast_batch, gather_outputs
 from grace.torch.pipeline.meeting import CallComparison
-from grace.torch.pipeline.places import Mesh, failing_together
+from grace.torch.pipeline.mesh import Mesh, failing_together
 from grace.torch.pipeline.planning import (
     agree_on_plan,
     check_optimizer_state_whole,
@@ -32,7 +31,9 @@ from grace.torch.pipeline.planning import (
     state_bytes,
     update_seconds,
 )
+from grace.torch.pipeline.point_to_point import make_schedule, run_forward, run_schedule
 from grace.torch.pipeline.rows import count_rows, micro_batches
+from grace.torch.pipeline.stage_builder import BuiltStage, evaluation_stages, shape_key
 from grace.torch.pipeline.state import PipelineState
 
 INPUTS = ("replica", "global", "rank0")
@@ -42,7 +43,7 @@ class Pipeline(PipelineState):
     """A model that runs in stages on several ranks. Every rank must make it, and make the same calls.
 
     Args:
-        model: any module that ``torch.export`` takes. It is not changed; each rank trains the parameters of its stages
+        model: any module that ``torch.export`` takes. It is not changed; each rank trains the parameters of its stage
             in place.
         example_inputs: a tensor, a tuple of arguments, or ``(args, kwargs)`` with a tuple and a dict; the model is cut
             for these. If left out, at the first batch.
@@ -54,7 +55,7 @@ class Pipeline(PipelineState):
         microbatches, stages: their number, or several numbers to choose from.
         replicas: number of replicas of every stage, or a list with one number for each stage; or a range or set of
             numbers to choose from.
-        schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"; the first two are tried if left out.
+        schedule: "gpipe" or "1f1b"; both are tried if left out.
         recompute: True to keep only the values that enter a stage, and compute forward again for backward; None tries
             both.
         cuts: names of the last nodes of all stages but the last.
@@ -156,7 +157,7 @@ class Pipeline(PipelineState):
         """False within ``no_sync()``."""
         self._pending = False
         """True if gradients were accumulated that are not exchanged yet."""
-        self._built: dict[Any, BuiltStages] = {}
+        self._built: dict[Any, BuiltStage] = {}
         self.plan: Plan | None = None
         self.steps = 0
         self.init = init
@@ -168,21 +169,13 @@ class Pipeline(PipelineState):
     # -- the cut ------------------------------------------------------------------------------------------
 
     def _cut(self, args: Any, kwargs: Any) -> None:
-        """Plan the pipeline, and set up this rank's stages."""
+        """Plan the pipeline, and set up this rank's stage."""
         with failing_together(self.backend):
             check_optimizer_state_whole(self.make_optimizer)
             self.model.train(True)
-            captured = capture(self.model, args, kwargs)
-            atoms = Atoms(captured)
-            unknown = [name for name in self.whole if name not in captured.inputs]
-            if unknown:
-                raise ConfigError(
-                    f"whole= names {unknown[0]!r}, which is no input of the model: {', '.join(captured.inputs)}"
-                )
-            flat = captured.flat(args, kwargs)
-            whole = [name in self.whole for name in captured.inputs]
-            rows = count_rows(flat, whole)
-        self._captured = captured
+            batch = CapturedBatch(self.model, args, kwargs, self.whole)
+        atoms, rows = batch.atoms, batch.rows
+        self._captured = batch.captured
         unmeasured = atoms.graph(rows)
         unequal = len(set(self.search_options.replicas_by_stage or ())) > 1
         each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
@@ -194,7 +187,7 @@ class Pipeline(PipelineState):
             """Return measured costs of the model, or estimated ones on ``meta``, and seconds of the optimizer's
             update."""
             local_ranks = hosts.count(hosts[self.backend.rank])
-            costs = profile.costs_by_rows(self.model, atoms, flat, whole, file=self.profiles, local_ranks=local_ranks)
+            costs = profile.costs_by_rows(batch, file=self.profiles, local_ranks=local_ranks)
             if on_meta:
                 return costs, 0.0
             return costs, update_seconds(self.make_optimizer, self.device)
@@ -232,31 +225,31 @@ class Pipeline(PipelineState):
 
     @property
     def optimizer(self) -> Any:
-        """This rank's optimizer, of the parameters of its stages. A rank without parameters has one of a dummy, for the
+        """This rank's optimizer, of the parameters of its stage. A rank without parameters has one of a dummy, for the
         scaler."""
         self._check_planned()
         return self.gradients.optimizer
 
     @property
     def stage(self) -> int:
-        """Number of this rank's first stage."""
+        """Number of this rank's stage."""
         self._check_planned()
-        return self.mesh.stages[0]
+        return self.mesh.stage
 
     @property
     def replica(self) -> int:
-        """Number of the replica of its stages that this rank is; the rank of a DistributedSampler with :attr:`replicas`
+        """Number of the replica of its stage that this rank is; the rank of a DistributedSampler with :attr:`replicas`
         replicas."""
         self._check_planned()
         return self.mesh.replica
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of this rank's stages."""
+        """Number of replicas of this rank's stage."""
         self._check_planned()
         return self.mesh.replicas[self.stage]
 
-    def _begin_call(self, args: Any, kwargs: Any, targeted: bool) -> tuple[BuiltStages, list[Any], list[Any]]:
+    def _begin_call(self, args: Any, kwargs: Any, targeted: bool) -> tuple[BuiltStage, list[Any], list[Any]]:
         """Prepare a call by :meth:`_split_batch`, and start the ranks' comparison of it. ``targeted`` is True if the
         last of ``args`` is the target, provided that there is a loss function."""
 
@@ -266,7 +259,7 @@ class Pipeline(PipelineState):
             return own, kwargs, target
 
         def prepare() -> Any:
-            """Return stages, inputs and targets, shapes for the comparison, and values for the comparison."""
+            """Return the stage, inputs and targets, shapes for the comparison, and values for the comparison."""
             batch = (
                 broadcast_batch(self.mesh, self.device, read_arguments) if self.inputs == "rank0" else read_arguments()
             )
@@ -276,9 +269,9 @@ class Pipeline(PipelineState):
         mode = (1 + self._exchanging) if self.training else 0
         return self.comparison.begin(prepare, mode, self.gradients)  # type: ignore[no-any-return]
 
-    def _split_batch(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[BuiltStages, list[Any], list[Any]], Any]:
-        """Return the stages for these shapes, the inputs of this rank's stages and the target of each micro-batch; and
-        the shapes of the batch."""
+    def _split_batch(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[BuiltStage, list[Any], list[Any]], Any]:
+        """Return this rank's stage for these shapes, and its inputs and the target of each micro-batch; and the shapes
+        of the batch."""
         assert self.plan is not None
         count = self.plan.microbatches
         placement = self.mesh.placement(self.stage)
@@ -293,21 +286,20 @@ class Pipeline(PipelineState):
         if key not in self._built:
             self.model.train(self.training)
             holders = {**self.gradients.holders, **self.buffer_holders}
-            fixed = holders, self.mesh, self.device, self.plan.recompute, whole, self.comparison.end
-            self._built[key] = BuiltStages(self.model, first[0], first[1], self.nodes, self.training, *fixed)
+            micro_batch = CapturedBatch(self.model, *first, self.whole)
+            nodes = self.nodes if self.training else evaluation_stages(micro_batch.atoms, self.nodes, holders)
+            recompute, compare = self.plan.recompute, self.comparison.end
+            self._built[key] = BuiltStage(micro_batch, nodes, self.mesh, self.device, recompute, compare)
         built = self._built[key]
         flat = [built.captured.flat(*pytree.tree_unflatten(one, spec)) for one in cut]
         targets, target_spec = pytree.tree_flatten(target)
-        last = self.mesh.placement(len(self.nodes) - 1) if self.inputs != "replica" else placement
-        if self.inputs != "replica" and len(self.nodes) - 1 not in self.mesh.stages:
-            last = placement  # this rank computes no loss
-        parts = micro_batches(targets, rows, count, last, self.inputs != "replica")
+        parts = micro_batches(targets, rows, count, placement, self.inputs != "replica")
         inputs = [built.inputs(one) for one in flat]
         return (built, inputs, [pytree.tree_unflatten(one, target_spec) for one in parts]), shape_key(leaves)
 
     # -- training -----------------------------------------------------------------------------------------
 
-    def _make_loss(self, built: BuiltStages) -> Callable[[Any, Any], torch.Tensor]:
+    def _make_loss(self, built: BuiltStage) -> Callable[[Any, Any], torch.Tensor]:
         """Return the loss function of the schedule, times the loss scale."""
         scale = 1.0
         if self.scaler is not None and self.scaler.is_enabled():
@@ -333,10 +325,10 @@ class Pipeline(PipelineState):
             built, chunks, targets = self._begin_call(args, kwargs, True)
         loss = self._make_loss(built)
         if built.schedule is None:
-            built.schedule = schedules.make_schedule(self.plan.schedule, built.stages, self.plan.microbatches, loss)
+            built.schedule = make_schedule(self.plan.schedule, built.stage, self.plan.microbatches, loss)
         built.schedule._loss_fn = loss
         with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
-            losses = schedules.run_schedule(built.schedule, built.stages, chunks, targets)
+            losses = run_schedule(built.schedule, built.stage, chunks, targets)
             self.comparison.end()  # in a plan of one stage nothing is sent, so nothing has awaited it yet
         self.steps += 1
         factor = self.gradients.factor(self.plan.microbatches)
@@ -413,7 +405,7 @@ class Pipeline(PipelineState):
         self.gradients.exchange()
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers of this rank's exchange with the replicas of its stages, for a logger, since the last call;
+        """Return numbers of this rank's exchange with the replicas of its stage, for a logger, since the last call;
         see :mod:`grace.session.metrics`. Messages between stages are not counted. No collective."""
         return self.gradients.metrics()
 
@@ -454,7 +446,7 @@ class Pipeline(PipelineState):
             self._cut(args, kwargs)
         with self.mesh.naming_failed_rank("the pipeline's evaluation"):
             built, chunks, _ = self._begin_call(args, kwargs, False)
-            outputs = schedules.run_forward(built.stages, chunks)
+            outputs = run_forward(built.stage, chunks)
             self.comparison.end()
         by_replica = self.inputs == "replica"
         return built.output(gather_outputs(outputs, self.mesh, gather or not by_replica, by_replica))

@@ -1,4 +1,4 @@
-"""The gradients of a rank's stages, from the end of a schedule to the optimizer's step."""
+"""The gradients of a rank's stage, from the end of a schedule to the optimizer's step."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from grace.planner.auto_request import Baseline
 from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
 from grace.torch.optimizer import DistributedOptimizer
-from grace.torch.pipeline.places import Mesh
+from grace.torch.pipeline.mesh import Mesh
 from grace.torch.step_hooks import around_steps
 
 OPTIONS = (
@@ -48,7 +48,7 @@ def check_options(options: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 class Gradients:
-    """The parameters of this rank's stages, and their exchange over the stages' replicas. Every rank must make one.
+    """The parameters of this rank's stage, and their exchange over the stage's replicas. Every rank must make one.
 
     Args:
         owned: names of the parameters of each stage, of all stages.
@@ -127,7 +127,7 @@ class Gradients:
             around_steps(self.optimizer, self._before_step, None)
 
     def _distribute(self, options: Mapping[str, Any], strategy: Any) -> None:
-        """Make the optimizer distributed over the replicas of this rank's stages."""
+        """Make the optimizer distributed over the replicas of this rank's stage."""
         if not self.has_optimizer:
             return
         chosen = dict(options)
@@ -160,14 +160,13 @@ class Gradients:
         """Return the tied parameters of this rank: their names, the group of ranks with copies, and the group's rank
         that has the first stage. The group is a replica's stages, or all ranks if stages have different numbers of
         replicas."""
-        sets: dict[tuple[int, ...], list[str]] = {}
+        by_stages: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.holders.items():
-            ranks = {self.mesh.ranks[stage] for stage in stages}
-            if len(ranks) > 1:
-                sets.setdefault(tuple(sorted({self.mesh.ranks[stage][0] for stage in stages})), []).append(name)
+            if len(stages) > 1:
+                by_stages.setdefault(stages, []).append(name)
         tied = []
-        for names in sets.values():
-            columns = list(dict.fromkeys(self.mesh.ranks[stage] for stage in self.holders[names[0]]))
+        for stages, names in by_stages.items():
+            columns = [self.mesh.ranks[stage] for stage in stages]
             rows = list(zip(*columns, strict=True)) if self.mesh.equal_replicas else [sum(columns, ())]
             for members in rows:
                 group = self.mesh.split(tuple(sorted(members)))  # a collective: all ranks make all groups
@@ -189,7 +188,7 @@ class Gradients:
     def factor(self, microbatches: int) -> float:
         """Return the factor that turns the sum over micro-batches into the input of the mean over replicas."""
         mesh = self.mesh
-        return mesh.replicas[mesh.stages[0]] / mesh.replicas[-1] / microbatches
+        return mesh.replicas[mesh.stage] / mesh.replicas[-1] / microbatches
 
     @torch.no_grad()
     def reduce_copies(self) -> None:
@@ -289,7 +288,7 @@ class Gradients:
     @torch.no_grad()
     def clip_norm(self, most: float, kind: float) -> torch.Tensor:
         """Scale all gradients so that their norm, over all stages, is at most ``most``. Return the norm before."""
-        first = {name for name, stages in self.holders.items() if stages[0] in self.mesh.stages}
+        first = {name for name, stages in self.holders.items() if stages[0] == self.mesh.stage}
         own = [p.grad for name, p in self.parameters.items() if p.grad is not None and name in first]
         norms = [torch.linalg.vector_norm(gradient.float(), kind).double() for gradient in own]
         local = torch.stack([norm.cpu() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)

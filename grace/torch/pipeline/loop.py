@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
-from grace.torch.pipeline.places import Mesh
+from grace.torch.pipeline.mesh import Mesh
 
 
 class _Loss(torch.autograd.Function):

@@ -23,7 +23,7 @@ from grace.errors import StepError
 from grace.exchange.step_stamp import ADVICE, describe_ranks
 from grace.session.agreement import gather_or_raise
 from grace.torch.pipeline.exchange import Gradients
-from grace.torch.pipeline.places import Mesh
+from grace.torch.pipeline.mesh import Mesh
 
 SAMPLE = 1024
 """Number of elements of a tensor that are compared."""
@@ -81,8 +81,7 @@ class CallComparison:
     def __init__(self, mesh: Mesh, by_replica: bool):
         self.mesh = mesh
         self.backend = mesh.backend
-        columns = list(dict.fromkeys(mesh.ranks))
-        rows = list(zip(*columns, strict=True)) if by_replica else [tuple(range(mesh.backend.size))]
+        rows = list(zip(*mesh.ranks, strict=True)) if by_replica else [tuple(range(mesh.backend.size))]
         self.same_batch_groups = [sorted(ranks) for ranks in rows]
         """Sets of ranks that are given the same batch."""
         self.same_so_far: dict[tuple[int, int], set[int]] = {}
@@ -132,7 +131,7 @@ class CallComparison:
         rates = zlib.crc32(repr(self.rates).encode()) if has_optimizer else -1
         stamp = [int(error is not None), mode, *counts, sums, rates, *batch]
         self._begun = channel.allgather(channel.tensor_of(stamp)), values, error
-        if error is not None or 0 not in self.mesh.stages:
+        if error is not None or self.mesh.stage != 0:
             self.end()
         return work
 

@@ -31,8 +31,8 @@ INSTEAD = (
     "Write it as a torch.autograd.Function that forward applies, or leave it out"
 )
 CLIPPED = (
-    "a pipeline's stages would run it once for each micro-batch, on gradients that are not scaled yet, or not at all "
-    "(zero_bubble). Change gradients between engine.exchange() and the optimizer's step, or by engine.clip_grad_norm_()"
+    "a pipeline's stages would run it once for each micro-batch, on gradients that are not scaled yet. Change them "
+    "between engine.exchange() and the optimizer's step, or by engine.clip_grad_norm_()"
 )
 
 

@@ -15,7 +15,6 @@ from grace.backends.together import from_root
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.partition.graph import Graph
-from grace.partition.orders import SINGLE
 from grace.partition.plan import Plan
 from grace.partition.search import SearchOptions, search_plan
 from grace.planner.network import Links
@@ -52,7 +51,7 @@ def search_plan_by_throughput(
     if each and not by_stage:
         possible = options.replica_counts
         counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (possible is None or r in possible)]
-        counts = [r for r in counts if _is_possible(ranks // r, options)]
+        counts = [r for r in counts if options.stage_counts is None or ranks // r in options.stage_counts]
         if not counts and options.replicas is None:
             asked = " or ".join(map(str, sorted(options.stage_counts or ())))
             raise ConfigError(
@@ -72,15 +71,6 @@ def search_plan_by_throughput(
     if not plans:
         raise error
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
-
-
-def _is_possible(places: int, options: SearchOptions) -> bool:
-    """Return True if one of the wanted numbers of stages fits these places. Several stages fit one place only if a
-    schedule allows it."""
-    if options.stage_counts is None:
-        return True
-    several = places > 1 and any(schedule not in SINGLE for schedule in options.schedules)
-    return any(stage == places or (several and stage % places == 0) for stage in options.stage_counts)
 
 
 def check_optimizer_state_whole(make_optimizer: Callable[..., Any]) -> None:

@@ -1,5 +1,5 @@
-"""A stage as the schedules of torch.distributed.pipelining run it. Between stages with unequal replicas, rows of values
-are sent."""
+"""A stage as the schedules of torch.distributed.pipelining run it, and the schedules. Between stages with unequal
+replicas, rows of values are sent."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import _backward as split
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
+from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
+from grace.torch.pipeline.mesh import Mesh
 
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+"""Schedules of torch, by their names in plans."""
 KINDS = 2
 """Number of kinds of messages: values go forward, gradients back."""
 VALUES = 4096
@@ -38,47 +42,13 @@ class Crossing:
     axis: int | None = None
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The ranks of a stage and the replica that this is: replica r of ``len(ranks)`` has rows [r M/R, (r+1) M/R) of
-    M."""
-
-    ranks: tuple[int, ...]
-    replica: int = 0
-
-    def overlaps(self, other: "Placement", rows: int) -> list[tuple[int, int, int]]:
-        """Return the rows that this replica shares with each replica of another stage, as (rank of the other, first
-        row, number of rows).
-
-        Args:
-            other: placement of the previous or the next stage.
-            rows: number of rows of this replica.
-
-        >>> Placement((0,)).overlaps(Placement((1, 2)), 8), Placement((1, 2), 1).overlaps(Placement((0,)), 4)
-        ([(1, 0, 4), (2, 4, 4)], [(0, 0, 4)])
-        """
-        whole = rows * len(self.ranks)
-        first = rows * self.replica
-        other_rows = whole // len(other.ranks)
-        overlaps = []
-        for q, rank in enumerate(other.ranks):
-            low = max(first, q * other_rows)
-            high = min(first + rows, (q + 1) * other_rows)
-            if low < high:
-                overlaps.append((rank, low - first, high - low))
-        return overlaps
-
-
 @dataclass
 class _MicroBatch:
     """The tensors of a micro-batch that are kept from forward to backward."""
 
     inputs: list[Any]
     outputs: tuple[Any, ...]
-    loss: Any = None
     gradients: list[Any] = field(default_factory=list)
-    groups: Any = None
-    deferred: list[Any] = field(default_factory=list)
 
 
 class PointToPointStage:
@@ -86,12 +56,9 @@ class PointToPointStage:
 
     Args:
         module: the stage's module, which is called with received values and the stage's inputs, and returns a tuple.
-        index, count: number of the stage, and number of all stages.
-        position, positions: position of this rank among the ranks of a replica, and their number.
+        mesh: the pipeline's ranks. Only these messages use the mesh's group.
         receives, sends: the values that cross from the previous stage, and to the next one.
-        placement, before, after: placements of this stage, the previous one and the next one.
         rows: number of this replica's rows of a micro-batch.
-        group: process group of all ranks, which only these messages use.
         device: device of the stage.
         recompute: True to keep only received values and inputs, and compute forward again for backward.
         before_communication: a function that is called before anything is sent or awaited. It raises if the ranks are
@@ -101,39 +68,31 @@ class PointToPointStage:
     def __init__(
         self,
         module: torch.nn.Module,
-        index: int,
-        count: int,
-        position: int,
-        positions: int,
+        mesh: Mesh,
         receives: Sequence[Crossing],
         sends: Sequence[Crossing],
-        placement: Placement,
-        before: Placement | None,
-        after: Placement | None,
         rows: int,
-        group: Any,
         device: torch.device,
         recompute: bool = False,
         before_communication: Callable[[], None] | None = None,
     ):
-        self.before_communication = before_communication
-        self.submod = module  # the names of these attributes are those that torch's schedules read
-        self.stage_index = index
-        self.num_stages = count
-        self.group_rank = position
-        self.group_size = positions
-        self.stage_index_to_group_rank: dict[int, int] = {}
+        placement = mesh.placement(mesh.stage)
+        before = mesh.placement(mesh.stage - 1)
+        after = mesh.placement(mesh.stage + 1)
+        assert placement is not None
+        self.submod = module
+        self.stage_index = mesh.stage  # the names of these attributes are those that torch's schedules read
+        self.num_stages = len(mesh.ranks)
+        self.device = device
+        self.has_backward = True
+        self.output_chunks: list[Any] = []
         self.receives = receives
         self.sends = sends
-        self.group = group
-        self.device = device
+        self.group = mesh.group
         self.recompute = recompute
+        self.before_communication = before_communication
         self.sources = [] if before is None else placement.overlaps(before, rows)
         self.targets = [] if after is None else placement.overlaps(after, rows)
-        self.has_backward = True
-        self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
-        self.act_send_info: dict[int, list[Any]] = {}
-        self.output_chunks: list[Any] = []
         self.clear_runtime_states()
 
     @property
@@ -165,16 +124,13 @@ class PointToPointStage:
     def _prepare_backward_infra(self, *ignored: Any, **keywords: Any) -> None:
         """Do nothing: shapes of gradients are known."""
 
-    def scale_grads(self, *ignored: Any) -> None:
-        """Do nothing: gradients are scaled before the exchange."""
-
     def perform_reduce_grad(self, *ignored: Any) -> None:
         """Do nothing: the exchange follows the schedule."""
 
     # -- messages ----------------------------------------------------------------------------------------
 
     def _tag(self, stage: int, chunk: int, value: int, kind: int) -> int:
-        """Return the tag of a message. Each message of a step has its own, since two ranks may share several stages."""
+        """Return the tag of a message. Each message of a step has its own."""
         return ((chunk * self.num_stages + stage) * VALUES + value) * KINDS + kind
 
     def _receive(self, values: Sequence[Crossing], peers: Any, stage: int, chunk: int, kind: int) -> Any:
@@ -248,7 +204,7 @@ class PointToPointStage:
         """Return the operations that send the gradients of a micro-batch."""
         if self.is_first:
             return []
-        gradients = self.get_local_bwd_output(chunk)
+        gradients = self.chunks.pop(chunk).gradients
         return self._send(self.receives, gradients, self.sources, self.stage_index, chunk, 1)  # type: ignore[no-any-return]
 
     def _concatenate_parts(self, values: Sequence[Crossing], parts: Sequence[Any]) -> list[Any]:
@@ -263,35 +219,18 @@ class PointToPointStage:
                 tensors.append(own[0])
         return tensors
 
-    # -- two stages of one rank, one after the other -----------------------------------------------------
-
-    def set_local_fwd_input(self, outputs: tuple[Any, ...], chunk: int) -> None:
-        """Set the values that the previous stage, which is on this rank too, has computed."""
-        self.received_values[chunk] = [[one.detach()] for one in outputs]
-
-    def get_local_bwd_output(self, chunk: int) -> list[Any]:
-        """Return the gradients of the received values, and free them."""
-        kept = self.chunks[chunk]
-        gradients = kept.gradients
-        kept.gradients = []
-        if kept.groups is None:
-            del self.chunks[chunk]
-        return gradients
-
-    def set_local_bwd_input(self, gradients: Sequence[Any], chunk: int) -> None:
-        """Set the gradients that the next stage, which is on this rank too, has computed."""
-        self.received_gradients[chunk] = [None if one is None else [one] for one in gradients]
-
     # -- computation --------------------------------------------------------------------------------------
 
-    def forward_one_chunk(self, chunk: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
-        """Run forward of a micro-batch. ``args`` has the inputs of this rank's stages, by the stages' numbers."""
+    def forward_one_chunk(
+        self, chunk: int, args: Sequence[Any], kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """Run forward of a micro-batch. ``args`` has the model's inputs that the stage reads."""
         received = list[Any]()
         if not self.is_first:
             received = self._concatenate_parts(self.receives, self.received_values.pop(chunk))
             for value, tensor in zip(self.receives, received, strict=True):
                 tensor.requires_grad_(value.differentiable and self.has_backward)
-        inputs = [*received, *args[self.stage_index]]
+        inputs = [*received, *args]
         traced = recorder.phase(f"forward of stage {self.stage_index}", "stage", microbatch=chunk)
         with traced, contextlib.nullcontext() if self.has_backward else torch.no_grad():
             outputs = (
@@ -325,81 +264,23 @@ class PointToPointStage:
         ends = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
         return [one for one, _ in ends], [gradient for _, gradient in ends]
 
-    def backward_one_chunk(
-        self, chunk: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """Run backward of a micro-batch: all of it, or only as far as the received values."""
+    def backward_one_chunk(self, chunk: int, loss: Any = None, last_backward: bool = False) -> None:
+        """Run backward of a micro-batch."""
         kept = self.chunks[chunk]
         ends, gradients = self._backward_roots(chunk, loss)
-        wanted = [one for one in kept.inputs if one.requires_grad]
         traced = recorder.phase(f"backward of stage {self.stage_index}", "stage", microbatch=chunk)
         with traced, torch.autocast(self.device.type, enabled=False):
-            if full_backward or not wanted or not ends:
-                run = lambda: torch.autograd.backward(ends, gradients) if ends else None  # noqa: E731
-                if full_backward:
-                    run()
-                    if self.is_last and loss is not None:
-                        loss.detach_()  # torch's schedules keep losses, and their graphs would keep received values
-                else:  # no received value needs a gradient: all of the backward pass is for the weights
-                    kept.groups = []
-                    kept.deferred = [run]
-            else:
-                self._backward_inputs(kept, ends, gradients, wanted)
+            if ends:
+                torch.autograd.backward(ends, gradients)
+            if self.is_last and loss is not None:
+                loss.detach_()  # torch's schedules keep losses, and their graphs would keep received values
         kept.gradients = [one.grad for one in kept.inputs]
         for one in kept.inputs:
             one.grad = None
         kept.outputs = ()  # free activations
         kept.inputs = []
-        if kept.groups is None and self.is_first:
+        if self.is_first:
             del self.chunks[chunk]
-
-    def _backward_inputs(
-        self, kept: _MicroBatch, ends: list[Any], gradients: list[Any] | None, wanted: list[Any]
-    ) -> None:
-        """Compute the gradients of the received values, as torch's ``stage_backward_input`` does. That function takes
-        no views as outputs, and misses parameters whose paths do not meet the received values."""
-        node = split._get_grad_fn_or_grad_acc
-        edges = split.construct_reverse_graph([fn for fn in map(node, ends) if fn is not None])
-        parameters = [p for p in self.submod.parameters() if p.requires_grad]
-        weights = {node(p): p for p in parameters}
-        groups = split.get_param_groups([fn for fn in map(node, wanted) if fn], list(weights), edges)  # type: ignore
-        groups = [group for group in groups if group["intermediates"]]
-        handles = []
-        for group in groups:
-            group["intermediates"] = list(group["intermediates"])
-            group["grads"] = [None] * len(group["intermediates"])
-            for i, intermediate in enumerate(group["intermediates"]):
-
-                def save_gradients(grads: Any, group: Any = group, i: int = i) -> None:
-                    """Save the gradients that arrive at an intermediate node."""
-                    group["grads"][i] = grads
-
-                handles.append(intermediate.register_prehook(save_gradients))
-        try:
-            found = torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        for one, gradient in zip(wanted, found, strict=True):
-            one.grad = gradient
-        met = set().union(*(group["params"] for group in groups))
-        left = [p for fn, p in weights.items() if fn in edges and fn not in met]
-        kept.groups = groups
-        if left:
-            kept.deferred = [lambda: torch.autograd.backward(ends, gradients, retain_graph=True, inputs=left)]
-
-    def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        """Run the rest of a backward that went only as far as the received values."""
-        kept = self.chunks.pop(chunk)
-        traced = recorder.phase(f"backward of stage {self.stage_index}'s parameters", "stage", microbatch=chunk)
-        with traced, torch.autocast(self.device.type, enabled=False):
-            for rest in kept.deferred:
-                rest()
-            if kept.groups:
-                trained = (p for p in self.submod.parameters() if p.requires_grad)
-                split.stage_backward_weight(
-                    trained, kept.groups, retain_graph=True
-                )  # groups may share parts of the graph
 
 
 @contextlib.contextmanager
@@ -412,3 +293,59 @@ def _restoring_buffers(module: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
+
+
+def make_schedule(name: str, stage: PointToPointStage, microbatches: int, loss: Callable[[Any, Any], Any]) -> Any:
+    """Return a schedule of torch for a rank's stage, which leaves gradients as sums over micro-batches.
+
+    Args:
+        name: name of the schedule in a plan.
+        stage: this rank's stage.
+        microbatches: number of micro-batches.
+        loss: function of the last stage's output and a target.
+
+    Raises:
+        ConfigError: the schedule cannot run so many micro-batches.
+    """
+    try:
+        return SCHEDULES[name](stage, microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(
+            f"schedule {name!r} cannot run {microbatches} micro-batches over {stage.num_stages} stages: {error} "
+            "Choose another number of micro-batches, or schedule='gpipe'"
+        ) from error
+
+
+def run_schedule(
+    schedule: Any, stage: PointToPointStage, inputs: list[list[Any]], targets: list[Any]
+) -> list[torch.Tensor]:
+    """Run forward and backward of all micro-batches. Return the losses, if this rank has the last stage.
+
+    Args:
+        schedule: the result of :func:`make_schedule`.
+        stage: the stage that the schedule was made for.
+        inputs: the model's inputs that the stage reads, for each micro-batch.
+        targets: the target for each micro-batch.
+    """
+    losses: list[torch.Tensor] = []
+    stage.has_backward = True
+    stage.clear_runtime_states()
+    schedule._internal_losses.clear()
+    schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
+    return [loss.detach() for loss in losses]
+
+
+def run_forward(stage: PointToPointStage, inputs: list[list[Any]]) -> list[Any]:
+    """Run forward of all micro-batches, without gradients. Return the last stage's outputs, for each micro-batch."""
+    stage.has_backward = False
+    stage.clear_runtime_states()
+    sends = []
+    for chunk, own in enumerate(inputs):
+        for op in stage.get_fwd_recv_ops(chunk):
+            op.op(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer).wait()
+        stage.forward_one_chunk(chunk, own)
+        ops = stage.get_fwd_send_ops(chunk)
+        sends += [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
+    for work in sends:
+        work.wait()
+    return list(stage.output_chunks)

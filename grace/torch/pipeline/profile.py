@@ -20,8 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from grace.core.atomic_files import atomic_write
 from grace.core.user_cache import user_cache
 from grace.torch.pipeline.atoms import Atoms, storage_ids, tensor_leaves
-from grace.torch.pipeline.capture import capture, fake_values, written_nodes
-from grace.torch.pipeline.rows import count_rows, slice_rows
+from grace.torch.pipeline.capture import fake_values, written_nodes
+from grace.torch.pipeline.captured_batch import CapturedBatch
+from grace.torch.pipeline.rows import slice_rows
 
 REPEATS = 5
 """Least number of runs of a node."""
@@ -88,52 +89,39 @@ def measure_costs(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = N
 
 
 def costs_by_rows(
-    model: torch.nn.Module,
-    atoms: Atoms,
-    flat: Sequence[Any],
-    whole: Sequence[bool] | None = None,
-    dry: bool = False,
-    file: str | Path | None = None,
-    local_ranks: int = 1,
+    batch: CapturedBatch, dry: bool = False, file: str | Path | None = None, local_ranks: int = 1
 ) -> Costs:
     """Return costs with the part of each that does not depend on rows: starting operations, reading weights and writing
     their gradients take as long for a micro-batch of few rows. A second batch, of a quarter of the rows, tells it.
 
     Args:
-        model: the model of ``atoms``.
-        atoms: see :func:`measure_costs`.
-        flat: the inputs that it was captured with.
-        whole: for each input, True if it has no rows whatever its shape is.
+        batch: the model, captured for a batch.
         dry: True to estimate costs (:func:`estimate_costs`), as for a model on ``meta``, instead of measuring them.
         file, local_ranks: see :func:`measure_costs`.
 
-    >>> from grace.torch.pipeline.capture import capture
-    >>> x, model = torch.ones(64, 256), torch.nn.Linear(256, 256)
-    >>> cost = costs_by_rows(model, Atoms(capture(model, (x,))), [x])["linear"]
+    >>> from grace.torch.pipeline.captured_batch import CapturedBatch
+    >>> cost = costs_by_rows(CapturedBatch(torch.nn.Linear(256, 256), (torch.ones(64, 256),), {}))["linear"]
     >>> 0 <= cost["overhead"] <= cost["forward"], 0 <= cost["overhead_back"] <= cost["backward"]
     (True, True)
     """
-    dry = dry or any(p.is_meta for p in model.parameters())
+    dry = dry or any(p.is_meta for p in batch.model.parameters())
     fixed_parts = {"kept": "kept_fixed"}
     if not dry:  # estimates know the overhead
         fixed_parts |= {"forward": "overhead", "backward": "overhead_back"}
-    costs = estimate_costs(atoms) if dry else measure_costs(atoms, flat, file, local_ranks)
-    rows = count_rows(flat, whole)
-    few = max(rows // 4, 2)
-    if few >= rows:
+    costs = estimate_costs(batch.atoms) if dry else measure_costs(batch.atoms, batch.flat, file, local_ranks)
+    few = max(batch.rows // 4, 2)
+    if few >= batch.rows:
         return costs
-    fewer = slice_rows(flat, rows, 0, few, whole)
-    args, kwargs = pytree.tree_unflatten(fewer, atoms.captured.in_spec)
     try:
-        smaller_atoms = Atoms(capture(model, args, kwargs))
-        smaller = estimate_costs(smaller_atoms) if dry else measure_costs(smaller_atoms, fewer, file, local_ranks)
+        fewer = batch.with_inputs(slice_rows(batch.flat, batch.rows, 0, few, batch.whole))
+        smaller = estimate_costs(fewer.atoms) if dry else measure_costs(fewer.atoms, fewer.flat, file, local_ranks)
     except Exception:  # the model takes batches of the original size only
         return costs
     for name, cost in costs.items():
         for key, part in fixed_parts.items():
             if name in smaller:
-                slope = max(0.0, cost[key] - smaller[name][key]) / (rows - few)
-                cost[part] = max(0.0, cost[key] - slope * rows)
+                slope = max(0.0, cost[key] - smaller[name][key]) / (batch.rows - few)
+                cost[part] = max(0.0, cost[key] - slope * batch.rows)
     return costs
 
 

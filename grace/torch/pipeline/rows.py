@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from grace.errors import ConfigError
-from grace.torch.pipeline.point_to_point import Placement
+from grace.torch.pipeline.mesh import Placement
 
 
 def count_rows(flat: Sequence[Any], whole: Sequence[bool] | None = None) -> int:

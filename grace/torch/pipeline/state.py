@@ -11,7 +11,7 @@ from grace.errors import ConfigError, RankError
 from grace.session import checkpoint, state_schema
 from grace.session.agreement import gather_or_raise
 from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.stages import stage_specs
+from grace.torch.pipeline.stage_builder import stage_specs
 from grace.torch.state_dict import load_state
 
 
@@ -36,7 +36,7 @@ class PipelineState:
                 read[0].add(name)
         self.owned = [[name for name in parameters if name in own] for own in read]
         self.buffer_holders = {name: tuple(i for i, own in enumerate(read) if name in own) for name in buffers}
-        mine = set().union(*(read[stage] for stage in self.mesh.stages))
+        mine = read[self.mesh.stage]
         self.parameters = {name: p for name, p in parameters.items() if name in mine}
         self.buffers = {name: buffer for name, buffer in buffers.items() if name in mine}
 
@@ -203,7 +203,7 @@ class PipelineState:
         }
 
     def _local_optimizer_state(self) -> tuple[dict[str, Any], list[dict[str, Any]], Any] | None:
-        """Return the state by name, the groups, and the Grace state, on replica 0 of this rank's stages; None on all
+        """Return the state by name, the groups, and the Grace state, on replica 0 of this rank's stage; None on all
         others."""
         saved = self.gradients.optimizer.full_state_dict()  # a collective of all replicas
         names = self._optimizer_names()

@@ -264,7 +264,7 @@ def half(name, dtype):
         loss = engine(*args, **kwargs)
     loss.backward()
     built = next(iter(engine._built.values()))
-    sent = [value.dtype for stage in built.stages for value in (*stage.sends, *stage.receives)]
+    sent = [value.dtype for value in (*built.stage.sends, *built.stage.receives)]
     return loss.item(), gradients(engine), sent
 
 

@@ -273,7 +273,7 @@ def watched_on_rank_1(schedule):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_hook_on_one_rank_is_refused_on_all(schedule):
     first, second = ranks_of(2).run(watched_on_rank_1, schedule)
     assert first.startswith("RankError: rank 1 refused to start: the parameter 'a.weight' has a hook (doubled, ")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from grace.errors import ConfigError
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.stages import build_module, stage_specs
+from grace.torch.pipeline.stage_builder import build_module, stage_specs
 from tests.support.pipelines import BY_NAME, batch, halves, loss_fn, made, run_stages
 
 

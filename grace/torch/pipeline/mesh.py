@@ -1,8 +1,9 @@
-"""The mesh of a pipeline: this rank's stages and replica, and the groups of ranks that it communicates with."""
+"""The mesh of a pipeline: this rank's stage and replica, and the groups of ranks that it communicates with."""
 
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from grace.core.waits import waiting
 from grace.errors import ConfigError
 from grace.partition.plan import Plan
 from grace.session.agreement import gather_or_raise
-from grace.torch.pipeline.point_to_point import Placement
 
 _groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Groups that were made over a process group. Later pipelines reuse them, since freeing one is a collective."""
@@ -34,6 +34,37 @@ def failing_together(backend: Backend) -> Iterator[None]:
     gather_or_raise(backend, "a pipeline", None, error)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of a stage and the replica that this is: replica r of ``len(ranks)`` has rows [r M/R, (r+1) M/R) of
+    M."""
+
+    ranks: tuple[int, ...]
+    replica: int = 0
+
+    def overlaps(self, other: "Placement", rows: int) -> list[tuple[int, int, int]]:
+        """Return the rows that this replica shares with each replica of another stage, as (rank of the other, first
+        row, number of rows).
+
+        Args:
+            other: placement of the previous or the next stage.
+            rows: number of rows of this replica.
+
+        >>> Placement((0,)).overlaps(Placement((1, 2)), 8), Placement((1, 2), 1).overlaps(Placement((0,)), 4)
+        ([(1, 0, 4), (2, 4, 4)], [(0, 0, 4)])
+        """
+        whole = rows * len(self.ranks)
+        first = rows * self.replica
+        other_rows = whole // len(other.ranks)
+        overlaps = []
+        for q, rank in enumerate(other.ranks):
+            low = max(first, q * other_rows)
+            high = min(first + rows, (q + 1) * other_rows)
+            if low < high:
+                overlaps.append((rank, low - first, high - low))
+        return overlaps
+
+
 class Mesh:
     """The ranks of a plan. Every rank must make one.
 
@@ -42,10 +73,11 @@ class Mesh:
         backend: the backend of all ranks.
 
     Attributes:
-        stages: numbers of this rank's stages.
-        replica: number of this rank's replica, the same in all its stages.
+        stage: number of this rank's stage.
+        replica: number of this rank's replica of the stage.
         replicas: number of replicas of each stage.
-        stage_backend: the backend of the ranks that have this rank's stages.
+        ranks: ranks of each stage.
+        stage_backend: the backend of the ranks that have this rank's stage.
         group: process group of all ranks, for messages between stages; None in a run of one process.
     """
 
@@ -54,26 +86,17 @@ class Mesh:
             raise ConfigError(f"the plan is for {plan.world_size} ranks, and there are {backend.size}: plan again")
         self.backend = backend
         self.rank = backend.rank
-        own_stages = plan.place(backend.rank)
-        self.stages = [stage for stage, _ in own_stages]
-        self.replica = own_stages[0][1]
+        self.stage, self.replica = plan.place(backend.rank)
         self.replicas = plan.replicas
         self.ranks = [stage.ranks for stage in plan.stages]
         self.equal_replicas = len(set(self.replicas)) == 1
-        for stage, replica in own_stages:
-            if replica != self.replica or self.ranks[stage] != self.ranks[own_stages[0][0]]:
-                raise ConfigError(f"rank {backend.rank} has stages of different replicas in the plan: {own_stages}")
-        columns = list(dict.fromkeys(self.ranks))
-        self.positions = len(columns)
-        """Number of ranks of one replica of the pipeline."""
-        self.position = columns.index(self.ranks[own_stages[0][0]])
         self.stage_backend: Any = backend
         self.channel: Any = None
         if backend.size > 1:
             self.groups: dict[Any, Any] = _groups.setdefault(backend.group or dist.group.WORLD, {})  # type: ignore
             self.channel = self.groups.get("all") or backend.duplicate()
             self.groups["all"] = self.channel
-            for ranks in columns:
+            for ranks in self.ranks:
                 group = self.split(ranks)  # a collective: all ranks make all groups
                 self.stage_backend = group if group is not None else self.stage_backend
         self.group = None if self.channel is None else self.channel.group
@@ -88,7 +111,7 @@ class Mesh:
         """Return the placement of a stage's ranks; None if there is no such stage."""
         if not 0 <= stage < len(self.ranks):
             return None
-        return Placement(self.ranks[stage], self.replica if stage in self.stages else 0)
+        return Placement(self.ranks[stage], self.replica if stage == self.stage else 0)
 
     @contextlib.contextmanager
     def naming_failed_rank(self, what: str) -> Iterator[None]:

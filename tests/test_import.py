@@ -49,7 +49,7 @@ def test_import_loads_no_optional_package(use):
 
 def test_the_planner_is_loaded_only_by_who_asks_for_it():
     pytest.importorskip("torch", reason="torch is not installed")
-    rooms = ("grace.planner", "grace.partition", "grace.bench", "grace.cli")
+    rooms = ("grace.planner", "grace.pipeline", "grace.bench", "grace.cli")
     use = """
         import sys, torch, grace, grace.torch
         grace.init("local")

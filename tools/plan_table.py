@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grace.partition.baselines import BY_HAND, cut_by_hand, data_parallel
-from grace.partition.profiles import read
-from grace.partition.search import SearchOptions, search, space_of
-from grace.partition.stage_costs import Setting, Space
-from grace.partition.stage_search import Cut, StageSearch
+from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_parallel
+from grace.pipeline.planning.profiles import read
+from grace.pipeline.planning.search import SearchOptions, search, space_of
+from grace.pipeline.planning.stage_costs import Setting, Space
+from grace.pipeline.planning.stage_search import Cut, StageSearch
 from grace.planner.network import Links
 
 MEMORY = 16e9

@@ -21,7 +21,7 @@ from grace.bench.report.figures.style import (
     svg,
     write,
 )
-from grace.partition.graph import Graph
+from grace.pipeline.planning.graph import Graph
 
 ROW, MOST = 18, 300
 """CSS pixels of a row, and rows: of a longer graph, neighbours share one."""
@@ -45,7 +45,7 @@ class Row:
 def rows_of(graph: Graph, most: int = MOST) -> list[Row]:
     """The rows: a node each, or several neighbours.
 
-    >>> from grace.partition.graph import Node
+    >>> from grace.pipeline.planning.graph import Node
     >>> graph = Graph((Node("a", ("x",)), Node("b", ("a",)), Node("c", ("a", "b"))), {"x": 8.0}, ("c",))
     >>> [(row.name, sorted(row.reads)) for row in rows_of(graph)]
     [('a', []), ('b', [0]), ('c', [0, 1])]

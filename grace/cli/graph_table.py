@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.consoles import plain_table
-from grace.partition.graph import Graph
+from grace.pipeline.planning.graph import Graph
 
 
 def print_graph(graph: Graph, longest: int) -> None:

@@ -15,10 +15,10 @@ from grace.cli.graph_table import print_graph
 from grace.cli.pipeline_inputs import graph_of, versions_of
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.partition import baselines, profiles
-from grace.partition.exchange import documented
-from grace.partition.plan import Plan
-from grace.partition.search import SearchOptions, search_plan, space_of
+from grace.pipeline.planning import baselines, profiles
+from grace.pipeline.planning.exchange_prediction import documented
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.search import SearchOptions, search_plan, space_of
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from grace.cli.model_variables import made_by
 from grace.errors import ConfigError
-from grace.partition import profiles
-from grace.partition.graph import Graph
+from grace.pipeline.planning import profiles
+from grace.pipeline.planning.graph import Graph
 
 
 def graph_of(profile: Path | None, model: str | None, dry: bool = False) -> Graph:
@@ -35,7 +35,7 @@ def graph_of(profile: Path | None, model: str | None, dry: bool = False) -> Grap
             f"{model} must make (model, example inputs): a torch module, and a tensor, a tuple of arguments, or (tuple "
             f"of arguments, dict of keywords); it makes {_kind(made)}"
         )
-    from grace.torch.pipeline import dry as without_ranks
+    from grace.pipeline.torch import dry_run as without_ranks
 
     doing = "Estimating" if dry else "Measuring"
     with Console(stderr=True).status(f"{doing} what the parts of {model} take"):

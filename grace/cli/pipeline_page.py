@@ -21,8 +21,8 @@ from grace.bench.report.figures.style import (
     svg,
     write,
 )
-from grace.partition.plan import UNITS, Plan
-from grace.partition.predict import timeline
+from grace.pipeline.planning.pipeline_plan import UNITS, Plan
+from grace.pipeline.planning.predict import timeline
 
 BLUE, ORANGE, GREEN, YELLOW = PALETTE[:4]
 LOOKS = {"F": (BLUE, 1.0), "B": (ORANGE, 1.0), "I": (ORANGE, 1.0), "W": (GREEN, 1.0), "X": (YELLOW, 1.0)}

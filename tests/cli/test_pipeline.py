@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from grace.partition import profiles
-from grace.partition.plan import Plan
-from grace.partition.search import SearchOptions, search_plan
+from grace.pipeline.planning import profiles
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
-from tests.partition.graphs import chain, drawn
+from tests.pipeline.graphs import chain, drawn
 from tests.support.command import grace_command
 
 PROFILE = str(Path(__file__).parents[1] / "partition" / "profiles" / "gnmt.json")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from grace.torch.pipeline.stage_builder import build_module, stage_specs
+from grace.pipeline.torch.stage_builder import build_module, stage_specs
 
 ROWS = 8
 

@@ -6,7 +6,7 @@ from typing import Any
 from grace.bench.link.emulation import Link
 from grace.communicators.choice import build_communicator
 from grace.errors import ConfigError
-from grace.partition.schedules import SCHEDULES
+from grace.pipeline.planning.schedules import SCHEDULES
 
 KNOWN = ("vgg11", "resnet18", "gpt", "encoder_decoder", "unet", "mlp")
 ROUNDS, QUICK_ROUNDS = 3, 2
@@ -27,7 +27,7 @@ class Settings:
         stages: number of stages; for 2 every cut at a block's end is measured; None compares the ways to share out
             the ranks.
         microbatches: number of microbatches of a batch.
-        schedule: one of :data:`grace.partition.schedules.SCHEDULES`.
+        schedule: one of :data:`grace.pipeline.planning.schedules.SCHEDULES`.
         blocks: number of blocks that stages are made of.
         rounds: number of turns of each cut.
         seconds: approximate seconds in which each cut's steps are measured.

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import grace
 from grace.errors import ConfigError
-from grace.partition.blocks import blocks
-from grace.torch.pipeline import profile
-from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import capture
+from grace.pipeline.planning.blocks import blocks
+from grace.pipeline.torch import node_costs
+from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.capture import capture
 from tests.support.pipelines import run_stages, sgd
 from tests.support.pools import ranks_of
 
@@ -188,7 +188,7 @@ def test_stages_have_the_models_gradients(name):
     cut = Net(part, change or (lambda net: None))  # spectral_norm cannot be copied
     model(x).square().mean().backward()
     atoms = Atoms(capture(cut, (x,)))
-    stages = [block.nodes for block in blocks(atoms.graph(8, profile.measure_costs(atoms, [x])), 99)]
+    stages = [block.nodes for block in blocks(atoms.graph(8, node_costs.measure_costs(atoms, [x])), 99)]
     assert len(stages) >= 5  # the block's operations are not one node
     run_stages(atoms, stages, (x,)).square().mean().backward()
     for (key, p), q in zip(model.named_parameters(), cut.parameters(), strict=True):

@@ -6,11 +6,12 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough check coverage docs soak fuzz device horovod clean
+.PHONY: help demo test test-room thorough check coverage docs soak fuzz device horovod clean
 
 help:
 	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
 	@echo "make test    all tests; of large products of cases so many that every value is met"
+	@echo "make test-room ROOM=exchange  the tests of one room of grace/, and those that hold it from outside"
 	@echo "make thorough  all tests in all cases"
 	@echo "make check   style, types and the fast tests"
 	@echo "make docs    the pages and the API reference as a site in out/docs, its links checked; no network once installed"
@@ -31,6 +32,22 @@ test: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	$(BIN)/python -m pytest -n 2 -m "not alone" --durations=10 || status=$$?; \
 	$(BIN)/python -m pytest -m alone $$(grep -lr --include="test_*.py" "mark.alone" tests) || status=$$?; \
 	exit $$status
+
+# Tests of a room that do not lie in tests/ROOM, and those of other rooms that hold it.
+TESTS_core := tests/core tests/exchange tests/faults
+TESTS_kernels := tests/kernels tests/exchange/test_fused_codec.py tests/exchange/test_loops_or_plain.py
+TESTS_compressors := tests/compressors tests/kernels tests/exchange/test_oracles.py
+TESTS_exchange := tests/exchange tests/communicators tests/memories
+TESTS_communicators := tests/communicators tests/exchange/test_route_bytes.py tests/planner/test_exchange_costs.py
+TESTS_backends := tests/backends tests/faults
+TESTS_session := tests/session tests/situations
+TESTS_torch := tests/in_torch tests/situations
+TESTS_tensorflow := tests/in_tensorflow
+test-room: $(VENV)/test.stamp $(VENV)/horovod.stamp
+	@test -d "grace/$(ROOM)" -a -n "$(ROOM)" || { echo "make test-room ROOM=NAME, where NAME is one of:" \
+		$$(ls -d grace/*/ | cut -d/ -f2 | grep -v __pycache__); exit 1; }
+	$(BIN)/python -m pytest -n 2 -m "not alone" grace/$(ROOM) $(or $(TESTS_$(ROOM)),tests/$(ROOM)) \
+		tests/test_floors.py tests/test_import.py
 
 thorough:
 	@GRACE_THOROUGH=1 $(MAKE) --no-print-directory test

@@ -8,12 +8,11 @@
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.backends.horovod import INSTEAD, Compression
 from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from grace.backends.together import allgather_object, barrier, broadcast_object, from_root
-from grace.communicators.compat import from_params
 from grace.core.arguments import do_not_convert, keras_backend, keras_backend_error, optimizer_type_error
 from grace.core.backend import Backend, Handle
 from grace.core.communicator import Communicator
@@ -26,8 +25,10 @@ from grace.core.variable import Variable
 from grace.core.version import __version__
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
 from grace.kernels import Kernels, kernels_of
-from grace.session import by_hand  # noqa: F401 - which communicators are given
 from grace.session.files import save_from_root
+
+if TYPE_CHECKING:
+    from grace.communicators.compat import from_params
 
 Average, Sum = "average", "sum"
 """Reductions over ranks, as Horovod spells them, for ``op=``."""
@@ -81,14 +82,24 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``grace.torch``, ``grace.tensorflow`` and ``grace.integrations`` on first use, and resolve the names of
-    TensorFlow's Horovod."""
+    """Import ``grace.torch``, ``grace.tensorflow``, ``grace.integrations`` and ``from_params`` on first use, and
+    resolve the names of TensorFlow's Horovod."""
+    if name == "from_params":
+        return importlib.import_module("grace.communicators.compat").from_params
     if name in ("torch", "tensorflow", "integrations"):
         return importlib.import_module(f"grace.{name}")
     if name in ("DistributedGradientTape", "broadcast_variables"):
         return getattr(importlib.import_module("grace.tensorflow"), name)
     instead = f"; in place of hvd.{name} take {INSTEAD[name]}" if name in INSTEAD else ""
     raise AttributeError(f"module 'grace' has no attribute {name!r}{instead}")
+
+
+def _make_by_hand(communicator: Communicator) -> Any:
+    """Make the runner of a communicator's own steps. Imports sessions and exchanges on first use."""
+    return importlib.import_module("grace.session.by_hand").ByHand(communicator)
+
+
+Communicator.by_hand_factory = _make_by_hand
 
 
 def _framework_of(value: Any) -> Any:

@@ -47,6 +47,14 @@ def test_import_loads_no_optional_package(use):
     assert run(f"{use}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
 
 
+def test_import_loads_contracts_engines_and_kernels_alone():
+    loaded = run("import grace; print(*(m for m in sys.modules if m.partition('.')[0] == 'grace'))").split()
+    assert len(loaded) < 60
+    rooms = {name.split(".")[1] for name in loaded if "." in name}
+    assert rooms == {"backends", "core", "errors", "kernels", "session"}
+    assert {"grace.session.by_hand", "grace.session.step_runner"}.isdisjoint(loaded)
+
+
 def test_the_planner_is_loaded_only_by_who_asks_for_it():
     pytest.importorskip("torch", reason="torch is not installed")
     rooms = ("grace.planner", "grace.pipeline", "grace.bench", "grace.cli")

@@ -240,10 +240,12 @@ def test_a_pages_quick_commands_run(page, tmp_path, monkeypatch):
 
 
 def test_make_targets_in_pages_are_there():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     for page in [*WRITTEN, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         lines = "\n".join(["", *blocks(page, "sh")])
-        named = re.findall(r"^make (\w+)", lines, re.M) + re.findall(r"(?:^    |`)make (\w+)", page.read_text(), re.M)
+        named = re.findall(r"^make ([\w-]+)", lines, re.M) + re.findall(
+            r"(?:^    |`)make ([\w-]+)", page.read_text(), re.M
+        )
         assert [target for target in named if target not in targets] == [], page.name
 
 

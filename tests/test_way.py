@@ -1,6 +1,8 @@
-"""The way of a gradient through grace/, as tools/trace_step.py prints it."""
+"""ARCHITECTURE.md's ways through grace/, against tools/trace_step.py, the source and the tests that it names."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,26 +10,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WAY = [  # in order, as ARCHITECTURE.md tells it
-    ("torch/hooks.py", "offer_gradient"),
-    ("session/step_runner.py", "start"),
-    ("exchange/program.py", "fits"),
-    ("exchange/fused_codec.py", "encode"),
-    ("memories/residual.py", "recall"),
-    ("exchange/layout.py", "write_header"),
-    ("exchange/round_trip.py", "advance"),
-    ("backends/torch_distributed.py", "allgather"),
-    ("exchange/fused_codec.py", "remember"),
-    ("torch/optimizer.py", "synchronize"),
-    ("exchange/round_trip.py", "finish"),
-    ("exchange/header.py", "compare"),
-    ("exchange/fused_codec.py", "decode"),
-    ("exchange/header.py", "resolve"),
-    ("core/state.py", "commit"),
-]
+PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 
 
-def way(steps_before: int) -> list[tuple[str, str]]:
+def steps_of(heading: str) -> list[tuple[str, str]]:
+    """Return file and function of each line of the list under a heading."""
+    section = PAGE.partition(f"{heading}\n")[2].partition("\n##")[0]
+    found = re.findall(r"^ {4}(\S+\.py) +(\w+)", section, re.MULTILINE)
+    assert found
+    return found
+
+
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "grace" / file).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def traced(steps_before: int) -> list[tuple[str, str]]:
     """Return file and name of the functions that a step on two ranks passes, in order."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "tools" / "trace_step.py"), "topk(ratio=0.1)", str(steps_before)]
@@ -39,9 +38,30 @@ def way(steps_before: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.ranks
-def test_the_first_step_is_the_same_program_as_any_other():
-    usual, first = way(steps_before=3), way(steps_before=0)
-    places = [usual.index(step) for step in WAY]
+def test_a_gradient_goes_the_way_that_the_page_tells_in_the_first_step_too():
+    usual, first = traced(steps_before=3), traced(steps_before=0)
+    places = [usual.index(step) for step in steps_of("## The way of a gradient")]
     assert places == sorted(places)
-    assert set(usual) - set(first) <= set()
+    assert set(usual) <= set(first)
     assert len(first) <= 1.3 * len(usual)
+
+
+@pytest.mark.parametrize("heading", ["### Saving and loading", "### When a rank fails"])
+def test_functions_of_the_other_ways_are_there(heading):
+    for file, function in steps_of(heading):
+        assert function in functions_of(file), f"{file} {function}"
+
+
+def test_other_entrances_are_there():
+    for file, name in re.findall(r"`(\w+/\w+\.py) (\w+)`", PAGE):
+        assert re.search(rf"\b{name}\b", (ROOT / "grace" / file).read_text()), f"{file} {name}"
+
+
+def test_each_invariant_names_tests_that_are_there():
+    section = PAGE.partition("## What must always hold\n")[2].partition("\n##")[0]
+    invariants = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
+    assert len(invariants) == 12
+    for text in invariants:
+        paths = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", text)
+        assert paths, text
+        assert all((ROOT / path).exists() for path in paths), text

@@ -85,7 +85,7 @@ class Communicator(Component):
     """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
     compressed."""
     by_hand_factory: ClassVar[Callable[["Communicator"], Any]]
-    """Factory of :class:`grace.session.by_hand.ByHand`. Set by ``grace.session``, which this module may not import."""
+    """Factory of :class:`grace.session.by_hand.ByHand`. Set by ``grace``; this module may not import sessions."""
     _by_hand: Any = None
     made_for: int | None = None
     """Number of ranks that the user made it for; None if the user did not say."""

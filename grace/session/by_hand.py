@@ -406,6 +406,3 @@ def _named_errors(name: Any) -> Iterator[None]:
         yield
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"cannot exchange {name!r}: {error}") from None
-
-
-Communicator.by_hand_factory = ByHand

@@ -168,9 +168,8 @@ def test_defaults_follow_from_bits():
     assert [Block(bits).spec for bits in BLOCKS] == ["block", "block(bits=4)", "block(bits=3)", "block(bits=2)"]
     for bits, size in BLOCKS.items():
         assert Block(bits).block_size == size
-        assert Block(bits).norm == ("rms" if bits == 2 else "max")
+        assert Block(bits).norm == "max"
         assert Block(bits).traits.contraction
-    assert Block(2, rounding="stochastic").norm == "max"
     assert Block(2, scale="max", block=33).spec == "block(bits=2, block=33, scale='max')"
     for given, why in {
         "format=fp8, scale=max": "leave it out",
@@ -179,6 +178,6 @@ def test_defaults_follow_from_bits():
         with pytest.raises(grace.ConfigError, match=why):
             grace.make("compressor", f"block({given})")
     with pytest.warns(UserWarning, match="not a contraction.*Use shorter blocks"):
-        Allgather("block(bits=2, block=256)")
+        Allgather("block(bits=2, scale=rms, block=256)")
     with pytest.raises(grace.ConfigError, match="bits must be one of 8, 4, 3, 2, not 5"):
         Block(5)

@@ -12,7 +12,11 @@ import grace.torch
 from tests.support import ROOT
 from tests.support.training import Given, distributed, made_up
 
-PRODUCTS = ["tests/compressors/test_specs.py", "tests/exchange/test_loops_or_plain.py", "tests/planner/test_exchange_costs.py"]
+PRODUCTS = [
+    "tests/compressors/test_specs.py",
+    "tests/exchange/test_loops_or_plain.py",
+    "tests/planner/test_exchange_costs.py",
+]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ MEMORIES = [*sorted(grace.known("memory")), "residual(beta=0.7, gamma=0.3)"]
 SETTINGS = [
     *sorted(grace.known("compressor")), *SPECS, "bf16", "block(bits=4, block=33)", "block(format=fp8)",
     "block(hadamard=32)", "block(rounding=stochastic)", "signum(momentum=0.3)", "terngrad(clip=1)",
-    "block(bits=3)", "block(bits=2)", "block(bits=2, scale=max)", "topk(ratio=0.1) | block(bits=2)",
+    "block(bits=3)", "block(bits=2)", "block(bits=2, scale=rms)", "topk(ratio=0.1) | block(bits=2, scale=rms)",
     "topk(ratio=0.1) | qsgd(levels=7)", "dgc(ratio=0.1) | efsignsgd", "randomk(ratio=0.1) | fp16",
 ]  # fmt: skip
 

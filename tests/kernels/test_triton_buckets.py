@@ -40,7 +40,7 @@ METHODS = [
     ("qsgd(levels=64, bucket_size=5000)", "residual"), ("terngrad(clip=1)", "residual"),
     ("dynamic8", "residual"), ("block(bits=4)", "residual"), ("block(bits=4, hadamard=32)", "residual"),
     ("block(format=fp8, rounding=stochastic, block=37)", None), ("block(hadamard=32, block=4128)", "residual"),
-    ("block(bits=3)", "residual"), ("block(bits=2)", None), ("block(bits=2, scale=max, block=33)", "residual"),
+    ("block(bits=3)", "residual"), ("block(bits=2, scale=rms)", None), ("block(bits=2, block=33)", "residual"),
     ("block(bits=3, scale=rms, block=37)", None), ("block(bits=2, block=4992, hadamard=32)", "none"),
     ("block(bits=4, scale=rms, block=4500)", "residual"), ("block(bits=2, hadamard=32)", None),
     ("topk(ratio=0.02)", None), ("topk(ratio=0.2)", None), ("topk(ratio=0.1, chunk=64)", None),

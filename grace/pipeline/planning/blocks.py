@@ -1,10 +1,10 @@
 """A graph cut into blocks: RaNNC's multilevel k-way partitioning (Tanaka et al., IPDPS 2021, arXiv 2103.16063).
 
-Coarsening merges adjacent groups (:mod:`grace.pipeline.planning.coarsening`); uncoarsening goes back level by level and moves
-groups at the border of a block into the block before or behind it where less then crosses; compaction merges blocks
-that are topological neighbours until there are k. Blocks stand in an order in which each reads of earlier ones only, so
-any run of neighbours may be a stage. What crosses counts as often as it is passed on: a value of n bytes that is made
-in block p and last read in block q costs n (q - p), twice if its gradient comes back.
+Coarsening merges adjacent groups (:mod:`grace.pipeline.planning.coarsening`). Uncoarsening goes back level by level, and
+moves groups at the border of a block into the block before or behind it if fewer bytes then cross. Compaction merges
+blocks that are topological neighbours until there are k. Each block reads values of earlier blocks only, so any run of
+neighbours may be a stage. A value counts once for each border that it crosses: n bytes that are made in block p and last
+read in block q cost n (q - p), twice if the gradient comes back.
 """
 
 import itertools

@@ -67,7 +67,8 @@ class SearchOptions:
         memory: bytes of a device; None for no limit.
         memory_margin: share of them that stays free.
         compressor, residual, communicator: specs for gradients, or None for defaults. ``residual`` is Grace's memory.
-        strategy: a strategy instead of these, as :class:`~grace.pipeline.planning.exchange_prediction.Exchanges` takes it.
+        strategy: a strategy instead of these, as
+            :class:`~grace.pipeline.planning.exchange_prediction.Exchanges` takes it.
         nodes: number of the node that each rank is on; all are on one node if left out.
         optimizer_state: bytes for each byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
         optimizer_seconds: seconds of the optimizer's step for each byte of parameters.

@@ -62,7 +62,8 @@ class Pipeline(PipelineState):
         blocks: number of blocks that stages are made from; several are tried each, 32 and 128 if left out.
         memory: bytes of a device; no limit if left out. ``memory_margin`` of them stays free.
         links: the network between ranks (:class:`grace.planner.network.Links`, or ``Costs``); 10 Gbit/s if left out.
-        plan: a :class:`~grace.pipeline.planning.pipeline_plan.Plan`, or a file: written if it is not there, or else read.
+        plan: a :class:`~grace.pipeline.planning.pipeline_plan.Plan`, or a file: written if it is not there, or
+            else read.
         inputs: the rows that each rank passes. "replica": all ranks of a replica pass that replica's rows; "global":
             all ranks pass the whole batch; "rank0": rank 0's batch counts. By default "replica", which needs equally
             many replicas of all stages, or "global" where ``replicas`` gives stages different numbers.

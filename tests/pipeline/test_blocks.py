@@ -133,7 +133,7 @@ def test_profiles_are_cut(path):
 
 def test_a_block_counts_each_parameter_once():
     nodes = Node("a", ("x",), parameters={"w": 8.0}), Node("b", ("a",), parameters={"w": 8.0, "v": 4.0})
-    assert Block.of(Graph(nodes, {"x": 1.0}, ("b",)), ("a", "b")).parameters == 12.0
+    assert Block.of_nodes(Graph(nodes, {"x": 1.0}, ("b",)), ("a", "b")).parameters == 12.0
 
 
 def test_no_block_is_refused():

@@ -120,8 +120,8 @@ def test_exchanges_share_the_links_that_they_pass():
     four = Devices((0, 0, 1, 1), Links(1e9), Links(1e10))
     assert four.exchange([(0, 1), (2, 3)], 0) == (False, 1)
     assert four.exchange([(0, 2), (1, 3)], 1) == (True, 2)
-    assert four.between(True, 2).seconds("allreduce", 1e9, 2) == 2.0
-    assert four.between(False, 1).seconds("allreduce", 1e9, 2) == 0.1
+    assert four.exchange_network(True, 2).seconds("allreduce", 1e9, 2) == 2.0
+    assert four.exchange_network(False, 1).seconds("allreduce", 1e9, 2) == 0.1
 
 
 def test_exchanges_of_stages():
@@ -133,7 +133,7 @@ def test_exchanges_of_stages():
     assert plain.seconds(variables, 2, link) > 4e6 / 1e8
     assert sparse.seconds(variables, 2, link) < plain.seconds(variables, 2, link) / 2
     assert plain.seconds(variables, 2, Links(1e7, 1e-4)) > 5 * plain.seconds(variables, 2, link)
-    assert sparse.kept(variables, 2) >= 4e6 > sparse.kept(variables, 1) == 0.0
+    assert sparse.grace_bytes(variables, 2) >= 4e6 > sparse.grace_bytes(variables, 1) == 0.0
     with pytest.raises(ConfigError, match="topkk"):
         Exchanges(costs, "topkk")
 
@@ -151,6 +151,6 @@ def test_exchanges_by_strategies(monkeypatch):
         found = Exchanges(costs, strategy=strategy)
         assert found.seconds(variables, 2, slow) < plain / 5
         assert found.seconds([LEAST], 2, slow) > 0
-        assert found.kept(variables, 2) > 4e6
+        assert found.grace_bytes(variables, 2) > 4e6
     exact = Exchanges(costs, strategy="auto(quality=exact)")
     assert exact.seconds(variables, 2, slow) == plain

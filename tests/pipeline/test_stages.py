@@ -32,7 +32,7 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=None):
     """A drawn graph, a block for each of its nodes, on drawn links."""
     draws = random.Random(seed)
     graph = drawn(seed, count)
-    made = [Block.of(graph, (graph.nodes[i].name for i in unit)) for unit in closed(graph)]
+    made = [Block.of_nodes(graph, (graph.nodes[i].name for i in unit)) for unit in closed(graph)]
     between, inside = (Links(draws.choice([1.0, 10.0, 1000.0]), draws.choice([0.0, 0.1])) for _ in range(2))
     costs = Costs(between, DefaultCodecs(), inside)
     ranks = Devices(tuple(rank * nodes // devices for rank in range(devices)), between, inside)

@@ -38,10 +38,10 @@ def equal_time(graph: Graph, stages: int) -> list[str]:
     sums = [0.0, *itertools.accumulate(seconds)]
     count = len(seconds)
     low, high = max(seconds), sums[-1]
-    best = _within(sums, high, stages) or []
+    best = _ends_within(sums, high, stages) or []
     for _ in range(60):
         middle = (low + high) / 2
-        found = _within(sums, middle * (1 + 1e-12), stages)
+        found = _ends_within(sums, middle * (1 + 1e-12), stages)
         if found is None:
             low = middle
         else:
@@ -73,7 +73,7 @@ def _even(graph: Graph, weights: Sequence[float], stages: int) -> list[str]:
     return [graph.nodes[end - 1].name for end in ends]
 
 
-def _within(sums: Sequence[float], most: float, stages: int) -> list[int] | None:
+def _ends_within(sums: Sequence[float], most: float, stages: int) -> list[int] | None:
     """Return the ends of all stages but the last, none longer than ``most``; None if there are too few stages."""
     ends, start = [], 0
     for i in range(1, len(sums)):
@@ -122,9 +122,9 @@ def data_parallel(space: Space) -> float | None:
         at += graph.seconds(node, rows)[1]
         ready.update(dict.fromkeys(node.parameters, min(at, backward)))
     variables = [graph.variable(name) for name in graph.parameters]
-    network = space.devices.between(*space.devices.exchange([tuple(range(count))], 0))
+    network = space.devices.exchange_network(*space.devices.exchange([tuple(range(count))], 0))
     before = many * forward + (many - 1) * backward
-    return space.exchanges.beside(variables, count, network, Timeline(ready, before, backward))
+    return space.exchanges.overlapped_step(variables, count, network, Timeline(ready, before, backward))
 
 
 def _predicted_plans(space: Space, cut: Cut, stages: int) -> Iterator[Plan]:

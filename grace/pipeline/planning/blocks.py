@@ -1,10 +1,10 @@
 """A graph cut into blocks: RaNNC's multilevel k-way partitioning (Tanaka et al., IPDPS 2021, arXiv 2103.16063).
 
-Coarsening merges adjacent groups (:mod:`grace.pipeline.planning.coarsening`). Uncoarsening goes back level by level, and
-moves groups at the border of a block into the block before or behind it if fewer bytes then cross. Compaction merges
-blocks that are topological neighbours until there are k. Each block reads values of earlier blocks only, so any run of
-neighbours may be a stage. A value counts once for each border that it crosses: n bytes that are made in block p and last
-read in block q cost n (q - p), twice if the gradient comes back.
+Coarsening merges adjacent groups (:mod:`grace.pipeline.planning.coarsening`). Uncoarsening goes back level by level,
+and moves groups at the border of a block into the block before or behind it if fewer bytes then cross. Compaction
+merges blocks that are topological neighbours until there are k. Each block reads values of earlier blocks only, so any
+run of neighbours may be a stage. A value counts once for each border that it crosses: n bytes that are made in block p
+and last read in block q cost n (q - p), twice if the gradient comes back.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class Block:
     parameters: float = 0.0
 
     @classmethod
-    def of(cls, graph: Graph, names: Iterable[str]) -> "Block":
+    def of_nodes(cls, graph: Graph, names: Iterable[str]) -> "Block":
         """Return the block of some nodes of a graph."""
         nodes = [graph.nodes[i] for i in sorted(graph.index[name] for name in names)]
         parameters = {name: nbytes for node in nodes for name, nbytes in node.parameters.items()}
@@ -85,7 +85,7 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always, uncoarsen: bo
     found = [[i for u in members for i in units[u]] for members in border.blocks()]
     while len(found) > most and _compact(graph, found, fits):
         pass
-    return [Block.of(graph, (graph.nodes[i].name for i in members)) for members in found]
+    return [Block.of_nodes(graph, (graph.nodes[i].name for i in members)) for members in found]
 
 
 def cut_at(graph: Graph, cuts: Sequence[str]) -> list[Block]:
@@ -103,7 +103,7 @@ def cut_at(graph: Graph, cuts: Sequence[str]) -> list[Block]:
     bounds = [0, *ends, len(names)]
     if sorted(set(bounds)) != bounds:
         raise ConfigError(f"cuts must stand in the graph's order, each once, before its last node: {', '.join(cuts)}")
-    return [Block.of(graph, names[a:b]) for a, b in itertools.pairwise(bounds)]
+    return [Block.of_nodes(graph, names[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 class _BlockBorders:
@@ -150,6 +150,7 @@ class _BlockBorders:
         self.cap = max(cap, *(total[0] for total in self.total)) if self.count > 1 else cap
 
     def _add(self, block: int, units: Iterable[int], sign: int) -> None:
+        """Add units to a block's totals, or subtract them if the sign is -1."""
         total = self.total[block]
         for u in units:
             total[0] += sign * self.seconds[u]
@@ -224,6 +225,7 @@ class _BlockBorders:
         return False
 
     def _move(self, members: Sequence[int], here: int, there: int) -> None:
+        """Move a group to another block, and the readers of values with it."""
         for u in members:
             self.at[u] = there
             for v in self.read[u]:
@@ -237,7 +239,7 @@ class _BlockBorders:
 def _compact(graph: Graph, found: list[list[int]], fits: Fits) -> bool:
     """Merge, in place, the two neighbouring blocks that are shortest together and fit. Return True if some were
     merged."""
-    made = [Block.of(graph, (graph.nodes[i].name for i in members)) for members in found]
+    made = [Block.of_nodes(graph, (graph.nodes[i].name for i in members)) for members in found]
     seconds = [block.forward + block.backward for block in made]
     for b in sorted(range(len(found) - 1), key=lambda b: (seconds[b] + seconds[b + 1], b)):
         if fits(made[b].parameters + made[b + 1].parameters, made[b].kept + made[b + 1].kept):

@@ -73,21 +73,25 @@ class Exchanges:
         """Return the seconds of an exchange that begins when all gradients are there, while nothing is computed."""
         if replicas == 1 or not variables:
             return 0.0
-        every = self._works(variables, replicas, network)
+        every = self._work_by_method(variables, replicas, network)
         return min(simulate(Timeline({}), one, self.costs.contention).step for one in every)
 
-    def beside(self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline) -> float:
+    def overlapped_step(
+        self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline
+    ) -> float:
         """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward."""
-        every = [[]] if replicas == 1 or not variables else self._works(variables, replicas, network)
+        every = [[]] if replicas == 1 or not variables else self._work_by_method(variables, replicas, network)
         return min(simulate(timeline, one, self.costs.contention).step for one in every)
 
-    def kept(self, variables: Sequence[Variable], replicas: int) -> float:
+    def grace_bytes(self, variables: Sequence[Variable], replicas: int) -> float:
         """Return the bytes of memories and buffers on a rank."""
         if replicas == 1 or not variables:
             return 0.0
-        return max(sum(work.memory for work in one) for one in self._works(variables, replicas, self.costs.network))
+        return max(
+            sum(work.memory for work in one) for one in self._work_by_method(variables, replicas, self.costs.network)
+        )
 
-    def _works(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
+    def _work_by_method(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
         """Return the work of the exchange, for each method that may be chosen."""
         if id(network) not in self._costs:
             self._costs[id(network)] = dataclasses.replace(self.costs, network=network, inside=None)

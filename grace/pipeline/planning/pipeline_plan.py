@@ -75,7 +75,7 @@ class Plan:
         versions: versions of the plan's form and of the packages that wrote it.
 
     >>> plan = Plan("k", (Stage(("a",), (0, 1)), Stage(("b",), (2,))), batch=8, microbatches=4)
-    >>> plan.world_size, plan.replicas, plan.place(1), Plan.from_dict(plan.to_dict()) == plan
+    >>> plan.world_size, plan.replicas, plan.stage_and_replica(1), Plan.from_dict(plan.to_dict()) == plan
     (3, (2, 1), (0, 1), True)
     """
 
@@ -123,7 +123,7 @@ class Plan:
         """Number of replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def stage_and_replica(self, rank: int) -> tuple[int, int]:
         """Return (stage, replica) of a rank."""
         return next((i, stage.ranks.index(rank)) for i, stage in enumerate(self.stages) if rank in stage.ranks)
 

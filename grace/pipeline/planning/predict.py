@@ -101,5 +101,5 @@ def _exchange_seconds(space: Space, cut: Cut, groups: Sequence[tuple[int, ...]],
         if other != stage and theirs:
             nodes = {space.devices.nodes[rank] for rank in (groups[stage][0], groups[other][0])}
             nbytes = sum(space.graph.parameters[name] for name in sorted(theirs))
-            total += space.devices.between(len(nodes) > 1, 1).seconds("allreduce", nbytes, 2)
+            total += space.devices.exchange_network(len(nodes) > 1, 1).seconds("allreduce", nbytes, 2)
     return total + space.exchange(i, j, len(groups[stage]), *space.devices.exchange(groups, stage))

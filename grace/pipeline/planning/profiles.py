@@ -1,9 +1,9 @@
 """Graphs as JSON: Grace's own documents, and PipeDream's profiles.
 
 A document of Grace's has ``"graph": 1`` (its version) and the fields of
-:class:`~grace.pipeline.planning.graph.Graph`. A document of PipeDream's (Narayanan et al., SOSP 2019) has a row for each
-node, with milliseconds of forward and backward and bytes of its value and of its parameters, for one batch on a V100;
-and edges.
+:class:`~grace.pipeline.planning.graph.Graph`. A document of PipeDream's (Narayanan et al., SOSP 2019) has a row for
+each node, with milliseconds of forward and backward and bytes of its value and of its parameters, for one batch on a
+V100; and edges.
 """
 
 import dataclasses

@@ -89,7 +89,7 @@ class Devices:
         return len(set(self.nodes)) == 1
 
     @property
-    def within(self) -> Network:
+    def inner_network(self) -> Network:
         """Network within a node."""
         return self.inside or self.network
 
@@ -98,7 +98,7 @@ class Devices:
         if not nbytes or not senders or not receivers:
             return 0.0
         load = _link_load(self.nodes, senders, receivers)
-        within = self.within.seconds("broadcast", nbytes * load.inside, 2) if load.inside else 0.0
+        within = self.inner_network.seconds("broadcast", nbytes * load.inside, 2) if load.inside else 0.0
         between = self.network.seconds("broadcast", nbytes * load.between, 2) if load.between else 0.0
         return max(within, between)
 
@@ -111,10 +111,10 @@ class Devices:
         leaving = [nodes for group in groups if len(nodes := {self.nodes[rank] for rank in group}) > 1]
         return True, max(sum(node in nodes for nodes in leaving) for node in own)
 
-    def between(self, leaves: bool, groups: int) -> Network:
+    def exchange_network(self, leaves: bool, groups: int) -> Network:
         """Return the network of an exchange (:meth:`exchange`); the same object each time."""
         if not leaves:
-            return self.within
+            return self.inner_network
         return self.network if groups == 1 else self._shared.setdefault(groups, SharedNetwork(self.network, groups))
 
 

@@ -161,7 +161,7 @@ class Space:
         key = i, j, replicas, leaves, groups
         if key not in self._known_stages:
             names = dict.fromkeys(name for own in self.names[i:j] for name in own)
-            network = self.devices.between(leaves, groups)
+            network = self.devices.exchange_network(leaves, groups)
             variables = [self.graph.variable(name) for name in names]
             self._known_stages[key] = self.exchanges.seconds(variables, replicas, network)
         return self._known_stages[key]
@@ -215,14 +215,16 @@ class Space:
     def _grace_bytes(self, replicas: int) -> np.ndarray:
         """Return the bytes of Grace's memories and wires, summed over blocks."""
         if replicas not in self._known_grace_bytes:
-            self._known_grace_bytes[replicas] = _sums([self.exchanges.kept(own, replicas) for own in self._variables])
+            self._known_grace_bytes[replicas] = _sums(
+                [self.exchanges.grace_bytes(own, replicas) for own in self._variables]
+            )
         return self._known_grace_bytes[replicas]
 
     def _exchange_parts(self, replicas: int, leaves: bool, groups: int) -> tuple[float, np.ndarray]:
         """Return the seconds of an empty exchange, and those that blocks add to it, summed over blocks."""
         key = replicas, leaves, groups
         if key not in self._known_exchanges:
-            network = self.devices.between(leaves, groups)
+            network = self.devices.exchange_network(leaves, groups)
             least = self.exchanges.seconds([LEAST], replicas, network)
             each = [self.exchanges.seconds(own, replicas, network) for own in self._variables]
             self._known_exchanges[key] = least, _sums([max(0.0, one - least) for one in each])
@@ -285,7 +287,7 @@ class Space:
         crossing = self.devices.crossing
         if self.devices.one_node:  # all ranks are alike
             before, here, behind = (tuple(range(k * r, k * r + r)) for k in range(3))
-            crossing = Devices((0,) * (3 * r), self.devices.within).crossing
+            crossing = Devices((0,) * (3 * r), self.devices.inner_network).crossing
         whole = scale * r
         for axis, (senders, receivers) in enumerate(((before, here), (here, behind))):
             side = np.zeros(self.count + 1)

@@ -86,7 +86,7 @@ class Mesh:
             raise ConfigError(f"the plan is for {plan.world_size} ranks, and there are {backend.size}: plan again")
         self.backend = backend
         self.rank = backend.rank
-        self.stage, self.replica = plan.place(backend.rank)
+        self.stage, self.replica = plan.stage_and_replica(backend.rank)
         self.replicas = plan.replicas
         self.ranks = [stage.ranks for stage in plan.stages]
         self.equal_replicas = len(set(self.replicas)) == 1

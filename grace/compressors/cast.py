@@ -30,6 +30,7 @@ class Cast(Compressor):
 
     name = "cast"
     offered = ("fp16",)
+    trained = {"cast": {"sgd": 1.001}}
     traits = Traits(
         category="quantization",
         fixed_size="by shape",

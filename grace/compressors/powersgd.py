@@ -46,6 +46,7 @@ class PowerSGD(Accumulating):
     offered = ("powersgd(rank=4)",)
     stateful = True
     shared_state = True
+    trained = {"powersgd(rank=4)": {"adamw": 1.116, "sgd": 1.125}}
     traits = Traits(
         category="low-rank",
         fixed_size="by shape",

@@ -32,7 +32,7 @@ class TernGrad(Accumulating):
     clip: float = 2.5
 
     name = "terngrad"
-    trained = {"terngrad": {"adamw": 1.097}}
+    trained = {"terngrad": {"adamw": 1.097, "sgd": 1.183}}
     traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:

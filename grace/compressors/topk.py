@@ -76,6 +76,7 @@ class TopK(Sparsifier):
     name = "topk"
     offered = ("topk(ratio=0.01)",)
     offered_for_tables = ("topk(ratio=0.001)",)
+    trained = {"topk(ratio=0.01)": {"adamw": 1.47, "sgd": 1.975}}
     traits = Traits(category="sparsification", fixed_size="by shape", contraction=True, memory="residual")
 
     def __post_init__(self) -> None:

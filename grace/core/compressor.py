@@ -147,7 +147,7 @@ class Compressor(StatefulComponent):
     wait for the number of elements."""
     trained: ClassVar[Mapping[str, Mapping[str, float]]] = {}
     """Measured facts, for people: by spec and by optimizer ("sgd" with momentum, "adamw") the held-out loss of a
-    character GPT (as ``grace bench train --task chargpt``: 70,000 parameters, about 900 steps, 2 ranks, one seed) in
+    character GPT (as ``grace bench train --task chargpt``: 70,000 parameters, about 900 steps, 2 ranks, three seeds) in
     units of that of ``none``. Empty where nobody measured."""
     by_position: bool = False
     """True if elements are told apart by int32 positions, so that a tensor must have fewer than 2^31 of them."""

@@ -289,7 +289,7 @@ def compare(
     if error is None and saved:
         known = [f"of step {saved['step']}"]
         if one_save:
-            known += [f"of {saved['size']} ranks", f"of the save {saved.get('id')}"]
+            known += [f"of {saved['size']} ranks", f"of the save {saved['id']}"]
         facts = [f"a checkpoint {fact}" for fact in (*known, f"with memory={memory!r}")]
     received = gather_or_raise(backend, "a checkpoint", facts, error, "did not load its checkpoint")
     for rank, other in enumerate(received):
@@ -323,7 +323,7 @@ def prepare(
     strict = memory == "strict"
     how = runner.context.api_names.otherwise
     saved, dropped = undamaged(saved, memory, runner.context.api_names)
-    loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]), dropped=dropped)
+    loaded = Loaded(saved["step"], saved["id"], float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
         return loaded
     saved = inside(saved)
@@ -430,7 +430,7 @@ def _check_leader(runner: StepRunner, saved: dict[str, Any], values: dict[str, d
         Misfit: they changed, or the reduction did.
     """
     hierarchy = runner.hierarchy
-    before = saved.get("hierarchical", False)
+    before = saved["hierarchical"]
     now = runner.hierarchical
     reduced_by_node = [runner.shards if some is True else some or () for some in (before, now)]
     led = [name for some in reduced_by_node for name in some]

@@ -64,9 +64,7 @@ class Resharding:
         self.strict = strict
         self.rank = runner.backend.rank
         self.size = runner.backend.size
-        self.before: Partitions = saved.get("pieces") or {
-            name: {"axis": None} for name in {*now, *(name for values in saved["state"].values() for name in values)}
-        }
+        self.before: Partitions = saved["pieces"]
         self.everyone: list[dict[str, Any]] | None = saved.get("ranks")
         self.dropped: list[str] = []
         self.cut_anew: list[tuple[str, str]] = []
@@ -108,7 +106,7 @@ class Resharding:
         """
         new: list[dict[str, Any]] = []
         known = {part for name, old in self.before.items() for part in _part_names(name, old)}
-        for step in self.saved.get("pending", ()):
+        for step in self.saved["pending"]:
             new.append({})
             for name in sorted(step.keys() - known):
                 self._try(self._refuse_name, "mean", name)
@@ -190,7 +188,7 @@ class Resharding:
             axis = old["axis"]
             of_part = shape if axis is None else [*shape[:axis], old["sizes"][i], *shape[axis + 1 :]]
             wholes[part] = join_shards(shards, of_part, 1.0 if self.everyone else size)
-            if wholes[part] is None or self.saved.get("hierarchical"):
+            if wholes[part] is None or self.saved["hierarchical"]:
                 raise Misfit(
                     f"the checkpoint holds memories of shards of {part!r}, of the second compression of "
                     f"scatter_reduce, which are not those of {size} ranks. Resume as it was saved"
@@ -205,8 +203,8 @@ class Resharding:
         return sums
 
     def _check_shape(self, what: str, name: str) -> dict[str, Any]:
-        old, cut = self.before[name].get("shape"), self.now[name]["shape"]
-        if old is not None and list(old) != cut:
+        old, cut = self.before[name]["shape"], self.now[name]["shape"]
+        if list(old) != cut:
             raise Misfit(
                 f"the checkpoint holds {what} of {name!r} as a variable of shape {list(old)}, and in this run it has "
                 f"the shape {cut}"
@@ -216,7 +214,7 @@ class Resharding:
     def _check_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> None:
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: without_parameters(a) == without_parameters(b))
         states, unchanged = self.everyone or [self.saved["state"]], _same_partition(old, cut, "axis", "sizes")
-        for i, (part, spec) in enumerate(zip(_part_names(name, old), old.get("memories") or (), strict=False)):
+        for i, (part, spec) in enumerate(zip(_part_names(name, old), old["memories"], strict=True)):
             held = any(part in state.get(kind, ()) for state in states)
             for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
                 if held and not same(spec, other):
@@ -229,7 +227,7 @@ class Resharding:
         """Return the state of one saved part for this rank: the rank's own, the one that all ranks share, or the mean
         over ranks."""
         own = self.saved["state"].get(kind, {}).get(part)
-        if self._is_shared(kind, part):
+        if part in self.saved["shared"].get(kind, ()):
             return own
         if self.everyone is None:
             rank, size = self.saved["rank"], self.saved["size"]
@@ -244,16 +242,6 @@ class Resharding:
             return self.everyone[self.rank].get(kind, {}).get(part)
         values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
         return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
-
-    def _is_shared(self, kind: str, part: str) -> bool:
-        if "shared" in self.saved:
-            return part in self.saved["shared"].get(kind, ())
-        shard = self.runner.shards.get(part)  # saved by an earlier version
-        return (
-            shard is not None
-            and kind in shard.communicator.stateful_parts
-            and shard.communicator.stateful_parts[kind].shared_state
-        )
 
     def _fits(self, kind: str, part: str, value: Any) -> bool:
         """Return True if a value has the form that the component keeps; False, and drop the value, if it has not
@@ -275,7 +263,7 @@ class Resharding:
         if not why:
             return True
         whole = shard.whole.name
-        if kind.startswith("compressor") and self.before[whole].get("methods") != self.now[whole]["methods"]:
+        if kind.startswith("compressor") and self.before[whole]["methods"] != self.now[whole]["methods"]:
             self.dropped.append(f"the {kind} of {part!r}, which {why} for {component.spec}")
             return False
         raise Misfit(f"the checkpoint holds the {kind} of {part!r}, which {why}")
@@ -332,12 +320,11 @@ class Resharding:
 
 def _same_partition(old: Partition, cut: Partition, *keys: str) -> bool:
     """Return True if two partitions agree in these keys. Parameters of methods are not compared."""
-    if old.get("axis") is None and cut["axis"] is None:
+    if old["axis"] is None and cut["axis"] is None:
         keys = tuple(key for key in keys if key != "sizes")
-    pairs = [(old.get(key, cut[key]), cut[key]) for key in keys if key != "methods"]
+    pairs = [(old[key], cut[key]) for key in keys if key != "methods"]
     if "methods" in keys:
-        before, after = old.get("methods") or cut["methods"], cut["methods"]
-        pairs.append((list(map(without_parameters, before)), list(map(without_parameters, after))))
+        pairs.append((list(map(without_parameters, old["methods"])), list(map(without_parameters, cut["methods"]))))
     return all(a == b for a, b in pairs)
 
 
@@ -375,13 +362,13 @@ def _repartition(name: str, old: Partition, cut: Partition, values: dict[str, An
         return {}
     shape, some = list(cut["shape"]), next(value for value in kept if value is not None)
     nested, dtype = isinstance(some, dict), kernels_of(some).dtype(some) if what == "a mean" else "float32"
-    for part, value, n in zip(parts, kept, old.get("sizes") or [0], strict=False):
+    for part, value, n in zip(parts, kept, old["sizes"] or [0], strict=False):
         own = shape if old["axis"] is None else [*shape[: old["axis"]], n, *shape[old["axis"] + 1 :]]
         wanted = {key: own if hasattr(one, "shape") else float for key, one in some.items()} if nested else own
         why = "" if value is None else describe_mismatch(value, wanted, dtype)
         if why:
             raise Misfit(f"the checkpoint holds {what} of {part!r}, which {why}")
-    whole = _join_parts(kept, old["axis"], old.get("sizes", []))
+    whole = _join_parts(kept, old["axis"], old["sizes"])
     if cut["axis"] is None:
         return {name: whole}
     ends = pairwise(accumulate(cut["sizes"], initial=0))

@@ -19,8 +19,7 @@ from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
 VERSION = 2
-"""Version of the format that is saved; version 1 had no id and no checksums."""
-READ = (1, 2)
+"""Version of the format that is saved and read."""
 LARGEST = sys.float_info.max
 SCALES = 2.0**-126, 2.0**127
 """Bounds of a loss scale, within which it and its reciprocal are normal float32 numbers."""
@@ -157,16 +156,17 @@ def _all_or_some(value: Any, where: str) -> None:
 
 
 _state = _table(_table(_value))
-_axis = {"axis": _or_none(_integer())}
 _cut = {
+    "axis": _or_none(_integer()),
     "shape": _listed(_integer()),
     "sizes": _listed(_integer()),
     "methods": _listed(_text),
     "memories": _listed(_text),
     "destinations": _listed(_or_none(_integer())),
 }
-_always = {
+_needed = {
     "version": _integer(),
+    "id": _text,
     "components": _text,
     "step": _integer(),
     "seed": _seed,
@@ -174,20 +174,16 @@ _always = {
     "rank": _integer(),
     "size": _integer(1),
     "state": _state,
-}
-_since_1 = {
+    "pieces": _table(_record(_cut, {})),
     "hierarchical": _all_or_some,
     "shared": _table(_listed(_text)),
     "pending": _listed(_table(_mean)),
     "holds": _listed(_text),
+    "checksums": _listed(_integer()),
+    "checksum": _integer(),
 }
-_seal: dict[str, Form] = {"id": _text, "checksums": _listed(_integer()), "checksum": _integer()}
-_ranks = {"ranks": _listed(_state), "plan": _text}
-FORMS = {
-    1: _record(_always, {**_since_1, **_ranks, "pieces": _table(_record(_axis, _cut))}),
-    2: _record({**_always, **_since_1, **_seal, "pieces": _table(_record({**_axis, **_cut}, {}))}, _ranks),
-}
-"""Form of a state, by the version of the format."""
+STATE = _record(_needed, {"ranks": _listed(_state), "plan": _text})
+"""Form of a state."""
 _spec = _or_none(_instance_of((str, dict), "a method's spec"))
 _options = {
     **dict.fromkeys(("compressor", "memory", "communicator", "strategy", "resources"), _spec),
@@ -217,7 +213,7 @@ MODEL = _record({"options": _record({}, _options), "state": lambda value, where:
 
 
 def check(saved: Any) -> None:
-    """Refuse a state that no version of Grace can have saved.
+    """Refuse a state that Grace cannot have saved.
 
     Raises:
         ConfigError: the message names the entry.
@@ -225,36 +221,34 @@ def check(saved: Any) -> None:
     if not isinstance(saved, dict):
         raise refuse("", "a dict", saved)
     version = saved.get("version")
-    if not _is_number(version) or version not in READ:
-        raise ConfigError(
-            f"the checkpoint's format is version {short(version)}, this Grace reads {' and '.join(map(str, READ))}"
-        )
-    FORMS[version](saved, "")
+    if not _is_number(version) or version != VERSION:
+        raise ConfigError(f"the checkpoint's format is version {short(version)}, this Grace reads {VERSION}")
+    STATE(saved, "")
     if saved["rank"] >= saved["size"]:
         raise refuse("'rank'", f"below its size, {saved['size']}", saved["rank"])
     if "ranks" in saved and len(saved["ranks"]) != saved["size"]:
         raise damage_error(f"it is of {saved['size']} ranks and holds {len(saved['ranks'])}")
-    for name, cut in saved.get("pieces", {}).items():
+    for name, cut in saved["pieces"].items():
         _check_cut(cut, _join_path("'pieces'", name))
-    if version > 1 and len(saved["holds"]) != len(saved["checksums"]):
+    if len(saved["holds"]) != len(saved["checksums"]):
         raise damage_error("'checksums' should have one for each value that it holds, and has not")
 
 
 def check_facts(saved: dict[str, Any]) -> None:
     """Refuse a state, which :func:`check` accepted, if entries other than its values differ from the saved ones."""
-    if saved["version"] > 1 and saved["checksum"] != _checksum_of_facts(saved):
+    if saved["checksum"] != _checksum_of_facts(saved):
         raise damage_error("what it says of steps, ranks and variables is not what was saved (its checksum differs)")
 
 
 def _check_cut(cut: dict[str, Any], where: str) -> None:
-    axis, shape, sizes = cut["axis"], cut.get("shape"), cut.get("sizes", ())
+    axis, shape, sizes = cut["axis"], cut["shape"], cut["sizes"]
     if axis is not None:
-        if shape is not None and axis >= len(shape):
+        if axis >= len(shape):
             raise refuse(f"{where}['axis']", f"one of {len(shape)} dimensions", axis)
-        if not sizes or (shape is not None and sum(sizes) != shape[axis]):
+        if not sizes or sum(sizes) != shape[axis]:
             raise refuse(f"{where}['sizes']", "the parts of its dimension", str(list(sizes)))
     for key in ("sizes", "methods", "memories", "destinations"):
-        if key in cut and len(cut[key]) != (len(sizes) if axis is not None else 1):
+        if len(cut[key]) != (len(sizes) if axis is not None else 1):
             raise refuse(f"{where}[{key!r}]", "one for each part", str(list(cut[key])))
 
 
@@ -267,7 +261,7 @@ def items(saved: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for whose, state in states:
         for kind, values in state.items():
             yield from ((f"the {kind} of {name!r}{whose}", value) for name, value in values.items())
-    for i, step in enumerate(saved.get("pending", ())):
+    for i, step in enumerate(saved["pending"]):
         yield from ((f"mean {i} of {name!r}", value) for name, value in step.items())
 
 
@@ -288,13 +282,12 @@ def damaged_values(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
     """
     held = dict(items(saved))
     why = {}
-    listed = saved.get("holds", ())
-    for what, crc in zip(listed, saved.get("checksums") or [None] * len(listed), strict=True):
+    for what, crc in zip(saved["holds"], saved["checksums"], strict=True):
         if what not in held:
             why[what] = f"the checkpoint should hold {what}, and does not. {partial}"
-        elif crc is not None and crc != checksum(held[what]):
+        elif crc != checksum(held[what]):
             why[what] = f"the checkpoint is damaged: {what} is not what was saved (its checksum differs)"
-    known = set(saved.get("holds", held))
+    known = set(saved["holds"])
     for what, value in held.items():
         # A mean that is still to be applied may be an overflow, which the step that applies it handles.
         if what not in why and not what.startswith("mean ") and not _finite(value):
@@ -321,15 +314,15 @@ def without_values(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
     new = {**saved, "state": remaining(saved["state"], "")}
     if "ranks" in saved:
         new["ranks"] = [remaining(one, f" of rank {i}") for i, one in enumerate(saved["ranks"])]
-    steps = enumerate(saved.get("pending", ()))
+    steps = enumerate(saved["pending"])
     new["pending"] = [{n: v for n, v in step.items() if f"mean {i} of {n!r}" not in left_out} for i, step in steps]
     return new
 
 
 def rename_variables(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
     """Return a state under this run's names, if names differ only by the parts that torch's wrappers add."""
-    shards = saved.get("pieces") or {}
-    before = list(shards) or list(dict.fromkeys(name for values in saved["state"].values() for name in values))
+    shards = saved["pieces"]
+    before = list(shards)
     ours = dict(zip(unwrap_names(now), now, strict=True))
     unwrapped = zip(before, unwrap_names(before), strict=True)
     new = {old: old if old in now else ours.get(name, old) for old, name in unwrapped}
@@ -342,14 +335,10 @@ def rename_variables(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
         return {names.get(name, name): value for name, value in values.items()}
 
     new_state = {**saved, "pieces": rename_keys(shards)}
-    new_state["pending"] = [rename_keys(step) for step in saved.get("pending", ())]
-    for key in ("state", "shared"):
-        if key in saved:
-            new_state[key] = {
-                kind: rename_keys(values) if isinstance(values, dict) else list(rename_keys(dict.fromkeys(values)))
-                for kind, values in saved[key].items()
-            }
-    led = saved.get("hierarchical")
+    new_state["pending"] = [rename_keys(step) for step in saved["pending"]]
+    new_state["state"] = {kind: rename_keys(values) for kind, values in saved["state"].items()}
+    new_state["shared"] = {kind: list(rename_keys(dict.fromkeys(some))) for kind, some in saved["shared"].items()}
+    led = saved["hierarchical"]
     if isinstance(led, list):
         new_state["hierarchical"] = list(rename_keys(dict.fromkeys(led)))
     if "ranks" in saved:

@@ -282,12 +282,12 @@ class Pipeline(PipelineState):
         whole = [name in self.whole for name in captured.inputs]
         rows = count_rows(leaves, whole)
         cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", whole)
-        first = pytree.tree_unflatten(cut[0], spec)
+        first_args, first_kwargs = pytree.tree_unflatten(cut[0], spec)
         key = (self.training, shape_key(cut[0]))
         if key not in self._built:
             self.model.train(self.training)
             holders = {**self.gradients.holders, **self.buffer_holders}
-            micro_batch = CapturedBatch(self.model, *first, self.whole)
+            micro_batch = CapturedBatch(self.model, first_args, first_kwargs, self.whole)
             nodes = self.nodes if self.training else evaluation_stages(micro_batch.atoms, self.nodes, holders)
             recompute, compare = self.plan.recompute, self.comparison.end
             self._built[key] = BuiltStage(micro_batch, nodes, self.mesh, self.device, recompute, compare)

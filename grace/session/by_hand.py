@@ -227,7 +227,7 @@ class ByHand:
         """Leave the run, and drop the runner and its state."""
         runner, self.runner, self.buckets, self.begun = self.runner, None, {}, []
         if runner is not None:
-            if runner.begun:
+            if runner.in_progress:
                 runner.abandon()
             runner.close()
 

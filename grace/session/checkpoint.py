@@ -97,7 +97,7 @@ def check_settled(runner: Any) -> None:
     Raises:
         ExchangeError: exchanges are under way, whose step may still be dropped.
     """
-    if runner.begun:
+    if runner.in_progress:
         raise ExchangeError(
             "an exchange is under way, and what it changes is not yet part of the state. Save and load after "
             f"optimizer.step(), or drop the step with {getattr(runner, 'dropping', 'optimizer.zero_grad()')} before"

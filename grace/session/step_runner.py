@@ -349,7 +349,7 @@ class StepRunner:
         return [bucket for bucket in self.buckets if bucket.communicator.delayed]
 
     @property
-    def begun(self) -> bool:
+    def in_progress(self) -> bool:
         """True if round trips are under way."""
         return bool(self._begun)
 

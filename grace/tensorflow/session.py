@@ -419,7 +419,7 @@ class Session:
         None before the first exchange."""
         if self.runner is None:
             return None if self.saved is None else self.saved[0]
-        if self.runner.begun:  # in a step that failed: its state is dropped, as it never updated a variable
+        if self.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
             self.runner.abandon()
         return checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
 
@@ -430,6 +430,6 @@ class Session:
         if self.runner is None:
             self.saved = (saved, memory)
             return
-        if self.runner.begun:
+        if self.runner.in_progress:
             self.runner.abandon()
         self._load(saved, memory)

@@ -42,7 +42,7 @@ def use_strategy(session: Any, strategy: Any, resources: Any = None) -> None:
     if session.runner is None:
         session.choices = Choices(strategy=strategy, resources=resources)
         return
-    if session.runner.begun:  # in a step that failed: its state is dropped, as it never updated a variable
+    if session.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
         session.runner.abandon()
     switch(session, StrategyPlan(strategy, resources=resources))
     if session.auto is not None:

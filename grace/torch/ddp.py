@@ -141,7 +141,7 @@ class DDPState(PythonReducerMixin):
     @property
     def traffic(self) -> Traffic:
         """The traffic counted so far. Read it between steps."""
-        if not self.begun:
+        if not self.in_progress:
             self.close_step()
         return self.runner.traffic
 
@@ -215,10 +215,10 @@ class DDPState(PythonReducerMixin):
         self.changes = changes
 
     @property
-    def begun(self) -> bool:
+    def in_progress(self) -> bool:
         """True if a step is in progress that may still be dropped: no optimizer has used its gradients yet."""
-        if self.runner.begun or not self.open or not self.runner.stateful:
-            return self.runner.begun
+        if self.runner.in_progress or not self.open or not self.runner.stateful:
+            return self.runner.in_progress
         return self.uses.undecided and not self._overflowed()
 
     def _overflowed(self) -> bool:

@@ -79,10 +79,10 @@ class FSDPState(DDPState):
         return metrics(self.runner, self.traffic)
 
     @property
-    def begun(self) -> bool:
+    def in_progress(self) -> bool:
         """True if the gradients of a step were exchanged, and no optimizer has used them yet."""
         waiting = self.open and self.runner.stateful and self.uses.unused
-        return self.runner.begun or (waiting and not self._overflowed())
+        return self.runner.in_progress or (waiting and not self._overflowed())
 
     def _count_updates(self) -> None:
         """Do nothing: the optimizer's steps are seen by hooks."""

@@ -162,7 +162,7 @@ class HorovodSession(Session):
 
     def discard(self) -> None:
         """Await the exchanges begun, and discard their results."""
-        if self.runner.begun:  # collectives that were started must end on all ranks
+        if self.runner.in_progress:  # collectives that were started must end on all ranks
             with self.abandoning_on_error():
                 self.runner.discard()
         self.reset_step()
@@ -197,10 +197,10 @@ class HorovodSession(Session):
     dropping = "optimizer.synchronize() and optimizer.zero_grad()"
 
     @property
-    def begun(self) -> bool:
+    def in_progress(self) -> bool:
         """True if gradients are being exchanged, by Grace or by Horovod."""
         optimizer: Any = self.optimizer
-        return super().begun or bool(optimizer._handles)
+        return super().in_progress or bool(optimizer._handles)
 
     def abandon(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""

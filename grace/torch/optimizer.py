@@ -161,9 +161,9 @@ class HookedSession(Session):
         self._reset()
 
     @property
-    def begun(self) -> bool:
+    def in_progress(self) -> bool:
         """True if this step's backward passes are done but not synchronized. All ranks have the same value."""
-        return super().begun or (self.passes in self.counts.values() and not self.synchronized)
+        return super().in_progress or (self.passes in self.counts.values() and not self.synchronized)
 
     @property
     def computed(self) -> bool:

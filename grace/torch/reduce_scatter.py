@@ -99,13 +99,13 @@ class ReduceScatterState:
         return self.overflow or any([state.dropped for state in replica_states(self.layouts)])
 
     @property
-    def begun(self) -> bool:
+    def in_progress(self) -> bool:
         """True if gradients were reduced that no optimizer has used yet, and state depends on them."""
         return self.uses.unused and self.runner.stateful and not self._dropped()
 
     def _close_settled_step(self, saves: bool) -> None:
         """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
-        if self.begun:
+        if self.in_progress:
             raise ExchangeError(
                 "gradients were reduced and scattered, and what that changes belongs to a step that no optimizer has "
                 f"made yet: {'save' if saves else 'load'} after optimizer.step()"

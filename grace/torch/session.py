@@ -227,9 +227,9 @@ class Session:
         return ()
 
     @property
-    def begun(self) -> bool:
+    def in_progress(self) -> bool:
         """True if a step is in progress: exchanges were begun, or are about to be, that may still be dropped."""
-        return self.runner.begun
+        return self.runner.in_progress
 
     def _check(self, communicator: Communicator) -> None:
         """Refuse a communicator that does not go with the optimizer."""

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -44,7 +45,8 @@ def pytest_collection_finish(session):
 def _room(file: str) -> str:
     """Files that share pools of engines' ranks are run by one worker, one framework after the other."""
     path = Path(__file__).parents[1] / file
-    if "launched(" not in path.read_text() or path.parent.name == "tests":
+    shared = re.search(r"launched\(|on_ranks\(.*engine=|on_ranks\(.*\)\ndef .*\bengine\b", path.read_text())
+    if not shared or path.parent.name == "tests":
         return file
     return "ranks of TensorFlow" if path.parent.name == "in_tensorflow" else "ranks of engines"
 

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +35,8 @@ class Ended:
 def run(launcher: str, framework: str, method: str, fault: str, **variables: str) -> Ended:
     """Train on three ranks until ``fault`` strikes rank 1."""
     program = [str(PROGRAM), framework, method, fault]
-    if launcher == "torchrun":
-        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE), *program]
-        backend = "torch"
-    else:
-        line, backend = command(launcher, SIZE, *program), ENGINES[launcher][1]
+    line = command(launcher, SIZE, *program)
+    backend = "torch" if launcher == "torchrun" else ENGINES[launcher][1]
     env = {**environment(), "GRACE_BACKEND": backend, "PYTHONUNBUFFERED": "1", **variables}
     done = subprocess.run(
         line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS, errors="replace"

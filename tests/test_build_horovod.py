@@ -69,36 +69,27 @@ def test_an_edit_of_a_file_that_is_gone(tool, source):
         tool.apply_edits(source)
 
 
-def change(tool, monkeypatch, what):
-    if what in ("torch", "tensorflow-cpu"):
-        versions = {"torch": "2.13.0", "tensorflow-cpu": "2.21.0", what: "9.9"}
-        monkeypatch.setattr(tool, "version", versions.get)
-    elif what == "no TensorFlow":
-        monkeypatch.setattr(tool, "version", {"torch": "2.13.0"}.get)
-    elif what == "compiler":
-        monkeypatch.setattr(tool, "output_of", lambda command: "c++ 13")
-    elif what == "edits":
-        monkeypatch.setattr(tool, "EDITS", tool.EDITS[:-1])
-    elif what == "python":
-        monkeypatch.setattr(tool.sys.implementation, "cache_tag", "cpython-399")
-    elif what == "platform":
-        monkeypatch.setattr(tool.sysconfig, "get_platform", lambda: "linux-riscv")
-    elif what == "flags":
-        monkeypatch.setenv("CXXFLAGS", "-O1")
-    elif what == "GPU":
-        monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
-    else:
-        monkeypatch.setattr(tool, what, "9.9")
+VERSIONS = {"torch": "2.13.0", "tensorflow-cpu": "2.21.0"}
+CHANGES = {
+    "HOROVOD": lambda tool, patch: patch.setattr(tool, "HOROVOD", "9.9"),
+    "OPENMPI": lambda tool, patch: patch.setattr(tool, "OPENMPI", "9.9"),
+    "torch": lambda tool, patch: patch.setattr(tool, "version", {**VERSIONS, "torch": "9.9"}.get),
+    "TensorFlow": lambda tool, patch: patch.setattr(tool, "version", {**VERSIONS, "tensorflow-cpu": "9.9"}.get),
+    "no TensorFlow": lambda tool, patch: patch.setattr(tool, "version", {"torch": "2.13.0"}.get),
+    "compiler": lambda tool, patch: patch.setattr(tool, "output_of", lambda command: "c++ 13"),
+    "edits": lambda tool, patch: patch.setattr(tool, "EDITS", tool.EDITS[:-1]),
+    "python": lambda tool, patch: patch.setattr(tool.sys.implementation, "cache_tag", "cpython-399"),
+    "platform": lambda tool, patch: patch.setattr(tool.sysconfig, "get_platform", lambda: "linux-riscv"),
+    "flags": lambda tool, patch: patch.setenv("CXXFLAGS", "-O1"),
+    "GPU": lambda tool, patch: patch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL"),
+}
 
 
-PACKAGES = ["HOROVOD", "OPENMPI", "torch", "tensorflow-cpu", "no TensorFlow"]
-
-
-@pytest.mark.parametrize("what", [*PACKAGES, "compiler", "edits", "python", "platform", "flags", "GPU"])
+@pytest.mark.parametrize("what", CHANGES)
 def test_the_cache_key_changes_with(tool, monkeypatch, what):
     before = tool.cache_folder(tool.facts("wheel", "c++"))
     assert before == tool.cache_folder(tool.facts("wheel", "c++"))
-    change(tool, monkeypatch, what)
+    CHANGES[what](tool, monkeypatch)
     assert before != tool.cache_folder(tool.facts("wheel", "c++"))
 
 

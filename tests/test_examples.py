@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 EXAMPLE = EXAMPLES / "torch" / "digits.py"
 TENSORFLOW = [EXAMPLES / "tensorflow" / f"digits_{way}.py" for way in ("keras", "tape")]
 PLAIN = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = command("torchrun", 2)
 
 
 def run(launcher, *args, example=EXAMPLE):
@@ -43,48 +43,41 @@ def run_under(name, example):
     return done
 
 
-@pytest.mark.parametrize(
-    ("launcher", "method", "engine", "sends"),
-    [
-        (PLAIN, "topk(ratio=0.01)", "local, rank 0 of 1", False),
-        (TORCHRUN, "powersgd(rank=2)", "torch.distributed (gloo), rank 0 of 2", True),
-    ],
-    ids=["python", "torchrun"],
-)
-def test_the_example_trains_and_prints_once_which_engine_it_is_on(launcher, method, engine, sends):
-    done = run(launcher, "--compressor", method, "--epochs", "10")
+TOPK, ALONE = "topk(ratio=0.01)", "local, rank 0 of 1"
+RUNS = [
+    (PLAIN, EXAMPLE, TOPK, ALONE),
+    (TORCHRUN, EXAMPLE, "powersgd(rank=2)", "torch.distributed (gloo), rank 0 of 2"),
+    *((PLAIN, example, TOPK, ALONE) for example in TENSORFLOW),
+]
+
+
+def need(example):
+    if example in TENSORFLOW:
+        pytest.importorskip("tensorflow", exc_type=ImportError)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("launcher", "example", "method", "engine"), RUNS, ids=["python", "torchrun", "keras", "tape"])
+def test_an_example_trains_and_prints_once_which_engine_it_is_on(launcher, example, method, engine):
+    need(example)
+    done = run(launcher, "--compressor", method, "--epochs", "10", example=example)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == f"{method} on {engine}"
     accuracy, sent = re.fullmatch(r"test accuracy ([\d.]+)%, ([\d,]+) bytes sent by this rank", second).groups()
     assert float(accuracy) > 93
-    assert (sent != "0") == sends
+    assert (sent == "0") == (engine == ALONE)
 
 
-@pytest.mark.parametrize("example", TENSORFLOW, ids=lambda path: path.stem)
-def test_a_tensorflow_example_trains_and_prints_once_which_engine_it_is_on(example):
-    pytest.importorskip("tensorflow", exc_type=ImportError)
-    done = run(PLAIN, "--epochs", "10", example=example)
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first == "topk(ratio=0.01) on local, rank 0 of 1"
-    accuracy, sent = re.fullmatch(r"test accuracy ([\d.]+)%, ([\d,]+) bytes sent by this rank", second).groups()
-    assert float(accuracy) > 93
-    assert sent == "0"
+LAUNCHED = [(name, EXAMPLE) for name in (ENGINES if THOROUGH else ["horovodrun-gloo", "mpirun-mpi"])]
+LAUNCHED += zip(["horovodrun-gloo", "mpirun-mpi"], TENSORFLOW, strict=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES if THOROUGH else ["horovodrun-gloo", "mpirun-mpi"])
-def test_the_example_runs_unchanged_under_every_launcher(name):
-    run_under(name, EXAMPLE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "example"), list(zip(["horovodrun-gloo", "mpirun-mpi"], TENSORFLOW, strict=True)), ids=["keras", "tape"]
-)
-def test_a_tensorflow_example_runs_unchanged_under_horovod_and_mpi(name, example):
-    pytest.importorskip("tensorflow", exc_type=ImportError)
+@pytest.mark.every
+@pytest.mark.parametrize(("name", "example"), LAUNCHED, ids=lambda value: getattr(value, "stem", value))
+def test_an_example_runs_unchanged_under_every_launcher(name, example):
+    need(example)
     assert "AutoGraph" not in run_under(name, example).stderr  # which is not to translate Grace
 
 
@@ -137,8 +130,7 @@ def test_the_pipelines_example_trains_where_mpirun_starts_the_ranks():
     ids=["2 x 2", "1 and 2"],
 )
 def test_the_pipelines_example_trains_in_stages_with_replicas(ranks, asked):
-    launcher = [*TORCHRUN[:-1], str(ranks)]
-    done = run(launcher, *asked, "--steps", "20", "--vocabulary", "512", example=PIPELINE)
+    done = run(command("torchrun", ranks), *asked, "--steps", "20", "--vocabulary", "512", example=PIPELINE)
     assert done.returncode == 0, done.stderr
     loss = float(re.search(r"loss ([\d.]+) nats after 20 steps", done.stdout).group(1))
     assert loss < 4.0  # ln 512 is 6.2

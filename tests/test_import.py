@@ -42,6 +42,32 @@ def run(script: str, absent: tuple[str, ...] = ()) -> str:
 HEAVY = ("torch", "tensorflow", "numba", "typer", "rich", "pydantic", "scipy", "matplotlib", "mpi4py", "horovod")
 
 
+@pytest.mark.alone
+def test_import_takes_less_than_0_3_seconds_beyond_numpy():
+    script = """
+        import time, numpy
+        start = time.perf_counter()
+        import grace
+        print(time.perf_counter() - start)
+    """
+    assert min(float(run(script)) for _ in range(5)) < BUDGET_SECONDS
+
+
+INSTALL = '{0} is not installed; install it with: pip install "grace-compress[{0}]"'
+TENSORFLOW = pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+
+
+def refused(use: str) -> str:
+    """A program that prints what an expression is refused with."""
+    return f"""
+        import grace
+        try:
+            {use}
+        except grace.GraceError as error:
+            print(error)
+    """
+
+
 @pytest.mark.parametrize("use", ["import grace", "import grace; grace.make('compressor', 'topk'); grace.init('local')"])
 def test_import_loads_no_optional_package(use):
     assert run(f"{use}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
@@ -67,15 +93,28 @@ def test_the_planner_is_loaded_only_by_who_asks_for_it():
     assert run(f"{textwrap.dedent(use)}\nprint([m for m in sys.modules if m.startswith({rooms!r})])") == "[]"
 
 
-@pytest.mark.alone
-def test_import_takes_less_than_0_3_seconds_beyond_numpy():
-    script = """
-        import time, numpy
-        start = time.perf_counter()
-        import grace
-        print(time.perf_counter() - start)
-    """
-    assert min(float(run(script)) for _ in range(5)) < BUDGET_SECONDS
+@pytest.mark.parametrize(
+    ("use", "absent", "said"),
+    [
+        ("grace.init('torch')", "torch", INSTALL.format("torch")),
+        ("import grace.torch", "torch", INSTALL.format("torch")),
+        ("import grace.tensorflow", "tensorflow", INSTALL.format("tensorflow")),
+        ("grace.tensorflow", "tensorflow", INSTALL.format("tensorflow")),
+        ("grace.init('horovod', framework='tensorflow')", "tensorflow", INSTALL.format("tensorflow")),
+        (
+            "grace.DistributedOptimizer(object())",  # a torch object is recognised only when torch is there
+            "torch",
+            "grace.DistributedOptimizer takes an optimizer of torch or Keras, not an object of builtins.object",
+        ),
+    ],
+)
+def test_what_needs_a_package_that_is_not_there_says_how_to_install_it(use, absent, said):
+    assert run(refused(use), (absent,)) == said
+
+
+def test_a_missing_package_is_an_import_error():
+    assert issubclass(grace.MissingExtraError, ImportError)
+    assert issubclass(grace.MissingExtraError, grace.GraceError)
 
 
 def test_numpy_alone_is_enough_to_compress():
@@ -88,47 +127,8 @@ def test_numpy_alone_is_enough_to_compress():
     assert run(script, HEAVY) == "[4.0, 0.0] 0 1"
 
 
-@pytest.mark.parametrize("use", ["grace.init('torch')", "import grace.torch"])
-def test_without_torch_its_use_fails_with_the_line_that_installs_it(use):
-    script = f"""
-        import grace
-        try:
-            {use}
-        except grace.MissingExtraError as error:
-            print(type(error).__mro__[2].__name__, error)
-    """
-    assert run(script, ("torch",)) == (
-        'ImportError torch is not installed; install it with: pip install "grace-compress[torch]"'
-    )
-
-
-def test_without_tensorflow_its_use_fails_with_the_line_that_installs_it():
-    script = """
-        import grace
-        for use in (lambda: __import__("grace.tensorflow"), lambda: grace.tensorflow):
-            try:
-                use()
-            except grace.MissingExtraError as error:
-                print(error)
-    """
-    line = 'tensorflow is not installed; install it with: pip install "grace-compress[tensorflow]"'
-    assert run(script, ("tensorflow",)).splitlines() == [line, line]
-
-
-def test_without_tensorflow_horovod_for_it_names_the_line_that_installs_it():
-    script = """
-        import grace
-        try:
-            grace.init("horovod", framework="tensorflow")
-        except grace.MissingExtraError as error:
-            print(error)
-    """
-    line = 'tensorflow is not installed; install it with: pip install "grace-compress[tensorflow]"'
-    assert run(script, ("tensorflow",)) == line
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+@TENSORFLOW
 def test_without_horovod_tensorflow_works_and_asking_for_it_names_what_builds_it():
     script = """
         import tensorflow as tf, grace
@@ -142,7 +142,7 @@ def test_without_horovod_tensorflow_works_and_asking_for_it_names_what_builds_it
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+@TENSORFLOW
 def test_tensorflow_does_not_load_torch():
     script = """
         import sys, keras, grace
@@ -154,37 +154,18 @@ def test_tensorflow_does_not_load_torch():
 
 
 @pytest.mark.slow
-def test_torch_tensors_do_not_load_tensorflow():
+@pytest.mark.parametrize("absent", [(), ("numba",)])
+def test_torch_tensors_load_no_tensorflow_and_without_numba_use_the_plain_kernels(absent):
     script = """
-        import sys, torch, grace, grace.torch
-        from grace.communicators import Allgather
-        Allgather("topk(ratio=0.5)").step(torch.tensor([4.0, 1.0]), "w")
-        print("tensorflow" in sys.modules)
-    """
-    assert run(script) == "False"
-
-
-@pytest.mark.slow
-def test_without_numba_torch_tensors_use_the_plain_kernels():
-    script = """
-        import torch, grace
+        import sys, torch, grace
         from grace.communicators import Allgather
         print(grace.kernels_of(torch.zeros(1)).name)
         print(Allgather("qsgd(levels=1)").step(torch.tensor([2.0, 0.0, -2.0]), "w").tolist())
+        print("tensorflow" in sys.modules)
     """
-    assert run(script, ("numba",)).splitlines() == ["torch", "[2.0, 0.0, -2.0]"]
-
-
-def test_a_torch_object_is_recognised_only_when_torch_is_there():
-    script = """
-        import grace
-        try:
-            grace.DistributedOptimizer(object())
-        except grace.ConfigError as error:
-            print(error)
-    """
-    said = "grace.DistributedOptimizer takes an optimizer of torch or Keras, not an object of builtins.object"
-    assert run(script, ("torch",)) == said
+    kernels, *rest = run(script, absent).splitlines()
+    assert (kernels == "torch") == bool(absent)
+    assert rest == ["[2.0, 0.0, -2.0]", "False"]
 
 
 def test_every_public_name_exists():

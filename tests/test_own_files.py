@@ -3,7 +3,6 @@ ranks, stopped and resumed."""
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 
 import grace
 from grace.core import registry
+from tests.support.by_hand import started_by_hand
 from tests.support.command import grace_command
 from tests.support.engine_pools import environment
-from tests.support.limits import HANGS
 from tests.support.training import distributed, net, train
 from tests.test_pages import ROOT, blocks
 
@@ -134,18 +133,11 @@ print(engine.describe(), grace.init("shared_file") is engine, weights[0] == weig
 @pytest.mark.ranks
 def test_an_engine_is_joined_by_its_name_on_two_ranks(package, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    env = {**environment(), "GRACE_BACKEND": "shared_file", "WORLD_SIZE": "2"}
-    env["PYTHONPATH"] = os.pathsep.join([str(package), env["PYTHONPATH"]])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "program.py"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**env, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for number, rank in enumerate(ranks):
-        out, err = rank.communicate(timeout=HANGS)
-        assert out == f"shared_file, rank {number} of 2 True True\n", err
+    path = os.pathsep.join([str(package), environment()["PYTHONPATH"]])
+    command = [sys.executable, "program.py"]
+    ranks = started_by_hand(command, tmp_path, GRACE_BACKEND="shared_file", PYTHONPATH=path)
+    for number, (_, said) in enumerate(ranks):
+        assert f"shared_file, rank {number} of 2 True True\n" in said
 
 
 def test_an_engine_of_another_name_is_refused(tmp_path, monkeypatch):

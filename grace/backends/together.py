@@ -133,9 +133,12 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     >>> grace.shutdown()
     """
     backend = current()
-    describe = lambda: f"from rank {chosen_root(0, root_rank, backend.size)}{named(name)}"  # noqa: E731
     values = _gather_values(
-        backend, "broadcast_object", describe, obj if backend.rank == root_rank else None, [root_rank]
+        backend,
+        "broadcast_object",
+        lambda: f"from rank {chosen_root(0, root_rank, backend.size)}{named(name)}",
+        obj if backend.rank == root_rank else None,
+        [root_rank],
     )
     return obj if backend.rank == root_rank else values[root_rank]
 

@@ -78,40 +78,39 @@ class TorchBackend(Backend):
 
     def allreduce(self, tensor: torch.Tensor) -> Handle:
         self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
-        return self._handle(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), tensor, tensor)
+        return self._start(tensor, tensor, dist.all_reduce, tensor)
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
         raw = _as_bytes(tensor)
         rows = raw.new_empty((self.size, raw.numel()))
         gathered = list(rows.unbind())
+        result = [part.view(tensor.dtype) for part in gathered]
         if self.size > 3 and not raw.is_cuda and rows.nbytes <= DIRECT_BYTES:  # gloo's all-gather goes round a ring
             copies = raw.expand(self.size, -1).contiguous()
-            begin = lambda: dist.all_to_all_single(rows, copies, group=self.group, async_op=True)  # noqa: E731
-        else:
-            begin = lambda: dist.all_gather(gathered, raw, group=self.group, async_op=True)  # noqa: E731
-        return self._handle(begin, [part.view(tensor.dtype) for part in gathered], tensor)
+            return self._start(result, tensor, dist.all_to_all_single, rows, copies)
+        return self._start(result, tensor, dist.all_gather, gathered, raw)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
         received = torch.empty_like(tensor)
-        begin = lambda: dist.all_to_all_single(_as_bytes(received), _as_bytes(tensor), group=self.group, async_op=True)  # noqa: E731
-        return self._handle(begin, list(received.view(self.size, -1).unbind()), tensor)
+        parts = list(received.view(self.size, -1).unbind())
+        return self._start(parts, tensor, dist.all_to_all_single, _as_bytes(received), _as_bytes(tensor))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        begin = lambda: dist.broadcast(_as_bytes(tensor), self._global(root), group=self.group, async_op=True)  # noqa: E731
-        return self._handle(begin, tensor, tensor)
+        return self._start(tensor, tensor, dist.broadcast, _as_bytes(tensor), self._global(root))
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
-        raw, gathered = _as_bytes(tensor), list[torch.Tensor]()
+        raw = _as_bytes(tensor)
+        gathered: list[torch.Tensor] = []
         if root == self.rank:
             gathered = list(raw.new_empty((self.size, raw.numel())).unbind())
         else:
             self.count(tensor.nbytes)
-        begin = lambda: dist.gather(raw, gathered or None, self._global(root), group=self.group, async_op=True)  # noqa: E731
-        return self._handle(begin, [part.view(tensor.dtype) for part in gathered], tensor)
+        result = [part.view(tensor.dtype) for part in gathered]
+        return self._start(result, tensor, dist.gather, raw, gathered or None, self._global(root))
 
     def duplicate(self) -> "TorchBackend":
         return self.copy_with(group=self._new_group(range(self.size)), owns=False)
@@ -177,9 +176,16 @@ class TorchBackend(Backend):
             self._sides[device] = Side(device) if "nccl" in group._get_backend(device).name() else None
         return self._sides[device]
 
-    def _handle(self, begin: Callable[[], Any], result: Any, sent: torch.Tensor) -> Handle:
-        """Start a collective by ``begin``, and return its handle; on a GPU ``wait()`` only makes later work on it
-        wait."""
+    def _start(self, result: Any, sent: torch.Tensor, collective: Callable[..., Any], *args: Any) -> Handle:
+        """Start a collective of torch's, and return its handle; on a GPU ``wait()`` only makes later work on it wait.
+
+        Args:
+            result: the tensor, or tensors, that the collective fills.
+            sent: the tensor that it sends.
+            collective: a function of ``torch.distributed``.
+            args: its arguments.
+        """
+        begin = partial(collective, *args, group=self.group, async_op=True)
         side = self._side(sent.device) if sent.is_cuda else None
         if side is not None:  # NCCL: collectives overlap with computation on a stream of their own
             begun = side.start(begin, [sent, *(result if isinstance(result, list) else [result])])

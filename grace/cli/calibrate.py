@@ -1,10 +1,10 @@
-"""``grace calibrate``: what this cluster, engine and framework take, measured once and kept."""
+"""``grace calibrate``: seconds of collectives and methods on this cluster, measured once and kept in a file."""
 
 import contextlib
-import importlib
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +14,14 @@ from rich.markup import escape
 
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
-from grace.bench.common.options import methods as listed
-from grace.cli.calibration_tables import show, whole
-from grace.cli.consoles import bar, wide_console
-from grace.cli.model_variables import from_spec
+from grace.bench.common.options import methods as parse_methods
+from grace.cli.calibration_tables import print_calibration, total_seconds
+from grace.cli.inputs import load_variables, random_gradients, to_tensor
+from grace.cli.terminal import ShowProgress, check_writable, progress_bar, standard_output
 from grace.core.backend import Backend
+from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
+from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
 from grace.planner.calibration import Calibration, Curves, Key, default_path, read
 from grace.planner.codecs import maker, measure
@@ -29,12 +31,15 @@ from grace.planner.oversubscription import oversubscription
 from grace.session.agreement import gather_or_raise
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)
-"""Of gradients, if no model is given."""
-SECONDS, QUICK = (10.0, 0.5), (1.0, 0.1)
-"""Of the network, and of each method."""
-BESIDE = 384
+"""Shapes of gradients where no model is given."""
+SECONDS, QUICK_SECONDS = (10.0, 0.5), (1.0, 0.1)
+"""Seconds for the network, and for each method."""
+MATRIX = 384
 """Rows and columns of the matrix that is multiplied beside a collective."""
 FAILED = "could not calibrate"
+FRAMEWORKS = (*runtime.FRAMEWORKS, "numpy")
+Choice = Mapping[str, str | None]
+"""Specs of a compressor, a memory and a communicator."""
 
 
 def calibrate(
@@ -71,29 +76,30 @@ def calibrate(
     and these versions, and is taken for 30 days. GRACE_CALIBRATION names
     another file than the one in your cache.
     """
+    console = standard_output(120)
     if shown is not None:
-        made = read(shown, max_age=None)
-        show(made, wide_console(), max(0.0, time.time() - made.made))
+        found = read(shown, max_age=None)
+        print_calibration(found, console, max(0.0, time.time() - found.made))
         return
     backend = runtime.init("auto", framework if framework in runtime.FRAMEWORKS else None)
     began = time.monotonic()
-    with _together(backend, "begin"):
-        chosen = _choices(methods, backend.size, quick)
-        room = _Room(framework or _installed(backend), seed + backend.rank)
-        gradients = room.gradients(model)
+    with _all_or_none(backend, "begin"):
+        choices = parse_choices(methods, backend.size, quick)
+        installed = filter(runtime._installed, FRAMEWORKS)
+        bench = Workbench(framework or backend.framework or next(installed), seed + backend.rank)
+        gradients = bench.gradients(model)
     names = backend.allgather_object(node_name())
-    key = Key.of(backend, names, room.framework, room.threads)
+    key = Key.of(backend, names, bench.framework, bench.threads)
     path = output or default_path(key)
-    with _together(backend, "find room for the file"):
+    with _all_or_none(backend, "find room for the file"):
         if backend.rank == 0:
-            _check_writable(path)
-    console = wide_console()
-    limits = QUICK if quick else SECONDS
+            check_writable(path)
+    network_seconds, method_seconds = QUICK_SECONDS if quick else SECONDS
     shared = oversubscription(backend, names)
-    with bar(console, backend.rank == 0) as told:
-        links, inside = _links(backend, names, room, limits[0], shared > 1, told)
-        codecs, left_out = _codecs(backend, chosen, gradients, room, limits[1], shared, seed, told)
-    made = Calibration(
+    with progress_bar(console, backend.rank == 0) as progress:
+        links, inside = _measure_links(backend, names, bench, network_seconds, shared > 1, progress)
+        codecs, left_out = measure_codecs(backend, choices, gradients, bench, method_seconds, shared, seed, progress)
+    calibration = Calibration(
         key=key,
         made=time.time(),
         curves=links.curves,
@@ -103,11 +109,11 @@ def calibrate(
         by_ring=backend.by_ring,
         concatenates=backend.concatenates,
     )
-    with _together(backend, "write"):
+    with _all_or_none(backend, "write"):
         if backend.rank == 0:
-            made.write(path)
+            calibration.write(path)
     if backend.rank == 0:
-        show(made, console)
+        print_calibration(calibration, console)
         for method, why in left_out.items():
             console.print(f"left out: {escape(method)}: {escape(why)}", soft_wrap=True)
         if backend.size == 1:
@@ -120,157 +126,160 @@ def calibrate(
     runtime.shutdown()
 
 
-class _Room:
-    """What tensors are, and what computes with them.
+class Workbench:
+    """Tensors of a framework on the device of gradients, and a computation there.
 
     Args:
         framework: "torch", "tensorflow" or "numpy".
-        seed: of gradients.
+        seed: the seed of gradients.
 
     Raises:
         ConfigError: there is no such framework, or it is not installed.
     """
 
     def __init__(self, framework: str, seed: int):
-        if framework not in (*runtime.FRAMEWORKS, "numpy"):
+        if framework not in FRAMEWORKS:
             raise ConfigError(f"--framework is torch, tensorflow or numpy, not {framework!r}")
         if not runtime._installed(framework):
             raise missing_extra(framework, framework)
-        self.framework, self.rng = framework, np.random.default_rng(seed)
-        module: Any = importlib.import_module(framework)
-        self.tensor_of: Callable[[np.ndarray], Any] = np.copy
-        self.synchronize: Callable[[], Any] = lambda: None
+        self.framework = framework
+        self.random = np.random.default_rng(seed)
+        self.device = "cpu"
         self.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
         if framework == "torch":
-            self.threads = module.get_num_threads()
-            device = "cpu"
-            if module.cuda.is_available():
-                device, self.synchronize = f"cuda:{runtime.local_rank()}", module.cuda.synchronize
-                module.cuda.set_device(device)
-            self.tensor_of = lambda array: module.tensor(array, device=device)
-        elif framework == "tensorflow":
-            self.tensor_of = module.constant
-        beside: Any = self.tensor_of(self.rng.standard_normal((BESIDE, BESIDE), np.float32))
+            import torch
 
-        def compute() -> None:
-            product = beside @ beside
-            self.synchronize()
-            if framework == "tensorflow":
-                product.numpy()
+            self.threads = torch.get_num_threads()
+            if torch.cuda.is_available():
+                self.device = f"cuda:{runtime.local_rank()}"
+                torch.cuda.set_device(self.device)
+        self.matrix: Any = self.to_tensor(self.random.standard_normal((MATRIX, MATRIX), np.float32))
 
-        self.compute = compute
+    def to_tensor(self, array: np.ndarray) -> Tensor:
+        """Return an array as a tensor on the device."""
+        return to_tensor(self.framework, array, self.device)
 
-    def gradients(self, model: str | None) -> dict[str, Any]:
-        """Of a model's shapes, or of some that are usual."""
-        if model is None:
-            shapes = {f"v{i}": shape for i, shape in enumerate(SHAPES)}
-        else:
-            shapes = {v.name: v.shape for v in from_spec(model) if not v.sparse and v.numel}
-        if not shapes:
+    def synchronize(self) -> None:
+        """Wait until the device has computed all that it was given."""
+        if self.device != "cpu":
+            sys.modules["torch"].cuda.synchronize()
+
+    def compute(self) -> None:
+        """Multiply a matrix, and wait for the product."""
+        product = self.matrix @ self.matrix
+        self.synchronize()
+        if self.framework == "tensorflow":
+            product.numpy()
+
+    def gradients(self, model: str | None) -> dict[str, Tensor]:
+        """Return gradients with the shapes of a model, or of :data:`SHAPES`."""
+        variables = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
+        if model is not None:
+            variables = load_variables(model)
+        found = random_gradients(self.framework, variables, self.random, self.device)
+        if not found:
             raise ConfigError(f"{model} has no variable with dense gradients, which methods are measured on")
-        normal = self.rng.standard_normal
-        return {name: self.tensor_of(0.01 * normal(shape, np.float32)) for name, shape in shapes.items()}
+        return found
 
 
-def _installed(backend: Backend) -> str:
-    """Whose tensors the run exchanges."""
-    return backend.framework or next(filter(runtime._installed, (*runtime.FRAMEWORKS, "numpy")))
+def parse_choices(text: str, ranks: int, quick: bool) -> list[Choice]:
+    """Return methods with their communicators; dense gradients are always among them.
 
-
-def _choices(text: str, ranks: int, quick: bool) -> list[Mapping[str, Any]]:
-    """Methods with their communicators; dense gradients are always among them."""
-    found: list[Mapping[str, Any]] = []
-    for method in dict.fromkeys(["none", *listed(text)]):
-        spec, _, memory = method.partition("/")
-        communicators = [None] if quick else [None, *legal_communicators(make("compressor", spec.strip()))]
-        choices = [{"compressor": spec.strip(), "memory": memory or None, "communicator": c} for c in communicators]
-        maker(choices[0], ranks)()  # what is wrong is said before anything is measured
-        made: dict[str, Mapping[str, Any]] = {}
+    Raises:
+        ConfigError: a method is unknown, or its parts do not go together.
+    """
+    found: list[Choice] = []
+    for method in dict.fromkeys(["none", *parse_methods(text)]):
+        compressor, _, memory = method.partition("/")
+        compressor = compressor.strip()
+        communicators = [None] if quick else [None, *legal_communicators(make("compressor", compressor))]
+        choices: list[Choice] = [
+            {"compressor": compressor, "memory": memory or None, "communicator": communicator}
+            for communicator in communicators
+        ]
+        maker(choices[0], ranks)()  # a mistake is reported before anything is measured
+        distinct: dict[str, Choice] = {}
         for choice in choices:
             with contextlib.suppress(ConfigError):
-                made.setdefault(maker(choice, ranks)().describe(), choice)
-        found += made.values()
+                distinct.setdefault(maker(choice, ranks)().describe(), choice)
+        found += distinct.values()
     return found
 
 
-def _links(
+def _measure_links(
     backend: Backend,
     names: Sequence[str],
-    room: _Room,
+    bench: Workbench,
     seconds: float,
     crowded: bool,
-    told: Callable[[str, float], Any],
+    progress: ShowProgress,
 ) -> tuple[MeasuredLinks, Curves]:
-    """Between all ranks, and between those of a node if there are several nodes."""
-    own: dict[str, Any] = {"tensor_of": room.tensor_of, "synchronize": room.synchronize, "crowded": crowded}
+    """Measure collectives between all ranks, and between those of a node if there are several nodes."""
+    options: dict[str, Any] = {"tensor_of": bench.to_tensor, "synchronize": bench.synchronize, "crowded": crowded}
 
-    def progress(what: str, done: float) -> None:
-        told(f"network: {what}", done / 2)
+    def show(operation: str, done: float) -> None:
+        progress(f"network: {operation}", done / 2)
 
-    links = measure_network(backend, seconds, compute=room.compute, progress=progress, **own)
+    links = measure_network(backend, seconds, compute=bench.compute, progress=show, **options)
     inside: Curves = {}
     if 1 < len(set(names)) < len(names) and not backend.pairs_by_name:
         error = None
         try:
             node = node_groups(backend, names).node
-            inside = measure_network(node, seconds / 2, **own).curves
+            inside = measure_network(node, seconds / 2, **options).curves
         except GraceError as raised:
             error = raised
         inside = next(filter(None, gather_or_raise(backend, "times of collectives", inside, error, FAILED)))
     return links, inside
 
 
-def _codecs(
+def measure_codecs(
     backend: Backend,
-    choices: Sequence[Mapping[str, Any]],
-    gradients: Mapping[str, Any],
-    room: _Room,
+    choices: Sequence[Choice],
+    gradients: Mapping[str, Tensor],
+    bench: Workbench,
     seconds: float,
     shared: float,
     seed: int,
-    told: Callable[[str, float], Any],
+    progress: ShowProgress,
 ) -> tuple[dict[str, Codec], dict[str, str]]:
-    """Of each method the slowest rank's, for which all wait; and why others cannot be measured. Where ranks share
-    cores, rank 0 measures alone, and the others' turns are added."""
-    codecs, left_out = dict[str, Codec](), dict[str, str]()
-    ranks = max(2, backend.size)
+    """Measure methods on every rank; where ranks share cores, on rank 0 alone, and the others' turns are added.
+
+    Returns:
+        The codecs of the slowest rank, for which all others wait; and the reasons why other methods have none.
+    """
+    codecs: dict[str, Codec] = {}
+    left_out: dict[str, str] = {}
     for i, choice in enumerate(choices):
         method = maker(choice, backend.size)().describe()
-        told(method, 0.5 + i / len(choices) / 2)
-        answer: Any = None
+        progress(method, 0.5 + i / len(choices) / 2)
+        answer: str | tuple[str, Codec] | None = None
         error: Exception | None = None
         try:
             if shared == 1 or backend.rank == 0:
-                found = measure(choice, gradients, backend.size, seed, seconds, room.synchronize)
+                found = measure(choice, gradients, backend.size, seed, seconds, bench.synchronize)
                 answer = found.method, found.codec.times(shared)
         except (GraceError, TypeError) as raised:  # frameworks do not have all types of numbers
             answer = str(raised)
         except Exception as raised:
             error = raised
-        received = gather_or_raise(backend, "times of methods", answer, error, FAILED)
-        answers = [one for one in received if one is not None]
-        refused = [given for given in answers if isinstance(given, str)]
-        if refused:
-            left_out[method] = refused[0]
+        answers = list(filter(None, gather_or_raise(backend, "times of methods", answer, error, FAILED)))
+        refusals = [each for each in answers if isinstance(each, str)]
+        if refusals:
+            left_out[method] = refusals[0]
         else:
-            name, codecs[name] = max(answers, key=lambda given: whole(given[1], ranks))
-    told("done", 1.0)
+            slowest = max(answers, key=lambda each: total_seconds(each[1], max(2, backend.size)))
+            codecs[slowest[0]] = slowest[1]
+    progress("done", 1.0)
     return codecs, left_out
 
 
 @contextlib.contextmanager
-def _together(backend: Backend, what: str) -> Iterator[None]:
-    """What may fail on a rank, whereupon none goes on."""
+def _all_or_none(backend: Backend, operation: str) -> Iterator[None]:
+    """Return a context after which no rank goes on if the operation has failed on one of them."""
     error = None
     try:
         yield
     except Exception as raised:
         error = raised
-    gather_or_raise(backend, f"calibration: {what}", None, error, FAILED)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse what could not be written in the end; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{path}: cannot be written: it is a folder, or its folder is not yours to write to")
+    gather_or_raise(backend, f"calibration: {operation}", None, error, FAILED)

@@ -56,20 +56,20 @@ def launch(
     """
     from grace.launch.cluster import Resources
 
-    cluster, chosen = Resources.load(resources, ranks), engine or default_engine()
-    commands = command(cluster, chosen, program, strategy, port, resources)
+    cluster = Resources.load(resources, ranks)
+    engine = engine or default_engine()
+    commands = command(cluster, engine, program, strategy, port, resources)
     if dry_run:
         print(*copying.commands(cluster, copy or []), *commands, sep="\n")
         return
-    started = program if chosen == "torch" else in_venv(cluster, program)
+    started = program if engine == "torch" else in_venv(cluster, program)
     supervisor.check_program(started[0])
     check_script(program)
     try:
         copying.copy(cluster, copy or [])
         end = supervisor.run(commands)
     except KeyboardInterrupt:
-        print("grace launch: interrupted; the ranks are ended", file=sys.stderr)
-        raise typer.Exit(130) from None
+        end = supervisor.INTERRUPTED
     if end.code:
         print(f"grace launch: {end.message}", file=sys.stderr)
         raise typer.Exit(end.code)

@@ -40,7 +40,7 @@ app.add_typer(strategy, name="strategy")
 
 
 def main() -> None:
-    """Run the command line; errors that Grace raises on purpose are one message and exit code 2."""
+    """Run the command line; an error that Grace raises on purpose becomes one message and exit code 2."""
     try:
         app()
     except GraceError as error:
@@ -53,7 +53,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"grace {__version__}")
         raise typer.Exit
@@ -62,7 +62,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def grace(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Gradient compression for data-parallel training."""

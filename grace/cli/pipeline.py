@@ -1,22 +1,24 @@
-"""``grace pipeline``: plan pipelines, show them and check them, and draw what they are cut out of."""
+"""``grace pipeline``: plan pipelines, show and check them, and show the graph that they are cut out of."""
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from grace.bench.common.text import digits, of_bytes, parse_rate
-from grace.cli.consoles import plain_table
-from grace.cli.graph_table import print_graph
-from grace.cli.pipeline_inputs import graph_of, versions_of
+from grace.cli.inputs import call_model_function, parse_bytes, parse_seconds
+from grace.cli.terminal import plain_table, standard_output
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.pipeline.planning import baselines, profiles
 from grace.pipeline.planning.exchange_prediction import documented
+from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan, space_of
 from grace.planner.default_costs import DefaultCodecs
@@ -25,8 +27,6 @@ from grace.planner.network import Links
 
 app = typer.Typer(no_args_is_help=True, help="Plan pipelines, show them and check them.")
 
-BYTES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 RANGE = "a number, several with commas, or a range as 2-4"
 Profile = Annotated[
     Path | None, typer.Option("--profile", help="A graph with its times: Grace's JSON, or a profile of PipeDream's.")
@@ -88,51 +88,55 @@ def plan(
         raise ConfigError(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
         )
-    graph = graph_of(profile, model, dry)
+    graph = load_graph(profile, model, dry)
     chosen = None if strategy is None else documented(strategy, {**graph.parameters, **graph.held}) or strategy
     rows = graph.rows * devices if batch is None else batch
     if nodes > devices:
         raise ConfigError(f"{devices} devices cannot be on {nodes} nodes")
-    at = [node for node, (start, end) in enumerate(equal_bounds(devices, nodes)) for _ in range(start, end)]
-    wait = quantity(latency, SECONDS, "a latency is a number with s, ms or us, as 50us")
-    network = Links(parse_rate(bandwidth) / 8, wait)
-    costs = Costs(network, DefaultCodecs(), None if inside is None else Links(parse_rate(inside) / 8, wait))
-    limit = None if memory is None else size(memory)
-    each = replicas is not None and "," in replicas
+    node_of_rank = [node for node, (start, end) in enumerate(equal_bounds(devices, nodes)) for _ in range(start, end)]
+    seconds = parse_seconds(latency, "a latency is a number with s, ms or us, as 50us")
+    within = None if inside is None else Links(parse_rate(inside) / 8, seconds)
+    costs = Costs(Links(parse_rate(bandwidth) / 8, seconds), DefaultCodecs(), within)
+    limit = None if memory is None else parse_bytes(memory)
+    copies: set[int] | list[int] | None = parse_numbers(replicas, "--replicas")
+    if replicas is not None and "," in replicas:  # a number for each stage, not a choice
+        copies = [int(count) for count in _split_numbers(replicas, "--replicas")]
     options = SearchOptions(
         memory=limit,
         memory_margin=memory_margin,
         compressor=compressor,
         strategy=chosen,
-        nodes=at,
-        stages=numbers(stages, "--stages"),
-        replicas=[int(one) for one in _listed(replicas, "--replicas")] if each else numbers(replicas, "--replicas"),
-        microbatches=numbers(microbatches, "--microbatches"),
-        schedule=None if schedule is None else [one.strip() for one in schedule.split(",")],
+        nodes=node_of_rank,
+        stages=parse_numbers(stages, "--stages"),
+        replicas=copies,
+        microbatches=parse_numbers(microbatches, "--microbatches"),
+        schedule=None if schedule is None else [name.strip() for name in schedule.split(",")],
         recompute=recompute,
         layout=layout,
-        cuts=None if cuts is None else [one.strip() for one in cuts.split(",")],
-        blocks=numbers(blocks, "--blocks"),
+        cuts=None if cuts is None else [name.strip() for name in cuts.split(",")],
+        blocks=parse_numbers(blocks, "--blocks"),
         optimizer_state=optimizer_state,
         fewer=fewer,
     )
     found = search_plan(graph, devices, rows, costs, options)
-    found = replace(found, versions={**found.versions, **versions_of(model)})
-    _print(found)
+    found = replace(found, versions={**found.versions, **_versions(model)})
+    _print_plan(found)
     if found.world_size < devices:
         print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
     usable = None if limit is None else limit * (1 - memory_margin)
     choices = (compressor, None, None, chosen)
-    space = space_of(graph, devices, rows, costs, memory=usable, choices=choices, nodes=at, state=optimizer_state)
+    space = space_of(
+        graph, devices, rows, costs, memory=usable, choices=choices, nodes=node_of_rank, state=optimizer_state
+    )
     alone = baselines.data_parallel(space)
     if alone is not None and alone < found.seconds:
         less = 1 - alone / found.seconds
-        print(f"Data parallelism alone is faster: {_step(alone)}, {less:.0%} less. Use DistributedOptimizer instead.")
+        print(f"Data parallelism alone is faster: {_ms(alone)}, {less:.0%} less. Use DistributedOptimizer instead.")
     if compare:
-        print("\ndata parallelism alone:", _step(alone))
-        for name, how in baselines.BY_HAND.items():
-            made = baselines.cut_by_hand(space, how)
-            print(f"{name}:", _step(None if made is None else made.seconds))
+        print("\ndata parallelism alone:", _ms(alone))
+        for name, cut in baselines.BY_HAND.items():
+            by_hand = baselines.cut_by_hand(space, cut)
+            print(f"{name}:", _ms(None if by_hand is None else by_hand.seconds))
     if out is not None:
         found.save(out)
         print(f"Wrote {out}: {len(found.stages)} stages for {found.world_size} ranks")
@@ -145,7 +149,7 @@ def show(
 ) -> None:
     """Show a plan: stages, replicas, times, memory, the bubble, and what crosses each cut."""
     found = Plan.load(plan)
-    _print(found)
+    _print_plan(found)
     if html is not None:
         from grace.cli.pipeline_page import write_page
 
@@ -161,20 +165,14 @@ def graph(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file to write, which --profile takes elsewhere.")
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Draw it: an HTML file to write.")] = None,
     longest: Annotated[int, typer.Option(min=1, help="How many nodes the table has, those that take longest.")] = 20,
 ) -> None:
     """Show what a model is made of: its operations, what each takes, and what it hands on."""
-    found = graph_of(profile, model, dry)
-    print_graph(found, longest)
+    found = load_graph(profile, model, dry)
+    _print_graph(found, longest)
     if out is not None:
         profiles.write(found, out)
         print(f"Wrote {out}: {len(found.nodes)} nodes")
-    if html is not None:
-        from grace.cli.graph_page import write_page
-
-        write_page(found, html)
-        print(f"Wrote {html} ({html.stat().st_size / 1000:.0f} kB).")
 
 
 @app.command()
@@ -187,71 +185,92 @@ def check(
     """Check a plan: its form, and that it is for the model and the ranks."""
     found = Plan.load(plan)
     if profile is not None or model is not None:
-        known = graph_of(profile, model, dry=model is not None)  # of times nothing is checked
-        found.check(known, found.world_size if devices is None else devices, versions_of(model))
+        known = load_graph(profile, model, dry=model is not None)  # times are not checked
+        found.check(known, found.world_size if devices is None else devices, _versions(model))
     elif devices is not None and devices != found.world_size:
         raise ConfigError(f"{plan} is for {found.world_size} ranks, and there are {devices}")
     print(f"{plan}: {len(found.stages)} stages for {found.world_size} ranks, model {found.model[:12]}")
 
 
-def size(text: str) -> float:
-    """Bytes.
+def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Graph:
+    """Return the graph of a profile, or of a model.
 
-    >>> size("16GB"), size("500 MB"), size("1e9")
-    (16000000000.0, 500000000.0, 1000000000.0)
-    """
-    return quantity(
-        text.removesuffix("B").removesuffix("b"), BYTES, "a size is a number with kB, MB, GB or TB, as 16GB"
-    )
-
-
-def quantity(text: str, units: dict[str, float], what: str) -> float:
-    """A number with a unit.
+    Args:
+        profile: a file with the times of a model.
+        model: ``module:function``, which makes (model, example inputs).
+        dry: True to estimate times without running the model.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: none is given, or both are; there is no such model; or it cannot be cut.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
-    if not found or found[2].lower() not in units:
-        raise ConfigError(f"{what}, not {text!r}")
-    return float(found[1]) * units[found[2].lower()]
+    if (profile is None) == (model is None):
+        raise ConfigError("say which model, in one way: --model module:function, or --profile FILE.json")
+    if profile is not None:
+        if dry:
+            raise ConfigError("--dry is for --model: a profile has its times")
+        return profiles.read(profile)
+    assert model is not None
+    result = call_model_function(model)
+    if not isinstance(result, tuple) or len(result) != 2 or callable(result[1]):
+        items = result if isinstance(result, tuple) else (result,)
+        types = ", ".join(type(item).__name__ for item in items)
+        raise ConfigError(
+            f"{model} must make (model, example inputs): a torch module, and a tensor, a tuple of arguments, or (tuple "
+            f"of arguments, dict of keywords); it makes {f'({types})' if isinstance(result, tuple) else types}"
+        )
+    from grace.pipeline.torch.dry_run import build_graph
+
+    doing = "Estimating" if dry else "Measuring"
+    with Console(stderr=True).status(f"{doing} what the parts of {model} take"):
+        return build_graph(*result, dry=dry)
 
 
-def numbers(text: str | None, option: str) -> set[int] | None:
-    """Numbers that may be.
+def _versions(model: str | None) -> dict[str, str]:
+    """Return the version of torch if a model was captured with it, for a plan to remember."""
+    if model is None:
+        return {}
+    import torch
 
-    >>> numbers("4", "-n"), numbers("1,2", "-n"), numbers("2-4", "-n"), numbers(None, "-n")
+    from grace.session.versions import public
+
+    return {"torch": public(torch.__version__)}
+
+
+def parse_numbers(text: str | None, option: str) -> set[int] | None:
+    """Return the numbers that an option allows; None for any.
+
+    >>> parse_numbers("4", "-n"), parse_numbers("1,2", "-n"), parse_numbers("2-4", "-n"), parse_numbers(None, "-n")
     ({4}, {1, 2}, {2, 3, 4}, None)
     """
     if text is None:
         return None
     found: set[int] = set()
-    for part in _listed(text, option, r"\d+(-\d+)?"):
+    for part in _split_numbers(text, option, r"\d+(-\d+)?"):
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
 
 
-def _listed(text: str | None, option: str, form: str = r"\d+") -> list[str]:
+def _split_numbers(text: str | None, option: str, form: str = r"\d+") -> list[str]:
     parts = [part.strip() for part in (text or "").split(",")]
     if not all(re.fullmatch(form, part, re.ASCII) for part in parts):
         raise ConfigError(f"{option} must be {RANGE}, not {text!r}")
     return parts
 
 
-def _step(seconds: float | None) -> str:
+def _ms(seconds: float | None) -> str:
     return "memory does not suffice" if seconds is None else f"{1e3 * seconds:.3f} ms a step"
 
 
-def _print(plan: Plan) -> None:
-    console = Console(highlight=False)
+def _print_plan(plan: Plan) -> None:
     headings = ("stage", "nodes", "ranks", "ms", "exchange", "weights", "sends", "memory")
     table = plain_table(headings, ("nodes", "ranks"))
     for i, stage in enumerate(plan.stages):
         memory = plan.memory[stage.ranks[0]] if plan.memory else None
-        times = f"{digits(1e3 * stage.forward)} + {digits(1e3 * stage.backward)}", digits(1e3 * stage.exchange)
+        times = [f"{digits(1e3 * stage.forward)} + {digits(1e3 * stage.backward)}", digits(1e3 * stage.exchange)]
         sizes = map(of_bytes, (stage.parameters, stage.sent, memory))
         table.add_row(*map(escape, [str(i), _ends(stage.nodes), ", ".join(map(str, stage.ranks)), *times, *sizes]))
+    console = standard_output()
     console.print(table)
     console.print(
         "ms: forward + backward of a micro-batch on a rank; exchange: of gradients, in ms; sends: for a micro-batch",
@@ -260,5 +279,32 @@ def _print(plan: Plan) -> None:
     console.print(f"\n{escape(plan.summary)}", soft_wrap=True)
 
 
-def _ends(nodes: Any) -> str:
+def _ends(nodes: Sequence[str]) -> str:
     return nodes[0] if len(nodes) == 1 else f"{nodes[0]} .. {nodes[-1]} ({len(nodes)})"
+
+
+def _print_graph(graph: Graph, longest: int) -> None:
+    """Print the nodes that take longest, in the graph's order, and sums over all nodes."""
+    words = ("node", "kind", "line")
+    table = plain_table([*words, "ms", "weights", "value", "keeps"], words)
+    by_time = sorted(graph.nodes, key=lambda node: node.forward + node.backward, reverse=True)
+    shown = {node.name for node in by_time[:longest]}
+    for node in graph.nodes:
+        if node.name in shown:
+            times = f"{digits(1e3 * node.forward)} + {digits(1e3 * node.backward)}"
+            sizes = map(of_bytes, (sum(node.stored.values()), node.nbytes, node.kept))
+            table.add_row(*map(escape, [node.name, node.kind, node.line, times, *sizes]))
+    console = standard_output()
+    console.print(table)
+    console.print(
+        f"ms: forward + backward; value: what it hands on; keeps: for backward; all for {graph.rows} rows", style="dim"
+    )
+    kinds = Counter(node.kind for node in graph.nodes)
+    most = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + " ..." * (len(kinds) > 5)
+    forward = sum(node.forward for node in graph.nodes)
+    backward = sum(node.backward for node in graph.nodes)
+    summary = (
+        f"{len(graph.nodes)} nodes ({most}), {len(graph.parameters)} parameters of "
+        f"{of_bytes(sum(graph.parameters.values()))}, {digits(1e3 * forward)} + {digits(1e3 * backward)} ms"
+    )
+    console.print(f"\n{escape(summary)}", soft_wrap=True)

@@ -2,25 +2,20 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from grace.cli.consoles import bar, wide_console
-from grace.cli.plan_inputs import (
-    CODECS,
-    Inputs,
-    Model,
-    as_methods,
-    calibration_of,
-    cluster_of,
-    inputs_of,
-    seconds_of,
-)
-from grace.cli.plan_tables import show
+from grace.bench.common.options import bandwidths, split
+from grace.bench.common.text import digits, of_bytes
+from grace.cli.inputs import parse_seconds
+from grace.cli.plan_inputs import CODECS, PARTS, build_problem, choose_cluster, load_model, read_calibration
+from grace.cli.terminal import check_writable, plain_table, progress_bar, standard_output
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
@@ -28,10 +23,9 @@ from grace.planner.builders.auto import Auto
 from grace.planner.error_budget import REFERENCE
 from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates
-from grace.strategy.plan import Strategy
 
 FORMAT = 1
-"""Of the file that --json writes."""
+"""Version of the file that --json writes."""
 
 
 def plan(
@@ -111,82 +105,37 @@ def plan(
     grace launch -n 8 --strategy s.yaml -- python train.py then trains with it.
     strategy="auto" plans by itself while training runs, and tries what it plans.
     """
-    console = wide_console(150)
+    console = standard_output(150)
+    specs = [spec for text in methods or () for spec in split(text)] or None
     if validate:
-        _validate(model, ranks, bandwidth, as_methods(methods), console)
+        from grace.bench.plan.command import validate as validate_predictions
+        from grace.bench.plan.settings import METHODS, Settings
+
+        settings = Settings([model], bandwidths(bandwidth), [ranks or 2], specs or list(METHODS))
+        validate_predictions(settings, console=console)
         return
     if codecs not in (None, *CODECS):
         raise ConfigError(f"--codecs is {' or '.join(CODECS)}, not {codecs!r}")
     given = {
-        "forward": seconds_of(forward, "--forward"),
-        "backward": seconds_of(backward, "--backward"),
-        "optimizer": seconds_of(optimizer, "--optimizer"),
+        part: parse_seconds(text, f"--{part} is a time with its unit, as in 12ms or 0.5s")
+        for part, text in zip(PARTS, (forward, backward, optimizer), strict=True)
+        if text is not None
     }
-    auto = Auto(
-        quality=quality,
-        methods=as_methods(methods),
-        reference=reference,
-        bandwidth=bandwidth,
-        latency=latency,
-        seed=seed,
-    )
+    auto = Auto(quality=quality, methods=specs, reference=reference, bandwidth=bandwidth, latency=latency, seed=seed)
     for path in filter(None, (output, json_file, report)):
-        _check_writable(path)
-    if ranks is None and resources is None and calibration is None:
-        cluster_of(ranks, resources, None)  # raises, before a model is made
-    trained = Model.of(model)
-    calibrated = None if calibration is None else calibration_of(calibration, trained.framework)
-    cluster = cluster_of(ranks, resources, calibrated)
-    with bar(console) as told:
-        inputs = inputs_of(trained, auto, cluster, calibrated, calibration, given, codecs, told)
-        candidates = find_candidates(inputs.problem, lambda what, done: told(what, 0.8 + 0.2 * done))
-        found = plan_of(inputs.problem, candidates)
-    show(found, inputs.about, console)
-    made = auto.strategy((), cluster).builder
-    strategy = dataclasses.replace(found.chosen.strategy, builder=made)
-    _write(strategy, found, inputs, console, output, json_file, report)
-
-
-def _validate(model: str, ranks: int | None, rate: str | None, methods: list[str] | None, console: Console) -> None:
-    from grace.bench.common.options import bandwidths
-    from grace.bench.plan.command import validate
-    from grace.bench.plan.settings import METHODS, Settings
-
-    validate(Settings([model], bandwidths(rate), [ranks or 2], methods or list(METHODS)), console=console)
-
-
-def document(found: Plan, inputs: Inputs, strategy: Strategy) -> dict[str, Any]:
-    """Return all of it, as JSON holds it.
-
-    Args:
-        found: the plan.
-        inputs: what was planned.
-        strategy: the one that is taken.
-    """
-    problem = inputs.problem
-    return {
-        "grace_plan": FORMAT,
-        "grace": __version__,
-        "about": inputs.about,
-        "why": found.why,
-        "compresses": found.compresses,
-        "ranks": problem.cluster.world_size,
-        "timeline": dataclasses.asdict(problem.timeline),
-        "seed": problem.seed,
-        "strategy": strategy.to_dict(),
-        "plan": found.to_dict(),
-    }
-
-
-def _write(
-    strategy: Strategy,
-    found: Plan,
-    inputs: Inputs,
-    console: Console,
-    output: Path | None,
-    json_file: Path | None,
-    report: Path | None,
-) -> None:
+        check_writable(path, make_folder=False)
+    if calibration is None:
+        choose_cluster(ranks, resources, None)  # it may refuse, before a model is made
+    trained = load_model(model)
+    measurements = None if calibration is None else read_calibration(calibration, trained.framework)
+    cluster = choose_cluster(ranks, resources, measurements)
+    with progress_bar(console) as progress:
+        problem, sources = build_problem(trained, auto, cluster, measurements, calibration, given, codecs, progress)
+        candidates = find_candidates(problem, lambda operation, done: progress(operation, 0.8 + 0.2 * done))
+        found = plan_of(problem, candidates)
+    print_plan(found, sources, console)
+    builder = auto.strategy((), cluster).builder
+    strategy = dataclasses.replace(found.chosen.strategy, builder=builder)
     written = []
     if output is not None:
         from grace.strategy import schema
@@ -194,21 +143,76 @@ def _write(
         schema.dump(strategy, output)
         written.append(f"{output}: {len(strategy.plans)} variables, for {strategy.world_size} ranks")
     if json_file is not None:
+        document = {
+            "grace_plan": FORMAT,
+            "grace": __version__,
+            "about": sources,
+            "why": found.why,
+            "compresses": found.compresses,
+            "ranks": problem.ranks,
+            "timeline": dataclasses.asdict(problem.timeline),
+            "seed": problem.seed,
+            "strategy": strategy.to_dict(),
+            "plan": found.to_dict(),
+        }
         with atomic_write(json_file) as draft:
-            draft.write_text(json.dumps(document(found, inputs, strategy), indent=1) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         written.append(str(json_file))
     if report is not None:
         from grace.bench.report.plan import write_plan
 
-        write_plan(report, found, inputs.problem, inputs.about)
+        write_plan(report, found, problem, sources)
         written.append(f"{report} ({report.stat().st_size / 1000:.0f} kB)")
-    for what in written:
-        console.print(f"Wrote {escape(what)}", soft_wrap=True)
+    for line in written:
+        console.print(f"Wrote {escape(line)}", soft_wrap=True)
 
 
-def _check_writable(path: Path) -> None:
-    """Raise if a file could not be written in the end."""
-    if path.is_dir():
-        raise ConfigError(f"{path}: cannot be written: it is a folder")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
+def print_plan(plan: Plan, sources: Mapping[str, str], console: Console) -> None:
+    """Print a plan as tables.
+
+    Args:
+        plan: the plan.
+        sources: facts about the problem, and sources of figures, in words.
+        console: the console to print to.
+    """
+    for heading, source in sources.items():
+        console.print(f"{heading + ':':<9}{escape(source)}", soft_wrap=True, style="dim")
+    console.print()
+    console.print(_candidates_table(plan))
+    console.print(
+        "ms of a step as expected; exposed: communication that the step waits for; sent: by the rank that sends most;\n"
+        "memory: of exchanges, on a rank; error: largest part of a variable's bound (matrices: the error of "
+        f"{escape(plan.reference)}), at most 1; quality: {plan.quality}",
+        style="dim",
+        soft_wrap=True,
+    )
+    if plan.compresses:
+        console.print()
+        console.print(_variables_table(plan))
+    console.print()
+    console.print(escape(plan.why), style="bold", soft_wrap=True)
+
+
+def _candidates_table(plan: Plan) -> Table:
+    numbers = ("step", "x plain", "compute", "codec", "exposed", "sent", "memory", "error")
+    table = plain_table(["", "plan", *numbers], ("", "plan"))
+    plain = plan.plain.prediction.step
+    for candidate in plan.candidates:
+        p = candidate.prediction
+        chosen = candidate is plan.chosen
+        name = escape("plain all-reduce" if candidate is plan.plain else candidate.name)
+        faster = f"{plain / p.step:.2f}" if p.step > 0 else ""
+        parts = [digits(round(1e3 * seconds, 6)) for seconds in (p.compute, p.codec, p.exposed)]
+        sizes = [of_bytes(p.sent), of_bytes(p.memory)]
+        cells = ["*" if chosen else "", name, digits(1e3 * p.step), faster, *parts, *sizes, digits(candidate.share, 2)]
+        table.add_row(*cells, style="bold" if chosen else "")
+    return table
+
+
+def _variables_table(plan: Plan) -> Table:
+    headings = ("variables", "", "elements", "method", "sync", "error", "why")
+    table = plain_table(headings, {"variables", "method", "sync", "why"})
+    for row in plan.rows:
+        cells = (row.variables, f"x{row.count}", f"{row.elements:,}", row.method, row.sync)
+        table.add_row(*map(escape, cells), digits(row.share, 2), escape(row.why))
+    return table

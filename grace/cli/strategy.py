@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from grace.bench.common.text import of_bytes
-from grace.cli.consoles import plain_table
-from grace.cli.model_variables import from_spec
+from grace.cli.inputs import load_cluster, load_variables
+from grace.cli.terminal import plain_table, standard_output
 from grace.core.registry import make
-from grace.strategy.builder import OneNode
 from grace.strategy.plan import FIELDS, ShardPlan, Strategy
 from grace.strategy.traffic import collectives_of, kinds, links, payload
 
@@ -27,9 +25,9 @@ Resources = Annotated[Path | None, typer.Option("-r", "--resources", help="The c
 Ranks = Annotated[
     int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on one machine, for a file that names no cluster.")
 ]
-MOST_ROWS = 8
-"""Ranks that are told of one by one."""
 File = Annotated[Path, typer.Argument(help="A strategy: YAML, or JSON if its name ends in .json.")]
+MOST_ROWS = 8
+"""Ranks whose traffic is printed one by one."""
 
 
 @app.command()
@@ -47,57 +45,35 @@ def build(
     """Build a strategy for a model on a cluster, and write it to a file."""
     from grace.strategy import schema
 
-    strategy = make("builder", builder).build(from_spec(model), _cluster(resources, ranks))
+    strategy = make("builder", builder).build(load_variables(model), load_cluster(resources, ranks))
     schema.dump(strategy, out)
-    print(f"Wrote {out}: {_about(strategy)}")
+    print(f"Wrote {out}: {_summary(strategy)}")
 
 
 @app.command()
 def show(strategy: File, model: Model = None, resources: Resources = None, ranks: Ranks = None) -> None:
     """Show a strategy as a table, and what every rank sends in a step."""
-    read = _load(strategy, model, resources, ranks)
-    console = Console(highlight=False)
+    loaded = _load(strategy, model, resources, ranks)
     headings = ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes")
     table = plain_table(headings, {*headings} - {"bytes", "wire bytes"})
-    for row in _table(read):
+    for row in _rows(loaded):
         table.add_row(*map(escape, row))
+    console = standard_output()
     console.print(table)
-    console.print(f"\n{escape(_about(read))}; id {read.id[:12]}")
+    console.print(f"\n{escape(_summary(loaded))}; id {loaded.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
-    own = {part.sync.type: part for plan in read.plans for part in plan.parts if part.sync.type not in FIELDS}
+    own = {part.sync.type: part for plan in loaded.plans for part in plan.parts if part.sync.type not in FIELDS}
     for kind, part in sorted(own.items()):
         console.print(f"{kind}: counted as {', '.join(collectives_of(part))}", style="dim")
-    found = kinds(read)
-    if read.world_size <= MOST_ROWS:
-        ways = links(read)
-        for rank, way in enumerate(ways):
-            to = ", ".join(f"{of_bytes(nbytes)} to rank {other}" for other, nbytes in enumerate(way) if nbytes)
-            listed = f": {to}" if read.world_size > 2 and to else ""
-            console.print(f"rank {rank} sends, and receives, {of_bytes(sum(way))} a step{listed}", soft_wrap=True)
-    else:
-        told = sorted(found[: len(found) - (not found[-1][0])], key=lambda kind: -kind[1])
-        for (rank, *_), sent in told[:MOST_ROWS]:
-            console.print(f"rank {rank} sends, and receives, {of_bytes(sent)} a step")
-        if len(told) > MOST_ROWS:
-            console.print(
-                f"{len(told) - MOST_ROWS} more destinations send, and receive, {of_bytes(told[-1][1])} or more"
-            )
-        if not found[-1][0]:
-            others = f"each of the other {read.world_size - len(told)} ranks" if told else "each rank"
-            console.print(f"{others} sends, and receives, {of_bytes(found[-1][1])} a step")
-    sums = [sent for _, sent in found]
-    if read.world_size > 1 and max(sums) > 1.5 * min(sums):
-        busiest = found[sums.index(max(sums))][0][0]
-        console.print(
-            f"the busiest link is that of rank {busiest}: {max(sums) / max(1.0, min(sums)):.1f} times the least"
-        )
+    for line in _traffic_lines(loaded):
+        console.print(line, soft_wrap=True)
 
 
 @app.command()
 def check(strategy: File, model: Model = None, resources: Resources = None, ranks: Ranks = None) -> None:
     """Check a strategy: its form, its methods, and that it is for the model."""
-    read = _load(strategy, model, resources, ranks)
-    print(f"{strategy}: {_about(read)}; id {read.id[:12]}")
+    loaded = _load(strategy, model, resources, ranks)
+    print(f"{strategy}: {_summary(loaded)}; id {loaded.id[:12]}")
 
 
 @app.command()
@@ -130,18 +106,10 @@ def diff(first: File, second: File, model: Model = None, resources: Resources = 
 def _load(path: Path, model: str | None, resources: Path | None, ranks: int | None) -> Strategy:
     from grace.strategy import schema
 
-    return schema.load(path, None if model is None else from_spec(model), _cluster(resources, ranks))
+    return schema.load(path, None if model is None else load_variables(model), load_cluster(resources, ranks))
 
 
-def _cluster(resources: Path | None, ranks: int | None) -> Any:
-    if resources is None:
-        return None if ranks is None else OneNode(ranks)
-    from grace.launch.cluster import Resources
-
-    return Resources.load(resources)
-
-
-def _about(strategy: Strategy) -> str:
+def _summary(strategy: Strategy) -> str:
     parts = sum(len(plan.parts) for plan in strategy.plans)
     cut = "" if parts == len(strategy.plans) else f" in {parts} parts"
     by = f", by {strategy.builder['name']}" if strategy.builder else ""
@@ -149,7 +117,32 @@ def _about(strategy: Strategy) -> str:
     return f"{len(strategy.plans)} variables{cut}, for {size} on {strategy.nodes} node{'s' * (strategy.nodes != 1)}{by}"
 
 
-def _table(strategy: Strategy) -> Iterator[list[str]]:
+def _traffic_lines(strategy: Strategy) -> Iterator[str]:
+    """Yield a line for each rank's traffic, or for the ranks that send most, and one for the busiest link."""
+    sends = "{} sends, and receives, {} a step".format
+    found = kinds(strategy)
+    if strategy.world_size <= MOST_ROWS:
+        for rank, to_others in enumerate(links(strategy)):
+            to = ", ".join(f"{of_bytes(nbytes)} to rank {other}" for other, nbytes in enumerate(to_others) if nbytes)
+            detail = f": {to}" if strategy.world_size > 2 and to else ""
+            yield sends(f"rank {rank}", of_bytes(sum(to_others))) + detail
+    else:
+        roots = sorted((kind for kind in found if kind[0]), key=lambda kind: -kind[1])
+        for (rank, *_), nbytes in roots[:MOST_ROWS]:
+            yield sends(f"rank {rank}", of_bytes(nbytes))
+        if len(roots) > MOST_ROWS:
+            yield f"{len(roots) - MOST_ROWS} more destinations send, and receive, {of_bytes(roots[-1][1])} or more"
+        if not found[-1][0]:
+            others = f"each of the other {strategy.world_size - len(roots)} ranks" if roots else "each rank"
+            yield sends(others, of_bytes(found[-1][1]))
+    most = max(nbytes for _, nbytes in found)
+    least = min(nbytes for _, nbytes in found)
+    if strategy.world_size > 1 and most > 1.5 * least:
+        busiest = next(ranks[0] for ranks, nbytes in found if nbytes == most)
+        yield f"the busiest link is that of rank {busiest}: {most / max(1.0, least):.1f} times the least"
+
+
+def _rows(strategy: Strategy) -> Iterator[list[str]]:
     for plan in strategy.plans:
         for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
             traffic = payload(part, variable, strategy.world_size)
@@ -162,13 +155,13 @@ def _table(strategy: Strategy) -> Iterator[list[str]]:
                 f"{variable.nbytes:,}",
                 cut,
                 f"{part.sync.type}{', hierarchical' if part.sync.hierarchical else ''}",
-                _target(part),
+                _destination(part),
                 f"{chosen['compressor']}, {chosen['memory']}",
                 f"{'' if traffic.exact else '~'}{traffic.nbytes:,}",
             ]
 
 
-def _target(part: ShardPlan) -> str:
+def _destination(part: ShardPlan) -> str:
     sync = part.sync
     if sync.type == "none":
         return f"average every {sync.period}"
@@ -180,9 +173,9 @@ def _target(part: ShardPlan) -> str:
 
 
 def _differences(first: Strategy, second: Strategy) -> Iterator[str]:
-    for what in ("world_size", "nodes"):
-        if getattr(first, what) != getattr(second, what):
-            yield f"cluster.{what}: {getattr(first, what)} | {getattr(second, what)}"
+    for fact in ("world_size", "nodes"):
+        if getattr(first, fact) != getattr(second, fact):
+            yield f"cluster.{fact}: {getattr(first, fact)} | {getattr(second, fact)}"
     ours, theirs = ({plan.variable.name: plan.to_dict() for plan in s.plans} for s in (first, second))
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in theirs or name not in ours:

@@ -1,15 +1,16 @@
-"""``grace trace``: where the time of a training run goes, variable by variable."""
+"""``grace trace``: the time of a training run's steps, variable by variable."""
 
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
+from grace.cli.terminal import check_writable, standard_output
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
 from grace.exchange.tracing import timeline as traces
@@ -19,18 +20,19 @@ from grace.launch import supervisor
 from grace.launch.command_lines import check_script, command, default_engine
 
 PROGRAM = "grace.trace.program"
-MOST_TOLD = 10
-"""Damaged lines that are told of one by one."""
+MOST_LINES = 10
+"""Damaged lines, and ranks without a file, that are named one by one."""
 
 
 class WithProgram(TyperCommand):
-    """A command whose arguments end at ``--``; the program that follows is in the context."""
+    """Command whose arguments end at ``--``; the program that follows is in the context."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Cut off the program."""
         if "--" in args:
-            place = args.index("--")
-            args, ctx.meta[PROGRAM] = args[:place], args[place + 1 :]
+            end = args.index("--")
+            ctx.meta[PROGRAM] = args[end + 1 :]
+            args = args[:end]
         return super().parse_args(ctx, args)
 
 
@@ -80,84 +82,61 @@ def trace(
         )
     if folder is not None:
         options = {"--ranks": ranks, "--engine": engine, "--strategy": strategy, "--steps": steps, "--skip": skip}
-        for name in [name for name, value in options.items() if value is not None]:
-            raise ConfigError(f"{name} is for a program that is run, which comes after --; the folder is recorded")
-        _show(folder, out, top)
+        for name, value in options.items():
+            if value is not None:
+                raise ConfigError(f"{name} is for a program that is run, which comes after --; the folder is recorded")
+        _summarize(folder, out, top)
         return
     check_writable(out)  # before the program runs for nothing
     with tempfile.TemporaryDirectory(prefix="grace-trace-") as made:
-        code, message = _run(program or [], Path(made), ranks, engine, strategy, steps, skip)
-        if code:
-            print(f"grace trace: {message}", file=sys.stderr)
+        variables = {recorder.FOLDER: made, recorder.STEPS: steps, recorder.SKIP: skip}
+        end = _run(program or [], variables, ranks, engine, strategy)
+        if end.code:
+            print(f"grace trace: {end.message}", file=sys.stderr)
         try:
             if not any(Path(made).iterdir()):
                 raise ConfigError("the program left no trace: it made no optimizer, tape or hook of Grace's")
-            _show(Path(made), out, top)
+            _summarize(Path(made), out, top)
         except ConfigError as error:
-            if not code:
+            if not end.code:
                 raise
             print(f"grace trace: {error}", file=sys.stderr)
-    if code:
-        raise typer.Exit(code)
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written.
-
-    >>> check_writable(Path("/dev/null/trace.json"))
-    Traceback (most recent call last):
-    grace.errors.ConfigError: cannot write /dev/null/trace.json: File exists
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
-        if not path.stat().st_size:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if end.code:
+        raise typer.Exit(end.code)
 
 
 def _run(
     program: list[str],
-    folder: Path,
+    variables: Mapping[str, Any],
     ranks: int | None,
     engine: str | None,
     strategy: Path | None,
-    steps: int | None,
-    skip: int | None,
-) -> tuple[int, str]:
-    """Run a program whose ranks leave their traces in the folder; its exit code, and what to say about it."""
+) -> supervisor.End:
+    """Run a program on ranks that have further environment variables, except those that are None."""
     from grace.launch.cluster import Resources
 
-    wanted = {recorder.FOLDER: folder, recorder.STEPS: steps, recorder.SKIP: skip}
-    variables = {name: str(value) for name, value in wanted.items() if value is not None}
+    more = {name: str(value) for name, value in variables.items() if value is not None}
     commands = command(Resources.load(None, ranks), engine or default_engine(), program, strategy)
     supervisor.check_program(program[0])
     check_script(program)
-    commands = [dataclasses.replace(each, environment={**each.environment, **variables}) for each in commands]
-    try:
-        end = supervisor.run(commands)
-    except KeyboardInterrupt:
-        return 130, "interrupted; the ranks are ended"
-    return end.code, end.message
+    return supervisor.run([dataclasses.replace(each, environment={**each.environment, **more}) for each in commands])
 
 
-def _show(folder: Path, out: Path, top: int) -> None:
-    """Merge what ranks have left, and print the summary."""
-    console = Console(highlight=False)
+def _summarize(folder: Path, out: Path, top: int) -> None:
+    """Merge the files of ranks, and print the summary."""
     damage: list[str] = []
     ranks = traces.load(folder, damage)
-    for line in damage[:MOST_TOLD]:
+    for line in damage[:MOST_LINES]:
         print(f"grace trace: left out {line}", file=sys.stderr)
-    if len(damage) > MOST_TOLD:
-        print(f"grace trace: {len(damage) - MOST_TOLD} more lines are damaged", file=sys.stderr)
+    if len(damage) > MOST_LINES:
+        print(f"grace trace: {len(damage) - MOST_LINES} more lines are damaged", file=sys.stderr)
     summary = summarize(ranks)
     traces.save(ranks, out)
+    console = standard_output()
     console.print(tables(summary, top))
-    lost = traces.missing(ranks)
-    for rank in lost[:MOST_TOLD]:
+    missing = traces.missing(ranks)
+    for rank in missing[:MOST_LINES]:
         console.print(f"Rank {rank} left no file in {folder}.", markup=False)
-    if len(lost) > MOST_TOLD:
-        console.print(f"Nor did {len(lost) - MOST_TOLD} more ranks.")
+    if len(missing) > MOST_LINES:
+        console.print(f"Nor did {len(missing) - MOST_LINES} more ranks.")
     console.print(f"\nWrote {out}; open it at ui.perfetto.dev or chrome://tracing.", markup=False)

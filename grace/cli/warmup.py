@@ -1,17 +1,18 @@
-"""``grace warmup``: compile what methods compute with, ahead of the first step."""
+"""``grace warmup``: compile the loops of methods ahead of the first step."""
 
 import contextlib
 import os
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.progress import track
 
+from grace.cli.terminal import standard_output
 from grace.communicators.choice import build_communicator
 from grace.core.backend import LocalBackend
 from grace.core.context import Context
@@ -22,10 +23,9 @@ from grace.kernels.dispatch import arrays_by
 from grace.kernels.fused.availability import missing
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
-from grace.session.step_runner import StepRunner
 
 SHAPES = ((160, 110), (9, 5), (3,))
-"""One from which top-k's threshold is guessed and positions take 16 bits, and smaller ones."""
+"""Shapes of variables: one for which top-k's threshold is guessed and positions take 16 bits, and smaller ones."""
 
 
 def warmup(
@@ -37,44 +37,45 @@ def warmup(
 
     What is compiled is kept beside Grace, or in the folder that NUMBA_CACHE_DIR names, or else in your cache.
     """
-    why = missing()
-    if why == "Numba is not installed":
+    reason = missing()
+    if reason == "Numba is not installed":
         raise missing_extra("numba", "torch")
-    if why:
-        raise ConfigError(f"there is nothing to compile: {why}")
+    if reason:
+        raise ConfigError(f"there is nothing to compile: {reason}")
     from numba.core import event
 
     from grace.kernels.fused import compiling, loops
 
-    console, names, began = Console(highlight=False), list[str](), time.monotonic()
-    listener: Any = compiling.Listener(names.append)
+    console = standard_output()
+    compiled: list[str] = []
+    began = time.monotonic()
+    listener: Any = compiling.Listener(compiled.append)
     event.register("numba:compile", listener)
     try:
-        specs = methods or _specs()
+        specs = methods or _every_spec()
         for spec in specs:
-            make("compressor", spec)  # what is wrong is said before anything is compiled
+            make("compressor", spec)  # a mistake is reported before anything is compiled
         for spec in track(specs, "compiling", console=console, disable=not console.is_terminal):
-            _run(spec)
+            _run_steps(spec)
     finally:
         event.unregister("numba:compile", listener)
-    where = loops._max_bits._cache.cache_path
-    if where is None:
+    folder = loops._max_bits._cache.cache_path
+    if folder is None:
         raise ConfigError(
             "what is compiled cannot be kept: neither Grace's folder nor your cache can be written to. Set "
             "NUMBA_CACHE_DIR to a folder that can"
         )
     named = os.environ.get("NUMBA_CACHE_DIR", "")
-    if named and Path(named).resolve() in Path(where).resolve().parents:
-        where = named  # Numba has a folder in it for each of Grace's
-    if names:
-        done = f"Compiled {len(names)} loops in {time.monotonic() - began:.0f} s; they are kept in {where}."
-    else:
-        done = f"All loops are compiled already; they are kept in {where}."
-    console.print(done, soft_wrap=True)
+    if named and Path(named).resolve() in Path(folder).resolve().parents:
+        folder = named  # Numba has a folder in it for each of Grace's
+    done = "All loops are compiled already"
+    if compiled:
+        done = f"Compiled {len(compiled)} loops in {time.monotonic() - began:.0f} s"
+    console.print(f"{done}; they are kept in {folder}.", soft_wrap=True)
 
 
-def _specs() -> list[str]:
-    """Every method that can be made without parameters, by all its names."""
+def _every_spec() -> list[str]:
+    """Return every method that can be made without parameters, by all its names."""
     found = []
     for name in [*known("compressor"), *aliases("compressor")]:
         with contextlib.suppress(ConfigError):
@@ -83,26 +84,23 @@ def _specs() -> list[str]:
     return found
 
 
-def _runner(found: list[Variable], plan: UniformPlan) -> StepRunner:
-    return build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
-
-
-def _run(spec: str) -> None:
-    """A few steps of one rank, with its own memory and with residuals, if that may be."""
+def _run_steps(spec: str) -> None:
+    """Run a few steps of one rank, with the method's own memory and with residuals, as far as it takes them."""
     from grace.kernels.fused.primitives import FusedKernels
 
     if make("compressor", spec).to_dict().get("dtype") == "bf16":  # NumPy has none
         return
-    kernels, rng = FusedKernels(), np.random.default_rng(0)
+    random = np.random.default_rng(0)
+    variables = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
     for memory in (None, "residual"):
-        with warnings.catch_warnings(), contextlib.suppress(ConfigError), arrays_by(kernels):
+        with warnings.catch_warnings(), contextlib.suppress(ConfigError), arrays_by(FusedKernels()):
             warnings.simplefilter("ignore")
             build_communicator(spec, memory, None)
-            found = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
-            plan = UniformPlan(spec, memory, None)
-            runner = _runner(found, plan)
+            runner = build_step_runner(
+                lambda: variables, partial(UniformPlan, spec, memory, None), LocalBackend(), Context()
+            )
             for _ in range(3):
-                gradients = {v.name: rng.standard_normal(v.shape).astype(np.float32) for v in found}
+                gradients = {v.name: random.standard_normal(v.shape).astype(np.float32) for v in variables}
                 for bucket in runner.buckets:
                     mine = [gradients[variable.name] for variable in bucket.variables]
                     runner.start(bucket, mine, [True] * len(mine))

@@ -6,7 +6,7 @@ from typing import Any
 
 from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
-from grace.kernels.contract.quantization import GAUSSIAN_STEPS, ROTATED
+from grace.kernels.constants import GAUSSIAN_STEPS, ROTATED
 
 BLOCKS = {8: 512, 4: 512, 3: 128, 2: 128}
 """Defaults by bits: the elements that share a scale."""

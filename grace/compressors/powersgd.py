@@ -7,7 +7,7 @@ from typing import Any
 
 from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
-from grace.kernels.contract.primitives import NARROW
+from grace.kernels.constants import NARROW
 
 SMALL = 1 << 14
 """Elements up to which the matrices of one shape are joined: copying them costs less than an operation on each."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from grace.errors import ConfigError, PayloadError, payload_of
 from grace.kernels import kernels_of
-from grace.kernels.contract.primitives import FLOATS
+from grace.kernels.constants import FLOATS
 
 ITEM_SIZE = {
     **dict.fromkeys(("float64", "int64"), 8),

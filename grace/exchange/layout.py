@@ -19,7 +19,7 @@ from grace.core.compressor import Payload, PayloadSpec, Tensor, TensorSpec
 from grace.core.grace_api import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
-from grace.kernels.contract.primitives import Placed
+from grace.kernels.constants import Placed
 
 WIRE_FORMAT = 2
 """Version of the wire's format: how payloads and headers are packed. All ranks must have the same."""

@@ -1,10 +1,9 @@
 """The kernels: primitive operations, one implementation per framework and device, and helpers made of them."""
 
-from grace.kernels.contract.primitives import Kernels
 from grace.kernels.dispatch import arrays_by, kernels_of
 from grace.kernels.helpers import dequantize, desparsify, pack, quantize, sparsify, unpack
 from grace.kernels.random import Stream
-from grace.kernels.reference.primitives import NumpyKernels
+from grace.kernels.reference import Kernels, NumpyKernels
 
 __all__ = [
     "Kernels",

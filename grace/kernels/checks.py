@@ -1,4 +1,4 @@
-"""What kernels look at before they use what came off the wire; anything may stand there."""
+"""Checks of payloads that came off the wire, which may hold anything."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from grace.errors import PayloadError
 
 
 def check_range(lowest: float, highest: float, n: int, what: str = "position") -> None:
-    """Raise PayloadError unless both are in [0, n).
+    """Raise PayloadError unless the lowest and the highest are in [0, n).
 
     >>> check_range(0, 3, 3)
     Traceback (most recent call last):
@@ -17,7 +17,7 @@ def check_range(lowest: float, highest: float, n: int, what: str = "position") -
 
 
 def check_count(what: str, count: Any, wanted: Any) -> None:
-    """Raise PayloadError unless there are as many as there must be; a graph may not know how many there are.
+    """Raise PayloadError unless a count is the wanted one. A graph may not know counts: then they are tensors.
 
     >>> check_count("values", 2, 3)
     Traceback (most recent call last):
@@ -28,24 +28,24 @@ def check_count(what: str, count: Any, wanted: Any) -> None:
 
 
 def check_packed(nbytes: Any, bits: int, n: Any) -> None:
-    """The bytes of n packed codes."""
+    """Raise PayloadError unless so many bytes hold n packed codes."""
     check_count("bytes of codes", nbytes, (n * bits + 7) // 8)
 
 
 def check_scale(scale: Any) -> None:
-    """The one factor of a tensor, of shape (1,), if there is one."""
+    """Raise PayloadError unless a tensor's factor is None or of shape (1,)."""
     if scale is not None:
         check_count("scales", scale.shape[0], 1)
 
 
 def check_table(table: Any, bits: int) -> None:
-    """A table of at most as many entries as there are codes."""
+    """Raise PayloadError if a table has more entries than there are codes."""
     entries = table.shape[0]
     if isinstance(entries, int) and entries > 1 << bits:
         raise PayloadError(f"{entries} entries of a table, where there must be at most {1 << bits}")
 
 
 def check_quantized(codes: Any, scales: Any, n: Any, bucket_size: Any) -> None:
-    """The numbers of codes and scales of n elements."""
+    """Raise PayloadError unless there are as many codes and scales as n elements have."""
     check_count("codes", codes, n)
     check_count("scales", scales, (n + bucket_size - 1) // bucket_size)

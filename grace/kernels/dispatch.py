@@ -1,4 +1,4 @@
-"""Which kernels compute with a tensor: those of its framework and device."""
+"""Choice of the kernels that compute with a tensor, by its framework and device."""
 
 import contextlib
 import sys
@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from grace.kernels.contract.primitives import Kernels
-from grace.kernels.reference.primitives import NumpyKernels
+from grace.kernels.reference import Kernels
 
-_REFERENCE = NumpyKernels()
+_REFERENCE = Kernels()
 _THREAD = threading.local()
 
 
 @contextlib.contextmanager
 def arrays_by(kernels: Kernels) -> Iterator[None]:
-    """In this context, and thread, NumPy arrays are computed with by other kernels than the reference."""
+    """Let other kernels than the reference compute with NumPy arrays, in this context and thread."""
     before, _THREAD.arrays = getattr(_THREAD, "arrays", _REFERENCE), kernels
     try:
         yield
@@ -41,13 +40,13 @@ _FRAMEWORKS: dict[str, tuple[tuple[str, ...], Callable[[], Callable[[Any], Kerne
     "torch": (("Tensor",), _torch_kernels),
     "tensorflow": (("Tensor", "Variable"), _tensorflow_kernels),
 }
-"""Per module: the names of its types, and what chooses among its kernels."""
+"""Names of a module's types, and the loader of the function that chooses among its kernels."""
 _CHOICES: dict[type, Callable[[Any], Kernels]] = {}
-"""What was found for a type, so that the search is made once."""
+"""Functions that choose kernels, by types of tensors: each type is searched for once."""
 
 
 def kernels_of(tensor: Any) -> Kernels:
-    """The kernels for this tensor's framework and device. Only frameworks already imported are considered.
+    """Return the kernels of this tensor's framework and device. Only frameworks already imported are considered.
 
     Raises:
         TypeError: the tensor is of no framework that Grace knows.

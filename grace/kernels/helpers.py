@@ -1,7 +1,8 @@
 """The helpers that compressors are made of, each a function of any framework's tensors: NumPy, torch, TensorFlow.
 
-They call the kernels of its framework and device (:func:`grace.kernels_of`), which have more, and say what they were
-given wrong. What other ranks sent is checked: what does not fit is a :class:`~grace.errors.PayloadError`.
+They call the kernels of its framework and device (:func:`grace.kernels_of`), which have more, and refuse wrong
+arguments by name. Payloads of other ranks are checked: ones that do not fit raise
+:class:`~grace.errors.PayloadError`.
 """
 
 import math
@@ -9,10 +10,10 @@ from typing import Any
 
 from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed
-from grace.kernels.contract.primitives import Kernels, Tensor
 from grace.kernels.dispatch import kernels_of
 from grace.kernels.index_coding import check_positions
 from grace.kernels.random import Stream
+from grace.kernels.reference import Kernels, Tensor
 
 NORMS = ("l2", "max")
 
@@ -20,15 +21,16 @@ NORMS = ("l2", "max")
 def quantize(
     tensor: Tensor, levels: int, stream: Stream, bucket_size: int = 512, norm: str = "l2"
 ) -> tuple[Tensor, Tensor]:
-    """QSGD's stochastic rounding: each element to one of ``levels`` multiples of its bucket's scale, or the negatives.
+    """Round stochastically, as QSGD does: each element to one of ``levels`` multiples of its bucket's scale, or the
+    negatives.
 
         s = ||bucket||;  code = levels + sign(x) floor(|x| / s levels + u),  u uniform in [0, 1)
 
     Args:
         tensor: of any shape; its elements count as float32.
-        levels: how many there are above zero, 1 to 127.
+        levels: number of levels above zero, 1 to 127.
         stream: of the random numbers; ``self.context.stream(name)`` in a compressor.
-        bucket_size: how many elements share a scale.
+        bucket_size: number of elements that share a scale.
         norm: "l2", or "max", whose error is smaller.
 
     Returns:
@@ -36,7 +38,7 @@ def quantize(
         ceil(n / bucket_size) buckets.
 
     Raises:
-        ConfigError: the tensor or a number cannot be.
+        ConfigError: the tensor or a number is none that the method takes.
 
     >>> import numpy as np
     >>> codes, scales = quantize(np.float32([[-2, 0], [2, 1]]), levels=2, stream=Stream(0), norm="max")
@@ -51,11 +53,11 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, levels: int, shape: tuple[int, ...], bucket_size: int = 512) -> Tensor:
-    """What :func:`quantize` encoded: s (code - levels) / levels, float32, in a shape.
+    """Decode what :func:`quantize` encoded: s (code - levels) / levels, float32, in a shape.
 
     Raises:
         PayloadError: there are not as many codes or scales as such a tensor has, or a code is too large.
-        ConfigError: the codes are no uint8, or a number cannot be.
+        ConfigError: the codes are no uint8, or a number is out of range.
 
     >>> import numpy as np
     >>> dequantize(np.uint8([0, 2, 4, 3]), np.float32([2]), levels=2, shape=(2, 2))
@@ -71,10 +73,10 @@ def dequantize(codes: Tensor, scales: Tensor, levels: int, shape: tuple[int, ...
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes below 2^bits (1-d, uint8) as one little-endian stream of bits: code i at bits i bits to (i + 1) bits.
+    """Pack codes below 2^bits (1-d, uint8) into one little-endian stream: code i at bits i bits to (i + 1) bits.
 
     Returns:
-        ceil(n bits / 8) bytes, uint8; what is left of the last one is zero.
+        ceil(n bits / 8) bytes, uint8; unused bits of the last one are zero.
 
     Raises:
         ConfigError: the codes are no uint8, or ``bits`` is not 1 to 8.
@@ -89,7 +91,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The ``count`` codes that :func:`pack` joined, uint8.
+    """Return the ``count`` codes that :func:`pack` joined, uint8.
 
     Raises:
         PayloadError: so many codes take another number of bytes.
@@ -107,17 +109,17 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def sparsify(tensor: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The elements of largest magnitude, and where they are: of equal ones those with the lower index.
+    """Select the elements of largest magnitude; of equal ones those with the lower index.
 
     Args:
         tensor: of any shape; its elements count as float32.
-        count: how many, at most as many as there are; of a ratio ``max(1, round(ratio n))``.
+        count: number of elements to select, at most all; for a ratio ``max(1, round(ratio n))``.
 
     Returns:
-        the values, float32; and their places in the flattened tensor, int32, ascending.
+        the values, float32; and their positions in the flattened tensor, int32, ascending.
 
     Raises:
-        ConfigError: the tensor or the number cannot be.
+        ConfigError: the tensor, or ``count``, is none that the method takes.
 
     >>> import numpy as np
     >>> sparsify(np.float32([[1, -4], [3, 2]]), count=2)
@@ -131,11 +133,11 @@ def sparsify(tensor: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def desparsify(values: Tensor, indices: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of zeros, float32, with these values at these distinct places of it, flattened.
+    """Return a tensor of zeros, float32, with these values at these distinct positions in it, flattened.
 
     Raises:
-        PayloadError: there are not as many values as places, or a place is outside the tensor.
-        ConfigError: the places are no int32.
+        PayloadError: there are not as many values as positions, or a position is outside the tensor.
+        ConfigError: the positions are no int32.
 
     >>> import numpy as np
     >>> desparsify(np.float32([-4, 3]), np.int32([1, 2]), shape=(2, 2))
@@ -154,7 +156,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _typed(what: str, tensor: Tensor, wanted: str) -> Kernels:
-    """Its kernels, if its elements are of a type."""
+    """Return a tensor's kernels. Raise ConfigError unless its elements are of a type."""
     k = kernels_of(tensor)
     if k.dtype(tensor) != wanted:
         raise ConfigError(f"{what} must be of dtype {wanted}, not {k.dtype(tensor)}")
@@ -162,7 +164,7 @@ def _typed(what: str, tensor: Tensor, wanted: str) -> Kernels:
 
 
 def _check(what: str, value: Any, low: int, high: float = math.inf) -> None:
-    """Refuse what is no whole number in [low, high]."""
+    """Raise ConfigError unless the value is a whole number in [low, high]."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
         raise ConfigError(f"{what} must be a whole number, {bounds}, not {value!r}")

@@ -6,9 +6,11 @@ elements, 16 bits are enough. The decoder tells them apart by dtype.
 """
 
 from grace.errors import ConfigError
-from grace.kernels.contract.primitives import Kernels, Tensor
+from grace.kernels.reference import Kernels, Tensor
 
 NARROW, TOO_MANY = 1 << 16, 1 << 31
+POSITION_BYTES = {"int32": 4, "int16": 2, "uint8": 1}
+"""Bytes of a coded position by its dtype; 1 stands for a bitmap."""
 
 
 def check_positions(n: int, whose: str = "a tensor", method: str = "the method", what: str = "elements") -> int:

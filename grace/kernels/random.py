@@ -21,7 +21,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 LOW32 = 0xFFFFFFFF
 FEISTEL_ROUNDS = 8
 FEISTEL_DRAW = 1 << 31
-"""Set in the draw word of the numbers that permute indices, which so differ from all others."""
+"""Bit in the draw word of numbers that permute indices, so that they differ from all others."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Stream:
 
     @property
     def words(self) -> tuple[int, int, int, int]:
-        """Key low, key high, step, draw, each a 32-bit number."""
+        """Words of 32 bits: key low, key high, step, draw."""
         return self.key & 0xFFFFFFFF, self.key >> 32, self.step & 0xFFFFFFFF, self.draw
 
     def permuting(self) -> "Stream":
-        """The stream that random indices are drawn from."""
+        """Return the stream that random indices are drawn from."""
         return replace(self, draw=self.draw | FEISTEL_DRAW)
 
 
 @lru_cache(maxsize=65536)
 def stream_key(seed: int, name: str, who: str) -> int:
-    """The 64-bit key of (seed, variable name, rank or "shared").
+    """Return the 64-bit key of (seed, variable name, rank or "shared").
 
     >>> stream_key(0, "w", "shared") == stream_key(0, "w", "shared") != stream_key(0, "w", "1")
     True
@@ -62,7 +62,7 @@ def stream_key(seed: int, name: str, who: str) -> int:
 def philox(
     counter: tuple[np.ndarray, ...], key: tuple[int, int], rounds: int = ROUNDS
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The four output words of each block: uint32 arrays in, uint32 arrays out.
+    """Return the four output words of each block: uint32 arrays in, uint32 arrays out.
 
     >>> zero = np.zeros(1, np.uint32)
     >>> [f"{int(word[0]):08x}" for word in philox((zero,) * 4, (0, 0))]
@@ -80,7 +80,7 @@ def philox(
 
 
 def philox_in_int64(counter: Sequence[Any], key: tuple[Any, Any], upper: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The same of a framework's tensors: int64s that hold 32 bits, in and out.
+    """Return the four output words of each block of a framework's tensors: int64s that hold 32 bits, in and out.
 
     Args:
         counter: four tensors, the last ones of any shape that goes with the first.
@@ -97,8 +97,8 @@ def philox_in_int64(counter: Sequence[Any], key: tuple[Any, Any], upper: Callabl
 
 
 def feistel_bits(n: int) -> tuple[int, int]:
-    """Bits of the left and right half of the Feistel domain that holds n: the smallest power of two, but none
-    of 8 to 32, on which a few rounds do not mix (of n = 5, some indices would be drawn 5 % too often).
+    """Return the bits of the left and right half of the Feistel domain that holds n: the smallest power of two, but
+    none of 8 to 32, on which a few rounds do not mix (of n = 5, some indices would be drawn 5 % too often).
 
     >>> feistel_bits(1000), feistel_bits(10), feistel_bits(4)
     ((5, 5), (3, 3), (1, 1))

@@ -108,8 +108,7 @@ def command(
         environment["GRACE_RESOURCES"] = str(Path(file).resolve())
     if engine == "torch":
         return _torch(resources, list(program), environment, port)
-    build = {"horovod": _horovodrun, "mpi": _mpirun}[engine]
-    return [build(resources, list(program), environment)]
+    return [_launcher_of_all_nodes(resources, engine, list(program), environment)]
 
 
 def checked_strategy(given: str) -> str:
@@ -134,6 +133,7 @@ def checked_strategy(given: str) -> str:
 
 
 def _torch(resources: "Resources", program: list[str], environment: dict[str, str], port: int) -> list[Command]:
+    """Return a command for each node, the chief's first."""
     commands = []
     nodes = resources.ordered
     for number, node in enumerate(nodes):
@@ -143,37 +143,43 @@ def _torch(resources: "Resources", program: list[str], environment: dict[str, st
             where += ["--master-addr", resources.chief.address, "--master-port", str(port)]
         argv = _torchrun(where, program)
         ssh = resources.ssh_of(node)
-        shared = _shared(resources) if ssh is None else ssh.shared_envs
         own = {**_gpus(node), **environment}
         if node.chief:
+            shared = _shared(resources) if ssh is None else ssh.shared_envs
             variables = {**{name: preparing.expand_locally(value) for name, value in shared.items()}, **own}
             line = preparing.wrap_in_bash(preparing.setup_lines(ssh), argv)
             commands.append(Command(node.address, line, variables, hidden=frozenset(shared)))
         else:
             assert ssh is not None
-            setup = preparing.setup_lines(ssh)
-            enter = _activate_lines(ssh)
-            file = f"~/.grace-{secrets.token_hex(16)}"
-            if setup or shared:  # bash may read ~/.bashrc once more, so the environment is entered inside it
-                setup = [*setup, *enter]
-                enter = []
-            started = [*_env(own), *argv]
-            env_exports = ""
-            env_sender: list[str] = []
-            shown: list[str] = []
-            if shared:  # their values may be secrets: they travel over ssh's stdin, not in a command line
-                env_exports = preparing.exports(shared)
-                env_sender = [
-                    "ssh",
-                    *ssh_options(ssh),
-                    host(node, ssh),
-                    preparing.receive_exports_line(file, env_exports),
-                ]
-                hidden = shlex.join(["export", *(f"{name}=..." for name in shared)])
-                shown = _over_ssh(node, ssh, enter, preparing.wrap_in_bash([*setup, hidden], started))
-            line = _over_ssh(node, ssh, enter, preparing.wrap_in_bash(setup, started, bool(shared), file=file))
-            commands.append(Command(node.address, line, {}, True, frozenset(shared), env_sender, env_exports, shown))
+            commands.append(_over_ssh(node, ssh, [*_env(own), *argv]))
     return commands
+
+
+def _over_ssh(node: "Node", ssh: "SSH", program: list[str]) -> Command:
+    """Return the command that starts a program on a node, with the node's setup and variables."""
+    setup = preparing.setup_lines(ssh)
+    enter = _activate_lines(ssh)
+    shared = ssh.shared_envs
+    if setup or shared:  # bash may read ~/.bashrc once more, so the environment is entered inside it
+        setup = [*setup, *enter]
+        enter = []
+    if not shared:
+        line = _ssh_line(node, ssh, enter, preparing.wrap_in_bash(setup, program))
+        return Command(node.address, line, remote=True)
+    # Values may be secrets: they travel over ssh's stdin, not in a command line.
+    file = f"~/.grace-{secrets.token_hex(16)}"
+    env_exports = preparing.exports(shared)
+    receive = preparing.receive_exports_line(file, env_exports)
+    hidden = shlex.join(["export", *(f"{name}=..." for name in shared)])
+    return Command(
+        node.address,
+        _ssh_line(node, ssh, enter, preparing.wrap_in_bash(setup, program, shared=True, file=file)),
+        remote=True,
+        hidden=frozenset(shared),
+        env_sender=["ssh", *ssh_options(ssh), host(node, ssh), receive],
+        env_exports=env_exports,
+        shown=_ssh_line(node, ssh, enter, preparing.wrap_in_bash([*setup, hidden], program)),
+    )
 
 
 def _torchrun(where: list[str], program: list[str]) -> list[str]:
@@ -213,8 +219,8 @@ def _activate_lines(ssh: "SSH") -> list[str]:
     return [f". {_quote_after_home(ssh.python_venv)}/bin/activate"]
 
 
-def _over_ssh(node: "Node", ssh: "SSH", before: list[str], argv: list[str]) -> list[str]:
-    """Return the ssh command with a terminal (-tt), so that its remote processes end when the connection does."""
+def _ssh_line(node: "Node", ssh: "SSH", before: list[str], argv: list[str]) -> list[str]:
+    """Return an ssh command line with a terminal (-tt), so that remote processes end when the connection does."""
     remote = " && ".join([f"cd {shlex.quote(os.getcwd())}", *before, shlex.join(argv)])
     return ["ssh", "-tt", *ssh_options(ssh), host(node, ssh), remote]
 
@@ -243,44 +249,38 @@ def _quote_after_home(path: str) -> str:
 # -- launchers that start all nodes themselves ----------------------------------------------------------------------
 
 
-def _horovodrun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
-    port = _common_ssh_setting(resources, "port")
-    key = _common_ssh_setting(resources, "key_file")
-    if _common_ssh_setting(resources, "username") is not None:
+def _launcher_of_all_nodes(
+    resources: "Resources", engine: str, program: list[str], environment: dict[str, str]
+) -> Command:
+    """Return the command line of horovodrun, or of Open MPI's mpirun."""
+    user, port, key = (_common_ssh_setting(resources, field) for field in ("username", "port", "key_file"))
+    if engine == "horovod" and user is not None:
         raise ConfigError(
             "horovodrun takes no user name for ssh; leave `username` out and write it into ~/.ssh/config, "
             "or launch with --engine torch or mpi"
         )
-    reach = ["-p", str(port)] if port not in (None, 22) else []
-    reach += ["-i", str(Path(key).expanduser())] if key else []
-    # horovodrun passes on every variable but CUDA_VISIBLE_DEVICES
-    shared = _shared_for_launcher(resources)
-    inside = [*_env(_same_gpus(resources)), *_prepare_all(resources, preparing.EXPORTS in shared, program)]
-    argv = ["horovodrun", "-np", str(resources.world_size), "-H", _hosts(resources), *reach, *inside]
-    return Command(resources.chief.address, argv, {**shared, **environment}, hidden=frozenset(shared))
-
-
-def _mpirun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
-    shared = _shared_for_launcher(resources)
-    variables = {"GRACE_BACKEND": "mpi", **shared, **_same_gpus(resources), **environment}
-    user, port, key = (_common_ssh_setting(resources, field) for field in ("username", "port", "key_file"))
     reach = ["-l", user] if user else []
     reach += ["-p", str(port)] if port not in (None, 22) else []
     reach += ["-i", str(Path(key).expanduser())] if key else []
-    if any(" " in word for word in reach):
-        raise ConfigError(f"mpirun takes no key file whose path has spaces: {key}")
-    argv = ["mpirun", "-np", str(resources.world_size), "-H", _hosts(resources), "--bind-to", "none"]
-    if any(re.search(r"[a-z]\.", node.address) for node in resources.nodes):
-        argv += ["--mca", "orte_keep_fqdn_hostnames", "1"]  # else it cuts a name at its first dot
-    argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
-    for name in variables:
-        argv += ["-x", name]
-    argv += _prepare_all(resources, preparing.EXPORTS in shared, program)
+    shared = _shared_for_launcher(resources)
+    gpus = _same_gpus(resources)
+    prepared = _prepare_all(resources, preparing.EXPORTS in shared, program)
+    where = ["-np", str(resources.world_size), "-H", ",".join(f"{n.address}:{n.slots}" for n in resources.ordered)]
+    if engine == "horovod":
+        variables = {**shared, **environment}
+        # horovodrun passes on every variable but CUDA_VISIBLE_DEVICES
+        argv = ["horovodrun", *where, *reach, *_env(gpus), *prepared]
+    else:
+        if any(" " in word for word in reach):
+            raise ConfigError(f"mpirun takes no key file whose path has spaces: {key}")
+        variables = {"GRACE_BACKEND": "mpi", **shared, **gpus, **environment}
+        argv = ["mpirun", *where, "--bind-to", "none"]
+        if any(re.search(r"[a-z]\.", node.address) for node in resources.nodes):
+            argv += ["--mca", "orte_keep_fqdn_hostnames", "1"]  # else it cuts a name at its first dot
+        argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
+        argv += [word for name in variables for word in ("-x", name)]
+        argv += prepared
     return Command(resources.chief.address, argv, variables, hidden=frozenset(shared))
-
-
-def _hosts(resources: "Resources") -> str:
-    return ",".join(f"{node.address}:{node.slots}" for node in resources.ordered)
 
 
 def _same_gpus(resources: "Resources") -> dict[str, str]:

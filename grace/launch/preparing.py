@@ -105,19 +105,14 @@ def quote_word(value: str) -> str:
     >>> print(quote_word("$HOME/my lib:$$1"), quote_word("x y"), quote_word("`id`"))
     "${HOME}"'/my lib:$1' 'x y' '`id`'
     """
-    pieces, end = [], 0
-    literal = ""
-    for found in REFERENCE.finditer(value):
-        literal += value[end : found.start()]
-        end, name = found.end(), found[1] or found[2]
-        if name is None:
-            literal += "$"
-            continue
-        pieces += [shlex.quote(literal)] if literal else []
-        pieces.append(f'"${{{name}}}"')
-        literal = ""
-    literal += value[end:]
-    return "".join([*pieces, *([shlex.quote(literal)] if literal or not pieces else [])])
+    # A zero byte, which no value has, stands for a dollar, so that every second piece is a reference.
+    pieces = re.split(r"(\$\w+|\$\{\w+\})", value.replace("$$", "\0"), flags=re.ASCII)
+    for i, piece in enumerate(pieces):
+        if i % 2:
+            pieces[i] = f'"${{{piece.strip("${}")}}}"'
+        elif piece:
+            pieces[i] = shlex.quote(piece.replace("\0", "$"))
+    return "".join(pieces) or "''"
 
 
 def expand_locally(value: str) -> str:

@@ -36,15 +36,27 @@ class End:
     message: str = ""
 
 
+INTERRUPTED = End(130, "interrupted; the ranks are ended")
+
+
 def run(commands: Sequence[Command]) -> End:
     """Start the commands, wait, and return how they ended; when one fails the others are ended.
 
     Their output goes to this process's stdout and stderr. If this process is killed, they are ended, too.
 
+    Returns:
+        The end of the job; :data:`INTERRUPTED` after Ctrl-C, SIGTERM or SIGHUP.
+
     Raises:
         ConfigError: a launcher is not installed.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; all are ended.
     """
+    try:
+        return _run(commands)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(commands: Sequence[Command]) -> End:
     jobs: list[_Job] = []
     with processes.signals_raise(), processes.no_orphans():
         try:

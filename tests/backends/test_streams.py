@@ -104,13 +104,14 @@ def two_buckets(dice, broken=None):
     if broken == "start":
         side.stream.wait_event = lambda event: None
     backend = TorchBackend.__new__(TorchBackend)
+    backend.group = None
     backend._sides = {Given.device: side}
     handles = []
     for bucket in range(2):
         sent, received = Given(), Given()
         device.put(lambda bucket=bucket: found.update({f"encoded {bucket}": bucket + 1}))
         send = lambda bucket=bucket: found.update({f"sent {bucket}": found.get(f"encoded {bucket}")})  # noqa: E731
-        handles.append(backend._handle(lambda send=send: engine.begin(send), [received], sent))
+        handles.append(backend._start([received], sent, lambda send=send, **options: engine.begin(send)))
         assert sent.recorded == received.recorded == [side.stream]
     for bucket, handle in enumerate(handles):
         if broken != "end":

@@ -86,7 +86,10 @@ def test_what_is_wrong_is_said_at_once(folder, args, said):
     assert said in err
 
 
-@pytest.mark.parametrize(("output", "said"), [("file/c.json", "file: "), (".", "it is a folder")])
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [("file/c.json", "cannot write file/c.json: File exists"), (".", "cannot write .: Is a directory")],
+)
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(folder, output, said, monkeypatch):
     (folder / "file").write_text("")
     monkeypatch.setattr("grace.cli.calibrate.measure", lambda *args: pytest.fail("it measures"))
@@ -127,7 +130,7 @@ def test_ranks_measure_links_and_methods(folder):
 
 def codecs(crowd):
     """How many methods this rank has measured, and what fp16 takes: 1 ms on rank 0, 2 on rank 1."""
-    backend, room, seen = ranks.init(), calibrate._Room("numpy", 0), []
+    backend, bench, seen = ranks.init(), calibrate.Workbench("numpy", 0), []
 
     def measure(choice, *ignored):
         seen.append(choice)
@@ -135,8 +138,8 @@ def codecs(crowd):
 
     former, calibrate.measure = calibrate.measure, measure
     try:
-        choices = calibrate._choices("fp16", 2, True)
-        found, left_out = calibrate._codecs(backend, choices, {}, room, 0.1, crowd, 0, lambda what, done: None)
+        choices = calibrate.parse_choices("fp16", 2, True)
+        found, left_out = calibrate.measure_codecs(backend, choices, {}, bench, 0.1, crowd, 0, lambda what, done: None)
     finally:
         calibrate.measure = former
     assert not left_out

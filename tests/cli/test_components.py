@@ -87,7 +87,7 @@ def test_list_shows_memories_communicators_and_short_names(listing):
 
 
 def test_the_short_list_has_a_line_for_each_in_columns_with_nothing_cut():
-    lines = said("list").splitlines()
+    lines = [line.rstrip() for line in said("list").splitlines()]
     for kind in KINDS:
         start = next(i for i, line in enumerate(lines) if line.split()[:1] == [kind] and line.endswith("what it is"))
         rows = lines[start + 1 : lines.index("", start)]

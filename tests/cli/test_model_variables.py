@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from grace.cli.model_variables import model_variables
+from grace.cli.inputs import model_variables
 from tests.support.limits import HANGS
 
 ROOT = Path(__file__).parents[2]

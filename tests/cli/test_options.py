@@ -3,6 +3,7 @@
 import pytest
 
 import grace
+from grace.cli.terminal import check_writable
 from tests.support.command import grace_command
 
 WRITING = ["bench step", "bench train", "bench kernels", "bench all", "demo", "report", "trace", "strategy build"]
@@ -24,3 +25,11 @@ def test_bench_says_what_a_model_alone_lacks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(grace.ConfigError, match=r"returns a model alone, .* grace bench needs its loss too"):
         workload("alone:net", rank=0)
+
+
+def test_a_check_of_what_will_be_written_removes_nothing(tmp_path):
+    (tmp_path / "empty").touch()
+    check_writable(tmp_path / "empty")
+    check_writable(tmp_path / "new" / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "new"]
+    assert not list((tmp_path / "new").iterdir())

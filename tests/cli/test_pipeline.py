@@ -6,12 +6,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from tests.partition.graphs import chain
 
+from grace.bench.common.text import UNKNOWN, of_bytes
 from grace.pipeline.planning import profiles
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
-from tests.pipeline.graphs import chain, drawn
 from tests.support.command import grace_command
 
 PROFILE = str(Path(__file__).parents[1] / "partition" / "profiles" / "gnmt.json")
@@ -69,20 +70,8 @@ def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
     """None costs what no strategy does, a method less, and auto what the shorter of its two methods does."""
     (tmp_path / "rules.yaml").write_text("{version: 1, rules: [{match: {}, sync: {type: allreduce}}]}")
     sparse = "topk(ratio=0.01)"
-    one = (
-        "-n",
-        "4",
-        "--profile",
-        PROFILE,
-        "--bandwidth",
-        "1gbit",
-        "--stages",
-        "2",
-        "--replicas",
-        "2",
-        "--cut",
-        "node12",
-    )
+    one = ["-n", "4", "--profile", PROFILE, "--bandwidth", "1gbit", "--stages", "2", "--replicas", "2"]
+    one += ["--cut", "node12"]
 
     def planned(*choice):
         said = run(tmp_path, "plan", *one, "--schedule", "gpipe", "--keep", "--compare", *choice, "-o", "plan.json")
@@ -110,11 +99,24 @@ def test_a_plan_is_drawn(tmp_path, schedule):
     assert "Wrote plan.html" in run(tmp_path, "show", "plan.json", "--html", "plan.html")
     page = (tmp_path / "plan.html").read_text()
     drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.S)]
-    assert len(drawings) == 3
+    assert len(drawings) == 2
     texts = [["".join(text.itertext()) for text in drawing.iter("text")] for drawing in drawings]
-    assert sum(" there, " in text for text in texts[0]) == len(plan.stages) - 1
-    assert sum(text.startswith("rank") for text in texts[1]) == len({stage.ranks for stage in plan.stages})
-    assert [text for text in texts[2] if text.startswith("rank ")] == [f"rank {rank}" for rank in range(4)]
+    assert sum(text.startswith("rank") for text in texts[0]) == len({stage.ranks for stage in plan.stages})
+    assert [text for text in texts[1] if text.startswith("rank ")] == [f"rank {rank}" for rank in range(4)]
+    cells = [re.findall(r"<td[^>]*>([^<]*)", row) for row in re.findall(r"<tr>(<td.*?)</tr>", page)]
+    stages = [[row[0], row[2], *row[-3:]] for row in cells]
+    expected = [
+        [
+            str(i),
+            ", ".join(map(str, stage.ranks)),
+            ", ".join(stage.sends),
+            of_bytes(stage.sent),
+            of_bytes(stage.returned),
+        ]
+        for i, stage in enumerate(plan.stages)
+    ]
+    expected[-1][2:] = ["", UNKNOWN, UNKNOWN]
+    assert stages == expected
     assert plan.summary in page
     assert not re.search(r'(src|href)="(?!#)', page), "it loads nothing"
 
@@ -127,18 +129,14 @@ def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
     made.save(tmp_path / "plan.json")
     run(tmp_path, "show", "plan.json", "--html", "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    texts = [
+    schedule, memory = (
         ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("text")]
         for svg in re.findall(r"<svg.*?</svg>", page, re.S)
-    ]
-    assert {"rank 0", "rank 1"} <= set(texts[1])
-    assert "kB" in texts[2]
-    assert "device" not in texts[2]  # beside it no bar would be seen
+    )
+    assert {"rank 0", "rank 1"} <= set(schedule)
+    assert "kB" in memory
+    assert "device" not in memory  # beside it no bar would be seen
     assert "a device has 16.0 GB" in page
-    for graph, arcs in ((chain(4), False), (drawn(1, 8), True)):
-        profiles.write(graph, tmp_path / "g.json")
-        run(tmp_path, "graph", "--profile", "g.json", "--html", "g.html")
-        assert ("An arc at the left" in (tmp_path / "g.html").read_text()) == arcs
 
 
 @pytest.mark.parametrize(
@@ -204,13 +202,10 @@ def models(tmp_path):
     return tmp_path
 
 
-def test_a_models_graph_is_shown_drawn_and_planned_with_elsewhere(models):
-    said = run(models, "graph", "--model", "nets_of_a_test:net", "--longest", "2", "-o", "g.json", "--html", "g.html")
+def test_a_models_graph_is_shown_and_planned_with_elsewhere(models):
+    said = run(models, "graph", "--model", "nets_of_a_test:net", "--longest", "2", "-o", "g.json")
     assert re.search(r"^6 nodes \(2 Linear, .*\), 5 parameters of 7.\d+ kB, [\d.]+ \+ [\d.]+ ms$", said, re.M), said
     assert len(re.findall(r"nets_of_a_test.py:\d+", said)) == 2
-    drawing = re.search(r"<svg.*?</svg>", (models / "g.html").read_text(), re.S)[0]
-    texts = "".join(ElementTree.fromstring(drawing).itertext())
-    assert all(name in texts for name in ("embedding", "linear_1", "weights, hands on"))
     graph = profiles.read(models / "g.json")
     assert (graph.rows, graph.variable("two.weight").shape) == (4, (100, 8))
     assert all(node.forward > 0 for node in graph.nodes)

@@ -10,7 +10,7 @@ import grace
 from grace.communicators import Allgather
 from grace.compressors.block import BLOCKS, Block
 from grace.core.context import Context
-from grace.kernels.contract.quantization import GAUSSIAN_STEPS
+from grace.kernels.constants import GAUSSIAN_STEPS
 from tests.support.data import EPSILON, REFERENCE, same
 from tests.support.kernel_cases import every
 from tests.support.pairwise import pairwise

@@ -12,7 +12,7 @@ from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import PayloadError
-from grace.kernels.contract.primitives import Kernels
+from grace.kernels import Kernels
 from grace.session.by_hand import WholeTensorPlan
 from grace.session.step_runner import StepRunner
 from tests.support.data import REFERENCE

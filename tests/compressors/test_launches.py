@@ -92,10 +92,10 @@ DECODING = ("decode", "count_marks", "zero_bucket")
 
 
 def test_a_bucket_takes_few_launches_however_many_variables_it_has():
-    from grace.kernels.triton import compiled
+    from tools import triton_assembly
 
-    for name in compiled.BUCKETS:
-        made = [launch.kernel.__name__ for launch in compiled.bucket_launches(name)]
+    for name in triton_assembly.BUCKETS:
+        made = [launch.kernel.__name__ for launch in triton_assembly.bucket_launches(name)]
         decoding = [kernel for kernel in made if kernel.startswith(DECODING)]
         assert 0 < len(decoding) <= 3, name
         most = 9 if name.startswith("powersgd") else 7 if name in ("topk", "topk with bitmaps", "threshold") else 3
@@ -190,7 +190,7 @@ def test_methods_of_two_rounds_take_few_launches_however_many_variables_they_hav
 
 
 def test_addresses_that_stay_are_copied_to_the_device_once():
-    from grace.kernels.contract.primitives import Placed
+    from grace.kernels.constants import Placed
     from grace.kernels.triton.bucket_codecs import CODECS
 
     codec = CODECS["powers"]([8], [[Placed(0, (8,), "uint8")]], device=torch.device("cpu"))

@@ -17,8 +17,7 @@ from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, FIXED_SIZES, Compressor, TensorSpec, Traits
 from grace.core.context import Context
 from grace.core.registry import known, make
-from grace.kernels import kernels_of
-from grace.kernels.contract.primitives import Kernels
+from grace.kernels import Kernels, kernels_of
 
 SHAPES = [(), (0,), (0, 3), (1,), (2,), (7,), (33, 17), (8, 3, 3, 3), (1, 513), (1024,), (4097,), (65_535,), (65_537,)]
 STEPS = [0, 1, 3, 50, AFTER_WARMUP]

@@ -165,7 +165,7 @@ def test_the_mean_of_a_step_is_applied_later(engine, graph):
 
 def alone(period, cut):
     """Fit with all variables averaged every so many steps, or the head's kernel in two parts, one of which never is."""
-    from grace.cli.model_variables import model_variables
+    from grace.cli.inputs import model_variables
 
     model = mixed()
     part = ShardPlan(Sync("none", period=period))

@@ -30,8 +30,8 @@ from tests.support.planners import (
     UNTIL_TRYING,
     Planning,
 )
-from tests.support.pools import launched
-from tests.support.training import Given, copied, digest, made_up, weights
+from tests.support.pools import launched, on_ranks
+from tests.support.training import Given, copied, digest, made_up, refusal, train_given, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -116,10 +116,6 @@ def test_another_plan_is_made_where_steps_take_something_else(two_ranks):
             np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
 
 
-def failing():
-    return choosing(failing=1)
-
-
 def test_all_train_on_where_planning_fails_on_one(two_ranks):
     for chosen, seen, same, _ in two_ranks.run(failing):
         assert chosen is None
@@ -127,42 +123,16 @@ def test_all_train_on_where_planning_fails_on_one(two_ranks):
         assert set(seen) == {"none"}
 
 
-def resumed(stop, count):
-    """Digests of a run in one piece, and of one that was saved and went on in another model."""
-    one, optimizer = made(lr=0.1, momentum=0.9)
-    steps(one, optimizer, range(stop))
-    saved = copied({"model": one.state_dict(), "optimizer": optimizer.full_state_dict()})
-    steps(one, optimizer, range(stop, stop + count))
-    two, other = made(lr=0.1, momentum=0.9)
-    steps(two, other, range(2))
-    two.load_state_dict(saved["model"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.load_state_dict(saved["optimizer"])
-    started = other._grace.auto.current
-    assert other.strategy is not None
-    steps(two, other, range(stop, stop + count))
-    return started, digest(weights(one)), digest(weights(two)), optimizer._grace.auto.plan, other._grace.auto.plan
+def failing():
+    return choosing(failing=1)
 
 
-@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo", "mpirun-mpi"])
-def test_a_settled_run_resumes_bit_for_bit(engine):
-    for started, one, two, plan, other in launched(engine, 2).run(resumed, UNTIL_CHOSEN + CHECKED + 2, 5):
-        assert started == TOPK
-        assert one == two
-        assert plan == other == {"chosen": TOPK}
-
-
-def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
-    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN + CHECKED):
-        assert started == TOPK
-        assert other == {"chosen": TOPK}
-
-
-def resumed_from_parts(folder, stop, count):
-    """The same by torch.distributed.checkpoint, with memories as a part of their own."""
+def resumed(stop, count, folder=None):
+    """Digests of a run in one piece, and of one that was saved and went on in another model: by a full state, or by
+    torch.distributed.checkpoint, with memories as a part of their own."""
     engine, parts = grace.init(), {}
-    folder = Path(folder) if engine.name == "torch" else Path(folder, str(engine.rank))  # else each saves for itself
+    if folder is not None and engine.name != "torch":  # each saves for itself
+        folder = folder / str(engine.rank)
 
     def all_of(model, optimizer):
         """What a program saves; memories are apart from here on."""
@@ -172,26 +142,45 @@ def resumed_from_parts(folder, stop, count):
 
     one, optimizer = made(lr=0.1, momentum=0.9)
     steps(one, optimizer, range(stop))
-    dcp.save(all_of(one, optimizer), checkpoint_id=folder)
+    if folder is None:
+        saved = copied({"model": one.state_dict(), "optimizer": optimizer.full_state_dict()})
+    else:
+        dcp.save(all_of(one, optimizer), checkpoint_id=folder)
     steps(one, optimizer, range(stop, stop + count))
     two, other = made(lr=0.1, momentum=0.9)
     steps(two, other, range(2))
-    dcp.load(loaded := all_of(two, other), checkpoint_id=folder)
-    two.load_state_dict(loaded["model"])
-    set_optimizer_state_dict(two, other, loaded["optimizer"], options=FLAT)
+    if folder is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.load_state_dict(saved["optimizer"])
+    else:
+        dcp.load(saved := all_of(two, other), checkpoint_id=folder)
+        set_optimizer_state_dict(two, other, saved["optimizer"], options=FLAT)
+    two.load_state_dict(saved["model"])
     started = other._grace.auto.current
+    assert other.strategy is not None
     steps(two, other, range(stop, stop + count))
     return started, digest(weights(one)), digest(weights(two)), optimizer._grace.auto.plan, other._grace.auto.plan
 
 
-@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
-def test_a_settled_run_resumes_bit_for_bit_from_torchs_checkpoints(tmp_path, engine):
-    for started, one, two, plan, other in launched(engine, 2).run(
-        resumed_from_parts, str(tmp_path), UNTIL_CHOSEN + CHECKED + 2, 5
-    ):
+RESUMED = [("gloo", False), ("horovodrun-gloo", True), ("mpirun-mpi", False), ("gloo", True)]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("engine", "apart"), RESUMED)
+@on_ranks()
+def test_a_settled_run_resumes_bit_for_bit_also_from_torchs_checkpoints(engine, apart, tmp_path):
+    folder = tmp_path if apart else None
+    started, one, two, plan, other = resumed(UNTIL_CHOSEN + CHECKED + 2, 5, folder)
+    assert started == TOPK
+    assert one == two
+    assert plan == other == {"chosen": TOPK}
+
+
+def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
+    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN + CHECKED):
         assert started == TOPK
-        assert one == two
-        assert plan == other == {"chosen": TOPK}
+        assert other == {"chosen": TOPK}
 
 
 def saved_plan():
@@ -228,7 +217,8 @@ def test_a_damaged_plan_is_refused_by_all(two_ranks):
         assert current == "none"
 
 
-def scaled():
+@on_ranks()
+def test_steps_that_overflow_and_gradients_that_accumulate():
     """With a scaler, an overflow in each phase, and two backward passes a step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
     model, optimizer = made(grad_scaler=scaler, backward_passes_per_step=2)
@@ -238,55 +228,42 @@ def scaled():
             given = made_up(SHAPES, 2 * step + half, grace.rank())
             if step % 9 == 4:
                 given["w"][0, 0] = np.inf
-            named = dict(model.named_parameters())
-            scaler.scale(sum((named[n] * torch.as_tensor(g)).sum() for n, g in given.items())).backward()
+            scaler.scale(model(given)).backward()
         passing.sleep(SLEEPS[optimizer._grace.auto.current])
         scaler.step(optimizer)
         scaler.update()
-    return optimizer._grace.auto.plan, digest(weights(model)), all(w.isfinite().all() for w in weights(model).values())
+    assert optimizer._grace.auto.plan == {"chosen": TOPK}
+    assert all(w.isfinite().all() for w in weights(model).values())
+    return digest(weights(model))
 
 
-def test_steps_that_overflow_and_gradients_that_accumulate(two_ranks):
-    (plan, one, finite), (_, other, _) = two_ranks.run(scaled)
-    assert plan == {"chosen": TOPK}
-    assert one == other
-    assert finite
-
-
-def by_hand(count):
+@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + TURN + 1])
+@on_ranks()
+def test_a_choice_by_hand_ends_planning(count):
     model, optimizer = made()
     steps(model, optimizer, range(count))
     optimizer.use_strategy(f"uniform(compressor={TOPK})")
     steps(model, optimizer, range(count, UNTIL_CHOSEN + CHECKED), {**SLEEPS, "": 0.0})
     kinds = {plan.parts[0].compressor for plan in optimizer.strategy.plans if plan.variable.name != "b"}
-    return optimizer.plan, "plan" in optimizer.full_state_dict()["grace"], kinds, digest(weights(model))
+    assert optimizer.plan is None
+    assert "plan" not in optimizer.full_state_dict()["grace"]
+    assert kinds == {TOPK}
+    return digest(weights(model))
 
 
-@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + TURN + 1])
-def test_a_choice_by_hand_ends_planning(two_ranks, count):
-    (plan, saved, kinds, one), (*_, other) = two_ranks.run(by_hand, count)
-    assert (plan, saved, kinds) == (None, False, {TOPK})
-    assert one == other
-
-
-def unlike():
+@on_ranks()
+def test_all_ranks_plan_or_none():
     model = Given(SHAPES)
-    strategy = "auto" if grace.rank() == 0 else "uniform"
-    with pytest.raises(grace.RankError) as caught:
-        grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy=strategy)
-    return str(caught.value)
-
-
-def test_all_ranks_plan_or_none(two_ranks):
-    for said in two_ranks.run(unlike):
-        assert "the strategy auto" in said
+    optimizer, strategy = torch.optim.SGD(model.parameters(), lr=0.1), "auto" if grace.rank() == 0 else "uniform"
+    said = refusal(grace.DistributedOptimizer, optimizer, model, strategy=strategy, kind=grace.RankError)
+    assert "the strategy auto" in said
 
 
 def really(folder):
     """A small network planned by the planner itself."""
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
     planning.Planning, step_timer.time = PLANNING, time
-    planning.default_path = lambda key: __import__("pathlib").Path(folder) / "calibration.json"
+    planning.default_path = lambda key: Path(folder) / "calibration.json"
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -317,17 +294,10 @@ def test_the_planner_itself(two_ranks, tmp_path):
     assert (tmp_path / "calibration.json").stat().st_size > 1000
 
 
-def test_one_process_has_nothing_to_exchange(capfd):
-    grace.init("local")
-    try:
-        planning.Planning = PLANNING
-        model = Given(SHAPES)
-        optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy="auto")
-        for step in range(UNTIL_TRYING + 1):
-            optimizer.zero_grad()
-            model.backward(made_up(SHAPES, step, 0))
-            optimizer.step()
-        assert optimizer.plan is None
-        assert "uncompressed: there is one rank" in capfd.readouterr().err
-    finally:
-        grace.shutdown()
+def test_one_process_has_nothing_to_exchange(local, capfd):
+    planning.Planning = PLANNING
+    model = Given(SHAPES)
+    optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy="auto")
+    train_given(model, optimizer, range(UNTIL_TRYING + 1))
+    assert optimizer.plan is None
+    assert "uncompressed: there is one rank" in capfd.readouterr().err

@@ -6,20 +6,15 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched
-from tests.support.training import digest, loss_of, net, weights
+from tests.support.pools import launched, on_ranks
+from tests.support.training import digest, net, refusal, train, weights
 
 pytestmark = pytest.mark.ranks
 
 ENGINES = [("gloo", 2), ("gloo", 3), ("horovodrun-gloo", 2), ("mpirun-mpi", 2)]
+EVERYWHERE = pytest.mark.parametrize(("engine", "size"), ENGINES, ids=[f"{engine}-{size}" for engine, size in ENGINES])
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-@pytest.fixture(params=ENGINES, ids=lambda engine: f"{engine[0]}-{engine[1]}")
-def pool(request):
-    """Ranks of an engine."""
-    return launched(*request.param)
 
 
 def of(rank, shape, dtype):
@@ -28,9 +23,11 @@ def of(rank, shape, dtype):
     return (torch.arange(count) % 5 + rank + 1)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
 
 
-def reduced():
-    """Averages and sums of all dtypes and shapes are those that torch computes from all ranks' tensors."""
-    rank, size = grace.rank(), grace.size()
+@EVERYWHERE
+@on_ranks()
+def test_reduced_tensors_are_those_that_torch_computes_from_all_ranks(engine, size):
+    """Averages and sums of all dtypes and shapes."""
+    rank = grace.rank()
     for dtype in FLOATS + WHOLE:
         for shape in ((), (0,), (3,), (2, 3)):
             mine, all_of_them = of(rank, shape, dtype), torch.stack([of(r, shape, dtype) for r in range(size)])
@@ -52,9 +49,11 @@ def reduced():
     return digest(grace.allreduce(torch.rand(1000, generator=torch.Generator().manual_seed(rank))))
 
 
-def moved():
+@EVERYWHERE
+@on_ranks()
+def test_rows_broadcasts_and_objects_arrive(engine, size):
     """Rows of unequal counts, broadcasts of any dtype, and objects."""
-    rank, size = grace.rank(), grace.size()
+    rank = grace.rank()
     for dtype in (*FLOATS, *WHOLE, torch.bool, torch.complex64):
         rows = [of(r, (r, 2), torch.float32).to(dtype) for r in range(size)]  # rank 0 has none
         assert grace.allgather(rows[rank]).equal(torch.cat(rows))
@@ -70,13 +69,14 @@ def moved():
     assert grace.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
     grace.barrier()
     assert grace.is_initialized()
-    assert grace.local_size() == size
-    return grace.local_rank()
+    assert (grace.local_size(), grace.local_rank()) == (size, rank)
 
 
-def derived():
+@EVERYWHERE
+@on_ranks()
+def test_gradients_flow_through_as_horovods(engine, size):
     """Gradients through each of them, and those of Horovod's own where that is the engine."""
-    rank, size = grace.rank(), grace.size()
+    rank = grace.rank()
     ways = [grace]
     if grace.init().name == "horovod":
         import horovod.torch as hvd
@@ -100,10 +100,11 @@ def derived():
     assert answers[0][0] == [[total] * 3] * 2
     assert answers[0][1] == [[mean] * 3] * 2
     assert answers[0][3] == [[mean if rank == 1 else 0.0] * 3] * 2
-    return True
 
 
-def started():
+@EVERYWHERE
+@on_ranks()
+def test_start_values_come_from_the_root_by_its_name_in_horovod(engine, size):
     """Every rank starts with rank 1's model and optimizer, as scripts for Horovod write it."""
     for give in (
         lambda model: model.state_dict(),
@@ -152,38 +153,23 @@ def apart():
     return told
 
 
-def test_reduced_tensors_are_those_of_all_ranks(pool):
-    assert len(set(pool.run(reduced))) == 1
-
-
-def test_rows_broadcasts_and_objects_arrive(pool):
-    assert pool.run(moved) == list(range(pool.size))
-
-
-def test_gradients_flow_through_as_horovods(pool):
-    assert all(pool.run(derived))
-
-
-def test_start_values_come_from_the_root_by_its_name_in_horovod(pool):
-    assert len(set(pool.run(started))) == 1
-
-
-def test_ranks_that_call_different_things_are_refused_by_name_and_go_on(pool):
-    first, *_, last = pool.run(apart)
+@EVERYWHERE
+def test_ranks_that_call_different_things_are_refused_by_name_and_go_on(engine, size):
+    first, *_, last = launched(engine, size).run(apart)
     for case in ("shapes", "dtypes", "operations", "names", "rows", "roots", "functions", "objects", "parameters"):
         assert first[case] == last[case]
         assert first[case].startswith("RankError: the ranks do different things: "), first[case]
     assert "allreduce() of float32[1] (average)" in first["shapes"]
-    assert f"rank {pool.size - 1} is in allreduce() of float32[2] (average)" in first["shapes"]
+    assert f"rank {size - 1} is in allreduce() of float32[2] (average)" in first["shapes"]
     assert "named 'loss'" in first["names"]
-    assert f"rank {pool.size - 1} is in allreduce() of " in first["functions"]
+    assert f"rank {size - 1} is in allreduce() of " in first["functions"]
     assert "in allgather() of " in first["functions"]
     assert first["refused"].startswith("RankError: ")
     assert "refused" in first["refused"]
     assert last["refused"].startswith("ConfigError: it does not sum torch.bool")
     assert last["no rank"].startswith("ConfigError: root_rank=7: the ranks are 0 to ")
     assert first["no rank"].startswith("RankError: ")
-    assert first["pickle"] == f"RankError: rank {pool.size - 1} failed: ValueError: not today"
+    assert first["pickle"] == f"RankError: rank {size - 1} failed: ValueError: not today"
     assert last["pickle"] == "ValueError: not today"
 
 
@@ -250,10 +236,9 @@ def test_horovods_compression_by_graces_name_is_a_compressor(local):
         assert model.weight.grad.equal(wanted)
         made.zero_grad()
         made.close()
+    plain = torch.optim.SGD(model.parameters())
     with pytest.raises(grace.ConfigError, match="compression= is Horovod's"):
-        grace.DistributedOptimizer(
-            torch.optim.SGD(model.parameters()), model, "topk", compression=grace.Compression.fp16
-        )
+        grace.DistributedOptimizer(plain, model, "topk", compression=grace.Compression.fp16)
 
 
 # -- join -------------------------------------------------------------------------------------------------------------
@@ -264,19 +249,9 @@ def joined(method, how):
     model = net(seed=grace.rank())
     made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     made = grace.DistributedOptimizer(made, model.named_parameters(), method)
-    steps = 2 + (2 * grace.rank() if method == "none" else 0)
-    for step in range(steps):
-        made.zero_grad()
-        loss_of(model, step).backward()
-        made.step()
-    join = {"grace": grace.join, "opt": made.join}
-    if how == "hvd":
-        join["hvd"] = sys.modules["horovod.torch"].join
-    try:
-        last = join[how]()
-    except grace.ConfigError as error:
-        return str(error)
-    return last, digest(weights(model))
+    train(model, made, range(2 + (2 * grace.rank() if method == "none" else 0)))
+    join = {"grace": grace.join, "opt": made.join, "hvd": getattr(sys.modules.get("horovod.torch"), "join", None)}[how]
+    return (join(), digest(weights(model))) if method == "none" else refusal(join)
 
 
 @pytest.mark.parametrize("how", ["hvd", "grace", "opt"])
@@ -296,12 +271,7 @@ def test_join_on_other_engines_is_refused_with_what_to_do(two_ranks, how):
         assert "grace.allreduce(torch.tensor(float(more))) < 1" in said
 
 
-def of_nobody():
-    with pytest.raises(grace.ConfigError) as refused:
-        grace.join()
-    return str(refused.value)
-
-
-def test_join_without_an_optimizer_is_refused(two_ranks):
-    for said in two_ranks.run(of_nobody):
-        assert said.startswith("join() is a matter of one distributed optimizer, and this program has none")
+@on_ranks(2)
+def test_join_without_an_optimizer_is_refused():
+    said = refusal(grace.join)
+    assert said.startswith("join() is a matter of one distributed optimizer, and this program has none")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched, ranks_of
+from tests.support.pools import launched, on_ranks
 from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
 
 pytestmark = pytest.mark.ranks
@@ -114,7 +114,8 @@ def test_horovods_optimizer_trains_a_compiled_model_by_a_compiled_step_alike():
     assert [(own, True) for own in wanted] == found
 
 
-def taking_turns():
+@on_ranks(2)
+def test_a_step_of_the_python_reducer_ends_where_the_optimizer_makes_one():
     """Two parts of a model that take turns, one gradient a step, under the Python reducer: as many steps are counted as
     are made."""
     with settings(optimize_ddp="python_reducer"):
@@ -125,15 +126,14 @@ def taking_turns():
             optimizer.zero_grad()
             model.module[step % 2](torch.ones(2, 8)).sum().backward()
             optimizer.step()
-        return state.full_state_dict()["step"]
+        assert state.full_state_dict()["step"] == 4
 
 
-def test_a_step_of_the_python_reducer_ends_where_the_optimizer_makes_one(two_ranks):
-    assert two_ranks.run(taking_turns) == [4, 4]
-
-
-def by_inductor():
-    """The largest differences of weights to the uncompiled run's, whose sums are rounded in another order."""
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
+@on_ranks()
+def test_compiled_to_machine_code_differs_by_rounding():
+    """Sums are rounded in another order than in the uncompiled run."""
     small = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))  # noqa: E731
     found = []
     with settings():
@@ -143,12 +143,5 @@ def by_inductor():
             optimizer = distributed(forward, "qsgd(levels=127)", memory="residual")
             found.append(trained(forward, optimizer))
     first, second = found
-    return [float((value - second[name]).abs().max()) for name, value in first.items()], digest(second)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
-def test_compiled_to_machine_code_differs_by_rounding():
-    (differences, one), (_, other) = ranks_of(2).run(by_inductor)
-    assert one == other
-    assert max(differences) < 1e-4
+    assert max(float((value - second[name]).abs().max()) for name, value in first.items()) < 1e-4
+    return digest(second)

@@ -8,7 +8,7 @@ import torch
 
 import grace
 from tests.in_torch.test_compiled import settings
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks
 from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
 
 pytestmark = pytest.mark.ranks
@@ -49,26 +49,30 @@ def trained(backend, method=TOPK, passes=1, set_to_none=True, frozen=False, comp
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_backward_is_one_graph_and_the_same_bits(two_ranks, way):
-    wanted, found = (two_ranks.run(trained, backend, TOPK, *WAYS[way]) for backend in (None, "aot_eager"))
-    for (eager, _, _, eagerly), (compiled, stats, breaks, begun) in zip(wanted, found, strict=True):
-        assert compiled == eager
-        if way == "plain":
-            (_, alone, without, _), *_ = two_ranks.run(trained, "aot_eager", None, *PLAIN)
-            assert (stats, breaks) == (alone, without)
-            assert begun == eagerly
-            assert begun[0] > 1
-        elif way == "accumulated":
-            assert begun == [0, 0, 0]  # what is added to a gradient is there at the graph's end only
+@on_ranks()
+def test_backward_is_one_graph_and_the_same_bits(way):
+    eager, _, _, eagerly = trained(None, TOPK, *WAYS[way])
+    compiled, stats, breaks, begun = trained("aot_eager", TOPK, *WAYS[way])
+    assert compiled == eager
+    if way == "plain":
+        _, *alone, _ = trained("aot_eager", None, *PLAIN)
+        assert [stats, breaks] == alone
+        assert begun == eagerly
+        assert begun[0] > 1
+    elif way == "accumulated":
+        assert begun == [0, 0, 0]  # what is added to a gradient is there at the graph's end only
 
 
-def test_exchanges_start_in_a_backward_that_is_not_compiled_too(two_ranks):
+@pytest.mark.parametrize(("method", "compiled_autograd"), [(TOPK, False), ("powersgd(rank=2)", True), ("none", True)])
+@on_ranks()
+def test_exchanges_start_in_every_backward_that_is_compiled_or_not_and_of_all_methods(method, compiled_autograd):
+    """Also of methods of several rounds, and exact ones."""
     (eager, _, _, eagerly), (compiled, _, _, begun) = (
-        two_ranks.run(trained, backend, TOPK, *PLAIN, False)[0] for backend in (None, "aot_eager")
+        trained(backend, method, *PLAIN, compiled_autograd) for backend in (None, "aot_eager")
     )
     assert compiled == eager
     assert begun == eagerly
-    assert begun[0] > 1
+    assert method != TOPK or begun[0] > 1
 
 
 def trained_by_ddp(backend=None, hooked=True, python=False, passes=1):
@@ -100,25 +104,21 @@ def trained_by_ddp(backend=None, hooked=True, python=False, passes=1):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_ddps_hook_breaks_no_graph_of_backward_and_gives_the_same_bits(two_ranks, passes):
-    wanted = two_ranks.run(trained_by_ddp, None, True, False, passes)[0][0]
-    found = two_ranks.run(trained_by_ddp, "aot_eager", True, True, passes)
-    assert [compiled for compiled, *_ in found] == [wanted] * 2
+@on_ranks()
+def test_ddps_hook_breaks_no_graph_of_backward_and_gives_the_same_bits(passes):
+    wanted = trained_by_ddp(None, True, False, passes)[0]
+    found, *graphs = trained_by_ddp("aot_eager", True, True, passes)
+    assert found == wanted
     if passes == 1:
-        (_, *alone), _ = two_ranks.run(trained_by_ddp, "aot_eager", False, True)
-        assert [graphs for _, *graphs in found] == [alone] * 2
+        _, *alone = trained_by_ddp("aot_eager", False, True)
+        assert graphs == alone
         assert alone[0][0] == 1  # all of backward
     else:
-        assert [eager for eager, *_ in two_ranks.run(trained_by_ddp, None, True, True, passes)] == [wanted] * 2
+        assert trained_by_ddp(None, True, True, passes)[0] == wanted
 
 
-def test_ddps_hook_is_not_traced_where_backward_runs_in_a_compiled_function(two_ranks):
-    (wanted, *_), (_, stats, breaks) = (two_ranks.run(trained_by_ddp, *way)[0] for way in ((), ("aot_eager", False)))
-    assert two_ranks.run(trained_by_ddp, "aot_eager") == [(wanted, stats, breaks)] * 2
-
-
-def test_methods_of_several_rounds_and_exact_ones_start_in_graphs_too():
-    for method in ("powersgd(rank=2)", "none"):
-        (one, *_), (other, *_) = ranks_of(2).run(trained, None, method), ranks_of(2).run(trained, "aot_eager", method)
-        assert one[0] == other[0]
-        assert one[3] == other[3]
+@on_ranks()
+def test_ddps_hook_is_not_traced_where_backward_runs_in_a_compiled_function():
+    wanted, *_ = trained_by_ddp()
+    _, *graphs = trained_by_ddp("aot_eager", False)
+    assert trained_by_ddp("aot_eager") == (wanted, *graphs)

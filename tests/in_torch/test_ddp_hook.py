@@ -9,12 +9,32 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import grace
-from tests.support.training import METHODS, ddp, digest, distributed, gradients, loss_of, net, sgd, train, weights
+from tests.support.pools import on_ranks
+from tests.support.training import (
+    METHODS,
+    ddp,
+    digest,
+    distributed,
+    gradients,
+    loss_of,
+    net,
+    refusal,
+    sgd,
+    train,
+    weights,
+)
 
 pytestmark = pytest.mark.ranks
 
 
-def both_ways(compressor, bucket_cap_mb, steps, bucket_bytes=None):
+CUTS = {
+    "one bucket": {},
+    "many buckets": {"bucket_cap_mb": 0.001},
+    "one of DDP's buckets in many": {"bucket_bytes": 100},
+}
+
+
+def both_ways(compressor, steps, bucket_cap_mb=25, bucket_bytes=None):
     """Weights after the same training through the optimizer and through the hook, and both states."""
     ours, hooked = net(), net()
     optimizer = distributed(ours, compressor)
@@ -23,10 +43,7 @@ def both_ways(compressor, bucket_cap_mb, steps, bucket_bytes=None):
     wrapped = ddp(hooked, bucket_cap_mb=bucket_cap_mb)
     plain = sgd(hooked.parameters())
     state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=plain, bucket_bytes=bucket_bytes)
-    for step in range(steps):
-        plain.zero_grad()
-        loss_of(wrapped, step).backward()
-        plain.step()
+    train(wrapped, plain, range(steps))
     assert bucket_bytes is None or all(len(buckets) > 1 for buckets in state.plans.values())
     saved = state.state_dict()
     other = optimizer.state_dict()["grace"]
@@ -35,57 +52,45 @@ def both_ways(compressor, bucket_cap_mb, steps, bucket_bytes=None):
     return weights(ours), weights(hooked), other["state"], saved["state"]
 
 
-def one_of_ddps_cut(compressor, steps):
-    return both_ways(compressor, 25, steps, bucket_bytes=100)
+def all_both_ways(steps, cut):
+    return {method: both_ways(method, steps, **CUTS[cut]) for method in METHODS}
 
 
-@pytest.mark.parametrize("compressor", METHODS)
-def test_one_of_ddps_buckets_may_travel_in_many(two_ranks, compressor):
-    for ours, hooked, state, hook_state in two_ranks.run(one_of_ddps_cut, compressor, 3):
-        assert digest(hooked) == digest(ours)
-        assert digest(hook_state) == digest(state)
+@pytest.mark.every
+@pytest.mark.parametrize("cut", CUTS)
+def test_hook_and_optimizer_train_alike_bit_for_bit_on_two_ranks(two_ranks, cut):
+    for answers in two_ranks.run(all_both_ways, 5, cut):
+        for method, (ours, hooked, state, hook_state) in answers.items():
+            assert digest(hooked) == digest(ours), method
+            assert digest(hook_state) == digest(state), method
 
 
-BUCKETS = pytest.mark.parametrize("bucket_cap_mb", [25, 0.001], ids=["one bucket", "many buckets"])
-
-
-@BUCKETS
-@pytest.mark.parametrize("compressor", METHODS)
-def test_hook_and_optimizer_train_alike_bit_for_bit_on_two_ranks(two_ranks, compressor, bucket_cap_mb):
-    for ours, hooked, state, hook_state in two_ranks.run(both_ways, compressor, bucket_cap_mb, 6):
-        assert digest(hooked) == digest(ours)
-        assert digest(hook_state) == digest(state)
-
-
-@pytest.mark.parametrize("compressor", METHODS)
-def test_hook_and_optimizer_train_alike_to_rounding_on_three_ranks(ranks, compressor):
-    rounding = {"fp16": 2.0**-10, "bf16": 2.0**-7}.get(compressor, 1e-4)
-    answers = ranks.run(both_ways, compressor, 25, 4)
-    assert len({digest(hooked) for _, hooked, _, _ in answers}) == 1
-    for ours, hooked, *_ in answers:
+def test_hook_and_optimizer_train_alike_to_rounding_on_three_ranks(three_ranks):
+    answers = three_ranks.run(all_both_ways, 4, "one bucket")
+    for method in METHODS:
+        rounding = {"fp16": 2.0**-10, "bf16": 2.0**-7}.get(method, 1e-4)
+        assert len({digest(answer[method][1]) for answer in answers}) == 1, method
+        ours, hooked, *_ = answers[0][method]
         for name, value in ours.items():
-            torch.testing.assert_close(hooked[name], value, rtol=rounding, atol=rounding / 10, msg=name)
+            wanted = f"{method}: {name}"
+            torch.testing.assert_close(hooked[name], value, rtol=rounding, atol=rounding / 10, msg=wanted)
 
 
-def plain_ddp_and_none(steps):
+@on_ranks(2)
+def test_the_hook_without_compression_is_ddp_bit_for_bit_on_two_ranks():
     models = [net(), net()]
     for model, hook in zip(models, (False, True), strict=True):
         wrapped, optimizer = ddp(model), sgd(model.parameters())
         if hook:
             grace.torch.register_ddp_hook(wrapped, "none")
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(wrapped, step).backward()
-            optimizer.step()
-    return [digest(weights(model)) for model in models]
+        train(wrapped, optimizer, range(6))
+    plain, hooked = [digest(weights(model)) for model in models]
+    assert hooked == plain
 
 
-def test_the_hook_without_compression_is_ddp_bit_for_bit_on_two_ranks(two_ranks):
-    for plain, hooked in two_ranks.run(plain_ddp_and_none, 6):
-        assert hooked == plain
-
-
-def accumulated(compressor):
+@pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)"])
+@on_ranks(2)
+def test_no_sync_accumulates_under_the_hook(compressor):
     """Two micro-batches, the first under no_sync, against their sum in one backward."""
     models = [net(), net()]
     for model, at_once in zip(models, (True, False), strict=True):
@@ -101,14 +106,9 @@ def accumulated(compressor):
                 loss_of(wrapped, step + 1).backward()
             optimizer.step()
         assert state.traffic.steps == 3
-    return [weights(model) for model in models]
-
-
-@pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)"])
-def test_no_sync_accumulates_under_the_hook(two_ranks, compressor):
-    for at_once, in_parts in two_ranks.run(accumulated, compressor):
-        for name, value in at_once.items():
-            torch.testing.assert_close(in_parts[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    at_once, in_parts = [weights(model) for model in models]
+    for name, value in at_once.items():
+        torch.testing.assert_close(in_parts[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 class Branches(torch.nn.Module):
@@ -123,43 +123,40 @@ class Branches(torch.nn.Module):
         return self.extra(x) if grace.rank() == 0 else x
 
 
-def with_unused(compressor):
-    model = net(make=Branches)
-    wrapped = ddp(model, find_unused_parameters=True)
-    optimizer = sgd(model.parameters())
-    state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer)
-    generator = torch.Generator().manual_seed(grace.rank())
-    for _ in range(4):
-        optimizer.zero_grad()
-        wrapped(torch.randn(4, 8, generator=generator)).square().mean().backward()
-        optimizer.step()
-    assert state.state_dict()["step"] == 4
-    finite = all(torch.isfinite(p).all() for p in model.parameters())
-    return finite, digest(weights(model))
+@on_ranks(2)
+def test_unused_parameters_under_the_hook():
+    found = {}
+    for compressor in METHODS:
+        model = net(make=Branches)
+        wrapped = ddp(model, find_unused_parameters=True)
+        optimizer = sgd(model.parameters())
+        state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer)
+        generator = torch.Generator().manual_seed(grace.rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            wrapped(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+        assert state.state_dict()["step"] == 4
+        found[compressor] = all(torch.isfinite(p).all() for p in model.parameters()), digest(weights(model))
+    first = found
+    assert all(finite for finite, _ in first.values())
+    return first
 
 
-@pytest.mark.parametrize("compressor", METHODS)
-def test_unused_parameters_under_the_hook(two_ranks, compressor):
-    first, second = two_ranks.run(with_unused, compressor)
-    assert first == second
-    assert first[0]
-
-
-def learning_rate_without_optimizer():
-    try:
+@on_ranks(2)
+def test_a_memory_that_follows_the_learning_rate_asks_for_the_optimizer():
+    def exchange():
         wrapped = ddp(net())
         grace.torch.register_ddp_hook(wrapped, "efsignsgd")
         loss_of(wrapped, 0).backward()
-    except grace.ConfigError as error:
-        return str(error)
+
+    message = refusal(exchange)
+    assert "register_ddp_hook(model, ..., optimizer=optimizer)" in message
 
 
-def test_a_memory_that_follows_the_learning_rate_asks_for_the_optimizer(two_ranks):
-    for message in two_ranks.run(learning_rate_without_optimizer):
-        assert "register_ddp_hook(model, ..., optimizer=optimizer)" in message
-
-
-def narrow(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@on_ranks(2)
+def test_gradients_keep_their_dtype_under_the_hook(dtype):
     model = net().to(dtype)
     wrapped = ddp(model)
     state = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)")
@@ -176,11 +173,6 @@ def narrow(dtype):
     return digest(gradients(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_gradients_keep_their_dtype_under_the_hook(two_ranks, dtype):
-    assert len(set(two_ranks.run(narrow, dtype))) == 1
-
-
 def one_late(folder):
     """What the error says where a rank never begins its backward, until the other has said so."""
     model, done = ddp(net()), Path(folder, "done")
@@ -192,10 +184,9 @@ def one_late(folder):
     exchanges = state.runner.channel
     exchanges.timeout = 0.5  # all that the ranks do together before may take its time
     _set_pg_timeout(timedelta(seconds=exchanges.timeout), exchanges.group)
-    with pytest.raises(RuntimeError) as raised:
-        loss_of(model, 0).backward()
+    said = refusal(lambda: loss_of(model, 0).backward(), kind=RuntimeError)
     done.touch()
-    return str(raised.value)
+    return said
 
 
 def test_a_rank_that_waits_in_the_hook_does_not_count_itself_among_the_absent(two_ranks, tmp_path):

@@ -1,83 +1,46 @@
 """FSDP2 over 2 shards x 2 replicas: what crosses the replicate axis is compressed, and all else is torch's."""
 
-import copy
+import functools
 import gc
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import grace
-from tests.support.pools import ranks_of
+from tests.support.pairwise import pairwise
+from tests.support.pools import on_ranks, ranks_of
+from tests.support.sharded import (
+    POLICIES,
+    Net,
+    batch,
+    built,
+    compressed,
+    largest_difference,
+    loss_of,
+    mesh_of,
+    same_bits,
+    trained,
+    whole,
+)
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
-MESHES: dict = {}
+
+TOPK, BLOCK = "topk(ratio=0.2)", "block(bits=4)"
 
 
 @pytest.fixture
 def four():
+    """4 real gloo ranks."""
     return ranks_of(4)
 
 
-class Net(torch.nn.Module):
-    """Two layers of odd sizes, of which shards get unequal parts, and one that is used now and then."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(8, 13)
-        self.spare = torch.nn.Linear(8, 13)
-        self.last = torch.nn.Linear(13, 3)
-
-    def forward(self, x, spare=False):
-        return self.last(torch.relu(self.spare(x) if spare else self.first(x)))
-
-
-def mesh_of():
-    """Replicas x shards; made once, since process groups cost threads."""
-    if "hsdp" not in MESHES:
-        MESHES["hsdp"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return MESHES["hsdp"]
-
-
-def built(mesh, **options):
-    torch.manual_seed(7)
-    net = Net()
-    fully_shard(net.last, mesh=mesh, **options)
-    fully_shard(net, mesh=mesh, **options)
-    return net
-
-
-def batch(step, part=0):
-    rng = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
-    return torch.randn(4, 8, generator=rng), torch.randn(4, 3, generator=rng)
-
-
-def loss_of(net, step, part=0, **how):
-    x, y = batch(step, part)
-    return (net(x, **how).float() - y).square().mean()
-
-
-def trained(net, steps, body=None, lr=0.1):
-    opt = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-    for step in range(steps):
-        opt.zero_grad()
-        (body or (lambda net, step: loss_of(net, step).backward()))(net, step)
-        opt.step()
-    return whole(net)
-
-
-def whole(net):
-    return {name: p.full_tensor().detach().clone() for name, p in net.named_parameters()}
-
-
-def same_bits(weights):
-    """Whether all four ranks have the same."""
-    flat = torch.cat([w.reshape(-1) for w in weights.values()])
-    everybody = [torch.empty_like(flat) for _ in range(4)]
-    dist.all_gather(everybody, flat)
-    return all(torch.equal(flat, other) for other in everybody)
+# -- what torch computes ---------------------------------------------------------------------------------------------
 
 
 def accumulated(net, step):
@@ -97,53 +60,137 @@ def clipped(net, step):
 
 
 BODIES = {"plain": None, "accumulated": accumulated, "spared": spared, "clipped": clipped}
-POLICIES = {
-    "float32": {},
-    "bfloat16 to float32": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
-    "kept": {"reshard_after_forward": False},
-}
+LEVELS = {"replicas": {"replicas": "none"}, "both levels": {"replicas": "none", "shards": ("none", "none")}}
 
 
-def both(body, policy, compressor="none", memory=None):
-    """Weights by torch's own HSDP and by the hook."""
+def torch_takes(policy, levels, body):
+    """torch accumulates in float32 there, and refuses to reduce that beside bfloat16."""
+    return (policy, body) != ("bfloat16 to float32", "accumulated")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("policy", "levels", "body"), pairwise(POLICIES, LEVELS, BODIES, allowed=torch_takes))
+@on_ranks(4)
+def test_uncompressed_it_is_torchs_own_hsdp_whatever_people_do_in_a_step(policy, levels, body):
+    """Methods that leave nothing out train as torch's own HSDP does."""
     mesh, options = mesh_of(), POLICIES[policy]
     theirs = built(mesh, **options)
     theirs.set_reduce_scatter_unused_params(True)
     wanted = trained(theirs, 4, BODIES[body])
     net = built(mesh["shard"], **options)
-    state = grace.torch.register_fsdp_hook(net, mesh["replicate"], compressor, memory)
-    got = trained(net, 4, BODIES[body])
-    steps = state.runner.context.step
-    state.close()
-    return [(name, float((got[name] - wanted[name]).abs().max())) for name in wanted], same_bits(got), steps
+    with compressed(net, **LEVELS[levels]) as states:
+        got = trained(net, 4, BODIES[body])
+        steps = [getattr(state, "runner", state).context.step for state in states]
+    assert largest_difference(got, wanted) < (3e-2 if policy == "bfloat16" else 1e-6)
+    assert same_bits(got)
+    assert set(steps) == {4}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_uncompressed_it_is_torchs_own_hsdp(four, policy):
-    for errors, same, steps in four.run(both, "plain", policy):
-        assert max(error for _, error in errors) < (2e-2 if policy == "bfloat16" else 1e-6)
-        assert (same, steps) == (True, 4)
+def tensor_parallel(mesh):
+    """One layer by columns, one by rows, and one that all ranks of a replica have whole."""
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 6), torch.nn.Linear(6, 3))
+    parallelize_module(net, mesh_of(2, 1, 2)["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net[3], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
-@pytest.mark.parametrize("body", ["accumulated", "spared", "clipped"])
-def test_whatever_people_do_in_a_step_is_torchs(four, body):
-    for errors, same, steps in four.run(both, body, "float32"):
-        assert max(error for _, error in errors) < 1e-6
-        assert (same, steps) == (True, 4)
+def replicas_loss(net, step):
+    """A replica's ranks have the same batch."""
+    x, y = batch(step) if dist.get_rank() % 2 == 0 else (torch.empty(4, 8), torch.empty(4, 3))
+    for tensor in (x, y):
+        dist.broadcast(tensor, group=mesh_of(2, 1, 2)["tp"].get_group(), group_src=0)
+    return (net(x) - y).square().mean()
 
 
-def many(compressor, strategy, steps):
-    mesh = mesh_of()
-    net = built(mesh["shard"])
-    state = grace.torch.register_fsdp_hook(net, mesh["replicate"], compressor, strategy=strategy)
-    weights = trained(net, steps)
-    sent, names = state.traffic.bits_per_element, sorted(state.runner.state()["memory"])
-    state.close()
-    return same_bits(weights), sent, names
+def beside_tensor_parallelism(compressor):
+    mesh = mesh_of(2, 1, 2)
+
+    def body(net, step):
+        replicas_loss(net, step).backward()
+
+    wanted = trained(tensor_parallel(mesh["replicate", "shard"]), 4, body)
+    net = tensor_parallel(mesh["shard"])
+    with compressed(net, compressor, mesh=mesh) as (state,):
+        got = trained(net, 4, body)
+        saved, sent = sorted(state.state_dict()), state.traffic.bits_per_element
+    return largest_difference(got, wanted), same_bits(got), saved, sent
 
 
-def forgotten():
+def test_replicas_of_tensor_parallel_models_are_compressed(four):
+    answers = four.run(beside_tensor_parallelism, "none")
+    assert all(error < 1e-6 and same for error, same, *_ in answers)
+    answers = four.run(beside_tensor_parallelism, "topk(ratio=0.1)")
+    assert all(same and sent < 16 for _, same, _, sent in answers)
+    assert [saved for _, _, saved, _ in answers] == [["shard_0_of_2"], ["shard_1_of_2"]] * 2
+
+
+def placed(compressor):
+    """Weights are sharded along their second dimension."""
+
+    def made(given):
+        torch.manual_seed(7)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3))
+        return fully_shard(net, mesh=given, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
+
+    wanted = trained(made(mesh_of()), 4)
+    net = made(mesh_of()["shard"])
+    with compressed(net, compressor, ("none", "none")):
+        got = trained(net, 4)
+    return largest_difference(got, wanted), same_bits(got)
+
+
+def test_parameters_may_be_sharded_along_another_dimension(four):
+    assert all(error < 1e-6 and same for error, same in four.run(placed, "none"))
+    assert all(same for _, same in four.run(placed, "powersgd(rank=2)"))
+
+
+@on_ranks(4)
+def test_a_compiled_model_trains_as_it_does_eagerly():
+    weights, counter = [], CompileCounter()
+    for compile in (False, True):
+        torch._dynamo.reset()
+        net = built(mesh_of()["shard"])
+        called = torch.compile(net, backend=counter) if compile else net
+        with compressed(net, "topk(ratio=0.1)", BLOCK):
+            weights.append(trained(net, 3, lambda _, step, called=called: loss_of(called, step).backward()))
+    torch._dynamo.reset()
+    assert largest_difference(*weights) == 0
+    assert counter.frame_count > 0
+
+
+# -- compressed ------------------------------------------------------------------------------------------------------
+
+
+def many(compressor=None, memory=None, **choices):
+    net = built(mesh_of()["shard"])
+    with compressed(net, (compressor, memory), **choices) as (state,):
+        weights = trained(net, 8)
+        return same_bits(weights), state.traffic.bits_per_element, sorted(state.runner.state()["memory"])
+
+
+METHODS = ["topk(ratio=0.1)", "block(bits=4, hadamard=32)", "powersgd(rank=2)", "efsignsgd", "qsgd"]
+
+
+@on_ranks(4)
+def test_replicas_have_the_same_bits_after_many_steps():
+    """efsignsgd's own memory follows the optimizer."""
+    for method in METHODS:
+        same, *_ = many(method, "residual" if method == "efsignsgd" else None, seed=3)
+        assert same, method
+
+
+@on_ranks(4)
+def test_strategies_and_the_names_of_what_is_kept():
+    same, bits, names = many(strategy="all_reduce(compressor=topk(ratio=0.1))")
+    assert same
+    assert bits < 32
+    assert set(names) <= {f"{layer}.{kind}" for layer in ("first", "spare", "last") for kind in ("weight", "bias")}
+    assert "first.weight" in names
+
+
+@on_ranks(4)
+def test_states_that_are_gone_are_no_longer_told_of_steps():
     """Two hooks' states are gone without close(), while two others are told of steps."""
     mesh, states = mesh_of(), []
     for _ in range(4):
@@ -155,165 +202,181 @@ def forgotten():
     steps = [state.runner.context.step for state in states]
     for state in states:
         state.close()
-    return same_bits(weights), steps
+    assert (same_bits(weights), steps) == (True, [0, 3])
 
 
-def test_states_that_are_gone_are_no_longer_told_of_steps(four):
-    assert four.run(forgotten) == [(True, [0, 3])] * 4
-
-
-METHODS = ["topk(ratio=0.1)", "block(bits=4, hadamard=32)", "powersgd(rank=2)", "efsignsgd", "qsgd"]
-
-
-@pytest.mark.parametrize("compressor", METHODS)
-def test_replicas_have_the_same_bits_after_20_steps(four, compressor):
-    memory = "residual" if compressor == "efsignsgd" else None  # its own follows the optimizer
-    assert four.run(many_with, compressor, memory) == [True] * 4
-
-
-def many_with(compressor, memory):
-    mesh = mesh_of()
-    net = built(mesh["shard"])
-    state = grace.torch.register_fsdp_hook(net, mesh["replicate"], compressor, memory, seed=3)
-    weights = trained(net, 20)
-    state.close()
-    return same_bits(weights)
-
-
-def test_strategies_and_the_names_of_what_is_kept(four):
-    for same, bits, names in four.run(many, None, "all_reduce(compressor=topk(ratio=0.1))", 20):
-        assert same
-        assert bits < 32
-        assert set(names) <= {f"{layer}.{kind}" for layer in ("first", "spare", "last") for kind in ("weight", "bias")}
-        assert "first.weight" in names
-
-
-def identity(steps):
+@on_ranks(4)
+def test_nothing_of_a_gradient_is_lost():
     """Sent + new residual = gradient + old residual, per variable, in sums over the replicas."""
     mesh = mesh_of()
     net, plain = built(mesh["shard"]), built(mesh)
     plain.set_reduce_scatter_unused_params(True)
-    state = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.2)")
     opt, worst = torch.optim.SGD(net.parameters(), lr=0.1), 0.0
     group = mesh["replicate"].get_group()
 
-    def kept():
+    def kept(state):
         found = {}
         for name, value in state.runner.state().get("memory", {}).items():
             found[name] = value.double().clone()
             dist.all_reduce(found[name], group=group)
         return found
 
-    for step in range(steps):
-        opt.zero_grad()
-        plain.zero_grad()
-        with torch.no_grad():
-            for p, other in zip(net.parameters(), plain.parameters(), strict=True):
-                other.to_local().copy_(p.to_local())
-        old = kept()
-        loss_of(net, step).backward()
-        loss_of(plain, step).backward()
-        sent = {name: p.grad.to_local().double() for name, p in net.named_parameters() if p.grad is not None}
-        gradients = {name: p.grad.to_local().double() for name, p in plain.named_parameters() if p.grad is not None}
-        opt.step()
-        new = kept()
-        for name in new:
-            left = 2 * sent[name] + new[name]
-            right = 2 * gradients[name] + old.get(name, 0)
-            worst = max([worst, *(left - right).abs().reshape(-1).tolist()])
-    state.close()
-    return worst, sorted(new)
-
-
-def test_nothing_of_a_gradient_is_lost(four):
-    for worst, names in four.run(identity, 5):
-        assert worst < 1e-5
-        assert "first.weight" in names
-
-
-def overflowed():
-    """One rank's gradient is Inf in step 2: all ranks leave the step out, and keep what they remembered."""
-    mesh = mesh_of()
-    net = built(mesh["shard"])
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
-    state = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.2)", grad_scaler=scaler)
-    opt, found = torch.optim.SGD(net.parameters(), lr=0.1), []
-    for step in range(4):
-        opt.zero_grad()
-        loss = loss_of(net, step)
-        scaler.scale(loss * (torch.inf if step == 2 and dist.get_rank() == 1 else 1)).backward()
-        scaler.step(opt)
-        scaler.update()
-        state.close_step()
-        kept = state.runner.state()["memory"]
-        finite = all(bool(value.isfinite().all()) for value in kept.values())
-        found.append((finite, float(sum(value.abs().sum() for value in kept.values())), scaler.get_scale()))
-    weights = whole(net)
-    state.close()
-    return found, same_bits(weights), all(bool(w.isfinite().all()) for w in weights.values())
-
-
-def test_a_step_that_overflowed_leaves_everything_as_it_was(four):
-    for found, same, finite in four.run(overflowed):
-        assert same
-        assert finite
-        assert all(sound for sound, *_ in found)
-        assert [scale for *_, scale in found] == [4.0, 4.0, 2.0, 2.0]
-        assert found[2][1] == found[1][1]  # in the old scale's units until the next step
-        assert found[3][1] != found[2][1]
-
-
-def resumed(steps):
-    """A run that stops in the middle, and one that does not."""
-    mesh = mesh_of()
-
-    def run(net, first, last, saved=None):
-        state = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.1)")
-        if saved is not None:
-            state.load_state_dict(saved)
-        opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(first, last):
+    with compressed(net, TOPK) as (state,):
+        for step in range(5):
             opt.zero_grad()
+            plain.zero_grad()
+            with torch.no_grad():
+                for p, other in zip(net.parameters(), plain.parameters(), strict=True):
+                    other.to_local().copy_(p.to_local())
+            old = kept(state)
             loss_of(net, step).backward()
+            loss_of(plain, step).backward()
+            sent = {name: p.grad.to_local().double() for name, p in net.named_parameters() if p.grad is not None}
+            gradients = {name: p.grad.to_local().double() for name, p in plain.named_parameters() if p.grad is not None}
             opt.step()
-        saved = copy.deepcopy(state.state_dict())
-        state.close()
-        return saved
-
-    straight, stopped = built(mesh["shard"]), built(mesh["shard"])
-    run(straight, 0, 2 * steps)
-    run(stopped, steps, 2 * steps, run(stopped, 0, steps))
-    return all(torch.equal(a, b) for a, b in zip(whole(straight).values(), whole(stopped).values(), strict=True))
-
-
-def test_a_run_goes_on_from_its_state(four):
-    assert four.run(resumed, 3) == [True] * 4
+            new = kept(state)
+            for name in new:
+                left = 2 * sent[name] + new[name]
+                right = 2 * gradients[name] + old.get(name, 0)
+                worst = max([worst, *(left - right).abs().reshape(-1).tolist()])
+    assert worst < 1e-5
+    assert "first.weight" in new
 
 
-def refused(case):
-    mesh = mesh_of()
-    given = {
-        "both axes": (lambda: built(mesh), mesh["replicate"]),
-        "two axes": (lambda: built(mesh["shard"]), mesh),
-        "shard axis": (lambda: built(mesh["shard"]), mesh["shard"]),
-        "no mesh": (lambda: built(mesh["shard"]), None),
-        "whole": (Net, None),
-    }[case]
-    with pytest.raises(grace.ConfigError) as caught:
-        grace.torch.register_fsdp_hook(given[0](), given[1], "topk")
-    return str(caught.value)
+# -- overflows -------------------------------------------------------------------------------------------------------
+
+
+def remembered(*states):
+    """Copies of what is kept."""
+    kept = [state.runner.state()["memory"] for state in states if hasattr(state, "runner")]
+    kept += [dict(state.memory.state.committed) for state in states if hasattr(state, "memory")]
+    return [(name, value.clone()) for memory in kept for name, value in sorted(memory.items())]
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("both axes", "fully_shard(module, mesh=mesh['shard'])"),
-        ("two axes", "must be the replicate axis alone: mesh['replicate']"),
-        ("shard axis", "and not the one given to fully_shard"),
-        ("no mesh", "what is the replicate axis?"),
-        ("whole", "call fully_shard(model, mesh=mesh['shard']) first"),
-    ],
+    ("parallel", "where", "replicas", "shards"),
+    [(False, 1, TOPK, None), (False, 3, TOPK, BLOCK), (False, 3, "none", BLOCK), (True, 1, TOPK, None)],
+    ids=["replicas", "both levels", "reduce-scatters of other replicas", "tensor parallelism"],
 )
-def test_what_cannot_work_is_refused_with_what_would(four, case, words):
-    for message in four.run(refused, case):
-        assert words in message
+@on_ranks(4)
+def test_a_step_that_overflowed_on_one_rank_leaves_no_trace_on_any(parallel, where, replicas, shards):
+    """All that is remembered stays through a step that overflows on one rank, and moves in the others."""
+    mesh = mesh_of(2, 1, 2) if parallel else mesh_of()
+    net = (tensor_parallel if parallel else built)(mesh["shard"])
+    loss_of_step = replicas_loss if parallel else loss_of
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    opt, before, stayed = torch.optim.SGD(net.parameters(), lr=0.1), None, []
+    with compressed(net, replicas, shards, mesh, grad_scaler=scaler) as states:
+        for step in range(4):
+            opt.zero_grad()
+            loss = loss_of_step(net, step)
+            scaler.scale(loss * (torch.inf if step == 2 and dist.get_rank() == where else 1)).backward()
+            scaler.step(opt)
+            scaler.update()
+            for state in states:
+                state.close_step()
+            after = remembered(*states)
+            if before is not None:
+                stayed.append(all(torch.equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True)))
+            before = after
+    weights = whole(net)
+    finite = all(bool(value.isfinite().all()) for value in [*weights.values(), *(value for _, value in after)])
+    answer = stayed, scaler.get_scale(), len(after) > 0, same_bits(weights), finite
+    assert answer == ([False, True, False], 2.0, True, True, True)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_what_no_optimizer_has_used_is_not_saved():
+    """Saving between backward and the optimizer's step."""
+    net = built(mesh_of()["shard"])
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    with compressed(net, TOPK, "block") as states:
+        loss_of(net, 0).backward()
+        lower, upper = (refusal(state.state_dict, kind=grace.ExchangeError) for state in states)
+        assert "save after optimizer.step()" in lower
+        assert "Save and load after optimizer.step()" in upper
+        opt.step()
+        assert all(state.state_dict() for state in states)
+
+
+@on_ranks(4)
+def test_an_exchange_that_cannot_be_held_back_says_how_to():
+    net = built(mesh_of()["shard"])
+    with compressed(net, "topk"):
+        net.set_requires_all_reduce(False)
+        message = refusal(lambda: loss_of(net, 0).backward(), kind=grace.ExchangeError)
+        assert "To accumulate, use set_requires_gradient_sync(False)" in message
+
+
+def divided(mesh):
+    net = built(mesh["shard"])
+    with compressed(net, shards="block"):
+        net.last.set_gradient_divide_factor(3.0)
+        loss_of(net, 0).backward()
+
+
+def several_meshes(mesh):
+    net = Net()
+    fully_shard(net.last, mesh=mesh["replicate"])
+    return fully_shard(net, mesh=mesh["shard"])
+
+
+def several_groups(mesh):
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    net, infos = Net(), [FSDPMeshInfo(mesh[axis], shard_mesh_dim=0) for axis in ("shard", "replicate")]
+    placements = {p: ShardPlacementResult(Shard(0), infos["last" in name]) for name, p in net.named_parameters()}
+    return fully_shard(net, mesh=mesh["shard"], shard_placement_fn=placements.__getitem__)
+
+
+REFUSED = {
+    "both axes": "fully_shard(module, mesh=mesh['shard'])",
+    "two axes": "must be the replicate axis alone: mesh['replicate']",
+    "shard axis": "and not the one given to fully_shard",
+    "no mesh": "what is the replicate axis?",
+    "whole": "call fully_shard(model, mesh=mesh['shard']) first",
+    "several groups": "has parameters with 2 meshes, which register_fsdp_hook cannot tell apart",
+    "several meshes": "are sharded over different ranks",
+    "no parameters": "Sequential has no parameters",
+    "no values": "call model.to_empty(...) first",
+    "tensor parallelism": "register_fsdp_hook compresses what replicas of such models exchange",
+    "divided": "set_gradient_divide_factor asks for",
+    "topk in a reduce-scatter": "use block",
+    "efsignsgd in a reduce-scatter": "use residual or loco",
+    "a shard axis of one rank": "register_fsdp_hook",
+}
+
+
+@on_ranks(4)
+def test_what_cannot_work_is_refused_with_what_would():
+    mesh = mesh_of()
+    hook = functools.partial(grace.torch.register_fsdp_hook, compressor="topk")
+    scatter, replicate = grace.torch.compress_reduce_scatter, mesh["replicate"]
+    whole, no_layer = Net(), torch.nn.Sequential(torch.nn.ReLU())
+    calls = {
+        "both axes": lambda: hook(built(mesh), replicate),
+        "two axes": lambda: hook(built(mesh["shard"]), mesh),
+        "shard axis": lambda: hook(built(mesh["shard"]), mesh["shard"]),
+        "no mesh": lambda: hook(built(mesh["shard"])),
+        "whole": lambda: hook(whole),
+        "several groups": lambda: hook(several_groups(mesh), replicate),
+        "several meshes": lambda: hook(several_meshes(mesh), replicate),
+        "no parameters": lambda: hook(fully_shard(no_layer, mesh=mesh["shard"]), replicate),
+        "no values": lambda: hook(fully_shard(Net().to("meta"), mesh=mesh["shard"]), replicate),
+        "tensor parallelism": lambda: scatter(tensor_parallel(mesh_of(2, 1, 2)["shard"])),
+        "divided": lambda: divided(mesh),
+        "topk in a reduce-scatter": lambda: scatter(built(mesh["shard"]), "topk"),
+        "efsignsgd in a reduce-scatter": lambda: scatter(built(mesh["shard"]), "block", "efsignsgd"),
+        "a shard axis of one rank": lambda: scatter(fully_shard(Net(), mesh=mesh_of(4, 1)["shard"]), "block"),
+    }
+    for case, words in REFUSED.items():
+        assert words in refusal(calls[case]), case
+
+
+def test_a_torch_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    for call in (grace.torch.register_fsdp_hook, grace.torch.compress_reduce_scatter):
+        assert "needs torch 2.13 or newer, and this is " in refusal(call, Net())

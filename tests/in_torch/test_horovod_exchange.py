@@ -6,17 +6,19 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched
+from tests.support.pools import launched, on_ranks
 from tests.support.training import (
     Given,
     digest,
     distributed,
     made_up,
     net,
+    refusal,
     same,
     sgd,
     state_of,
     train,
+    train_given,
     weights,
 )
 
@@ -125,66 +127,59 @@ def test_groups_are_horovods_to_the_bit(horovod):
     assert len(set(horovod.run(with_groups, "plain") + horovod.run(with_groups, "none"))) == 1
 
 
-def reduced(method, op, lr, predivide):
+@pytest.mark.parametrize("method", ["none", "topk(ratio=0.1)", "powersgd(rank=2)"])
+@on_ranks(2, engine="horovodrun-gloo")
+def test_a_sum_is_size_times_the_average_and_predividing_changes_only_the_range(method):
     import horovod.torch as hvd
 
-    model = net()
-    op = {"Average": hvd.Average, "Sum": hvd.Sum}.get(op, op)
-    optimizer = distributed(model, method, optimizer=lambda p: sgd(p, lr), op=op, gradient_predivide_factor=predivide)
-    train(model, optimizer, range(4))
-    return digest(weights(model))
-
-
-@pytest.mark.parametrize("method", ["none", "topk(ratio=0.1)", "powersgd(rank=2)"])
-def test_a_sum_is_size_times_the_average_and_predividing_changes_only_the_range(horovod, method):
-    ways = [
+    ends = set()
+    for op, lr, predivide in (
         ("average", 0.05, 1.0),
-        ("Average", 0.05, 1.0),
+        (hvd.Average, 0.05, 1.0),
         ("average", 0.05, 4.0),
         ("sum", 0.025, 1.0),
-        ("Sum", 0.025, 1.0),
-    ]
-    assert len({answer for way in ways for answer in horovod.run(reduced, method, *way)}) == 1
+        (hvd.Sum, 0.025, 1.0),
+    ):
+        model = net()
+        make = lambda p, lr=lr: sgd(p, lr)  # noqa: E731
+        train(model, distributed(model, method, optimizer=make, op=op, gradient_predivide_factor=predivide), range(4))
+        ends.add(digest(weights(model)))
+    assert len(ends) == 1
+    return ends
 
 
-def out_of_range(predivide):
+@on_ranks(2, engine="horovodrun-gloo")
+def test_predividing_keeps_a_sum_in_the_range_of_its_payload():
     """The mean of gradients whose sum is beyond float16."""
-    model = Given({"w": (3,)})
-    optimizer = distributed(model, "fp16", gradient_predivide_factor=predivide)
-    model.backward({"w": [40000.0, 1.0, -50000.0]})
-    optimizer.synchronize()
-    return model.w.grad.tolist()
+    for predivide, mean in ((2.0, [40000.0, 1.0, -49984.0]), (1.0, [float("inf"), 1.0, float("-inf")])):
+        model = Given({"w": (3,)})
+        optimizer = distributed(model, "fp16", gradient_predivide_factor=predivide)
+        model.backward({"w": [40000.0, 1.0, -50000.0]})
+        optimizer.synchronize()
+        assert model.w.grad.tolist() == mean
 
 
-def test_predividing_keeps_a_sum_in_the_range_of_its_payload(horovod):
-    assert horovod.run(out_of_range, 2.0) == [[40000.0, 1.0, -49984.0]] * 2
-    assert horovod.run(out_of_range, 1.0) == [[float("inf"), 1.0, float("-inf")]] * 2
-
-
-def refused(everywhere):
-    """What is said to wrong options; the ranks are still in step afterwards."""
-    import horovod.torch as hvd
-
-    said = []
-    for options in ({"op": hvd.Adasum}, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"op": hvd.Min}):
-        with pytest.raises(grace.GraceError) as caught:
-            distributed(net(), "topk", **(options if everywhere or grace.rank() == 0 else {}))
-        said.append((type(caught.value).__name__, str(caught.value)))
-    model = net()
-    train(model, distributed(model, "topk"), range(2))
-    return said, digest(weights(model))
+WRONG = {
+    "Adasum": "op=Adasum combines whole gradients, not compressed ones; use op='average' or 'sum'",
+    "Sum": "gradient_predivide_factor goes with op='average' only",
+    "Min": "op must be 'average' or 'sum'",
+}
 
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["on all ranks", "on one rank"])
-def test_operations_that_make_no_sense_are_refused_on_every_rank(horovod, everywhere):
-    (first, one), (second, two) = horovod.run(refused, everywhere)
-    assert one == two
-    wanted = ["op=Adasum combines whole gradients, not compressed ones; use op='average' or 'sum'"]
-    wanted += ["gradient_predivide_factor goes with op='average' only", "op must be 'average' or 'sum'"]
-    for (kind, message), (other_kind, other_message), words in zip(first, second, wanted, strict=True):
-        assert (kind, other_kind) == ("ConfigError", "ConfigError" if everywhere else "RankError")
-        assert words in message
-        assert words in other_message
+@on_ranks(2, engine="horovodrun-gloo")
+def test_operations_that_make_no_sense_are_refused_on_every_rank(everywhere):
+    """Wrong options; the ranks are still in step afterwards."""
+    import horovod.torch as hvd
+
+    wrong_here = everywhere or grace.rank() == 0
+    for op, words in WRONG.items():
+        options = {"op": getattr(hvd, op), **({"gradient_predivide_factor": 2.0} if op == "Sum" else {})}
+        kind = grace.ConfigError if wrong_here else grace.RankError
+        assert words in refusal(distributed, net(), "topk", kind=kind, **(options if wrong_here else {}))
+    model = net()
+    train(model, distributed(model, "topk"), range(2))
+    return digest(weights(model))
 
 
 # -- sparse gradients -----------------------------------------------------------------------------------------------
@@ -268,98 +263,64 @@ def test_sparse_gradients_leave_a_bucket_that_others_share(horovod, method):
         assert same(one, other)
 
 
-def sparse_in_a_group():
+@on_ranks(2, engine="horovodrun-gloo")
+def test_a_sparse_gradient_in_a_group_is_refused_by_name():
     model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 4))
     optimizer = distributed(model, "none", groups=[list(model.parameters())])
     loss = model(torch.tensor([1])).sum()
     with pytest.raises(grace.ConfigError) as refused:
         loss.backward()
     assert not optimizer.state
-    return str(refused.value)
-
-
-def test_a_sparse_gradient_in_a_group_is_refused_by_name(horovod):
-    for message in horovod.run(sparse_in_a_group):
-        assert "the gradient of '0.weight' is sparse" in message
-        assert "sparse_as_dense=True" in message
+    message = str(refused.value)
+    assert "the gradient of '0.weight' is sparse" in message
+    assert "sparse_as_dense=True" in message
 
 
 # -- what is sent ---------------------------------------------------------------------------------------------------
 
 
-def sent():
+@on_ranks(2, engine="horovodrun-gloo")
+def test_what_is_counted_is_what_the_payloads_hold():
+    method = grace.make("compressor", "topk(ratio=0.1)")
     model = Given(SHAPES)
     optimizer = distributed(model, "topk(ratio=0.1)", communicator="allgather")
-    for step in range(3):
-        optimizer.zero_grad()
-        model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
-    return optimizer.traffic
-
-
-def test_what_is_counted_is_what_the_payloads_hold(horovod):
-    method = grace.make("compressor", "topk(ratio=0.1)")
-    for traffic in horovod.run(sent):
-        assert traffic.steps == 3
-        bits = {name: 32 if name == "tiny" else method.wire_bits(shape) for name, shape in SHAPES.items()}
-        payload = {name: 3 * round(bits[name] * torch.Size(shape).numel() / 8) for name, shape in SHAPES.items()}
-        assert traffic.payload_bytes == payload
-        # of two ranks each sends its buffer once, gathered or summed
-        assert traffic.sent_bytes == sum(payload.values()) + traffic.header_bytes
-        assert 0 < traffic.header_bytes < 3 * 8 * 2 * len(SHAPES)
+    train_given(model, optimizer, range(3))
+    traffic = optimizer.traffic
+    assert traffic.steps == 3
+    bits = {name: 32 if name == "tiny" else method.wire_bits(shape) for name, shape in SHAPES.items()}
+    payload = {name: 3 * round(bits[name] * torch.Size(shape).numel() / 8) for name, shape in SHAPES.items()}
+    assert traffic.payload_bytes == payload
+    # of two ranks each sends its buffer once, gathered or summed
+    assert traffic.sent_bytes == sum(payload.values()) + traffic.header_bytes
+    assert 0 < traffic.header_bytes < 3 * 8 * 2 * len(SHAPES)
 
 
 # -- ranks with fewer batches ---------------------------------------------------------------------------------------
 
 
-def uneven(method):
+@pytest.mark.parametrize("method", ["none", "fp16", "randomk(ratio=0.1)", "powersgd(rank=2)"])
+@on_ranks(2, engine="horovodrun-gloo")
+def test_ranks_with_fewer_batches_join(method):
     """Rank 1 has two batches and joins; rank 0 has five. Then both have two more."""
     model = Given(SHAPES)
     sgd = lambda p: torch.optim.SGD(p, lr=0.5, momentum=0 if method == "none" else 0.9)  # noqa: E731
     optimizer = distributed(model, method, communicator="allreduce", optimizer=sgd)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 if method == "none" else 0.9)
     for step in range(5 if grace.rank() == 0 else 2):
-        optimizer.zero_grad()
-        model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
+        train_given(model, optimizer, [step])
         schedule.step()
-    last = optimizer.join()
+    assert optimizer.join() == 0
     joined = weights(model)
-    for step in (5, 6):
-        optimizer.zero_grad()
-        model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
-    shared = {k: dict(c.state) for k, c in optimizer._grace.runner.components if c.shared_state}
-    ends = optimizer.state_dict()["state"], optimizer.param_groups[0]["lr"]
-    return last, joined, (optimizer._grace.context.step, digest(shared), digest(weights(model)), digest(ends))
-
-
-@pytest.mark.parametrize("method", ["none", "fp16", "randomk(ratio=0.1)", "powersgd(rank=2)"])
-def test_ranks_with_fewer_batches_join(horovod, method):
-    (last, first, end), (other_last, second, other_end) = horovod.run(uneven, method)
-    assert (last, other_last) == (0, 0)
-    assert same(first, second)
-    assert end == other_end  # random-k's indices follow the step counter, PowerSGD's factors are all ranks'
-    assert end[0] == 7
     if method == "none":  # a rank that has joined counts as zero
         steps = [(made_up(SHAPES, s, 0), made_up(SHAPES, s, 1)) for s in range(5)]
-        for name, value in first.items():
+        for name, value in joined.items():
             total = sum(a[name] + (b[name] if step < 2 else 0) for step, (a, b) in enumerate(steps))
             torch.testing.assert_close(value, torch.as_tensor(-0.5 * total / 2).view_as(value))
-
-
-def joining(method, communicator, sparse=False):
-    """What is said to a rank that joins; the ranks are still in step afterwards."""
-    model = torch.nn.Embedding(5, 4, sparse=sparse) if sparse else Given(SHAPES)
-    optimizer = distributed(model, method, communicator=communicator, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.tensor([step])).sum().backward() if sparse else model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
-        if step == 0:
-            with pytest.raises(grace.ConfigError) as refused:
-                optimizer.join()
-    return str(refused.value)
+    train_given(model, optimizer, (5, 6))
+    assert optimizer._grace.context.step == 7  # random-k's indices follow it
+    shared = {k: dict(c.state) for k, c in optimizer._grace.runner.components if c.shared_state}
+    ends = optimizer.state_dict()["state"], optimizer.param_groups[0]["lr"]
+    return digest(joined), digest(shared), digest(weights(model)), digest(ends)  # PowerSGD's factors are all ranks'
 
 
 @pytest.mark.parametrize(
@@ -371,7 +332,17 @@ def joining(method, communicator, sparse=False):
         ("none", "allreduce", "an all-gather of sparse gradients"),
     ],
 )
-def test_where_not_all_is_summed_joining_is_refused_with_what_to_do(horovod, method, communicator, what):
-    for message in horovod.run(joining, method, communicator, method == "none"):
-        assert f"{what}. Choose communicator='allreduce'" in message
-        assert "leave out join()" in message
+@on_ranks(2, engine="horovodrun-gloo")
+def test_where_not_all_is_summed_joining_is_refused_with_what_to_do(method, communicator, what):
+    """The ranks are still in step afterwards."""
+    sparse = method == "none"
+    model = torch.nn.Embedding(5, 4, sparse=True) if sparse else Given(SHAPES)
+    optimizer = distributed(model, method, communicator=communicator, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([step])).sum().backward() if sparse else model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+        if step == 0:
+            message = refusal(optimizer.join)
+            assert f"{what}. Choose communicator='allreduce'" in message
+            assert "leave out join()" in message

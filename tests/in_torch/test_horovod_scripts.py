@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched
-from tests.support.training import digest, distributed, loss_of, net, state_of, train, weights
+from tests.support.pools import launched, on_ranks
+from tests.support.training import digest, distributed, loss_of, net, refusal, state_of, train, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -135,7 +135,8 @@ def test_rank_0s_settings_are_everyones_once_they_are_broadcast(horovod):
         )
 
 
-def broadcast_of_all_kinds():
+@on_ranks(2, engine="horovodrun-gloo")
+def test_horovods_broadcast_of_parameters_takes_every_dtype_and_layout():
     """Tensors that Horovod's own broadcast does not take."""
     import horovod.torch as hvd
 
@@ -151,21 +152,18 @@ def broadcast_of_all_kinds():
     return digest([weights(conv), weights(half), mask])
 
 
-def test_horovods_broadcast_of_parameters_takes_every_dtype_and_layout(horovod):
-    assert len(set(horovod.run(broadcast_of_all_kinds))) == 1
-
-
 # -- operations without a name ----------------------------------------------------------------------------------------
 
 
-def beside_training(steps):
+@on_ranks(2, engine="horovodrun-gloo")
+def test_operations_without_a_name_find_each_other_beside_exchanges():
     """The script sums, gathers and broadcasts without names while exchanges run beside training, and before ``step()``
     while a rank that leaves a layer out has begun fewer exchanges."""
     import horovod.torch as hvd
 
     model = net()
     optimizer = distributed(model, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
-    for step in range(steps):
+    for step in range(20):
         optimizer.zero_grad()
         model.conv.requires_grad_(step % 3 != grace.rank())
         loss_of(model, step).backward()
@@ -184,14 +182,11 @@ def beside_training(steps):
     return digest(weights(model))
 
 
-def test_operations_without_a_name_find_each_other_beside_exchanges(horovod):
-    assert len(set(horovod.run(beside_training, 20))) == 1
-
-
 # -- elastic mode -----------------------------------------------------------------------------------------------------
 
 
-def elastic_state():
+@on_ranks(2, engine="horovodrun-gloo")
+def test_horovods_elastic_state_keeps_memories():
     """Horovod's state of a Grace optimizer keeps memories and counters, and goes back to them."""
     import horovod.torch as hvd
 
@@ -204,47 +199,28 @@ def elastic_state():
     train(model, optimizer, range(2, 4))
     assert digest(state_of(optimizer)) != committed
     state.restore()
-    return digest(state_of(optimizer)) == committed, optimizer._grace.context.step, digest(weights(model))
-
-
-def test_horovods_elastic_state_keeps_memories(horovod):
-    first, second = horovod.run(elastic_state)
-    assert first == second
-    assert first[:2] == (True, 2)
+    assert digest(state_of(optimizer)) == committed
+    assert optimizer._grace.context.step == 2
+    return digest(weights(model))
 
 
 # -- what was Horovod's -----------------------------------------------------------------------------------------------
 
 
-def left_in():
-    """What is said where a script's use of Horovod was left in; the plain optimizer then works."""
+@on_ranks(2, engine="horovodrun-gloo")
+def test_what_a_script_left_in_of_horovod_is_refused_by_name():
+    """The plain optimizer then works."""
     import horovod.torch as hvd
 
     model = net()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = []
     theirs = hvd.DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1))
-    for wrap in (
-        lambda: grace.DistributedOptimizer(theirs),
-        lambda: distributed(model, "fp16", compression=hvd.Compression.fp16),
-        lambda: grace.DistributedOptimizer(plain, model.named_parameters(), hvd.Compression.none),
-    ):
-        with pytest.raises(grace.ConfigError) as refused:
-            wrap()
-        said.append(str(refused.value))
+    said = refusal(grace.DistributedOptimizer, theirs)
+    assert "is Horovod's DistributedOptimizer already: leave that out" in said
+    by_keyword = refusal(distributed, model, "fp16", compression=hvd.Compression.fp16)
+    assert "Grace's is compressor=" in by_keyword
+    assert refusal(grace.DistributedOptimizer, plain, model.named_parameters(), hvd.Compression.none) == by_keyword
     optimizer = distributed(model, "topk")
-    for wrap in (hvd.DistributedOptimizer, grace.DistributedOptimizer):
-        with pytest.raises(grace.ConfigError) as refused:
-            wrap(optimizer)
-        said.append(str(refused.value))
+    assert "leave out hvd.DistributedOptimizer" in refusal(hvd.DistributedOptimizer, optimizer)
+    assert refusal(grace.DistributedOptimizer, optimizer) == "this optimizer is distributed already"
     train(model, optimizer, range(2))
-    return said
-
-
-def test_what_a_script_left_in_of_horovod_is_refused_by_name(horovod):
-    for said in horovod.run(left_in):
-        assert "is Horovod's DistributedOptimizer already: leave that out" in said[0]
-        assert "Grace's is compressor=" in said[1]
-        assert said[1] == said[2]
-        assert "leave out hvd.DistributedOptimizer" in said[3]
-        assert said[4] == "this optimizer is distributed already"

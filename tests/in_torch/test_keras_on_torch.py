@@ -1,13 +1,9 @@
 """Keras's torch backend, in new processes, where Keras is imported with it: its models, and what is refused."""
 
-import os
-import socket
-import subprocess
-
 import pytest
 
 from tests.support import ROOT
-from tests.support.limits import HANGS
+from tests.support.by_hand import started_by_hand
 from tests.support.warm import REAL
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -65,22 +61,9 @@ np.testing.assert_allclose(ours, trained(slice(8), lambda opt, model: opt), rtol
 def test_keras_models_train_in_fit_and_in_loops_by_torchs_optimizers_and_keras_own_are_refused(tmp_path):
     pytest.importorskip("keras")
     script = tmp_path / "train.py"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     script.write_text(PROGRAM.replace("EXAMPLE", str(ROOT / "examples" / "torch" / "keras_on_torch.py")))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [REAL, str(script), "--epochs", "3", "--compressor", "topk(ratio=0.1)"],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert "topk(ratio=0.1) on torch.distributed (gloo), rank 0 of 2" in said[0]
-    assert float(said[0].split("accuracy ")[1].split("%")[0]) > 80
+    command = [REAL, str(script), "--epochs", "3", "--compressor", "topk(ratio=0.1)"]
+    (code, said), (other, _) = started_by_hand(command)
+    assert (code, other) == (0, 0), said
+    assert "topk(ratio=0.1) on torch.distributed (gloo), rank 0 of 2" in said
+    assert float(said.split("accuracy ")[1].split("%")[0]) > 80

@@ -9,15 +9,21 @@ import torch
 
 import grace
 from grace.torch import Allgather
-from tests.support.pools import launched
-from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, state_of, train, weights
+from tests.support.pools import on_ranks
+from tests.support.training import ddp, digest, distributed, loss_of, net, refusal, sgd, state_of, train, weights
 
 pytestmark = pytest.mark.ranks
 
 ENGINES = ["gloo", "horovodrun-gloo", "mpirun-mpi"]
 
 
-def deleted(group_bytes):
+def plain(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@on_ranks(2)
+def test_a_deleted_optimizer_leaves_nothing_behind(engine):
     """Optimizers of one model, one after the other, each deleted in another moment of its steps."""
     model, reference = net(), net()
     plain(model.parameters())  # what torch imports for the first optimizer of a process holds it
@@ -25,7 +31,7 @@ def deleted(group_bytes):
     gc.disable()  # counting references is to be enough
     try:
         for moment in ("after a step", "after backward", "after zero_grad"):
-            optimizer = distributed(model, "topk(ratio=0.1)", optimizer=plain, group_bytes=group_bytes)
+            optimizer = distributed(model, "topk(ratio=0.1)", optimizer=plain, group_bytes=2000)
             train(model, optimizer, range(2))
             if moment == "after backward":
                 loss_of(model, 5).backward()
@@ -40,23 +46,17 @@ def deleted(group_bytes):
     loss_of(model, 0).backward()  # with no hooks
     assert grace.init().sent_bytes == before
     for _ in range(3):
-        once = distributed(reference, "topk(ratio=0.1)", optimizer=plain, group_bytes=group_bytes)
+        once = distributed(reference, "topk(ratio=0.1)", optimizer=plain, group_bytes=2000)
         train(reference, once, range(2))
         once.close()
     assert digest(weights(model)) == digest(weights(reference))
     return digest(weights(model))
 
 
-def plain(parameters):
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_deleted_optimizer_leaves_nothing_behind(engine):
-    assert len(set(launched(engine, 2).run(deleted, 2000))) == 1
-
-
-def closed(passes):
+@pytest.mark.parametrize("passes", [1, 2])
+@on_ranks()
+def test_a_closed_optimizer_is_plain_and_may_be_distributed_anew(engine, passes):
     """Training, closed in the middle of an exchange, a plain step, and training by another method."""
     model = net()
     given = Allgather("topk(ratio=0.1)")
@@ -92,40 +92,33 @@ def closed(passes):
     return digest(weights(model)), digest(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_closed_optimizer_is_plain_and_may_be_distributed_anew(engine):
-    for passes in (1, 2):
-        assert len(set(launched(engine, 2).run(closed, passes))) == 1
-
-
 def wrapped_twice(everywhere):
     """What is said to a second optimizer of the same parameters; then both train one after the other."""
     model = net()
     first = distributed(model, "none") if everywhere or grace.rank() else None
     if not everywhere:  # rank 0 takes part in rank 1's start with another model
         first = first or distributed(net(), "none")
-    with pytest.raises(grace.GraceError) as caught:
-        distributed(model, "topk")
-    said = type(caught.value).__name__, str(caught.value)
+    kind = grace.ConfigError if everywhere or grace.rank() else grace.RankError
+    said = refusal(distributed, model, "topk", kind=kind)
     first.close()
     second = distributed(model, "topk")
     schedule = torch.optim.lr_scheduler.StepLR(second, 1)  # a cycle with the optimizer
     train(model, second, range(2))
     del second, schedule
     train(model, distributed(model, "topk"), range(2))
-    return *said, digest(weights(model))
+    return said, digest(weights(model))
 
 
 def test_two_optimizers_of_one_parameter_are_refused_by_name_on_all_ranks(two_ranks):
     for everywhere in (True, False):
-        (one, first, bits), (other, second, same) = two_ranks.run(wrapped_twice, everywhere)
+        (first, bits), (second, same) = two_ranks.run(wrapped_twice, everywhere)
         assert bits == same
-        assert (one, other) == ("ConfigError" if everywhere else "RankError", "ConfigError")
         for message in (first, second):
             assert "'scale' is exchanged by another distributed optimizer already. Call close() of" in message
 
 
-def after_shutdown():
+@on_ranks(2)
+def test_shutdown_with_optimizers_that_live():
     """The run ends while optimizers live; they are deleted, or closed, afterwards."""
     models = [net(), net()]
     optimizers = [distributed(model, "topk") for model in models]
@@ -141,36 +134,30 @@ def after_shutdown():
     return digest([weights(model) for model in models])
 
 
-def test_shutdown_with_optimizers_that_live(two_ranks):
-    assert len(set(two_ranks.run(after_shutdown))) == 1
-
-
-def cleared_by_the_model(how, passes):
-    model = net()
-    optimizer = distributed(model, "none", backward_passes_per_step=passes)
-    if how != "not at all":
-        loss_of(model, 0).backward()
-        model.zero_grad(set_to_none=how == "to none")
-    for _ in range(passes if how == "not at all" else passes - 1):
-        loss_of(model, 1).backward()
-    with pytest.raises(grace.ExchangeError) as caught:
-        loss_of(model, 2).backward()
-    optimizer.zero_grad()
-    train(model, optimizer, range(1))
-    return str(caught.value), digest(weights(model))
-
-
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_gradient_computed_again_after_the_model_cleared_it(two_ranks, passes):
+@on_ranks()
+def test_a_gradient_computed_again_after_the_model_cleared_it(passes):
+    ends = []
     for how in ("not at all", "to none", "to zeros"):
-        (message, bits), other = two_ranks.run(cleared_by_the_model, how, passes)
-        assert other == (message, bits)
+        model = net()
+        optimizer = distributed(model, "none", backward_passes_per_step=passes)
+        if how != "not at all":
+            loss_of(model, 0).backward()
+            model.zero_grad(set_to_none=how == "to none")
+        for _ in range(passes if how == "not at all" else passes - 1):
+            loss_of(model, 1).backward()
+        message = refusal(lambda model=model: loss_of(model, 2).backward(), kind=grace.ExchangeError)
+        optimizer.zero_grad()
+        train(model, optimizer, range(1))
         assert f"was computed {passes + 1} times before step()" in message
         assert ("Call optimizer.zero_grad() instead" in message) == (how != "not at all")
         assert ("backward_passes_per_step=" in message) == (how == "not at all")
+        ends.append(digest(weights(model)))
+    return ends
 
 
-def closed_hook():
+@on_ranks(2)
+def test_the_state_of_a_ddp_hook_is_closed():
     model, given = net(), Allgather("topk(ratio=0.1)")
     wrapped = ddp(model)
     state = grace.torch.register_ddp_hook(wrapped, communicator=given)
@@ -185,25 +172,21 @@ def closed_hook():
     return digest(weights(model))
 
 
-def test_the_state_of_a_ddp_hook_is_closed(two_ranks):
-    assert len(set(two_ranks.run(closed_hook))) == 1
-
-
-def after_synchronize(paused):
-    """A pass between synchronize() and step(), on each rank's data, belongs to the step as well."""
-    model = net()
-    optimizer = distributed(model, "none")
-    for step in (0, 2):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.synchronize()
-        with optimizer.no_sync() if paused else contextlib.nullcontext():
-            loss_of(model, step + 1).backward()
-        optimizer.step()
-    return digest(weights(model))
-
-
 @pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+@on_ranks()
 def test_a_pass_after_synchronize_is_exchanged_in_no_sync_too(engine):
-    ranks = launched(engine, 2)
-    assert len(set(ranks.run(after_synchronize, True) + ranks.run(after_synchronize, False))) == 1
+    """A pass between synchronize() and step(), on each rank's data, belongs to the step as well."""
+    ends = set()
+    for paused in (True, False):
+        model = net()
+        optimizer = distributed(model, "none")
+        for step in (0, 2):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            with optimizer.no_sync() if paused else contextlib.nullcontext():
+                loss_of(model, step + 1).backward()
+            optimizer.step()
+        ends.add(digest(weights(model)))
+    assert len(ends) == 1
+    return ends

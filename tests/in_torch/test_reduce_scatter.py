@@ -1,4 +1,4 @@
-"""Compressed reduce-scatters of FSDP2, alone and below compressed replicas."""
+"""Compressed reduce-scatters of FSDP2, alone and below compressed replicas; test_fsdp.py has what both have."""
 
 import pytest
 import torch
@@ -8,78 +8,44 @@ from torch.distributed.fsdp import fully_shard
 
 import grace
 from grace.torch.state_dict import pack_state, unpack_state
-from tests.in_torch.test_fsdp import BODIES, POLICIES, Net, batch, built, loss_of, mesh_of, same_bits, trained, whole
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks, ranks_of
+from tests.support.sharded import (
+    Net,
+    built,
+    compressed,
+    largest_difference,
+    loss_of,
+    mesh_of,
+    same_bits,
+    trained,
+    whole,
+)
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture
 def four():
+    """4 real gloo ranks."""
     return ranks_of(4)
 
 
-def errors(got, wanted):
-    return max(float((got[name] - wanted[name]).abs().max()) for name in wanted)
-
-
-def exactly(policy, body):
-    """With a method that leaves nothing out: torch's reduce-scatter."""
-    mesh = mesh_of()
-    plain, net = built(mesh, **POLICIES[policy]), built(mesh["shard"], **POLICIES[policy])
-    plain.set_reduce_scatter_unused_params(True)
-    wanted = trained(plain, 3, BODIES[body])
-    lower = grace.torch.compress_reduce_scatter(net, "none", "none")
-    upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], "none")
-    got = trained(net, 3, BODIES[body])
-    steps = lower.context.step
-    lower.close()
-    upper.close()
-    return errors(got, wanted), same_bits(got), steps
-
-
-@pytest.mark.parametrize(("policy", "body"), [("float32", "plain"), ("bfloat16", "accumulated"), ("kept", "spared")])
-def test_without_loss_it_is_torchs_own(four, policy, body):
-    for error, same, steps in four.run(exactly, policy, body):
-        assert error < (3e-2 if policy == "bfloat16" else 1e-6)
-        assert (same, steps) == (True, 3)
-
-
-def late():
+@on_ranks(4)
+def test_both_levels_begin_late():
     """Both levels uncompressed for three steps, and then compressed."""
-    mesh = mesh_of()
-    plain, net = built(mesh), built(mesh["shard"])
+    plain, net = built(mesh_of()), built(mesh_of()["shard"])
     plain.set_reduce_scatter_unused_params(True)
-    lower = grace.torch.compress_reduce_scatter(net, "block(bits=4)", compress_after=3)
-    upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.1)", compress_after=3)
-    error = errors(trained(net, 3), trained(plain, 3))
-    before = [len(part.state.committed) for part in (lower.memory, upper.runner.communicators[0].memory)]
-    trained(net, 2)
-    after = [len(part.state.committed) for part in (lower.memory, upper.runner.communicators[0].memory)]
-    found = error, before, min(after), lower.context.step
-    lower.close()
-    upper.close()
-    return found
-
-
-def test_both_levels_begin_late(four):
-    for error, before, after, steps in four.run(late):
+    with compressed(net, "topk(ratio=0.1)", "block(bits=4)", compress_after=3) as (lower, upper):
+        memories = lower.memory, upper.runner.communicators[0].memory
+        error = largest_difference(trained(net, 3), trained(plain, 3))
+        before = [len(memory.state.committed) for memory in memories]
+        trained(net, 2)
+        after = [len(memory.state.committed) for memory in memories]
         assert error < 1e-6
         assert before == [0, 0]
-        assert (after > 0, steps) == (True, 5)
-
-
-def two_levels(block, memory, compressor):
-    mesh = mesh_of()
-    wanted = trained(built(mesh), 20, lr=0.01)
-    net = built(mesh["shard"])
-    lower = grace.torch.compress_reduce_scatter(net, block, memory)
-    upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], compressor)
-    got = trained(net, 20, lr=0.01)
-    sent = lower.sent_bytes / 20
-    lower.close()
-    upper.close()
-    return errors(got, wanted), same_bits(got), sent, sum(w.numel() for w in got.values())
+        assert min(after) > 0
+        assert lower.context.step == 5
 
 
 @pytest.mark.parametrize(
@@ -91,14 +57,21 @@ def two_levels(block, memory, compressor):
         ("block(bits=4, rounding=stochastic, block=32)", "loco(beta=0.8)"),
     ],
 )
-def test_both_levels_keep_the_same_bits_and_are_near_what_torch_computes(four, block, memory):
-    for error, same, sent, elements in four.run(two_levels, block, memory, "block(bits=8)"):
-        assert same
-        assert error < 0.02
-        assert sent < 4 * elements / 2 / 2  # half of what the other rank would get in float32
+@on_ranks(4)
+def test_both_levels_keep_the_same_bits_and_are_near_what_torch_computes(block, memory):
+    wanted = trained(built(mesh_of()), 20, lr=0.01)
+    net = built(mesh_of()["shard"])
+    with compressed(net, "block(bits=8)", (block, memory)) as (lower, _):
+        got = trained(net, 20, lr=0.01)
+        sent = lower.sent_bytes / 20
+    assert same_bits(got)
+    assert largest_difference(got, wanted) < 0.02
+    elements = sum(w.numel() for w in got.values())
+    assert sent < 4 * elements / 2 / 2  # half of what the other rank would get in float32
 
 
-def identity(steps):
+@on_ranks(4)
+def test_nothing_of_a_gradient_is_lost():
     """Over the shard group: sent + new residuals = gradients + old residuals, module by module."""
     mesh = mesh_of()
     net, plain = built(mesh["shard"]), built(mesh["shard"])
@@ -127,7 +100,7 @@ def identity(steps):
             start += param.padded_sharded_param_size.numel()
         return flat
 
-    for step in range(steps):
+    for step in range(5):
         opt.zero_grad()
         plain.zero_grad()
         with torch.no_grad():
@@ -145,29 +118,22 @@ def identity(steps):
             worst = max(worst, float(difference.abs().max()))
     left = max(float(value.abs().max()) for value in new.values())
     state.close()
-    return worst, left
-
-
-def test_nothing_of_a_gradient_is_lost(four):
-    for worst, left in four.run(identity, 5):
-        assert worst < 1e-5
-        assert left > 1e-4
+    assert worst < 1e-5
+    assert left > 1e-4
 
 
 def overflowed():
-    mesh = mesh_of()
-    net = built(mesh["shard"])
-    state = grace.torch.compress_reduce_scatter(net, "block(bits=4)")
-    loss_of(net, 0).backward()
-    state.close_step()
-    before = {name: value.clone() for name, value in state.memory.state.committed.items()}
-    net.zero_grad()
-    (loss_of(net, 1) * (torch.inf if dist.get_rank() == 3 else 1)).backward()
-    spoilt = [bool(p.grad.to_local().isnan().all()) for p in net.parameters() if p.grad is not None]
-    state.close_step()
-    kept = all(torch.equal(before[name], value) for name, value in state.memory.state.committed.items())
+    net = built(mesh_of()["shard"])
+    with compressed(net, shards="block(bits=4)") as (state,):
+        loss_of(net, 0).backward()
+        state.close_step()
+        before = {name: value.clone() for name, value in state.memory.state.committed.items()}
+        net.zero_grad()
+        (loss_of(net, 1) * (torch.inf if dist.get_rank() == 3 else 1)).backward()
+        spoilt = [bool(p.grad.to_local().isnan().all()) for p in net.parameters() if p.grad is not None]
+        state.close_step()
+        kept = all(torch.equal(before[name], value) for name, value in state.memory.state.committed.items())
     changed = any(float(value.abs().max()) > 0 for value in before.values())
-    state.close()
     return all(spoilt), any(spoilt), kept, changed
 
 
@@ -179,39 +145,29 @@ def test_a_shard_group_that_overflowed_keeps_what_it_remembered(four):
     assert all(kept for *_, kept, _ in answers[2:])
 
 
-def resumed():
-    mesh = mesh_of()
-
+@on_ranks(4)
+def test_a_run_goes_on_from_its_state():
     def run(net, first, last, saved=None):
-        state = grace.torch.compress_reduce_scatter(
-            net, "block(bits=4, block=32, rounding=stochastic)", "loco(reset=4)"
-        )
-        if saved:
-            state.load_state_dict(saved)
-        opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(first, last):
-            opt.zero_grad()
-            loss_of(net, step).backward()
-            opt.step()
-        saved = state.state_dict()
-        state.close()
-        return saved
+        choices = "block(bits=4, block=32, rounding=stochastic)", "loco(reset=4)"
+        with compressed(net, shards=choices) as (state,):
+            if saved:
+                state.load_state_dict(saved)
+            opt = torch.optim.SGD(net.parameters(), lr=0.1)
+            for step in range(first, last):
+                opt.zero_grad()
+                loss_of(net, step).backward()
+                opt.step()
+            return state.state_dict()
 
-    straight, stopped = built(mesh["shard"]), built(mesh["shard"])
+    straight, stopped = built(mesh_of()["shard"]), built(mesh_of()["shard"])
     run(straight, 0, 6)
     saved = run(stopped, 0, 3)
     run(stopped, 3, 6, saved)
-    equal = all(torch.equal(a, b) for a, b in zip(whole(straight).values(), whole(stopped).values(), strict=True))
-    with pytest.raises(grace.ConfigError) as caught:
-        grace.torch.compress_reduce_scatter(stopped, "block(bits=8)").load_state_dict(saved)
-    return equal, str(caught.value)
-
-
-def test_a_run_goes_on_from_its_state(four):
-    for equal, message in four.run(resumed):
-        assert equal
-        assert "saved with choice" in message
-        assert "here it is 'allgather, block, residual'" in message
+    other = grace.torch.compress_reduce_scatter(stopped, "block(bits=8)")
+    message = refusal(other.load_state_dict, saved)
+    assert largest_difference(whole(straight), whole(stopped)) == 0
+    assert "saved with choice" in message
+    assert "here it is 'allgather, block, residual'" in message
 
 
 METHOD = "block(bits=4, block=32)"
@@ -219,10 +175,7 @@ METHOD = "block(bits=4, block=32)"
 
 def of_size(shards, memory):
     """A model in shard groups of so many ranks, and its state."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shape = dist.get_world_size() // shards, shards
-    net = built(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))["shard"])
+    net = built(mesh_of(dist.get_world_size() // shards, shards)["shard"])
     return net, grace.torch.compress_reduce_scatter(net, METHOD, memory)
 
 
@@ -256,8 +209,8 @@ def loads(folder, shards, memory, before):
     net, state = of_size(shards, memory)
     saved = {f"rank_{rank}_of_{before}": b"" for rank in range(before)}
     dcp.load({"shards": saved}, checkpoint_id=folder)
-    with pytest.raises(grace.ConfigError) as caught:
-        state.load_state_dict(dict(list(saved.items())[1:]) if len(saved) != dist.get_world_size() else {})
+    few = dict(list(saved.items())[1:]) if len(saved) != dist.get_world_size() else {}
+    refused = refusal(state.load_state_dict, few)
     damaged = unpack_state(saved[f"rank_0_of_{before}"])
     damaged["memory"].popitem()
     with pytest.warns(UserWarning, match="this was dropped: .* should hold the memory of"):
@@ -266,7 +219,7 @@ def loads(folder, shards, memory, before):
     owed, step = left_out(net, state), state.context.step
     trained(net, 2)
     state.close()
-    return owed, step, str(caught.value)
+    return owed, step, refused
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 4)), ((4, 2), (4, 4)), ((4, 4), (2, 2))])
@@ -283,48 +236,17 @@ def test_what_was_left_out_is_dealt_out_to_other_ranks(tmp_path, before, after, 
             torch.testing.assert_close(owed[name], value, rtol=1e-5, atol=1e-7)
 
 
-def refused(case):
-    mesh = mesh_of()
-    if case == "alone":
-        net = Net()
-        fully_shard(net, mesh=grace_mesh_of_one())
-        arguments = ("block",)
-    else:
-        net, arguments = built(mesh["shard"]), {"topk": ("topk",), "lr": ("block", "efsignsgd")}[case]
-    with pytest.raises(grace.ConfigError) as caught:
-        grace.torch.compress_reduce_scatter(net, *arguments)
-    return str(caught.value)
-
-
-def grace_mesh_of_one():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))["shard"]
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [("topk", "use block"), ("lr", "use residual or loco"), ("alone", "register_fsdp_hook")],
-)
-def test_what_cannot_work_is_refused_with_what_would(four, case, words):
-    for message in four.run(refused, case):
-        assert words in message
-
-
-def alone():
+@on_ranks(4)
+def test_a_shard_axis_of_one_rank_is_data_parallelism():
     """Every rank holds a copy: only the hook comes, and the world is the replicate axis."""
     net = Net()
     torch.manual_seed(1)
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(torch.randn_like(p))
-    fully_shard(net, mesh=grace_mesh_of_one())
+    fully_shard(net, mesh=mesh_of(4, 1)["shard"])
     state = grace.torch.register_fsdp_hook(net, compressor="topk(ratio=0.1)")
     weights = trained(net, 5)
     state.close()
-    return same_bits(weights), state.runner.context.size, batch(0)[0].shape
-
-
-def test_a_shard_axis_of_one_rank_is_data_parallelism(four):
-    for same, size, _ in four.run(alone):
-        assert (same, size) == (True, 4)
+    assert same_bits(weights)
+    assert state.runner.context.size == 4

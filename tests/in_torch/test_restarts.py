@@ -1,14 +1,13 @@
 """torchrun --max-restarts: a group whose rank has died goes on from the last checkpoint as if nothing had been."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.engine_pools import command, environment
 from tests.support.limits import HANGS
 from tests.support.training import same
 
@@ -36,10 +35,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*program, checkpoint):
     """What the run printed, and its last checkpoint."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [sys.executable, *launcher, *map(str, program), "--epochs", "4", "--checkpoint", str(checkpoint)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANGS)
+    line = command("torchrun", 2, "--max-restarts", "1", *map(str, program), "--epochs", "4")
+    line += ["--checkpoint", str(checkpoint)]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, torch.load(checkpoint, weights_only=True)
 

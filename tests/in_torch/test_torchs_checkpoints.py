@@ -19,14 +19,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 import grace
-from tests.in_torch.test_fsdp import MESHES, Net, built, loss_of, mesh_of, same_bits, whole
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks, ranks_of
+from tests.support.sharded import Net, built, loss_of, mesh_of, same_bits, whole
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+SAVING: list[dist.ProcessGroup] = []
+"""The process group of saves beside training, made once."""
 
 
 class Model:
@@ -147,9 +149,9 @@ def stopped(make, folder, mode):
     run = make().train(3)
     if mode == "async":
         late = Late(folder)
-        if "saving" not in MESHES:
-            MESHES["saving"] = dist.new_group()  # DDP exchanges over the run's own meanwhile
-        saving = dcp.async_save(run.states, storage_writer=late, process_group=MESHES["saving"])
+        if not SAVING:
+            SAVING.append(dist.new_group())  # DDP exchanges over the run's own meanwhile
+        saving = dcp.async_save(run.states, storage_writer=late, process_group=SAVING[0])
         run.train(3)
         late.may.set()
         saving.result()
@@ -206,7 +208,7 @@ def test_torchs_state_dict_functions_go_with_them(tmp_path):
 
 
 def replicas_of(ranks):
-    mesh = mesh_of() if ranks == 4 else init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(ranks // 2, 2)
     net = built(mesh["shard"])
     upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.1)")
     return Run(net, torch.optim.Adam(net.parameters(), lr=0.01), grace_replicas=upper)
@@ -234,8 +236,7 @@ def loads(make, args, folder):
     owed, step = kept(run), run.step
     weights = run.train(2).weights()
     close(run)
-    same = same_bits(weights) if dist.get_world_size() == 4 else True
-    return owed, step, same
+    return owed, step, same_bits(weights)
 
 
 @pytest.mark.parametrize(
@@ -257,26 +258,15 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean_of_what_was_owe
     assert any(bool(value.any()) for value in loaded[0][0].values())
 
 
-def refused():
-    said = []
-    for owner in (torch.optim.SGD(Net().parameters(), lr=0.1), sharded().memories["grace_shards"]):
-        with pytest.raises(grace.ConfigError) as caught:
-            grace.torch.Memories(owner)
-        said.append(str(caught.value))
-    run = by_optimizer()
-    with pytest.raises(grace.ConfigError) as caught:
-        run.memories["grace"].load_state_dict({})
-    said.append(str(caught.value))
-    for owner in (run.optimizer, by_ddp().memories["grace"].owner):
-        with pytest.raises(grace.ConfigError) as caught:
-            dcp.save({"state": owner}, storage_writer=Late("/nowhere"))
-        said.append(str(caught.value))
-    return said
-
-
+@on_ranks(4)
 def test_what_has_no_memories_is_refused():
-    for plain, state, empty, *directly in ranks_of(4).run(refused):
-        assert "grace.DistributedOptimizer or grace.torch.register_ddp_hook returned, not SGD" in plain
-        assert "put the state itself beside the model" in state
-        assert "has no 'grace' entry" in empty
-        assert all("save grace.torch.Memories(...) of it" in message for message in directly)
+    run = by_optimizer()
+    plain = refusal(grace.torch.Memories, torch.optim.SGD(Net().parameters(), lr=0.1))
+    state = refusal(grace.torch.Memories, sharded().memories["grace_shards"])
+    empty = refusal(run.memories["grace"].load_state_dict, {})
+    assert "grace.DistributedOptimizer or grace.torch.register_ddp_hook returned, not SGD" in plain
+    assert "put the state itself beside the model" in state
+    assert "has no 'grace' entry" in empty
+    for owner in (run.optimizer, by_ddp().memories["grace"].owner):
+        message = refusal(dcp.save, {"state": owner}, storage_writer=Late("/nowhere"))
+        assert "save grace.torch.Memories(...) of it" in message

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import grace
+from tests.support.pools import on_ranks
 from tests.support.training import Net, ddp, digest, loss_of, net, sgd, train, weights
 
 pytestmark = pytest.mark.ranks
@@ -84,14 +85,6 @@ PARTS = ("is a DTensor (Shard(dim=0))", "tensor parallelism", "What works today"
 SHARDS = ("belongs to FullyShardedDataParallel", "What works today")
 
 
-def message_of(misuse: Any) -> str:
-    sent = grace.init().sent_bytes
-    with pytest.raises(grace.ConfigError) as caught:
-        misuse(net())
-    assert grace.init().sent_bytes == sent or misuse in (wrapped_later, wrapped_later_and_accumulating)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [
@@ -106,13 +99,19 @@ def message_of(misuse: Any) -> str:
         (in_first_fsdp_for_the_hook, SHARDS),
     ],
 )
-def test_what_exchanges_or_shards_by_itself_is_refused_by_name(two_ranks, misuse, words):
-    for message in two_ranks.run(message_of, misuse):
-        assert [word for word in words if word not in message] == []
+@on_ranks(2)
+def test_what_exchanges_or_shards_by_itself_is_refused_by_name(misuse, words):
+    sent = grace.init().sent_bytes
+    with pytest.raises(grace.ConfigError) as caught:
+        misuse(net())
+    assert grace.init().sent_bytes == sent or misuse in (wrapped_later, wrapped_later_and_accumulating)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
 
 
-def compiled_around_ddp() -> list[str]:
-    """Digests of weights after the same training through the hook, compiled and plain."""
+@on_ranks(2)
+def test_the_hook_takes_a_compiled_model():
+    """The same training through the hook, compiled and plain, has the same bits."""
     found = []
     for compiled in (True, False):
         model = net()
@@ -124,16 +123,13 @@ def compiled_around_ddp() -> list[str]:
             loss_of(forward, step).backward()
             optimizer.step()
         found.append(digest(weights(model)))
-    return found
-
-
-def test_the_hook_takes_a_compiled_model(two_ranks):
-    one, other = two_ranks.run(compiled_around_ddp)
-    assert one == other
+    one = found
     assert one[0] == one[1]
+    return one
 
 
-def no_longer_wrapped() -> None:
+@on_ranks(2)
+def test_only_a_wrapper_that_exchanges_the_parameters_is_in_the_way():
     """A wrapper that is gone does not count, even when only the collector can tell; nor does one that leaves it out."""
     model = net()
     forward: Any = ddp(model)
@@ -148,7 +144,3 @@ def no_longer_wrapped() -> None:
     forward = ddp(other)
     train(model, distributed(model.named_parameters(), model), range(1))
     del forward
-
-
-def test_only_a_wrapper_that_exchanges_the_parameters_is_in_the_way(two_ranks):
-    two_ranks.run(no_longer_wrapped)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import grace
-from tests.support.frameworks import digits, kept, messages, torchrun
+from tests.support.frameworks import check_refused, digits, kept, torchrun
 from tests.support.pool import Ranks
+from tests.support.pools import on_ranks
 from tests.support.training import digest
 
 pytestmark = [
@@ -139,7 +140,8 @@ def test_a_run_goes_on_bit_for_bit_and_also_on_other_numbers_of_ranks(
     two_ranks.run(empty_after_one_process, tmp_path / "one")
 
 
-def losses() -> list[list[float]]:
+@on_ranks()
+def test_the_loss_is_within_noise_of_the_uncompressed_one():
     """Of two seeds each, uncompressed and compressed."""
     with torchrun():
         found: list[list[float]] = []
@@ -152,16 +154,13 @@ def losses() -> list[list[float]]:
             with torch.no_grad():
                 logits = [run.model(x[1500:]) for run in runs]
             found.append([torch.nn.functional.cross_entropy(each, y[1500:]).item() for each in logits])
+        plain, compressed = found
+        assert sum(compressed) / 2 < max(plain) + abs(plain[0] - plain[1]), (plain, compressed)
         return found
 
 
-def test_the_loss_is_within_noise_of_the_uncompressed_one(two_ranks: Ranks):
-    (plain, compressed), other = two_ranks.run(losses)
-    assert other == [plain, compressed]
-    assert sum(compressed) / 2 < max(plain) + abs(plain[0] - plain[1]), (plain, compressed)
-
-
-def scaled() -> list[str]:
+@on_ranks(2)
+def test_a_scaler_is_followed():
     """An overflow in the first step, which no memory keeps, and the scale is followed."""
     with torchrun():
         run = Run(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-110)).train(
@@ -178,13 +177,9 @@ def scaled() -> list[str]:
         return [run.bits(), plain.bits()]
 
 
-def test_a_scaler_is_followed(two_ranks: Ranks):
-    one, other = two_ranks.run(scaled)
-    assert one == other
-
-
-def misused(folder: Path) -> list[str]:
-    """Messages of what must be refused, and what follows them must still work."""
+@on_ranks(2)
+def test_what_cannot_work_is_refused_in_accelerates_words(tmp_path):
+    """What follows the refusals must still work."""
 
     def wrapping() -> None:
         by, model = accelerator(), net()
@@ -210,14 +205,24 @@ def misused(folder: Path) -> list[str]:
 
     def another_step() -> None:
         run = Run().train(4)
-        run.save(folder / "one")
-        run.train(4).save(folder / "two")
+        run.save(tmp_path / "one")
+        run.train(4).save(tmp_path / "two")
         name = "custom_checkpoint_0.pkl"
-        grace.from_root(lambda: shutil.copy(folder / "two" / name, folder / "one" / name))
-        Run().load(folder / "one")
+        grace.from_root(lambda: shutil.copy(tmp_path / "two" / name, tmp_path / "one" / name))
+        Run().load(tmp_path / "one")
 
+    misuses = {
+        wrapping: [
+            "is in a DistributedDataParallel model",
+            "grace.integrations.accelerate.prepare(accelerator, model, optimizer,",
+        ],
+        without_model: ["needs the model"],
+        twice: ["has Grace's hook already"],
+        sharded: ["sharded by fully_shard (FSDP2)", "Start without FSDP", "grace.torch.register_fsdp_hook"],
+        another_step: ["were saved at", "and the run is at", "prepare(..., memory_state='reset')"],
+    }
     with torchrun():
-        found = list(messages([wrapping, without_model, twice, sharded, another_step]))
+        check_refused(misuses)
         by, model = accelerator(), net()
         prepared, optimizer = by.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         teacher: Any = net().requires_grad_(False)
@@ -225,25 +230,10 @@ def misused(folder: Path) -> list[str]:
         same = grace.integrations.accelerate.prepare(by, prepared, optimizer, teacher, compressor="efsignsgd")
         assert same[0] is prepared
         assert grace.integrations.accelerate.state_of(prepared).optimizer is optimizer.optimizer
-        return found
 
 
-WORDS = [
-    ["is in a DistributedDataParallel model", "grace.integrations.accelerate.prepare(accelerator, model, optimizer,"],
-    ["needs the model"],
-    ["has Grace's hook already"],
-    ["sharded by fully_shard (FSDP2)", "Start without FSDP", "grace.torch.register_fsdp_hook"],
-    ["were saved at", "and the run is at", "prepare(..., memory_state='reset')"],
-]
-
-
-def test_what_cannot_work_is_refused_in_accelerates_words(two_ranks: Ranks, tmp_path: Path):
-    for found in two_ranks.run(misused, tmp_path):
-        for message, words in zip(found, WORDS, strict=True):
-            assert [word for word in words if word not in message] == [], message
-
-
-def tried_twice(folder: Path) -> None:
+@on_ranks(2)
+def test_another_try_is_saved_alone_and_the_first_model_is_freed(tmp_path):
     """The first try ends between backward and step, as where memory runs out; the second one is all that is saved."""
     with torchrun():
         by = accelerator()
@@ -267,15 +257,11 @@ def tried_twice(folder: Path) -> None:
             by.backward(model(torch.ones(2, 64)).sum())
             optimizer.step()
             optimizer.zero_grad()
-        by.save_state(str(folder))
+        by.save_state(str(tmp_path))
         by.wait_for_everyone()
-        assert len(list(folder.glob("custom_checkpoint*"))) == 1
+        assert len(list(tmp_path.glob("custom_checkpoint*"))) == 1
         remembered = kept(grace.integrations.accelerate.state_of(model))
         by = accelerator()
         model, optimizer = prepared()
-        by.load_state(str(folder))
+        by.load_state(str(tmp_path))
         assert kept(grace.integrations.accelerate.state_of(model)) == remembered != {}
-
-
-def test_another_try_is_saved_alone_and_the_first_model_is_freed(two_ranks: Ranks, tmp_path: Path):
-    two_ranks.run(tried_twice, tmp_path)

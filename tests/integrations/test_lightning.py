@@ -11,8 +11,8 @@ import torch
 
 import grace
 from tests.support import warm
-from tests.support.frameworks import digits, kept, messages, torchrun
-from tests.support.pool import Ranks
+from tests.support.frameworks import check_refused, digits, kept, torchrun
+from tests.support.pools import on_ranks
 from tests.support.training import digest
 
 pytestmark = [
@@ -88,93 +88,49 @@ def bits(model: Any) -> str:
     return digest(dict(model.state_dict()))
 
 
-def stopped_and_resumed(folder: Path) -> list[str]:
-    """Digests of the weights of a run, of one resumed in its middle, and of another fit()."""
+@on_ranks(2)
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path):
+    """A run, one resumed in its middle, and another fit()."""
     with torchrun():
-        whole, first, model = trainer(folder, own := callback()), own, net()
+        whole, first, model = trainer(tmp_path, own := callback()), own, net()
         whole.fit(model, *loaders())
         after = bits(model), kept(first.state)
         if grace.rank() == 0:
-            lines = (folder / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+            lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
             names = lines[0].split(",")
             ratios = [line.split(",")[names.index("grace_ratio")] for line in lines[1:]]
             assert [float(ratio) > 2 for ratio in ratios if ratio] == [True] * 3
-        resumed, second, other = trainer(folder / "b", own := callback()), own, net(seed=1)
-        resumed.fit(other, *loaders(), ckpt_path=str(folder / "step=8.ckpt"))
+        resumed, second, other = trainer(tmp_path / "b", own := callback()), own, net(seed=1)
+        resumed.fit(other, *loaders(), ckpt_path=str(tmp_path / "step=8.ckpt"))
         assert (bits(other), kept(second.state)) == after
-        resumed.save_checkpoint(folder / "end.ckpt")
-        assert "grace" in torch.load(folder / "end.ckpt", weights_only=True)
+        resumed.save_checkpoint(tmp_path / "end.ckpt")
+        assert "grace" in torch.load(tmp_path / "end.ckpt", weights_only=True)
         try:
             raise KeyError("of one rank")
         except KeyError:
             with pytest.warns(UserWarning, match="because of an exception holds no memories"):
-                resumed.save_checkpoint(folder / "late.ckpt")
+                resumed.save_checkpoint(tmp_path / "late.ckpt")
         resumed.fit_loop.epoch_loop.max_steps = 14
         resumed.fit(other, *loaders())  # once more, with a new wrapper
         assert second.state.runner.context.step == 2
-        return [*after[:1], bits(other)]
+        one = [*after[:1], bits(other)]
+        assert one[0] != one[1]
+        return one
 
 
-def test_a_run_that_is_resumed_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path):
-    one, other = two_ranks.run(stopped_and_resumed, tmp_path)
-    assert one == other
-    assert one[0] != one[1]
-
-
-def losses(folder: Path) -> list[list[float]]:
+@on_ranks()
+def test_the_loss_is_within_noise_of_the_uncompressed_one(tmp_path: Path):
     """Of two seeds each, uncompressed and compressed, in bfloat16."""
     with torchrun():
         found: list[list[float]] = []
         for chosen in ([], [TOPK]):
             found.append([])
             for seed in range(2):
-                made = trainer(folder, *map(callback, chosen), max_steps=64, max_epochs=-1, precision="bf16-mixed")
+                made = trainer(tmp_path, *map(callback, chosen), max_steps=64, max_epochs=-1, precision="bf16-mixed")
                 made.fit(net(seed), *loaders())
                 found[-1].append(made.callback_metrics["val_loss"].item())
-        return found
-
-
-def test_the_loss_is_within_noise_of_the_uncompressed_one(two_ranks: Ranks, tmp_path: Path):
-    (plain, compressed), other = two_ranks.run(losses, tmp_path)
-    assert other == [plain, compressed]
-    assert sum(compressed) / 2 < max(plain) + abs(plain[0] - plain[1])
-
-
-def misused(folder: Path) -> list[str]:
-    """Messages of what must be refused, and what follows them must still work."""
-
-    def wrapping() -> None:
-        model = net(optimizer=lambda made, module: grace.DistributedOptimizer(made, module, TOPK))
-        trainer(folder).fit(model, *loaders())
-
-    def without_memories() -> None:
-        trainer(folder, max_steps=8).fit(net(), *loaders())
-        trainer(folder, callback()).fit(net(), *loaders(), ckpt_path=str(folder / "step=8.ckpt"))
-
-    def another_step() -> None:
-        saving = trainer(folder / "steps", callback(), max_steps=8)
-        saving.fit(net(), *loaders())
-
-        def mix() -> None:
-            one, two = (torch.load(folder / "steps" / f"step={n}.ckpt", weights_only=True) for n in (4, 8))
-            torch.save({**one, "grace": two["grace"]}, folder / "steps" / "mixed.ckpt")
-
-        grace.from_root(mix)
-        trainer(folder, callback()).fit(net(), *loaders(), ckpt_path=str(folder / "steps" / "mixed.ckpt"))
-
-    def without_callback() -> None:
-        hook_with_lightnings_own(callback()).fit(net(), *loaders())
-
-    def hook_with_lightnings_own(own: Any, *callbacks: Any) -> Any:
-        return trainer(folder, *callbacks, strategy=registering(own), max_steps=2)
-
-    def registering(own: Any) -> Any:
-        return on_gpus()(ddp_comm_state=own.ddp_comm_state, ddp_comm_hook=own.ddp_comm_hook)
-
-    with torchrun():
-        found = list(messages([wrapping, without_memories, another_step, without_callback]))
-        hook_with_lightnings_own(own := callback(), own).fit(net(), *loaders())
-        assert own.state.traffic.sent_bytes > 0
+        plain, compressed = found
+        assert sum(compressed) / 2 < max(plain) + abs(plain[0] - plain[1])
         return found
 
 
@@ -190,22 +146,54 @@ def on_gpus() -> Any:
     return OnGPUs
 
 
-WORDS = [
-    ["is in a DistributedDataParallel model", "Trainer(..., callbacks=[grace.integrations.lightning.GraceCallback("],
-    ["saved by a plain optimizer", "GraceCallback(memory_state='reset')"],
-    ["were saved at global_step 8, and the run is at 4", "GraceCallback(memory_state='reset')"],
-    ["without its state", "callbacks=[callback]"],
-]
+@on_ranks(2)
+def test_what_cannot_work_is_refused_in_lightnings_words(tmp_path):
+    """What follows the refusals must still work."""
+
+    def wrapping() -> None:
+        model = net(optimizer=lambda made, module: grace.DistributedOptimizer(made, module, TOPK))
+        trainer(tmp_path).fit(model, *loaders())
+
+    def without_memories() -> None:
+        trainer(tmp_path, max_steps=8).fit(net(), *loaders())
+        trainer(tmp_path, callback()).fit(net(), *loaders(), ckpt_path=str(tmp_path / "step=8.ckpt"))
+
+    def another_step() -> None:
+        saving = trainer(tmp_path / "steps", callback(), max_steps=8)
+        saving.fit(net(), *loaders())
+
+        def mix() -> None:
+            one, two = (torch.load(tmp_path / "steps" / f"step={n}.ckpt", weights_only=True) for n in (4, 8))
+            torch.save({**one, "grace": two["grace"]}, tmp_path / "steps" / "mixed.ckpt")
+
+        grace.from_root(mix)
+        trainer(tmp_path, callback()).fit(net(), *loaders(), ckpt_path=str(tmp_path / "steps" / "mixed.ckpt"))
+
+    def without_callback() -> None:
+        hook_with_lightnings_own(callback()).fit(net(), *loaders())
+
+    def hook_with_lightnings_own(own: Any, *callbacks: Any) -> Any:
+        return trainer(tmp_path, *callbacks, strategy=registering(own), max_steps=2)
+
+    def registering(own: Any) -> Any:
+        return on_gpus()(ddp_comm_state=own.ddp_comm_state, ddp_comm_hook=own.ddp_comm_hook)
+
+    reset = "GraceCallback(memory_state='reset')"
+    misuses = {
+        wrapping: ["is in a DistributedDataParallel model", "Trainer(..., callbacks=[", "lightning.GraceCallback("],
+        without_memories: ["saved by a plain optimizer", reset],
+        another_step: ["were saved at global_step 8, and the run is at 4", reset],
+        without_callback: ["without its state", "callbacks=[callback]"],
+    }
+    with torchrun():
+        check_refused(misuses)
+        hook_with_lightnings_own(own := callback(), own).fit(net(), *loaders())
+        assert own.state.traffic.sent_bytes > 0
 
 
-def test_what_cannot_work_is_refused_in_lightnings_words(two_ranks: Ranks, tmp_path: Path):
-    for found in two_ranks.run(misused, tmp_path):
-        for message, words in zip(found, WORDS, strict=True):
-            assert [word for word in words if word not in message] == [], message
-
-
-def tuned(folder: Path) -> list[str]:
-    """Digests of the weights of a plain fit(), and of those that come after a search: by a Tuner, and in fit()."""
+@on_ranks(2)
+def test_a_search_for_a_learning_rate_leaves_nothing_in_memories(tmp_path):
+    """A plain fit() is like those that come after a search: by a Tuner, and in fit()."""
     import lightning.pytorch as pl
     from lightning.pytorch.tuner import Tuner
 
@@ -214,7 +202,7 @@ def tuned(folder: Path) -> list[str]:
             super().__init__(num_training_steps=3, update_attr=False)
 
     def fitted(search: Any = None, *callbacks: Any, **arguments: Any) -> tuple[Any, int]:
-        made, model = trainer(folder / "tuned", own := callback(), *callbacks, max_steps=4, **arguments), net()
+        made, model = trainer(tmp_path / "tuned", own := callback(), *callbacks, max_steps=4, **arguments), net()
         model.lr = 0.1
         if search:
             search(Tuner(made), model)
@@ -226,11 +214,7 @@ def tuned(folder: Path) -> list[str]:
         tuner.lr_find(model, *loaders(), num_training=3, update_attr=False)
 
     with torchrun():
-        return [fitted(), fitted(find), fitted(None, Finds())]
-
-
-def test_a_search_for_a_learning_rate_leaves_nothing_in_memories(two_ranks: Ranks, tmp_path: Path):
-    for plain, *others in two_ranks.run(tuned, tmp_path):
+        plain, *others = [fitted(), fitted(find), fitted(None, Finds())]
         assert others == [plain, plain]
         assert plain[1] == 4
 

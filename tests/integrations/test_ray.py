@@ -1,8 +1,9 @@
 """Ray Train: Grace in its workers' loop, memories in its checkpoints, and what becomes of a run in which one fails."""
 
+import functools
 import importlib
+import json
 import os
-import re
 import runpy
 import shutil
 import signal
@@ -19,7 +20,7 @@ import torch
 import grace
 from tests.support import ROOT, warm
 from tests.support.limits import HANGS
-from tests.support.training import loss_of, net, sgd
+from tests.support.training import net, sgd
 from tests.test_pages import blocks
 
 pytestmark = [
@@ -38,7 +39,6 @@ QUIET = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
-STEPS, DIES, SAVED = 6, 4, 3
 REASON = "no rows in shard 7"
 
 
@@ -90,78 +90,58 @@ def cluster():
     assert not left, "Ray has left processes"
 
 
-class Both:
-    """The same training by DDP's hook, and by a distributed optimizer around a model that is not wrapped."""
-
-    def __init__(self, wrapped):
-        self.bare = net()
-        self.hooked, self.plain = wrapped(net()), None
-        self.plain = sgd(self.hooked.parameters())
-        self.state = grace.torch.register_ddp_hook(self.hooked, "topk(ratio=0.1)", optimizer=self.plain)
-        self.ours = grace.DistributedOptimizer(sgd(self.bare.parameters()), self.bare, compressor="powersgd(rank=1)")
-
-    def step(self, number):
-        for model, optimizer in ((self.hooked, self.plain), (self.bare, self.ours)):
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            optimizer.step()
-
-    def saved(self):
-        return {
-            "models": [self.hooked.module.state_dict(), self.bare.state_dict()],
-            "optimizers": [self.plain.state_dict(), self.ours.full_state_dict()],
-            "grace": self.state.full_state_dict(),
-        }
-
-    def load(self, saved):
-        for model, kept in zip((self.hooked.module, self.bare), saved["models"], strict=True):
-            model.load_state_dict(kept)
-        for optimizer, kept in zip((self.plain, self.ours), saved["optimizers"], strict=True):
-            optimizer.load_state_dict(kept)
-        self.state.load_state_dict(saved["grace"])
+EXAMPLE = ROOT / "examples" / "clusters" / "ray_digits.py"
+EPOCHS, DIES = 4, 2
+COMPRESSOR = "topk(ratio=0.1)"
 
 
-def uninterrupted():
-    """Without Ray; what all ranks remember in the end."""
-    both = Both(torch.nn.parallel.DistributedDataParallel)
-    for number in range(STEPS):
-        both.step(number)
-    return both.saved()
-
-
-def struck(config):
-    """In a worker: rank 1 is killed at one step; when all have gone on from the checkpoint to the end, it fails."""
+def struck(folder, config):
+    """In a worker: the example's loop, of which rank 1 is killed after two epochs; when all have gone on from the
+    checkpoint to the end, it fails."""
     import ray.train
     import ray.train.torch
 
-    folder, rank = Path(config["folder"]), grace.init().rank
-    both, first = Both(ray.train.torch.prepare_model), 0
+    rank, begins = grace.init().rank, ray.train.get_checkpoint() is None
+    wrapped = ray.train.torch.prepare_model(net())
     with pytest.raises(grace.ConfigError) as refused:
-        grace.DistributedOptimizer(both.plain, both.hooked)
+        grace.DistributedOptimizer(sgd(wrapped.parameters()), wrapped)
     (folder / f"refused{rank}").write_text(str(refused.value))
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as saved:
-            both.load(torch.load(Path(saved, "state.pt"), weights_only=True))
-        first = SAVED
-    for number in range(first, STEPS):
-        if number == DIES and not first and rank == 1:
+    report, reports = ray.train.report, []
+
+    def reported(metrics, checkpoint=None):
+        report(metrics, checkpoint=checkpoint)
+        reports.append(metrics)
+        (folder / f"end{rank}").write_text(json.dumps(metrics))
+        if begins and rank == 1 and len(reports) == DIES:
             ray.train.get_all_reported_checkpoints()  # waits until Ray's controller has it
             (folder / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            both.step(number)
-        except Exception as error:
-            (folder / "seen").write_text(f"{time.time()} {error}")
-            raise
-        if number + 1 in (SAVED, STEPS):
-            kept = both.saved()
-            with tempfile.TemporaryDirectory() as made:
-                torch.save(kept, Path(made, "state.pt"))
-                given = ray.train.Checkpoint.from_directory(made) if rank == 0 else None
-                ray.train.report({"step": number + 1, "resumed": first}, checkpoint=given)
-    torch.save(both.saved(), folder / f"end{rank}")
+
+    ray.train.report = reported
+    try:
+        runpy.run_path(str(EXAMPLE))["train"](config)
+    except Exception as error:
+        (folder / "seen").write_text(f"{time.time()} {error}")
+        raise
+    finally:
+        ray.train.report = report
     if rank == 1:
         raise ValueError(REASON)
+
+
+def uninterrupted(compressor):
+    """What the example's loop reports at last where nothing fails, and its last checkpoint; what it asks of Ray stands
+    here."""
+    ray = MagicMock()
+    ray.train.get_checkpoint.return_value = None
+    ray.train.torch.prepare_model = torch.nn.parallel.DistributedDataParallel
+    ray.train.torch.get_device.return_value = torch.device("cpu")
+    ray.train.Checkpoint.from_directory = lambda folder: torch.load(Path(folder, "state.pt"), weights_only=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in (("ray", ray), ("ray.train", ray.train), ("ray.train.torch", ray.train.torch)):
+            patch.setitem(sys.modules, name, module)
+        runpy.run_path(str(EXAMPLE))["train"]({"compressor": compressor, "epochs": EPOCHS})
+    return ray.train.report.call_args.args[0], ray.train.report.call_args.kwargs["checkpoint"]
 
 
 def same(one, other):
@@ -176,66 +156,36 @@ def same(one, other):
     return one == other
 
 
-def test_a_worker_that_dies_goes_on_bit_for_bit_and_one_that_fails_is_named(cluster, two_ranks, tmp_path):
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
-    from ray.train.torch import TorchTrainer
+def test_an_example_whose_worker_dies_goes_on_bit_for_bit_and_one_that_fails_is_named(
+    cluster, two_ranks, tmp_path, monkeypatch
+):
+    import ray
+    from ray.train import WorkerGroupError
 
-    trainer = TorchTrainer(
-        struck,
-        train_loop_config={"folder": str(tmp_path)},
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(name="struck", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=1)),
-    )
+    monkeypatch.setattr(sys, "path", [str(EXAMPLE.parent), *sys.path])
+    module = importlib.import_module(EXAMPLE.stem)
+    ray.cloudpickle.register_pickle_by_value(module)  # as what is in the script that is run
+    monkeypatch.setattr(module, "train", functools.partial(struck, tmp_path))
+    arguments = ["--epochs", str(EPOCHS), "--compressor", COMPRESSOR, "--storage", str(tmp_path), "--name", "struck"]
     with pytest.raises(WorkerGroupError) as failed:
-        trainer.fit()
+        module.main(arguments)
     assert {rank: str(error) for rank, error in failed.value.worker_failures.items()} == {1: REASON}
     # what the other one saw when rank 1 was killed, and how soon
     when, _, seen = (tmp_path / "seen").read_text().partition(" ")
     assert "rank 1 was lost (killed, or its machine is gone)" in seen
     assert float(when) - float((tmp_path / "killed").read_text()) < 30
     # and where both came to
-    ends = [torch.load(tmp_path / f"end{rank}", weights_only=True) for rank in range(2)]
-    for ours, end in zip(two_ranks.run(uninterrupted), ends, strict=True):
-        assert same(ours["models"], end["models"])
-        assert same(ours["optimizers"], end["optimizers"])
-        assert same(ours["grace"], end["grace"])
-    assert same(ends[0]["models"], ends[1]["models"])
+    (wanted, state), _ = two_ranks.run(uninterrupted, COMPRESSOR)
+    last = sorted((tmp_path / "struck").glob("checkpoint_*/state.pt"))[-1]
+    assert same(torch.load(last, weights_only=True), state)
+    found = json.loads((tmp_path / "end0").read_text())
+    assert found["loss"] == wanted["loss"]
+    plain = two_ranks.run(uninterrupted, "none")[0][0]
+    assert plain["loss"] < 0.2  # ln 10 is 2.3
+    assert abs(wanted["loss"] - plain["loss"]) < 0.05
+    assert 0 < wanted["sent_bytes"] < 0.3 * plain["sent_bytes"]
     # who wraps the optimizer of a model that Ray has wrapped is told what to do
     assert "under Ray Train: model = ray.train.torch.prepare_model(model)" in (tmp_path / "refused0").read_text()
-
-
-EXAMPLE = ROOT / "examples" / "clusters" / "ray_digits.py"
-
-
-EPOCHS = 5
-
-
-def uncompressed():
-    """What the example's loop reports at last without compression; what it asks of Ray stands here."""
-    ray = MagicMock()
-    ray.train.get_checkpoint.return_value = None
-    ray.train.torch.prepare_model = torch.nn.parallel.DistributedDataParallel
-    ray.train.torch.get_device.return_value = torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in (("ray", ray), ("ray.train", ray.train), ("ray.train.torch", ray.train.torch)):
-            patch.setitem(sys.modules, name, module)
-        runpy.run_path(str(EXAMPLE))["train"]({"compressor": "none", "epochs": EPOCHS})
-    return ray.train.report.call_args.args[0]
-
-
-def test_the_example_trains(cluster, two_ranks, tmp_path, capsys, monkeypatch):
-    import ray
-
-    monkeypatch.setattr(sys, "path", [str(EXAMPLE.parent), *sys.path])
-    module = importlib.import_module(EXAMPLE.stem)
-    ray.cloudpickle.register_pickle_by_value(module)  # as what is in the script that is run
-    module.main(["--epochs", str(EPOCHS), "--compressor", "topk(ratio=0.1)", "--storage", str(tmp_path)])
-    said = re.search(r"loss ([\d.]+), ([\d,]+) bytes sent", capsys.readouterr().out)
-    loss, sent = float(said[1]), int(said[2].replace(",", ""))
-    plain = two_ranks.run(uncompressed)[0]
-    assert plain["loss"] < 0.1  # ln 10 is 2.3
-    assert abs(loss - plain["loss"]) < 0.05
-    assert 0 < sent < 0.3 * plain["sent_bytes"]
 
 
 def test_the_pages_code_is_the_examples():

@@ -5,7 +5,7 @@ import pytest
 
 from grace.compressors.qsgd import QSGD
 from grace.kernels import Stream
-from grace.kernels.contract.quantization import GAUSSIAN_STEPS
+from grace.kernels.constants import GAUSSIAN_STEPS
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.fused.rounding import _threshold
 from tests.support.data import EPSILON, REFERENCE, data, same

@@ -56,3 +56,7 @@ def test_a_loop_is_compiled_again_when_one_that_it_calls_is_another(tmp_path):
     loops = tmp_path / "grace" / "kernels" / "fused" / "loops.py"
     loops.write_text(loops.read_text().replace("bits[i] & LOW31", "bits[0] & LOW31"))  # the first's, not the largest
     assert said() == ["1.0", "True"]
+    constants = tmp_path / "grace" / "kernels" / "constants.py"
+    constants.write_text(constants.read_text() + "\nMORE = 0\n")  # of what is compiled in, nobody knows which
+    assert said() == ["1.0", "True"]
+    assert said() == ["1.0", "False"]

@@ -35,7 +35,7 @@ def test_what_a_graph_copies_to_a_device_is_pinned_and_stays(capturing, monkeypa
 
 
 def test_constants_are_copied_once():
-    from grace.kernels.reference.quantization import FLOAT8
+    from grace.kernels.constants import FLOAT8
 
     one, other = copies.constant(FLOAT8, torch.device("cpu")), copies.constant(FLOAT8.copy(), torch.device("cpu"))
     assert copies.constant(FLOAT8, torch.device("cpu")) is one

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from grace.kernels import Kernels, Stream, kernels_of
+from grace.kernels.reference import SHARED
 from grace.kernels.torch.fused import FusedTorchKernels
 from tests.support.data import REFERENCE, data, same
 from tests.support.implementations import ALL, memory, tf
@@ -62,10 +63,10 @@ def test_memory_that_tensorflow_would_refuse_is_copied():
         assert (memory.as_tensor(array) + 1).numpy().tolist() == [1.0] * 20
 
 
-def test_every_implementation_has_every_kernel():
+def test_frameworks_inherit_no_kernel_that_computes_with_numpy():
+    """They would be compared with themselves."""
+    kernels = {name for name, member in vars(Kernels).items() if callable(member) and not name.startswith("_")}
     for param in ALL:
-        if param.values[0] is None:
-            continue
-        kernels = getattr(param.values[0].kernels, "traced", param.values[0].kernels)
-        assert isinstance(kernels, Kernels)
-        assert not type(kernels).__abstractmethods__
+        if param.id not in ("numpy", "fused") and param.values[0] is not None:
+            kind = type(getattr(param.values[0].kernels, "traced", param.values[0].kernels))
+            assert {name for name in kernels if getattr(kind, name) is getattr(Kernels, name)} <= SHARED, kind

@@ -34,9 +34,11 @@ def refusals():
     for n in (N - 1, N + 1, 0):
         yield "add_powers", (codes[:n], 1.0), f"{n} bytes of codes, where there must be {N}"
         yield "dequantize", (codes[:n], np.ones(2, np.float32), 7, 50, 1.0), f"{n} codes, where there must be {N}"
+        yield "add_float8", (codes[:n], np.ones(2, np.float32), 50, 1.0), f"{n} codes, where there must be {N}"
     for buckets in (1, 3, 0):
         scales = np.ones(buckets, np.float32)
         yield "dequantize", (codes[:N], scales, 7, 50, 1.0), f"{buckets} scales, where there must be 2"
+        yield "add_float8", (codes[:N], scales, 50, 1.0), f"{buckets} scales, where there must be 2"
     for nbytes in (12, 14, 0):
         yield "add_signs", (codes[:nbytes], one, 1.0), f"{nbytes} bytes of codes, where there must be 13"
         yield "add_table", (codes[:nbytes], 1, data("gaussian", 2), None, 1.0), "where there must be 13"

@@ -106,9 +106,9 @@ def test_random_numbers_and_places(it, x):
 
 
 def test_bitmaps_of_many_programs(it, monkeypatch):
-    from grace.kernels.triton import sparsification
+    from grace.kernels.triton import launching
 
-    monkeypatch.setattr(sparsification, "PROGRAMS", 4)  # of several steps
+    monkeypatch.setattr(launching, "PROGRAMS", 4)  # of several steps
     n, drawn = 40_003, np.random.default_rng(1).choice(40_003, 3000, replace=False)
     edges = [0, 31, 32, 16383, 16384, 32767, 32768, 40_002]
     for indices in (np.union1d(drawn, edges), np.arange(16384), np.array([n - 1]), np.array([], int)):
@@ -179,11 +179,11 @@ def sampled(n):
 
 @pytest.mark.parametrize("name", TIED)
 def test_the_largest_are_found_digit_by_digit(it, name, monkeypatch):
-    from grace.kernels.triton import sparsification
+    from grace.kernels.triton import launching
 
     x = TIED[name](5000)
     for programs in (1024, 2):  # each of 2 takes four steps
-        monkeypatch.setattr(sparsification, "PROGRAMS", programs)
+        monkeypatch.setattr(launching, "PROGRAMS", programs)
         for k in (1, 2500) if programs == 2 else (63, 5000):
             exactly(it, "topk", x, k)
     exactly(it, "topk", x[:1500], 63)  # all of which is the sample

@@ -8,6 +8,7 @@ addresses of the host.
 import contextlib
 import copy
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +18,10 @@ import torch
 from grace.exchange.fused_codec import FusedCodec
 from grace.kernels import index_coding
 from grace.kernels.torch import fused
-from grace.kernels.triton import sparsification
+from grace.kernels.triton import launching
 from grace.kernels.triton.tables import SECOND
 from grace.torch.cuda_graphs import ending_on_device
+from tests.support.drawing import THOROUGH
 from tests.support.far import as_far
 from tests.support.implementations import INTERPRETED, OTHERS
 from tests.support.pretended import Pretended
@@ -32,7 +34,10 @@ pytestmark = [
     pytest.mark.skipif(not FOUND, reason="no GPU: test_triton.py runs this in Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:.*not a contraction", "ignore::RuntimeWarning"),
 ]
-SHAPES = [(20, 25), (), (0,), (5003,), (33,)]
+SHAPES = [(20, 25), (), (0,), (2053,), (33,)]
+"""Shapes of which one takes several programs of most kernels."""
+LARGE = [(20, 25), (), (0,), (5003,), (33,)]
+"""Shapes of which one takes several programs that read large buckets, or a sample."""
 METHODS = [
     ("none", "residual"), ("fp16", None), ("bf16", "residual(beta=0.5)"), ("signsgd", None), ("signum", None),
     ("efsignsgd", None), ("onebit", "efsignsgd"), ("natural", "residual"), ("qsgd", None),
@@ -63,10 +68,11 @@ def elsewhere(gradients, shifted):
 
 @pytest.mark.parametrize(("spec", "memory"), METHODS)
 def test_exchanges_have_the_bits_of_the_cpu(spec, memory, monkeypatch):
-    there, here = Trained(spec, memory, SHAPES, apart=False), Trained(spec, memory, SHAPES, apart=False)
+    shapes = LARGE if re.search(r"=4\d{3}|=5000|topk", spec) else SHAPES
+    there, here = (Trained(spec, memory, shapes, apart=False) for _ in range(2))
     rng = np.random.default_rng(1)
     for step in range(4):
-        gradients, present = drawn(rng, SHAPES, torch.float32)
+        gradients, present = drawn(rng, shapes, torch.float32)
         if step == 2:
             gradients[0][0, 0], present[0] = np.nan, True
         with monkeypatch.context() as patched:
@@ -99,11 +105,11 @@ def test_what_several_ranks_sent_has_the_mean_of_the_cpu(spec, memory, monkeypat
 
 @pytest.mark.parametrize("spec", ["threshold(value=0.5, capacity=0.2)", "threshold(value=9, capacity=1)"])
 def test_what_is_above_a_threshold_has_the_bits_of_torchs_operations(spec, monkeypatch):
-    there, here = Trained(spec, None, SHAPES, apart=False), Trained(spec, None, SHAPES, apart=True)
+    there, here = (Trained(spec, None, LARGE, apart=apart) for apart in (False, True))
     rng = np.random.default_rng(2)
     for step in range(5):
-        gradients = [torch.tensor(rng.standard_normal(shape) * 4.0 ** (step - 3)).float() for shape in SHAPES]
-        present = [bool(here) for here in rng.random(len(SHAPES)) > 0.2]
+        gradients = [torch.tensor(rng.standard_normal(shape) * 4.0 ** (step - 3)).float() for shape in LARGE]
+        present = [bool(here) for here in rng.random(len(LARGE)) > 0.2]
         if step == 3:
             gradients[0][0, 0], present[0] = np.nan, True
         with monkeypatch.context() as patched, as_far():
@@ -138,7 +144,7 @@ ABOVE = {
 def test_what_is_above_a_threshold_has_its_wire_too(monkeypatch):
     """Entries, what fills their room, how many there are, and statuses; of positions of 16 bits and of 32."""
     monkeypatch.setattr(index_coding, "NARROW", 1 << 12)
-    monkeypatch.setattr(sparsification, "PROGRAMS", 2)
+    monkeypatch.setattr(launching, "PROGRAMS", 2)
     shapes, rng, counts = [(5003,), (), (23, 7), (7,), (4095,)], np.random.default_rng(1), []
     given = "threshold(value=0.5, capacity=0.1)", "none", shapes
     there, here = (Trained(*given, apart) for apart in (False, True))
@@ -294,7 +300,9 @@ def test_bitmaps_begin_at_any_byte_and_are_written_by_aligned_words(monkeypatch)
         )
 
 
-N = 1 << 13
+N = 1 << 12
+SEARCHED = 1 << 15
+"""Elements of searches, of which samples are little, as on GPUs."""
 TRAFFIC = {
     "none": (8.5, 8.5), "none/residual": (16.5, 12.5), "fp16": (6.5, 6.5), "fp16/residual": (14.5, 8.5),
     "qsgd": (5.5, 5.5), "qsgd/residual": (13.5, 5.5), "qsgd(norm=l2)": (5.5, 5.5), "qsgd(levels=7)": (5.5, 5),
@@ -322,16 +330,24 @@ TRAFFIC = {
 """The most bytes an element to encode, and to decode one rank's wire; of sums, which are looked at whether they are
 finite before something is kept, those of a second read too. Decoding takes no more than the payload and 8, whatever it
 is: a bucket's table, which stays in the caches, is counted apart."""
+SEARCHES = {
+    "topk(ratio=0.01)/none",
+    "topk(ratio=0.1)",
+    "topk(ratio=0.3)",
+    "topk(ratio=0.3)/none",
+    "threshold(value=258)",
+}
+"""Methods that search many elements, which `make thorough` runs all of."""
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's loads and stores are counted")
-@pytest.mark.parametrize("method", TRAFFIC)
+@pytest.mark.parametrize("method", TRAFFIC if THOROUGH else [name for name in TRAFFIC if name not in SEARCHES])
 def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
     by_triton(monkeypatch)
-    monkeypatch.setattr(sparsification, "PROGRAMS", 1)  # of many elements, as on GPUs
+    monkeypatch.setattr(launching, "PROGRAMS", 1)  # of many elements, as on GPUs
     spec, _, memory = method.partition("/")
     searches = "threshold" in spec or ("topk" in spec and "chunk" not in spec)
-    n = 4 * N if searches else N  # of samples, as on GPUs, little
+    n = SEARCHED if searches else N
     trained = Trained(spec, memory or None, [(n,)], apart=False)
     (bucket,) = trained.runner.buckets
     (gradient,), _ = drawn(np.random.default_rng(1), [(n,)], torch.float32)
@@ -360,7 +376,8 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
 def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
     """The last program of a variable would read all of it, alone."""
     by_triton(monkeypatch)
-    trained, gradient = Trained("threshold(capacity=1)", "none", [(N - 33,)], apart=False), torch.zeros(N - 33)
+    n = 2 * N - 33
+    trained, gradient = Trained("threshold(capacity=1)", "none", [(n,)], apart=False), torch.zeros(n)
     gradient[::1000] = 1
     with as_far():
         for _ in range(2):

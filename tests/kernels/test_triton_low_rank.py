@@ -11,7 +11,7 @@ import torch
 from grace.exchange.fused_rounds import FusedRounds
 from grace.exchange.layout import Layout
 from grace.exchange.round_trip import RoundTrip
-from grace.kernels.contract.primitives import LARGEST_FACTOR
+from grace.kernels.constants import LARGEST_FACTOR
 from grace.kernels.random import Stream
 from grace.kernels.torch.primitives import TorchKernels
 from grace.kernels.triton import low_rank_codecs

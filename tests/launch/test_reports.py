@@ -1,14 +1,14 @@
 """A failing ``grace launch`` ends with what one needs to know; the launcher's own report is left out."""
 
 import importlib.util
-import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from grace.launch.supervisor import first_reason
+from tests.support.engine_pools import environment
 from tests.support.limits import HANGS
 
 PROGRAM = """
@@ -23,15 +23,7 @@ if grace.rank() == 1:
     raise ValueError("the data are wrong")
 grace.from_root(lambda: 0)
 """
-LAUNCHERS = (
-    "ChildFailedError",
-    "Root Cause",
-    "MPI_ABORT",
-    "Primary job",
-    "mpirun detected",
-    "Process name",
-    "orte_base",
-)
+LAUNCHERS = r"ChildFailedError|Root Cause|MPI_ABORT|Primary job|mpirun detected|Process name|orte_base"
 
 
 @pytest.mark.ranks
@@ -40,27 +32,13 @@ def test_a_failing_launch_ends_with_the_rank_and_its_reason(tmp_path, engine):
     if importlib.util.find_spec({"mpi": "mpi4py"}.get(engine, engine)) is None:
         pytest.skip(f"{engine} is not installed")
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "grace.cli.main",
-        "launch",
-        "-n",
-        "2",
-        "--engine",
-        engine,
-        "--",
-        "python",
-        "train.py",
-    ]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **root, "OMPI_MCA_rmaps_base_oversubscribe": "1", "PATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=HANGS)
+    arguments = ["launch", "-n", "2", "--engine", engine, "--", "python", "train.py"]
+    command = [sys.executable, "-m", "grace.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=HANGS)
     assert done.returncode == 1
     last = "grace launch: rank 1 ended with exit code 1: ValueError: the data are wrong; the others were ended"
     assert done.stderr.splitlines()[-1] == last
-    assert [word for word in LAUNCHERS if word in done.stdout + done.stderr] == []
+    assert re.findall(LAUNCHERS, done.stdout + done.stderr) == []
     assert done.stdout.count("-" * 74) == 4  # what ranks print is not a launcher's
 
 

@@ -5,10 +5,10 @@ import torch
 
 import grace
 from grace.strategy.plan import ShardPlan, Sync
-from tests.support.checkpoints import SHAPES, load, made, saved_by, sealed, steps
+from tests.support.checkpoints import SHAPES, load, made, saved_by, sealed
 from tests.support.pools import ranks_of
 from tests.support.strategies import executed, strategy_of, whole
-from tests.support.training import Given, copied, digest, state_of, weights
+from tests.support.training import Given, copied, digest, state_of, train_given, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +27,7 @@ def before_and_after_the_first_step():
     new = optimizer.full_state_dict()
     model.load_state_dict(model.state_dict())
     optimizer.load_state_dict(copied(new))
-    steps(model, optimizer, range(2))
+    train_given(model, optimizer, range(2))
     saved = copied(optimizer.full_state_dict())
     model, optimizer = mixed()
     optimizer.load_state_dict(saved)
@@ -59,13 +59,29 @@ def bent(kind):
         entry["pieces"]["w"]["shape"] = [8, 12]
     elif kind == "missing":
         del state["w"]
+    elif kind == "unknown":
+        state["gone"] = torch.zeros(3)
     elif kind == "form":
         del entry["step"]
     elif kind == "groups":
         saved["param_groups"][0]["params"].append(7)
     elif kind == "entry":
         saved["state"][0]["momentum_buffer"] = {1: Broken()}
-    return saved if kind in ("missing", "form") else sealed(saved)
+    elif kind == "plain":
+        del saved["grace"]
+    else:
+        entry.update(CHANGED[kind])
+    return saved if kind in UNSEALED else sealed(saved)
+
+
+CHANGED = {
+    "version": {"version": 99},
+    "components": {"components": "allgather, qsgd, none"},
+    "seed": {"seed": 5},
+    "step": {"step": 5},
+}
+UNSEALED = ("missing", "unknown", "form", "plain", "version", "step")
+"""Those whose checksums are left as they were."""
 
 
 class Broken(list):
@@ -84,15 +100,21 @@ BENT = {
     "form": "'step' is missing",
     "groups": "ValueError",
     "entry": "torch could not load this",
+    "plain": "saved by a plain optimizer",
+    "version": "version 99",
+    "components": "saved with allgather, qsgd, none",
+    "seed": "seed=5",
+    "step": "its checksum differs",
+    "unknown": "'gone'",
 }
 
 
 def refusals():
     model, optimizer = made()
-    steps(model, optimizer, range(5, 7))
+    train_given(model, optimizer, range(5, 7))
     answers = {kind: load(optimizer, bent(kind)) for kind in BENT}
     dropped = {kind: load(optimizer, bent(kind), "keep") for kind in ("shape", "variable", "missing")}
-    steps(model, optimizer, range(7, 9))
+    train_given(model, optimizer, range(7, 9))
     return answers, dropped, digest(weights(model))
 
 
@@ -127,7 +149,7 @@ def other_parameters():
         state = state_of(optimizer)
         wanted = copied(saved["grace"]["ranks"][grace.rank()])
         kept = {kind: digest(state[kind]) == digest(wanted[kind]) for kind in wanted if kind != "compressor"}
-        steps(model, optimizer, range(3, 5))
+        train_given(model, optimizer, range(3, 5))
         answers.append((said, kept, digest(weights(model))))
     return answers
 
@@ -158,7 +180,7 @@ def keeping(saved):
         refused = load(optimizer, entry)
         answers[what] = refused, load(optimizer, entry, "keep"), copied(state_of(optimizer)["memory"])
         assert optimizer._grace.context.step == 3
-        steps(model, optimizer, range(3, 5))
+        train_given(model, optimizer, range(3, 5))
     return answers
 
 

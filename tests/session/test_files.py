@@ -10,8 +10,10 @@ import torch
 
 import grace
 from grace.core.atomic_files import atomic_write
-from tests.support.checkpoints import made, steps
+from tests.support.checkpoints import made
 from tests.support.limits import HANGS
+from tests.support.pools import on_ranks
+from tests.support.training import refusal, train_given
 
 KILLED = """
 import os, pathlib, signal, sys
@@ -97,37 +99,31 @@ def test_two_who_write_one_file_do_not_take_each_others_drafts(tmp_path):
     assert os.listdir(tmp_path) == ["ck.pt"]
 
 
-def by_the_recipe(folder):
-    """README's: saved, loaded; and a folder that is not there."""
+@pytest.mark.ranks
+@on_ranks()
+def test_rank_0_writes_for_all_and_all_are_told_if_it_cannot(tmp_path):
+    """README's recipe: saved, loaded; and a folder that is not there."""
     model, optimizer = made()
-    steps(model, optimizer, range(2))
+    train_given(model, optimizer, range(2))
     state = optimizer.full_state_dict()
-    grace.save_from_root(f"{folder}/checkpoint.pt", lambda path: torch.save({"optimizer": state}, path))
-    seen = os.listdir(folder)
-    optimizer.load_state_dict(torch.load(f"{folder}/checkpoint.pt", weights_only=True)["optimizer"])
-    with pytest.raises((grace.RankError, OSError, RuntimeError)) as caught:
-        grace.save_from_root(f"{folder}/gone/checkpoint.pt", lambda path: path.write_text(""))
-    return seen, str(caught.value)
+    grace.save_from_root(tmp_path / "checkpoint.pt", lambda path: torch.save({"optimizer": state}, path))
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+    optimizer.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["optimizer"])
+    gone = tmp_path / "gone" / "checkpoint.pt"
+    kinds = (OSError, RuntimeError) if grace.rank() == 0 else grace.RankError
+    told = refusal(grace.save_from_root, gone, lambda path: path.write_text(""), kind=kinds)
+    assert grace.rank() == 0 or told.startswith(f"rank 0 could not save {gone}: ")
 
 
 @pytest.mark.ranks
-def test_rank_0_writes_for_all_and_all_are_told_if_it_cannot(two_ranks, tmp_path):
-    (seen, _), (also, told) = two_ranks.run(by_the_recipe, str(tmp_path))
-    assert seen == also == ["checkpoint.pt"]
-    assert told.startswith(f"rank 0 could not save {tmp_path}/gone/checkpoint.pt: ")
-
-
-def lacking_on_one():
-    """One rank's state cannot be saved: the others do not wait for it."""
+@on_ranks()
+def test_a_rank_that_cannot_save_its_part_tells_the_others():
+    """They do not wait for it."""
     model, optimizer = made()
-    steps(model, optimizer, range(1))
+    train_given(model, optimizer, range(1))
     if grace.rank() == 1:
         optimizer._grace.runner.pending = lambda: 1 / 0
-    with pytest.raises((grace.RankError, ZeroDivisionError)) as caught:
-        optimizer.full_state_dict()
-    return str(caught.value)
-
-
-@pytest.mark.ranks
-def test_a_rank_that_cannot_save_its_part_tells_the_others(two_ranks):
-    assert two_ranks.run(lacking_on_one) == ["rank 1 could not save: division by zero", "division by zero"]
+        assert refusal(optimizer.full_state_dict, kind=ZeroDivisionError) == "division by zero"
+    else:
+        said = refusal(optimizer.full_state_dict, kind=grace.RankError)
+        assert said == "rank 1 could not save: division by zero"

@@ -11,10 +11,13 @@ import grace
 from grace.backends.topology import NodeGroups, Topology
 from grace.communicators.reduce_broadcast import Replication
 from grace.core.backend import LocalBackend
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
+from tests.support.pools import on_ranks
 from tests.support.strategies import assert_close, mixed, mixed_loss, on_the_mean, sgd, train, uneven, weights
-from tests.support.training import copied, digest, used
+from tests.support.training import copied, digest, refusal, used
 
 pytestmark = pytest.mark.ranks
 
@@ -22,12 +25,6 @@ pytestmark = pytest.mark.ranks
 def made(model, **options):
     with uneven():
         return grace.DistributedOptimizer(sgd(model.parameters()), model, **options)
-
-
-def trained(options: dict) -> tuple[dict, str]:
-    model = mixed()
-    train(model, made(model, **options), range(4))
-    return {name: value.numpy() for name, value in weights(model).items()}, digest(weights(model))
 
 
 @pytest.mark.parametrize(
@@ -41,24 +38,17 @@ def trained(options: dict) -> tuple[dict, str]:
         {"hierarchical": True, "strategy": "parallax"},
         {"communicator": "reduce_broadcast(destination=1, local_replication=True)"},
         {"communicator": "reduce_broadcast(destination=2, local_replication=True)"},
+        # which has nothing to do where one rank of each node takes part
+        {"hierarchical": True, "communicator": "reduce_broadcast(destination=1, local_replication=True)"},
     ],
     ids=str,
 )
-def test_the_mean_is_that_of_all_ranks_whatever_the_nodes_sizes(three_ranks, options):
-    wanted = on_the_mean(mixed(), 3, range(4))
-    answers = three_ranks.run(trained, options)
-    assert len({bits for _, bits in answers}) == 1
-    assert_close(answers[0][0], {name: value.numpy() for name, value in wanted.items()})
-
-
-def first_gradients(options: dict) -> np.ndarray:
-    model = torch.nn.Linear(40, 5, bias=False)
-    optimizer = made(model, **options)
-    model.weight.grad = None
-    gradient = torch.randn(5, 40, generator=torch.Generator().manual_seed(grace.rank()))
-    (model.weight * gradient).sum().backward()
-    optimizer.synchronize()
-    return model.weight.grad.numpy()
+@on_ranks(3)
+def test_the_mean_is_that_of_all_ranks_whatever_the_nodes_sizes(options):
+    model = mixed()
+    train(model, made(model, **options), range(4))
+    assert_close(weights(model), on_the_mean(mixed(), 3, range(4)))
+    return digest(weights(model))
 
 
 def kept(x: np.ndarray, k: int) -> np.ndarray:
@@ -69,25 +59,16 @@ def kept(x: np.ndarray, k: int) -> np.ndarray:
     return flat.reshape(x.shape)
 
 
-def test_leaders_compress_the_means_of_their_nodes_weighted_by_their_ranks(three_ranks):
+@on_ranks(3)
+def test_leaders_compress_the_means_of_their_nodes_weighted_by_their_ranks():
     g = [torch.randn(5, 40, generator=torch.Generator().manual_seed(rank)).numpy() for rank in range(3)]
     nodes = [(g[0] + g[1]) / 2 * (2 * 2 / 3), g[2] * (2 / 3)]
+    model = torch.nn.Linear(40, 5, bias=False)
+    optimizer = made(model, hierarchical=True, compressor="topk(ratio=0.1)")
+    (model.weight * torch.from_numpy(g[grace.rank()])).sum().backward()
+    optimizer.synchronize()
     wanted = (kept(nodes[0], 20) + kept(nodes[1], 20)) / 2
-    for got in three_ranks.run(first_gradients, {"hierarchical": True, "compressor": "topk(ratio=0.1)"}):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-
-
-def resumed(options: dict) -> tuple[str, str]:
-    whole, part, again = mixed(), mixed(), mixed()
-    train(whole, made(whole, **options), range(6))
-    optimizer = made(part, **options)
-    train(part, optimizer, range(3))
-    saved = copied(optimizer.state_dict())
-    again.load_state_dict(part.state_dict())
-    optimizer = made(again, **options)
-    optimizer.load_state_dict(saved)
-    train(again, optimizer, range(3, 6))
-    return digest(weights(whole)), digest(weights(again))
+    np.testing.assert_allclose(model.weight.grad.numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +83,23 @@ def resumed(options: dict) -> tuple[str, str]:
     ],
     ids=["hierarchical", "replicated", "replicated-and-stale"],
 )
-def test_all_ranks_have_the_same_bits_and_resume(three_ranks, options):
-    answers = three_ranks.run(resumed, options)
-    assert len({bits for pair in answers for bits in pair}) == 1
+@on_ranks(3)
+def test_all_ranks_have_the_same_bits_and_resume(options):
+    whole, part, again = mixed(), mixed(), mixed()
+    train(whole, made(whole, **options), range(6))
+    optimizer = made(part, **options)
+    train(part, optimizer, range(3))
+    saved = copied(optimizer.state_dict())
+    again.load_state_dict(part.state_dict())
+    optimizer = made(again, **options)
+    optimizer.load_state_dict(saved)
+    train(again, optimizer, range(3, 6))
+    assert digest(weights(whole)) == digest(weights(again))
+    return digest(weights(whole))
 
 
-def overflowed() -> tuple[list[bool], list[bool]]:
+@on_ranks(3)
+def test_overflows_and_missing_gradients_reach_all_ranks():
     """Rank 1, whose node's leader is rank 0, has a NaN in its second step, and nobody has a gradient in the third."""
     model = torch.nn.Linear(30, 4, bias=False)
     optimizer = made(model, hierarchical=True, compressor="topk(ratio=0.2)")
@@ -122,13 +114,9 @@ def overflowed() -> tuple[list[bool], list[bool]]:
         finite.append(not present[-1] or bool(torch.isfinite(model.weight.grad).all()))
         used(model, optimizer)
     state = optimizer._grace.runner.state()["memory"]
-    return [*finite, all(bool(torch.isfinite(value).all()) for value in state.values())], present
-
-
-def test_overflows_and_missing_gradients_reach_all_ranks(three_ranks):
-    for finite, present in three_ranks.run(overflowed):
-        assert finite == [True, False, True, True, True]
-        assert present == [True, True, False, True]
+    assert all(bool(torch.isfinite(value).all()) for value in state.values())
+    assert finite == [True, False, True, True]
+    assert present == [True, True, False, True]
 
 
 def bytes_sent(options: dict) -> int:
@@ -155,23 +143,14 @@ def test_what_a_replicated_answer_costs_is_said_of_every_rank(root, sent):  # ra
     assert [Replication(groups).sent(10, 3, rank, root) for rank in range(3)] == sent
 
 
-def refused() -> str:
+@on_ranks(3)
+def test_memories_of_leaders_are_not_taken_for_those_of_all_ranks():
     model = mixed()
     optimizer = made(model, hierarchical=True, compressor="topk(ratio=0.3)")
-    train(model, optimizer, range(1), mixed_loss)
+    train(model, optimizer, range(1))
     saved = copied(optimizer.full_state_dict())
-    plain = made(mixed(), compressor="topk(ratio=0.3)")
-    try:
-        plain.load_state_dict(saved)
-    except grace.GraceError as error:
-        return str(error)
-    return ""
-
-
-def test_memories_of_leaders_are_not_taken_for_those_of_all_ranks(three_ranks):
-    told = three_ranks.run(refused)
-    assert "ranks that speak for their nodes" in told[0]
-    assert "ranks that speak for their nodes" in told[2]
+    said = refusal(made(mixed(), compressor="topk(ratio=0.3)").load_state_dict, saved, kind=grace.GraceError)
+    assert grace.rank() == 1 or "ranks that speak for their nodes" in said
 
 
 def test_who_speaks_for_a_node():
@@ -179,63 +158,38 @@ def test_who_speaks_for_a_node():
     assert Topology(["a", "b", "a", "b"]).members(leader=3) == [[0, 2], [3, 1]]
 
 
-def alone(period: int) -> dict:
-    from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-    from grace.torch.parameters import find_sparse_parameters, make_variables
-
+def trained_alone(rank):
     model = mixed()
-    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
-    plans = tuple(VariablePlan(v, (ShardPlan(Sync("none", period=period)),)) for v in found)
-    train(model, made(model, hierarchical=True, strategy=Strategy(plans, 3, 2)), range(period))
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        mixed_loss(model, step, rank).backward()
+        optimizer.step()
     return weights(model)
 
 
-def test_variables_that_are_averaged_now_and_then_are_so_over_all_ranks(three_ranks):
-    def trained_alone(rank):
-        model = mixed()
-        optimizer = sgd(model.parameters())
-        for step in range(2):
-            optimizer.zero_grad()
-            mixed_loss(model, step, rank).backward()
-            optimizer.step()
-        return weights(model)
-
+@on_ranks(3)
+def test_variables_that_are_averaged_now_and_then_are_so_over_all_ranks():
     own = [trained_alone(rank) for rank in range(3)]
     wanted = {name: sum(values[name] for values in own) / 3 for name in own[0]}
-    for got in three_ranks.run(alone, 2):
-        assert_close(got, wanted)
-
-
-def both() -> dict:
     model = mixed()
-    replicated = "reduce_broadcast(destination=1, local_replication=True)"
-    train(model, made(model, hierarchical=True, communicator=replicated), range(4))
-    return weights(model)
+    found = make_variables(dict(model.named_parameters()), find_sparse_parameters(model))
+    plans = tuple(VariablePlan(v, (ShardPlan(Sync("none", period=2)),)) for v in found)
+    train(model, made(model, hierarchical=True, strategy=Strategy(plans, 3, 2)), range(2))
+    assert_close(weights(model), wanted)
 
 
-def test_replication_has_nothing_to_do_where_one_rank_of_each_node_takes_part(three_ranks):
-    wanted = on_the_mean(mixed(), 3, range(4))
-    for got in three_ranks.run(both):
-        assert_close(got, wanted)
-
-
-def votes(options: dict) -> list[float]:
-    """The magnitude of votes before and after the loss scale changes."""
+@pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast(destination=1)"])
+@on_ranks(3)
+def test_votes_are_in_units_of_the_loss_scale_on_all_ranks(communicator):
     model = torch.nn.Linear(40, 5, bias=False)
-    optimizer = made(model, compressor="signsgd", **options)
-    seen = []
+    optimizer = made(model, compressor="signsgd", communicator=communicator)
     for scale in (1.0, 8.0):
         optimizer._grace.runner.rescale(scale)
         optimizer.zero_grad()
         model(torch.ones(1, 40)).sum().backward()
         optimizer.synchronize()
-        seen.append(float(model.weight.grad.abs().max()))
-    return seen
-
-
-@pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast(destination=1)"])
-def test_votes_are_in_units_of_the_loss_scale_on_all_ranks(three_ranks, communicator):
-    assert three_ranks.run(votes, {"communicator": communicator}) == [[1.0, 8.0]] * 3
+        assert float(model.weight.grad.abs().max()) == scale
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import torch
 
 import grace
 from grace.session import state_schema
+from tests.support.pools import on_ranks
 from tests.support.training import Given, copied, ddp, digest, made_up, weights
 
 pytestmark = pytest.mark.ranks
@@ -63,25 +64,23 @@ def resumed(before, after, method, everyone):
     return weights(second.model), digest(weights(second.model))
 
 
-def all_changes(method):
-    """Whether every change of the scale ends in the weights of a run without one."""
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: " ".join(map(str, method)))
+@on_ranks(2)
+def test_a_resumed_runs_weights_know_nothing_of_the_scale_that_was(method):
+    """Every change of the scale ends in the weights of a run without one."""
     plain = Run(1.0, *method)
     plain.train(range(END))
     wanted = digest(weights(plain.model))
-    return [
+    assert [
         (before, after)
         for i, (before, after) in enumerate(CHANGES)
         if resumed(before, after, method, everyone=bool(i % 2))[1] != wanted
-    ]
+    ] == []
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: " ".join(map(str, method)))
-def test_a_resumed_runs_weights_know_nothing_of_the_scale_that_was(two_ranks, method):
-    assert two_ranks.run(all_changes, method) == [[], []]
-
-
-def owed():
-    """How many ends there are, over all changes of the scale, of runs that owe means and delay nothing any more."""
+@on_ranks(2)
+def test_means_that_are_owed_follow_the_scale():
+    """Runs that owe means and delay nothing any more end alike, over all changes of the scale."""
     ends = set()
     for before, after in ((1.0, 1.0), *CHANGES):
         first = Run(before, "topk(ratio=0.1)", None, {"communicator": "reduce_broadcast(staleness=2)"})
@@ -92,15 +91,12 @@ def owed():
         assert second.optimizer._grace.runner.carried_over
         second.train(range(STOP, END))
         ends.add(digest(weights(second.model)))
-    return len(ends)
+    assert len(ends) == 1
 
 
-def test_means_that_are_owed_follow_the_scale(two_ranks):
-    assert two_ranks.run(owed) == [1, 1]
-
-
-def voted_under_ddp():
-    """The gradients of a DDP model whose hook loaded what a run with a loss scale remembers."""
+@on_ranks(2)
+def test_signs_stay_signs_under_ddp_too():
+    """The hook loads what a run with a loss scale remembers."""
     first = Run(2.0**16, "signsgd", None, {})
     first.train(range(1))
     model = ddp(torch.nn.Linear(8, 8))
@@ -109,8 +105,4 @@ def voted_under_ddp():
     saved = state_schema.seal({**hook.state_dict(), "loss_scale": scale})
     hook.load_state_dict(saved)
     model(torch.ones(1, 8)).sum().backward()
-    return sorted({value for p in model.parameters() for value in p.grad.abs().flatten().tolist()})
-
-
-def test_signs_stay_signs_under_ddp_too(two_ranks):
-    assert two_ranks.run(voted_under_ddp) == [[1.0], [1.0]]
+    assert sorted({value for p in model.parameters() for value in p.grad.abs().flatten().tolist()}) == [1.0]

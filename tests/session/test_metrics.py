@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import grace
-from tests.support.pools import launched
+from tests.support.engine_pools import DRAWN
+from tests.support.pools import on_ranks
 from tests.support.training import ddp, distributed, loss_of, net, sgd, state_of, train
 
 pytestmark = pytest.mark.ranks
@@ -22,24 +23,6 @@ def norm_of(state, key=None):
     """Of all tensors of the memories, by NumPy."""
     values = [value if key is None else value[key] for value in state.get("memory", {}).values()]
     return math.sqrt(sum(float((value.numpy().astype("float64") ** 2).sum()) for value in values))
-
-
-def told(compressor, steps, choices):
-    """Three intervals' metrics, of which only rank 1 asks for the second, and what they should be."""
-    model = net()
-    optimizer = distributed(model, compressor, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), **choices)
-    intervals = []
-    for asks in (True, grace.rank() == 1, True):
-        began, before, headers = time.perf_counter(), optimizer.traffic.sent_bytes, optimizer.traffic.header_bytes
-        train(model, optimizer, range(steps))
-        seconds = time.perf_counter() - began
-        counted = {"sent": optimizer.traffic.sent_bytes - before, "seconds": seconds}
-        counted["headers"] = optimizer.traffic.header_bytes - headers
-        counted["norm"] = norm_of(state_of(optimizer), "accumulated" if "dgc" in compressor else None)
-        intervals.append((optimizer.metrics() if asks else None, counted))
-    intervals.append((optimizer.metrics(), {**counted, "sent": 0, "seconds": 1e-3, "headers": 0}))
-    optimizer.close()
-    return intervals, sum(p.nbytes for p in model.parameters())
 
 
 def check(intervals, nbytes, steps, waits=True):
@@ -67,45 +50,55 @@ def check(intervals, nbytes, steps, waits=True):
         before, before_steps = {"sent": 0, "seconds": 0.0, "headers": 0}, 0
 
 
-@pytest.mark.parametrize(
-    ("compressor", "choices"),
-    [
-        ("none", {}),
-        ("topk(ratio=0.1)", {}),
-        ("dgc(ratio=0.1)", {}),
-        ("powersgd(rank=2)", {}),
-        ("qsgd", {"communicator": "scatter_reduce", "memory": "residual"}),
-        ("topk(ratio=0.1)", {"memory": "none"}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
-)
-def test_an_interval_is_what_was_counted_and_kept(two_ranks, compressor, choices):
-    for intervals, nbytes in two_ranks.run(told, compressor, 2, choices):
-        check(intervals, nbytes, 2)
-        last = intervals[0][0]
-        assert (last["residual_norm"] > 0) == (compressor != "none" and choices.get("memory") != "none")
-        if compressor == "none":
-            assert last["bytes_sent"] - intervals[0][1]["headers"] == last["bytes_dense"]
+WAYS = [
+    ("gloo", "none", {}),
+    ("gloo", "topk(ratio=0.1)", {}),
+    ("gloo", "dgc(ratio=0.1)", {}),
+    ("gloo", "powersgd(rank=2)", {}),
+    ("gloo", "qsgd", {"communicator": "scatter_reduce", "memory": "residual"}),
+    ("gloo", "topk(ratio=0.1)", {"memory": "none"}),
+    *((engine, "topk(ratio=0.1)", {}) for engine in DRAWN),
+]
 
 
-def test_every_engine_tells(engine):
-    for intervals, nbytes in launched(engine, 2).run(told, "topk(ratio=0.1)", 2, {}):
-        check(intervals, nbytes, 2)
+@pytest.mark.every
+@pytest.mark.parametrize(("engine", "compressor", "choices"), WAYS, ids=str)
+@on_ranks()
+def test_an_interval_is_what_was_counted_and_kept(engine, compressor, choices):
+    """Three intervals' metrics, of which only rank 1 asks for the second."""
+    model = net()
+    optimizer = distributed(model, compressor, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), **choices)
+    intervals = []
+    for asks in (True, grace.rank() == 1, True):
+        began, before, headers = time.perf_counter(), optimizer.traffic.sent_bytes, optimizer.traffic.header_bytes
+        train(model, optimizer, range(2))
+        seconds = time.perf_counter() - began
+        counted = {"sent": optimizer.traffic.sent_bytes - before, "seconds": seconds}
+        counted["headers"] = optimizer.traffic.header_bytes - headers
+        counted["norm"] = norm_of(state_of(optimizer), "accumulated" if "dgc" in compressor else None)
+        intervals.append((optimizer.metrics() if asks else None, counted))
+    intervals.append((optimizer.metrics(), {**counted, "sent": 0, "seconds": 1e-3, "headers": 0}))
+    optimizer.close()
+    check(intervals, sum(p.nbytes for p in model.parameters()), 2)
+    last, counted = intervals[0]
+    assert (last["residual_norm"] > 0) == (compressor != "none" and choices.get("memory") != "none")
+    if compressor == "none":
+        assert last["bytes_sent"] - counted["headers"] == last["bytes_dense"]
 
 
-def late(seconds):
+def late():
     model = net()
     optimizer = distributed(model, "topk(ratio=0.1)")
     train(model, optimizer, range(2))
     optimizer.metrics()
     if grace.rank() == 1:
-        time.sleep(seconds)
+        time.sleep(2.0)  # more than a busy machine takes for a step
     train(model, optimizer, range(1))
     return optimizer.metrics()["seconds_wait"]
 
 
 def test_who_is_waited_for_waits_less(two_ranks):
-    waited, slow = two_ranks.run(late, 2.0)
+    waited, slow = two_ranks.run(late)
     assert slow < waited
 
 
@@ -132,8 +125,10 @@ def plain_net():
     return torch.nn.Sequential(torch.nn.Flatten(), linear(64, 20), torch.nn.ReLU(), linear(20, 10))
 
 
-def hooked(kind):
-    """Metrics of a hook after three steps, and of the optimizer on the same gradients."""
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_hooks_tell_as_optimizers_do(kind):
+    """After three steps on the same gradients."""
     ours, other = net(make=plain_net), net(make=plain_net)
     optimizer = distributed(ours, "topk(ratio=0.1)")
     train(ours, optimizer, range(3))
@@ -149,18 +144,13 @@ def hooked(kind):
         plain.zero_grad()
         loss_of(model, step).backward()
         plain.step()
-    return optimizer.metrics(), state.metrics(), state.metrics()
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_hooks_tell_as_optimizers_do(two_ranks, kind):
-    for own, metrics, after in two_ranks.run(hooked, kind):
-        assert metrics["residual_norm"] == pytest.approx(own["residual_norm"], rel=1e-12)
-        assert metrics["bytes_dense"] == own["bytes_dense"]
-        assert metrics["bytes_sent"] == pytest.approx(own["bytes_sent"], rel=0.05)  # wires are cut elsewhere
-        assert math.isnan(metrics["seconds_wait"]) is (kind == "ddp")
-        assert after["bytes_sent"] == after["bytes_dense"] == 0
-        assert math.isnan(after["ratio"])
+    own, metrics, after = optimizer.metrics(), state.metrics(), state.metrics()
+    assert metrics["residual_norm"] == pytest.approx(own["residual_norm"], rel=1e-12)
+    assert metrics["bytes_dense"] == own["bytes_dense"]
+    assert metrics["bytes_sent"] == pytest.approx(own["bytes_sent"], rel=0.05)  # wires are cut elsewhere
+    assert math.isnan(metrics["seconds_wait"]) is (kind == "ddp")
+    assert after["bytes_sent"] == after["bytes_dense"] == 0
+    assert math.isnan(after["ratio"])
 
 
 class Averaging(grace.Memory):

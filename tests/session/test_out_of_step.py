@@ -1,10 +1,9 @@
 """Ranks that go different ways: one that leaves out a step, or makes it with other hyperparameters, is an error on all
 ranks at the next exchange, which names it; what all leave out together is none."""
 
-import os
-import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ import torch
 import grace
 from grace.core.context import Context
 from grace.errors import StepError
+from tests.support.by_hand import started_by_hand
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
-from tests.support.pools import launched
+from tests.support.pools import launched, on_ranks
 from tests.support.strategies import uneven
-from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, state_of, weights
+from tests.support.training import ddp, digest, distributed, loss_of, net, refusal, sgd, state_of, weights
 
 pytestmark = pytest.mark.ranks
 PROGRAMS = Path(__file__).parent.parent / "programs"
@@ -136,54 +136,39 @@ def test_ranks_of_one_node_are_named_there_and_all_others_hear_of_it(three_ranks
     assert "ranks that exchange through rank 0 went different ways" in answers[2][0]
 
 
-def under_ddp(compressor: str, given: bool) -> str:
-    """The same through DDP's hook, which is told the optimizer or not."""
-    model, answer = net(), ""
-    optimizer = sgd(model.parameters())
-    wrapped = ddp(model)
-    grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer if given else None)
-    try:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(wrapped, step).backward()
-            if not (step == WRONG_AT and grace.rank() == WRONG):
-                optimizer.step()
-    except Exception as error:  # DDP makes another of it
-        answer = str(error)
-    return answer
-
-
 @pytest.mark.parametrize("given", [True, False])
-def test_a_rank_that_leaves_out_its_step_is_named_under_ddp(three_ranks, given):
+@on_ranks(3)
+def test_a_rank_that_leaves_out_its_step_is_named_under_ddp(given):
+    """The hook is told the optimizer or not."""
     for compressor in ("none", "topk(ratio=0.1)"):
-        for said in three_ranks.run(under_ddp, compressor, given):
-            assert LEFT_OUT.format(others="ranks 0 and 2 are") in said
+        model = net()
+        optimizer = sgd(model.parameters())
+        wrapped = ddp(model)
+        grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer if given else None)
+
+        def steps(wrapped=wrapped, optimizer=optimizer):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(wrapped, step).backward()
+                if not (step == WRONG_AT and grace.rank() == WRONG):
+                    optimizer.step()
+
+        said = refusal(steps, kind=Exception)  # DDP makes another of it
+        assert LEFT_OUT.format(others="ranks 0 and 2 are") in said
 
 
-def one_by_one() -> str:
-    """The same in a loop of one's own."""
+@on_ranks()
+def test_tensors_exchanged_one_by_one_are_counted():
+    """The communicator is called in a loop of one's own."""
     communicator = grace.torch.Allgather("topk(ratio=0.5)")
     communicator.bind(Context(rank=grace.rank(), size=grace.size()), grace.init())
-    try:
+
+    def steps():
         for step in range(3):
             communicator.step(torch.ones(4), "w")
             communicator.context.step += step == grace.rank() == WRONG  # one that others did not have
-    except StepError as error:
-        return str(error)
-    return ""
 
-
-def test_tensors_exchanged_one_by_one_are_counted(two_ranks):
-    for said in two_ranks.run(one_by_one):
-        assert "rank 0 is at step 2, rank 1 is at step 3" in said
-
-
-def other_settings(kinds, settings) -> str:
-    try:
-        distributed(net(), optimizer=lambda parameters: kinds[grace.rank()](parameters, **settings[grace.rank()]))
-    except grace.RankError as error:
-        return str(error)
-    return ""
+    assert "rank 0 is at step 2, rank 1 is at step 3" in refusal(steps, kind=StepError)
 
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
@@ -199,40 +184,33 @@ SGD, ADAM = torch.optim.SGD, torch.optim.Adam
         ((SGD, SGD), {"foreach": True}, {"foreach": False}, ""),
     ],
 )
+@on_ranks()
 def test_another_optimizer_or_other_hyperparameters_are_refused_before_anything_is_exchanged(
-    two_ranks, kinds, first, second, said
+    kinds, first, second, said
 ):
-    for answer in two_ranks.run(other_settings, kinds, (first, second)):
-        assert said in answer
-        assert bool(answer) == bool(said)
+    make, settings = kinds[grace.rank()], (first, second)[grace.rank()]
+    build = partial(distributed, net(), optimizer=lambda parameters: make(parameters, **settings))
+    if said:
+        assert said in refusal(build, kind=grace.RankError)
+    else:
+        build()
 
 
-def late_error(fault: str) -> str:
-    """With staleness an exchange tells when its mean is applied, or at the end."""
+@pytest.mark.parametrize("fault", ["step", "learning rate"])
+@on_ranks(3)
+def test_with_staleness_it_is_noticed_when_the_mean_would_be_applied(fault):
     said, _, step = with_fault(fault, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
-    return said if step < STEPS else ""
-
-
-def test_with_staleness_it_is_noticed_when_the_mean_would_be_applied(three_ranks):
-    for fault in ("step", "learning rate"):
-        for said in three_ranks.run(late_error, fault):
-            assert FAULTS[fault].format(others="ranks 0 and 2 are") in said
+    assert step < STEPS
+    assert FAULTS[fault].format(others="ranks 0 and 2 are") in said
 
 
 @pytest.mark.parametrize("how", ["shutdown", "exit"])
 def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_the_others(how):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    program = [sys.executable, str(PROGRAMS / "early_leaver.py"), how]
-    ranks = [
-        subprocess.Popen(program, env={**env, "RANK": str(rank)}, stdout=-1, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
-    assert ["trained" in one for one in said] == [True, True], said
-    assert ranks[0].returncode != 0
-    assert f"{STALE} failed at step 5" in said[0]
+    (code, said), (_, other) = started_by_hand([sys.executable, str(PROGRAMS / "early_leaver.py"), how])
+    assert "trained" in said, said
+    assert "trained" in other, other
+    assert code != 0
+    assert f"{STALE} failed at step 5" in said
 
 
 def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_mpi():

@@ -4,32 +4,22 @@ import pytest
 import torch
 
 import grace
-from tests.support.training import Given, ddp, digest, distributed, net, sgd, train, weights
+from tests.support.pools import on_ranks
+from tests.support.training import Given, ddp, digest, distributed, net, refusal, sgd, train, weights
 
 pytestmark = pytest.mark.ranks
 
 
-def refused(build, everyone):
-    """The error on this rank, given each rank's arguments; afterwards the same ranks still train together."""
+def refused(build, choices):
+    """The error on this rank, and the weights of a step that the same ranks make together afterwards."""
     backend = grace.init()
     before = backend.sent_bytes
-    try:
-        build(**everyone[grace.rank()])
-        answer = ("accepted", "")
-    except grace.GraceError as error:
-        answer = (type(error).__name__, str(error))
+    with pytest.raises(grace.GraceError) as caught:
+        build(**choices)
     assert backend.sent_bytes == before  # no gradient and no parameter left this rank
     model = net()
-    train(model, distributed(model, "topk"), range(2))
-    return answer, digest(weights(model))
-
-
-def run(ranks, build, *everyone):
-    """Every rank's (kind of error, message); the last arguments are those of all further ranks."""
-    arguments = [*everyone, *[everyone[-1]] * (ranks.size - len(everyone))]
-    answers = ranks.run(refused, build, arguments)
-    assert len({trained for _, trained in answers}) == 1
-    return [answer for answer, _ in answers]
+    train(model, distributed(model, "topk"), range(1))
+    return caught.type.__name__, str(caught.value), digest(weights(model))
 
 
 def optimizer_of(shapes=(), names=None, **choices):
@@ -69,37 +59,39 @@ OPTIMIZER_ONLY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("choices", "words"), [*EVERYWHERE.values(), *OPTIMIZER_ONLY.values()], ids=[*EVERYWHERE, *OPTIMIZER_ONLY]
-)
-def test_what_cannot_work_is_refused_on_every_rank(ranks, choices, words):
-    for kind, message in run(ranks, optimizer_of, choices):
-        assert kind == "ConfigError"
-        assert words in message
+@on_ranks(2, 3)
+def test_what_cannot_work_is_refused_on_every_rank():
+    trained = []
+    for name, (choices, words) in {**EVERYWHERE, **OPTIMIZER_ONLY}.items():
+        kind, message, weights = refused(optimizer_of, choices)
+        assert kind == "ConfigError", name
+        assert words in message, name
+        trained.append(weights)
+    return trained
 
 
-@pytest.mark.parametrize(("choices", "words"), EVERYWHERE.values(), ids=list(EVERYWHERE))
-def test_what_cannot_work_is_refused_by_the_ddp_hook_too(two_ranks, choices, words):
-    for kind, message in run(two_ranks, hook_of, choices):
-        assert kind == "ConfigError"
-        assert words in message
+@on_ranks()
+def test_what_cannot_work_is_refused_by_the_ddp_hook_too():
+    for name, (choices, words) in EVERYWHERE.items():
+        kind, message, _ = refused(hook_of, choices)
+        assert kind == "ConfigError", name
+        assert words in message, name
 
 
 def hook_of(**choices):
     return grace.torch.register_ddp_hook(ddp(net()), **choices)
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"), [*EVERYWHERE.values(), *OPTIMIZER_ONLY.values()], ids=[*EVERYWHERE, *OPTIMIZER_ONLY]
-)
-def test_when_one_rank_is_given_what_cannot_work_the_others_name_it_and_the_reason(ranks, bad, words):
-    good = {"compressor": "topk(ratio=0.1)"}
-    everyone = [good, bad, good]
-    answers = run(ranks, optimizer_of, *everyone[: ranks.size])
-    for rank, (kind, message) in enumerate(answers):
-        assert kind == ("ConfigError" if rank == 1 else "RankError")
-        assert words in message
-        assert rank == 1 or "rank 1 refused to start" in message
+@on_ranks(2, 3)
+def test_when_one_rank_is_given_what_cannot_work_the_others_name_it_and_the_reason():
+    trained, wrong = [], grace.rank() == 1
+    for name, (bad, words) in {**EVERYWHERE, **OPTIMIZER_ONLY}.items():
+        kind, message, weights = refused(optimizer_of, bad if wrong else {"compressor": "topk(ratio=0.1)"})
+        assert kind == ("ConfigError" if wrong else "RankError"), name
+        assert words in message, name
+        assert wrong or "rank 1 refused to start" in message, name
+        trained.append(weights)
+    return trained
 
 
 A = (("first", (3, 4)), ("second", (5,)), ("third", (6,)))
@@ -128,28 +120,25 @@ OPTIMIZER_DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "words"),
-    [*DIFFERENCES.values(), *OPTIMIZER_DIFFERENCES.values()],
-    ids=[*DIFFERENCES, *OPTIMIZER_DIFFERENCES],
-)
-def test_ranks_that_differ_all_raise_and_name_the_first_difference(ranks, one, other, words):
-    everyone = [one, one, other] if ranks.size == 3 else [one, other]
-    for kind, message in run(ranks, optimizer_of, *everyone):
-        assert kind == "RankError"
-        assert words in message
-        assert f"rank {ranks.size - 1}" in message
+@on_ranks(2, 3)
+def test_ranks_that_differ_all_raise_and_name_the_first_difference():
+    trained, last = [], grace.size() - 1
+    for name, (one, other, words) in {**DIFFERENCES, **OPTIMIZER_DIFFERENCES}.items():
+        kind, message, weights = refused(optimizer_of, other if grace.rank() == last else one)
+        assert kind == "RankError", name
+        assert words in message, name
+        assert f"rank {last}" in message, name
+        trained.append(weights)
+    return trained
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "words"),
-    [difference for difference in DIFFERENCES.values() if "shapes" not in difference[0]],
-    ids=[name for name, difference in DIFFERENCES.items() if "shapes" not in difference[0]],
-)
-def test_ranks_whose_ddp_hooks_differ_all_raise(two_ranks, one, other, words):
-    for kind, message in run(two_ranks, hook_of, one, other):
-        assert kind == "RankError"
-        assert words in message
+@on_ranks()
+def test_ranks_whose_ddp_hooks_differ_all_raise():
+    for name, (one, other, words) in DIFFERENCES.items():
+        if "shapes" not in one:
+            kind, message, _ = refused(hook_of, other if grace.rank() else one)
+            assert kind == "RankError", name
+            assert words in message, name
 
 
 def wrap_twice(model, optimizer):
@@ -200,13 +189,6 @@ def give_a_memory_as_compressor(model, optimizer):
     grace.DistributedOptimizer(optimizer, model.named_parameters(), grace.make("memory", "residual"))
 
 
-def message_of(misuse):
-    model = net()
-    with pytest.raises(grace.ConfigError) as caught:
-        misuse(model, sgd(model.parameters()))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [
@@ -221,5 +203,7 @@ def message_of(misuse):
         (give_a_memory_as_compressor, "Residual is a memory, where a compressor is needed"),
     ],
 )
-def test_misuse_is_refused_with_what_would_be_right(two_ranks, misuse, words):
-    assert all(words in message for message in two_ranks.run(message_of, misuse))
+@on_ranks()
+def test_misuse_is_refused_with_what_would_be_right(misuse, words):
+    model = net()
+    assert words in refusal(misuse, model, sgd(model.parameters()))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import grace
-from tests.support.checkpoints import load, made, sealed, steps
-from tests.support.training import copied, digest
+from tests.support.checkpoints import load, made, sealed
+from tests.support.training import copied, digest, train_given
 
 pytestmark = pytest.mark.ranks
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.ranks
 def saves():
     """Of steps 2 and 4, of step 4 again after going back, and of a plain optimizer."""
     model, optimizer = made()
-    steps(model, optimizer, range(2))
+    train_given(model, optimizer, range(2))
     early = copied(optimizer.state_dict())
-    steps(model, optimizer, range(2, 4))
+    train_given(model, optimizer, range(2, 4))
     late = copied(optimizer.state_dict())
     optimizer.load_state_dict(copied(early))
-    steps(model, optimizer, range(2, 4))
+    train_given(model, optimizer, range(2, 4))
     plain = copied(late)
     del plain["grace"]
     return {"early": early, "late": late, "again": copied(optimizer.state_dict()), "plain": plain}
@@ -53,7 +53,7 @@ def answers():
     kept, rank = saves(), grace.rank()
     two, three = saves(), {}
     model, optimizer = made()
-    steps(model, optimizer, range(1))
+    train_given(model, optimizer, range(1))
     for what, first, second, memory in (
         ("steps", kept["late"], kept["early"], "strict"),
         ("saves", kept["late"], kept["again"], "strict"),

@@ -11,19 +11,20 @@ import torch
 
 import grace
 from grace.core.backend import Handle, LocalBackend
-from tests.support.checkpoints import SHAPES, made, steps
-from tests.support.pools import launched
-from tests.support.training import copied, ddp, digest, made_up, state_of, weights
+from tests.support.checkpoints import SHAPES, made
+from tests.support.pools import on_ranks
+from tests.support.training import copied, ddp, digest, made_up, state_of, train_given, weights
 
 pytestmark = pytest.mark.ranks
 
 
-def under_way(methods):
-    """What saving and loading say between backward and step, on ranks of which one lacks a gradient."""
+@on_ranks()
+def test_nothing_is_saved_or_loaded_between_backward_and_step():
+    """One rank lacks a gradient."""
     answers = []
-    for compressor in methods:
+    for compressor in ("topk(ratio=0.1)", "powersgd"):
         model, optimizer = made(compressor)
-        steps(model, optimizer, range(2))
+        train_given(model, optimizer, range(2))
         saved = copied(optimizer.full_state_dict())
         before = digest(optimizer.full_state_dict()["grace"]["ranks"])
         optimizer.zero_grad()
@@ -47,17 +48,13 @@ def under_way(methods):
     return answers
 
 
-def test_nothing_is_saved_or_loaded_between_backward_and_step(two_ranks):
-    first, second = two_ranks.run(under_way, ("topk(ratio=0.1)", "powersgd"))
-    assert first == second
-
-
-def under_horovod():
-    """The same words there, and what an elastic run goes back to, whoever it was when it committed."""
+@on_ranks(2, engine="horovodrun-gloo")
+def test_horovods_optimizer_says_the_same_and_an_elastic_run_goes_back():
+    """The run goes back to what it committed, whoever it was then."""
     from grace.torch.elastic import OptimizerState
 
     model, optimizer = made()
-    steps(model, optimizer, range(2))
+    train_given(model, optimizer, range(2))
     optimizer.zero_grad()
     model.backward(made_up(SHAPES, 2, grace.rank()))
     for call in (optimizer.state_dict, optimizer.full_state_dict):
@@ -66,18 +63,15 @@ def under_horovod():
     optimizer.step()
     handler, kept = OptimizerState(optimizer), digest(state_of(optimizer))
     handler.saved["grace"].update(rank=5, size=7)
-    steps(model, optimizer, range(3, 5))
+    train_given(model, optimizer, range(3, 5))
     handler.restore()
     with pytest.raises(grace.ConfigError, match="cannot be copied"):
         copy.copy(optimizer)
-    return digest(state_of(optimizer)) == kept, optimizer._grace.context.step
+    assert (digest(state_of(optimizer)) == kept, optimizer._grace.context.step) == (True, 3)
 
 
-def test_horovods_optimizer_says_the_same_and_an_elastic_run_goes_back():
-    assert launched("horovodrun-gloo", 2).run(under_horovod) == [(True, 3)] * 2
-
-
-def under_ddp():
+@on_ranks(2)
+def test_nor_under_ddp_whose_hook_knows_the_optimizer():
     model = torch.nn.Linear(8, 8)
     wrapped = ddp(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -102,11 +96,7 @@ def under_ddp():
     assert digest(other.state_dict()["state"]["memory"]) == digest(saved["state"]["memory"])
 
 
-def test_nor_under_ddp_whose_hook_knows_the_optimizer(two_ranks):
-    two_ranks.run(under_ddp)
-
-
-def copies():
+def test_a_distributed_optimizer_says_that_it_cannot_be_copied(local):
     model, optimizer = made()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     torch.save(schedule.state_dict(), io.BytesIO())
@@ -119,16 +109,10 @@ def copies():
     ):
         with pytest.raises(grace.ConfigError, match=r"cannot be copied or pickled.*state_dict\(\)"):
             attempt()
-    steps(model, optimizer, range(1))  # which was not harmed
+    train_given(model, optimizer, range(1))  # which was not harmed
     parts = optimizer._grace.runner.buckets[0].communicator
     alike = pickle.loads(pickle.dumps(copy.deepcopy(parts)))
     assert alike.describe() == parts.describe()
-
-
-def test_a_distributed_optimizer_says_that_it_cannot_be_copied():
-    grace.init("local")
-    copies()
-    grace.shutdown()
 
 
 def warned(call):
@@ -138,22 +122,15 @@ def warned(call):
     return [str(warning.message) for warning in caught]
 
 
-def told():
-    answers = {}
+@on_ranks()
+def test_rank_0_is_told_once_that_its_state_is_its_own():
     for compressor in ("topk(ratio=0.1)", "fp16"):
         model, optimizer = made(compressor)
-        steps(model, optimizer, range(1))
-        answers[compressor] = [warned(call) for call in (optimizer.full_state_dict, *[optimizer.state_dict] * 2)]
-    return answers
-
-
-def test_rank_0_is_told_once_that_its_state_is_its_own(two_ranks):
-    first, second = two_ranks.run(told)
-    full, once, twice = first.pop("topk(ratio=0.1)")
-    assert (full, twice) == ([], [])
-    assert "full_state_dict()" in once[0]
-    assert not any(map(any, first.values()))
-    assert not any(any(said) for answers in second.values() for said in answers)
+        train_given(model, optimizer, range(1))
+        full, once, twice = (warned(call) for call in (optimizer.full_state_dict, *[optimizer.state_dict] * 2))
+        assert (full, twice) == ([], [])
+        told = compressor.startswith("topk") and grace.rank() == 0
+        assert ["full_state_dict()" in said for said in once] == [True] * told
 
 
 class Failing(LocalBackend):
@@ -175,10 +152,10 @@ class Failing(LocalBackend):
 def test_the_last_good_state_is_saved_after_the_engine_failed(when):
     backend = grace.init(Failing())
     model, optimizer = made("topk(ratio=0.1)")
-    steps(model, optimizer, range(2))
+    train_given(model, optimizer, range(2))
     good = digest(optimizer.state_dict())
     backend.fails = when
     with pytest.raises(grace.ExchangeError, match="the network is gone"):
-        steps(model, optimizer, range(2, 3))
+        train_given(model, optimizer, range(2, 3))
     assert digest(optimizer.state_dict()) == good
     grace.shutdown()

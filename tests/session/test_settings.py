@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-import grace
 from grace.core.registry import make
 from grace.session.settings import ReduceOp, Settings
-from tests.support.training import SPECS, Given, distributed, made_up, state_of
+from tests.support.training import SPECS, Given, distributed, state_of, train_given
 
 pytestmark = pytest.mark.ranks
 
@@ -28,9 +27,7 @@ def reduced(compressor, memory, communicator, **options):
     )
     brought = []
     for step in range(3):
-        optimizer.zero_grad()
-        model.backward(made_up(SHAPES, step, grace.rank()))
-        optimizer.step()
+        train_given(model, optimizer, [step])
         brought.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     return brought, [
         value[key] if isinstance(value, dict) else value

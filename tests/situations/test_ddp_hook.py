@@ -5,29 +5,23 @@ import pytest
 import torch
 
 import grace
-from tests.support.training import ddp, digest, sgd
+from tests.support.pools import on_ranks
+from tests.support.training import Given, ddp, digest, sgd
 
 pytestmark = pytest.mark.ranks
 
 TOPK = "topk(ratio=0.1)"
 
 
-class Two(torch.nn.Module):
-    """Two parameters, of which a step uses one."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(100))
-
-    def forward(self, which, given):
-        return (getattr(self, which) * given).sum()
+TWO = {"a": (100,), "b": (100,)}
+"""Parameters of which a step uses one."""
 
 
 def in_turns(between, stale, bucket_view):
     """How many elements of a's one gradient do not arrive, or twice, where steps that use b alone follow it."""
     both = [torch.arange(1.0, 101.0), torch.arange(1.0, 101.0).flip(0)]
     own, wanted = both[grace.rank()], sum(both) / 2
-    model = Two()
+    model = Given(TWO)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = ddp(model, find_unused_parameters=True, gradient_as_bucket_view=bucket_view)
     grace.torch.register_ddp_hook(wrapped, TOPK, optimizer=optimizer)
@@ -38,32 +32,29 @@ def in_turns(between, stale, bucket_view):
             getattr(model, which).grad = None
         else:
             optimizer.zero_grad()
-        wrapped(which, own if step == 0 or which == "b" else torch.full((100,), 1e-6)).backward()
+        wrapped({which: own if step == 0 or which == "b" else torch.full((100,), 1e-6)}).backward()
         if which == "a":
             total += model.a.grad
         optimizer.step()
     return int((wanted - total).abs().gt(1e-3).sum())
 
 
-def all_in_turns():
+@on_ranks(2)
+def test_what_is_left_over_of_a_parameter_arrives_when_it_is_used_again():
     ways = [(1, False, False), (4, False, False), (4, True, False), (4, True, True)]
-    return {way: in_turns(*way) for way in ways}
-
-
-def test_what_is_left_over_of_a_parameter_arrives_when_it_is_used_again(two_ranks):
-    for answers in two_ranks.run(all_in_turns):
-        assert {way: lost for way, lost in answers.items() if lost} == {}
+    answers = {way: in_turns(*way) for way in ways}
+    assert {way: lost for way, lost in answers.items() if lost} == {}
 
 
 def on_one_rank(hook):
     """p.grad where ranks use different parameters in turns, and nobody clears what a step leaves behind."""
-    model, found = Two(), []
+    model, found = Given(TWO), []
     wrapped = ddp(model, find_unused_parameters=True)
     if hook:
         grace.torch.register_ddp_hook(wrapped, "none")
     given = torch.arange(1.0, 101.0)
     for step in range(4):
-        wrapped("ab"[(grace.rank() + step // 2) % 2], given + step).backward()
+        wrapped({"ab"[(grace.rank() + step // 2) % 2]: given + step}).backward()
         found.append([None if p.grad is None else p.grad.clone() for p in (model.a, model.b)])
     return digest(found)
 
@@ -73,27 +64,24 @@ def test_without_compression_it_is_ddp_whoever_uses_what(two_ranks):
         assert plain == hooked
 
 
-def after_an_overflow():
+@on_ranks(2)
+def test_an_overflow_that_is_left_in_a_parameter_that_is_not_used_is_not_told_again():
     """An infinite gradient is left in p.grad of a parameter that is not used: the other one's memory goes on."""
     found = []
     for overflows in (True, False):
-        model = Two()
+        model = Given(TWO)
         wrapped = ddp(model, find_unused_parameters=True)
         state = grace.torch.register_ddp_hook(wrapped, TOPK)
         if overflows:
-            wrapped("a", torch.full((100,), float("inf"))).backward()
+            wrapped({"a": torch.full((100,), float("inf"))}).backward()
         for _ in range(3):
             model.b.grad = None
-            wrapped("b", torch.arange(1.0, 101.0)).backward()
+            wrapped({"b": torch.arange(1.0, 101.0)}).backward()
             with torch.no_grad():
                 model.b -= model.b.grad
         found.append(digest(state.full_state_dict()["state"]["memory"]["b"]))
-    return found
-
-
-def test_an_overflow_that_is_left_in_a_parameter_that_is_not_used_is_not_told_again(two_ranks):
-    for after, never in two_ranks.run(after_an_overflow):
-        assert after == never
+    after, never = found
+    assert after == never
 
 
 class One(torch.nn.Module):
@@ -137,8 +125,9 @@ def train(wrapped, optimizer, steps):
         optimizer.step()
 
 
-def resumed():
-    """The weights of a channels_last run, and of one that went on from its checkpoint in the shape's order."""
+@on_ranks(2)
+def test_a_residual_of_a_channels_last_model_is_that_of_a_contiguous_one():
+    """A channels_last run ends as one that went on from its checkpoint in the shape's order."""
     model, wrapped, optimizer, state = made(torch.channels_last, torch.zeros(8, 6, 3, 3))
     train(wrapped, optimizer, range(4))
     saved, weights = state.full_state_dict(), model.w.detach().clone()
@@ -146,12 +135,7 @@ def resumed():
     again, wrapped, optimizer, state = made(torch.contiguous_format, weights)
     state.load_state_dict(saved)
     train(wrapped, optimizer, range(4, 8))
-    return digest(model.w.detach()), digest(again.w.detach())
-
-
-def test_a_residual_of_a_channels_last_model_is_that_of_a_contiguous_one(two_ranks):
-    for went_on, loaded in two_ranks.run(resumed):
-        assert went_on == loaded
+    assert torch.equal(model.w, again.w)
 
 
 def uneven(batches, early):

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import grace
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks, ranks_of
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
 WIDTH, HEADS, LENGTH = 16, 2, 6
@@ -86,43 +87,126 @@ class Adversarial(nn.Module):
         return self.label(h) + self.domain(Reversed.apply(h, 0.5))
 
 
+class Keywords(nn.Module):
+    """Called by keywords alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, values=None, scale=None):
+        return self.b(torch.tanh(self.a(values))) * scale
+
+
+class Table(nn.Module):
+    """A table with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.a, self.b = nn.EmbeddingBag(30, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(self.table(x))))
+
+
+class Weighted(nn.Module):
+    """Layers weighted by the softmax of a parameter, and one that is used again and again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.mix, self.last = nn.Linear(8, 8), nn.Parameter(torch.zeros(3)), nn.Linear(8, 4)
+        self.layers, self.again = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        share, h = torch.softmax(self.mix, 0), torch.tanh(self.first(x))
+        for i, layer in enumerate(self.layers):
+            h = torch.tanh(layer(h * self.scale)) * share[i] + h * self.scale
+            h = h + torch.tanh(self.again(h))
+        return self.last(h)
+
+
 def by_token(output, target):
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
+def of_squares(output, target):
+    return output.square().mean()
+
+
+def tokens(draw):
+    given = torch.randint(20, (8, LENGTH), generator=draw)
+    return (given,), {}, given
+
+
+def values(draw):
+    return (torch.randn(8, 8, generator=draw),), {}, torch.randn(8, 4, generator=draw)
+
+
+def by_keywords(draw):
+    kwargs = {"values": torch.randn(8, 8, generator=draw), "scale": torch.rand(8, 1, generator=draw)}
+    return (), kwargs, torch.randn(8, 4, generator=draw)
+
+
+def rows_of_a_table(draw):
+    return (torch.randint(30, (8, 3), generator=draw),), {}, torch.randn(8, 4, generator=draw)
+
+
 MODELS = {
-    "reentrant": (lambda: Llama(True), lambda: torch.randint(20, (8, LENGTH)), by_token),
-    "not reentrant": (lambda: Llama(False), lambda: torch.randint(20, (8, LENGTH)), by_token),
-    "adversarial": (Adversarial, lambda: torch.randn(8, 8), lambda output, target: output.square().mean()),
+    "reentrant": (lambda: Llama(True), tokens, by_token, {}),
+    "not reentrant": (lambda: Llama(False), tokens, by_token, {}),
+    "adversarial": (Adversarial, values, of_squares, {"microbatches": 2}),  # whose norms change with each
+    "keywords": (Keywords, by_keywords, F.mse_loss, {}),
+    "table": (Table, rows_of_a_table, F.mse_loss, {"sparse_as_dense": True}),
+    "weighted, zero bubble": (Weighted, values, F.mse_loss, {"schedule": "zero_bubble"}),
+    "weighted, V": (Weighted, values, F.mse_loss, {"schedule": "zbv", "stages": 4}),
+    "weighted, 1F1B": (Weighted, values, F.mse_loss, {"schedule": "1f1b"}),
 }
 
 
-def differences(names):
-    """How far a pipeline's gradients are from those of one process with the same micro-batches, at the most."""
-    found = {}
-    for name in names:
-        make, inputs, loss = MODELS[name]
+def made(name, **settings):
+    """A model in one process, one in stages, and a batch."""
+    make, inputs, loss, own = MODELS[name]
+    args, kwargs, target = inputs(torch.Generator().manual_seed(1))
+    models = []
+    for _ in range(2):
         torch.manual_seed(0)
-        model = make()
-        x = inputs()
-        torch.manual_seed(0)
-        engine = grace.torch.Pipeline(
-            make(), x, loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=2, microbatches=2
-        )
-        for rows in x.chunk(2):
-            (loss(model(rows), rows) / 2).backward()
-        engine(x, x).backward()
-        engine.exchange()
-        found[name] = max(float((engine.gradient(key) - p.grad).abs().max()) for key, p in model.named_parameters())
-    return found
+        models.append(make())
+    settings = {"microbatches": 4, "stages": 2, "profiles": False, **own, **settings}
+    optimizer = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
+    engine = grace.torch.Pipeline(models[1], (args, kwargs), loss, optimizer=optimizer, **settings)
+    return models[0], engine, (args, kwargs, target)
 
 
-def test_models_as_they_are_written_have_their_own_gradients_in_a_pipeline():
-    for found in ranks_of(2).run(differences, list(MODELS)):
-        assert all(off < 1e-6 for off in found.values()), found
+@pytest.mark.every
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks()
+def test_models_as_they_are_written_have_their_own_gradients_and_outputs_in_a_pipeline(name):
+    model, engine, (args, kwargs, target) = made(name)
+    engine.eval()
+    torch.testing.assert_close(engine(*args, **kwargs), model.eval()(*args, **kwargs).detach())
+    engine.train()
+    model.train()
+    for half in (slice(4), slice(4, 8)):
+        output = model(*(arg[half] for arg in args), **{key: value[half] for key, value in kwargs.items()})
+        (MODELS[name][2](output, target[half]) / 2).backward()
+    engine.step(*args, target, **kwargs)
+    for key, p in model.named_parameters():
+        gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+        torch.testing.assert_close(engine.gradient(key), gradient, rtol=1e-4, atol=1e-6, msg=key)
 
 
-def watched():
+@on_ranks()
+def test_what_is_missing_is_said_in_a_pipelines_words():
+    sparse = refusal(made, "table", sparse_as_dense=False)
+    assert "the layer 'table' has sparse gradients" in sparse
+    assert "sparse_as_dense=True" in sparse
+    _, engine, (args, *_) = made("weighted, 1F1B")
+    assert "(x, target), or (target, **batch)" in refusal(engine.step, *args)
+
+
+@on_ranks(2)
+def test_a_model_that_rank_0_alone_watches_is_refused_on_all_ranks():
     """A model that one rank alone watches, as loggers of gradients do on rank 0."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     if grace.rank() == 0:
@@ -131,10 +215,6 @@ def watched():
         grace.torch.Pipeline(
             model, torch.ones(4, 8), F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=2
         )
-
-
-def test_a_model_that_rank_0_alone_watches_is_refused_on_all_ranks():
-    ranks_of(2).run(watched)
 
 
 def test_memory_of_a_device_is_that_of_what_a_model_needs(local):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import grace
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks, ranks_of
 
 pytestmark = pytest.mark.ranks
 
@@ -87,26 +87,24 @@ def test_a_replica_that_leaves_out_a_step_alone_is_named_to_the_others():
         assert "rank 3" in words
 
 
-def shorter():
+@on_ranks(2)
+def test_a_shorter_batch_on_one_rank_is_named_on_all():
     """Rank 1's last batch is shorter; then it has rows that cannot be cut at all; and then all goes on."""
     engine, rank, told = engine_of(), grace.rank(), []
     for rows in (4, 7):
         one = lambda step, rows=rows: engine.step(*batch_of(step, rows if rank == 1 else 8))  # noqa: E731
         engine.step(*batch_of(0))
         told.append(steps(engine, [1], one)[1:])
-    return told, steps(engine, [2, 3])[0]
+    assert [same for *_, same in told] == [True, True]
+    assert "rank 1 was given a batch of float32[4, 8], float32[4, 4], and rank 0 of float32[8, 8]" in told[0][1]
+    assert "a batch of 7 rows cannot be cut" in told[1][1]
+    assert steps(engine, [2, 3])[0] == [2, 3]
 
 
-def test_a_shorter_batch_on_one_rank_is_named_on_all():
-    for told, done in ranks_of(2).run(shorter):
-        assert [same for *_, same in told] == [True, True]
-        assert "rank 1 was given a batch of float32[4, 8], float32[4, 4], and rank 0 of float32[8, 8]" in told[0][1]
-        assert "a batch of 7 rows cannot be cut" in told[1][1]
-        assert done == [2, 3]
-
-
-def own_loop(left_out):
-    """What rank 1 leaves out of its own loop in step 2."""
+@pytest.mark.parametrize(("left_out", "call"), [("step", "optimizer.step()"), ("backward", "loss.backward()")])
+@on_ranks(2)
+def test_what_one_stage_leaves_out_of_its_own_loop_is_named_at_the_next_batch(left_out, call):
+    """Rank 1 leaves out something of its own loop in step 2."""
     engine, rank = engine_of(), grace.rank()
 
     def one(step):
@@ -118,30 +116,23 @@ def own_loop(left_out):
         if skipped != "step":
             engine.optimizer.step()
 
-    return steps(engine, range(5), one)
+    done, kind, words, same = steps(engine, range(5), one)
+    assert (done, kind, same) == ([0, 1, 2], "StepError", True)
+    assert f"rank 1 left out {call}" in words
 
 
-@pytest.mark.parametrize(("left_out", "call"), [("step", "optimizer.step()"), ("backward", "loss.backward()")])
-def test_what_one_stage_leaves_out_of_its_own_loop_is_named_at_the_next_batch(left_out, call):
-    for done, kind, words, same in ranks_of(2).run(own_loop, left_out):
-        assert (done, kind, same) == ([0, 1, 2], "StepError", True)
-        assert f"rank 1 left out {call}" in words
-
-
-def evaluates_alone():
+@on_ranks(2)
+def test_a_stage_that_evaluates_while_another_trains_is_named():
     engine, rank = engine_of(), grace.rank()
     engine.step(*batch_of(0))
     engine.train(rank == 0)
-    return steps(engine, [1], lambda step: engine(*batch_of(step)[: 1 + (rank == 0)]))
+    _, kind, words, _ = steps(engine, [1], lambda step: engine(*batch_of(step)[: 1 + (rank == 0)]))
+    assert kind == "StepError"
+    assert "rank 0 trains; rank 1 evaluates" in words
 
 
-def test_a_stage_that_evaluates_while_another_trains_is_named():
-    for _, kind, words, _ in ranks_of(2).run(evaluates_alone):
-        assert kind == "StepError"
-        assert "rank 0 trains; rank 1 evaluates" in words
-
-
-def with_stand_ins():
+@on_ranks(2)
+def test_targets_that_stand_in_and_rates_of_layers_are_said_once_and_train():
     """Only the last stage has targets; the others' stand in. And stages learn at rates of their own."""
     engine, rank = engine_of(rate=(0.1, 0.9)[grace.rank()]), grace.rank()
     with warnings.catch_warnings(record=True) as said:
@@ -149,14 +140,10 @@ def with_stand_ins():
         for step in range(4):
             x, y = batch_of(step)
             engine.step(x, y if rank == 1 else torch.zeros_like(y))
-    return [str(one.message) for one in said if "pipeline" in str(one.message)]
-
-
-def test_targets_that_stand_in_and_rates_of_layers_are_said_once_and_train():
-    for said in ranks_of(2).run(with_stand_ins):
-        assert len(said) == 2
-        assert "ranks 0 and 1 of a pipeline were given different tensors for some of their batch" in said[0]
-        assert "rank 0 has lr 0.1; rank 1 has lr 0.9" in said[1]
+    said = [str(one.message) for one in said if "pipeline" in str(one.message)]
+    assert len(said) == 2
+    assert "ranks 0 and 1 of a pipeline were given different tensors for some of their batch" in said[0]
+    assert "rank 0 has lr 0.1; rank 1 has lr 0.9" in said[1]
 
 
 def refuses(inputs):

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched, ranks_of
+from tests.support.pools import on_ranks, ranks_of
+from tests.support.sharded import built, mesh_of, whole
+from tests.support.sharded import loss_of as loss_in_shards
 from tests.support.training import ddp, digest, loss_of, net, weights
 
 pytestmark = pytest.mark.ranks
@@ -136,19 +138,6 @@ def with_its_own_step(parameters):
     return optimizer
 
 
-def many_kinds():
-    found = {}
-    for op in ("average", "sum"):
-        for ranks in ((), (0,), (0, 1)):
-            found[f"a parent made on ranks {ranks}, {op}"] = compared(levels(ranks), op=op)
-    for schedule in (False, True):
-        found[f"Lookahead, scheduler: {schedule}"] = compared(lookahead, schedule=schedule)
-    found["a step of its own"] = compared(with_its_own_step)
-    exchanges, weights = compared(sharp, in_two_steps)
-    found["SAM"] = exchanges - STEPS, weights  # what the first of the two brings is dropped
-    return found
-
-
 # -- gradients that the program's own hooks take away -----------------------------------------------------------------
 
 
@@ -198,31 +187,39 @@ def in_backward():
     return found
 
 
-def taken():
-    return compared(beside, from_beside)[0], in_backward()
-
-
 ENGINES = pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
 
 
 @ENGINES
+@on_ranks(2)
 def test_each_step_is_exchanged_once_whatever_is_around_it(engine):
-    first, second = launched(engine, 2).run(many_kinds)
-    assert first == second
+    found = {}
+    for op in ("average", "sum"):
+        for ranks in ((), (0,), (0, 1)):
+            found[f"a parent made on ranks {ranks}, {op}"] = compared(levels(ranks), op=op)
+    for schedule in (False, True):
+        found[f"Lookahead, scheduler: {schedule}"] = compared(lookahead, schedule=schedule)
+    found["a step of its own"] = compared(with_its_own_step)
+    exchanges, weights = compared(sharp, in_two_steps)
+    found["SAM"] = exchanges - STEPS, weights  # what the first of the two brings is dropped
+    first = found
     assert {name: exchanges for name, (exchanges, _) in first.items()} == dict.fromkeys(first, STEPS)
+    return first
 
 
 @ENGINES
+@on_ranks(2)
 def test_gradients_that_a_hook_took_are_not_exchanged_and_what_the_program_puts_there_is(engine):
-    for beside_it, in_backward_pass in launched(engine, 2).run(taken):
-        assert beside_it == STEPS
-        assert in_backward_pass == {STEPS}
+    assert compared(beside, from_beside)[0] == STEPS
+    assert in_backward() == {STEPS}
 
 
 # -- DDP's hook and FSDP's --------------------------------------------------------------------------------------------
 
 
-def under_ddp(kind):
+@pytest.mark.parametrize("kind", ["levels", "around"])
+@on_ranks(2)
+def test_ddps_hook_counts_one_step_for_a_step(kind):
     """Training whose optimizer is given to the hook; its state may be saved after each step."""
     model = net()
     optimizer = levels([0])(model.parameters()) if kind == "levels" else lookahead(model.parameters())
@@ -234,10 +231,31 @@ def under_ddp(kind):
     return digest(weights(model))
 
 
-@pytest.mark.parametrize("kind", ["levels", "around"])
-def test_ddps_hook_counts_one_step_for_a_step(two_ranks, kind):
-    first, second = two_ranks.run(under_ddp, kind)
-    assert first == second
+class Nested(torch.optim.SGD):
+    """torch calls hooks of ``step()`` at both levels of such a subclass."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def nested():
+    """The weights and the count of steps, with a step that calls its parent's and without, of replicas of shards."""
+    found = []
+    for make in (torch.optim.SGD, Nested):  # torch has added its hooks to SGD's step when the other class comes
+        net = built(mesh_of()["shard"])
+        optimizer = make(net.parameters(), lr=0.1)
+        state = grace.torch.register_fsdp_hook(net, mesh_of()["replicate"], "topk(ratio=0.1)", optimizer=optimizer)
+        for step in range(STEPS):
+            usual(net, optimizer, loss_in_shards, step)
+        found.append((digest(whole(net)), state.runner.context.step, state.runner.context.updates))
+        state.close()
+    return found
+
+
+def test_fsdps_hook_counts_a_step_that_calls_its_parents_step_once():
+    for plain, subclass in ranks_of(4).run(nested):
+        assert subclass == plain
+        assert plain[1] in (STEPS - 1, STEPS)
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -257,12 +275,8 @@ def in_a_pipeline(make):
     return losses, digest(dict(engine.parameters)), engine.gradients.updates
 
 
-def in_pipelines():
-    plain = in_a_pipeline(lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9))
-    return plain, in_a_pipeline(levels([0]))
-
-
+@on_ranks(4)
 def test_a_pipeline_counts_one_step_for_a_step():
-    for plain, nested in ranks_of(4).run(in_pipelines):
-        assert nested == plain
-        assert plain[-1] == STEPS
+    plain = in_a_pipeline(lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9))
+    assert in_a_pipeline(levels([0])) == plain
+    assert plain[-1] == STEPS

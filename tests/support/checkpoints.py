@@ -6,7 +6,7 @@ import torch
 
 import grace
 from grace.session import state_schema
-from tests.support.training import Given, copied, digest, made_up
+from tests.support.training import Given, copied, digest, train_given
 
 SHAPES = {"w": (12, 8), "v": (40,)}
 
@@ -19,18 +19,10 @@ def made(compressor="topk(ratio=0.1)", memory=None, communicator=None, shapes=No
     return model, optimizer
 
 
-def steps(model, optimizer, numbers):
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    for step in numbers:
-        optimizer.zero_grad()
-        model.backward(made_up(shapes, step, grace.rank()))
-        optimizer.step()
-
-
 def saved_by(*choices, everyone=True, **options):
     """A checkpoint after three steps."""
     model, optimizer = made(*choices, **options)
-    steps(model, optimizer, range(3))
+    train_given(model, optimizer, range(3))
     return copied(optimizer.full_state_dict() if everyone else optimizer.state_dict())
 
 

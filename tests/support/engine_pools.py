@@ -55,7 +55,10 @@ def environment() -> dict[str, str]:
 
 
 def command(engine: str, size: int, *program: str) -> list[str]:
-    """The command line that runs a Python program on ``size`` ranks."""
+    """The command line that runs a Python program on ``size`` ranks; "torchrun" is torch's launcher."""
+    if engine == "torchrun":
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*launcher, "--nproc-per-node", str(size), *program]
     return [*ENGINES[engine][0], "-np", str(size), sys.executable, *program]
 
 

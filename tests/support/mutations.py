@@ -5,6 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.support.damaged_states import places
+
 NUMBERS = [0, -1, 1, 2, 1e9, 10**18, 10**30, -(2**63), 0.5, -0.0, 1e-300, 1e308, float("inf"), float("nan")]
 WORDS = ["", "0", "w", "none", "topk", "[/red]", "\x1b[31m", "\xe9", "\ud800", "x" * 300, "null", "2020-01-01"]
 NESTED = [[], {}, [[]], [None], [0], [-1], {"": {}}, {"name": "topk"}, {"w": None}, [10**18] * 30]
@@ -15,21 +17,12 @@ JSON = st.recursive(
 """What JSON and YAML may give, and a little more."""
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The paths to all values inside a document."""
-    found = [path]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        found += places(item, (*path, key))
-    return found
-
-
 @st.composite
 def mutated(draw: Any, document: Any, changes: int = 2) -> Any:
     """The document with some values replaced, removed, added, or their keys renamed."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, changes))):
-        path = draw(st.sampled_from(places(document)))
+        path = draw(st.sampled_from([(), *places(document)]))
         if not path:
             if draw(st.integers(0, 9)) == 0:
                 return draw(JSON)

@@ -3,6 +3,12 @@
 They are here and not in conftest.py, which pytest and the tests that import from it would load as two modules.
 """
 
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tests.support.engine_pools import Launched, available
@@ -38,6 +44,42 @@ def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
         if other.framework != framework or place < len(others) - (MOST - 1):
             other.stop()
     return pool
+
+
+def on_ranks(*sizes: int, engine: str = "gloo") -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a test's body on every rank: what it returns, if anything, must be the same on all of them.
+
+    A test that has a parameter ``engine`` or ``size`` says by that whose ranks they are, and how many.
+
+    Args:
+        sizes: how many ranks there are (2); with several the test is run once for each.
+        engine: what moves bytes.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        parameters = inspect.signature(body).parameters
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            size = given.get("size", sizes[0] if sizes else 2)
+            own = {name: value for name, value in given.items() if name in parameters}
+            pool = launched(given.get("engine", engine), size)
+            answers = pool.run(_on_this_rank, body.__module__, body.__name__, own)
+            assert answers == answers[:1] * size
+
+        test.body = body  # type: ignore[attr-defined]
+        if len(sizes) < 2:
+            return test
+        added = inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*parameters.values(), added])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("size", sizes, ids=lambda size: f"{size}ranks")(test)
+
+    return decorate
+
+
+def _on_this_rank(module: str, name: str, given: dict[str, Any]) -> Any:
+    """Call the body of a test of that name."""
+    return getattr(importlib.import_module(module), name).body(**given)
 
 
 def stop_engines() -> None:

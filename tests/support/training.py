@@ -1,10 +1,11 @@
 """Models, data and training loops that the tests of several ranks share; they run in the rank processes."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import grace
@@ -215,16 +216,36 @@ class Given(torch.nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
 
-    def backward(self, given: dict[str, Any]) -> None:
-        """Set the gradients of the parameters that are named, through autograd."""
+    def forward(self, given: dict[str, Any]) -> torch.Tensor:
+        """Return a loss whose gradients are these."""
         parameters = dict(self.named_parameters())
         terms = [
             (parameters[name] * torch.as_tensor(g, dtype=parameters[name].dtype)).sum() for name, g in given.items()
         ]
-        sum(terms[1:], start=terms[0]).backward()
+        return sum(terms[1:], start=terms[0])
+
+    def backward(self, given: dict[str, Any]) -> None:
+        """Set the gradients of the parameters that are named, through autograd."""
+        self(given).backward()
 
 
 def made_up(shapes: dict[str, tuple[int, ...]], step: int, rank: int) -> dict[str, np.ndarray]:
     """Gradients that any process can make up for any rank."""
     generator = np.random.default_rng((step, rank))
     return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def train_given(model: torch.nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    """Plain steps of a model of :class:`Given` on gradients that are made up for this rank."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for step in steps:
+        optimizer.zero_grad()
+        model.backward(made_up(shapes, step, grace.rank()))
+        optimizer.step()
+
+
+def refusal(call: Callable[..., Any], *args: Any, kind: type[Exception] = grace.ConfigError, **options: Any) -> str:
+    """Return the message of the error that a call must raise."""
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    return str(caught.value)

@@ -1,4 +1,4 @@
-"""What the codecs of whole buckets share: arrays at addresses, and x = a * residual + b * gradient."""
+"""Arrays at addresses, and x = a * residual + b * gradient, which all codecs of whole buckets share."""
 
 from typing import Any
 

@@ -5,19 +5,17 @@ of each of its payload's tensors in the wire. Buffers are made once and kept.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
-from grace.kernels.contract.primitives import Placed
-from grace.kernels.contract.quantization import gaussian_reach
+from grace.kernels.constants import Placed, gaussian_reach
 from grace.kernels.fused import addresses, buckets, rounding, sparse_buckets
 from grace.kernels.fused.loops import TILE, f32
 from grace.kernels.fused.primitives import _random_indices
+from grace.kernels.fused.selection import SAMPLED
+from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
-
-WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
-"""Bytes of a coded position, and 1 of a bitmap."""
 
 
 class Codec:
@@ -29,9 +27,9 @@ class Codec:
     """
 
     draws: bool | str = False
-    """Whether encoding takes random numbers; "shared": those that all ranks draw alike."""
+    """True if encoding takes random numbers; "shared" if all ranks draw the same ones."""
     on_device = False
-    """Whether it writes the end of the wire, since what that says is known on the device alone."""
+    """True if it writes the header at the end of the wire, since only the device knows what is in range."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
         self.plan = np.zeros((len(sizes), 5), np.int64)
@@ -39,11 +37,11 @@ class Codec:
         for row, payload in zip(self.plan, payloads, strict=True):
             for column, tensor in enumerate(payload, addresses.FIRST):
                 row[column] = tensor.offset
-        self.sound = np.zeros(len(sizes), np.bool_)
+        self.in_range = np.zeros(len(sizes), np.bool_)
         self.most = max(sizes, default=0)
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        """Write every payload into the wire, and the next residuals; whether each x was in range.
+    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> list[bool]:
+        """Write every payload into the wire, and the next residuals.
 
         Args:
             rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual.
@@ -51,11 +49,19 @@ class Codec:
             wire: the address of the wire.
             most: the bit pattern of the largest magnitude that is in range.
             streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
+
+        Returns:
+            True for each variable whose x was in range.
         """
+        self.write(rows, factors, wire, most, streams)
+        return self.in_range.tolist()
+
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
+        """Call the loop that encodes, which also writes ``in_range``."""
         raise NotImplementedError
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        """Write the mean over ``count`` ranks of what their wires hold into ``outs``; False if one cannot be decoded.
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        """Write the mean over ``count`` ranks' wires into ``outs``; return False if one cannot be decoded.
 
         Args:
             outs, wires: addresses, uint64.
@@ -72,11 +78,10 @@ class Numbers(Codec):
         super().__init__(sizes, payloads)
         self.form = self.FORMS[payloads[0][0].dtype]
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        buckets.encode_numbers(rows, factors, self.plan, wire, most, self.form, self.sound)
-        return self.sound.tolist()
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
+        buckets.encode_numbers(rows, factors, self.plan, wire, most, self.form, self.in_range)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         buckets.decode_numbers(outs, wires, self.plan, count, self.form)
         return True
 
@@ -91,11 +96,10 @@ class Signs(Codec):
         super().__init__(sizes, payloads)
         self.form = self.FORMS[form]
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        buckets.encode_signs(rows, factors, self.plan, wire, most, self.form, self.sound)
-        return self.sound.tolist()
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
+        buckets.encode_signs(rows, factors, self.plan, wire, most, self.form, self.in_range)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         buckets.decode_signs(outs, wires, self.plan, f32(1 / count), self.form, f32(1) / f32(1 / loss_scale))
         return True
 
@@ -121,12 +125,11 @@ class Levels(Codec):
         self.draws = not nearest
         self.held = np.empty(TILE + 8, np.uint8)
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        chosen = self.levels, self.bits, self.bucket, *self.scaled, self.nearest, self.held, self.sound
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
+        chosen = self.levels, self.bits, self.bucket, *self.scaled, self.nearest, self.held, self.in_range
         buckets.encode_levels(rows, factors, self.plan, streams, wire, most, *chosen)
-        return self.sound.tolist()
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         chosen = self.levels, self.bits, self.bucket, self.held
         buckets.decode_levels(outs, wires, self.plan, f32(1 / count), *chosen)
         return True
@@ -139,9 +142,8 @@ class Ternary(Levels):
         super().__init__(sizes, payloads, levels=1, bits=2, bucket=max([1, *sizes]))
         self.clip = clip
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        buckets.encode_ternary(rows, factors, self.plan, streams, wire, most, self.clip, self.sound)
-        return self.sound.tolist()
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
+        buckets.encode_ternary(rows, factors, self.plan, streams, wire, most, self.clip, self.in_range)
 
 
 class Powers(Codec):
@@ -149,11 +151,10 @@ class Powers(Codec):
 
     draws = True
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        buckets.encode_powers(rows, factors, self.plan, streams, wire, most, self.sound)
-        return self.sound.tolist()
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
+        buckets.encode_powers(rows, factors, self.plan, streams, wire, most, self.in_range)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         buckets.decode_powers(outs, wires, self.plan, f32(1 / count))
         return True
 
@@ -165,19 +166,18 @@ class Largest(Codec):
         super().__init__(sizes, payloads)
         self.last, room = np.zeros(len(sizes), np.uint32), 0
         for row, n, (values, coded) in zip(self.plan, sizes, payloads, strict=True):
-            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], WIDTHS[coded.dtype]
-            if n >= sparse_buckets.SAMPLED:
+            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], POSITION_BYTES[coded.dtype]
+            if n >= SAMPLED:
                 room = max(room, 4 * values.shape[0] + 1024)
         self.indices, self.found = np.empty(room + TILE, np.int32), np.empty(room + TILE, np.uint32)
         self.sample = np.empty(self.most if room else 0, np.uint32)  # of which as much is written to as is needed
         self.chosen = np.empty(max((payload[0].shape[0] for payload in payloads), default=0), np.int32)
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         spare = self.last, self.indices, self.found, self.sample, self.chosen
-        sparse_buckets.encode_largest(rows, factors, self.plan, wire, most, *spare, self.sound)
-        return self.sound.tolist()
+        sparse_buckets.encode_largest(rows, factors, self.plan, wire, most, *spare, self.in_range)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count), 0, 1)
 
 
@@ -188,16 +188,15 @@ class LargestOfChunks(Codec):
         super().__init__(sizes, payloads)
         self.chunk, self.kept = chunk, kept
         for row, (values, coded) in zip(self.plan, payloads, strict=True):
-            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], WIDTHS[coded.dtype]
+            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], POSITION_BYTES[coded.dtype]
         self.indices, self.found = np.empty(chunk + 1, np.int32), np.empty(chunk + 1, np.uint32)
         self.chosen = np.empty(max(self.plan[:, addresses.MORE], default=0), np.int32)
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         spare = self.indices, self.found, self.chosen
-        sparse_buckets.encode_chunks(rows, factors, self.plan, wire, most, self.chunk, self.kept, *spare, self.sound)
-        return self.sound.tolist()
+        sparse_buckets.encode_chunks(rows, factors, self.plan, wire, most, self.chunk, self.kept, *spare, self.in_range)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count), self.chunk, self.kept)
 
 
@@ -212,16 +211,15 @@ class Drawn(Codec):
         self.scales = [n / count if scaled and count else 1.0 for n, count in zip(sizes, counts, strict=True)]
         self.indices = [np.empty(count, np.int32) for count in counts]
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+    def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         for v, (indices, scale) in enumerate(zip(self.indices, self.scales, strict=True)):
             n, (key_low, key_high, step, draw) = int(self.plan[v, addresses.SIZE]), streams[v]
             words = key_low, key_high, step, np.uint32(draw | FEISTEL_DRAW)
             _random_indices(indices, n, *feistel_bits(n), *words)
             given = rows[v], factors[v], self.plan[v], wire, most, indices, f32(scale)
-            self.sound[v] = sparse_buckets.encode_drawn(*given)
-        return self.sound.tolist()
+            self.in_range[v] = sparse_buckets.encode_drawn(*given)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         for v, (indices, scale) in enumerate(zip(self.indices, self.scales, strict=True)):
             sparse_buckets.decode_drawn(outs[v], wires, self.plan[v], f32(1 / count * scale), indices)
         return True

@@ -61,7 +61,7 @@ from grace.kernels.fused.rounding import (
 
 FLOAT, HALF, BRAIN = 0, 1, 2
 ANY = u32(0xFFFFFFFF)
-"""As the largest number that is in range: not to look."""
+"""Largest magnitude that is in range, if magnitudes are not checked."""
 
 
 @compiled
@@ -81,7 +81,7 @@ def _narrow_brain(x, out, kept):
 
 
 @compiled
-def encode_numbers(rows, factors, plan, wire, most, form, sound):
+def encode_numbers(rows, factors, plan, wire, most, form, in_range):
     for v in range(rows.shape[0]):
         row, by, n, kept, largest = rows[v], factors[v], plan[v, SIZE], rows[v, NEXT] != 0, u32(0)
         for low in range(0, n, TILE):
@@ -103,7 +103,7 @@ def encode_numbers(rows, factors, plan, wire, most, form, sound):
         sent = float_of(largest)
         if form != FLOAT:  # which may be Inf
             sent = _from_half(_to_half(largest)) if form == HALF else _from_brain(_to_brain(largest))
-        sound[v] = largest <= most and pattern_of(sent) < INF_BITS
+        in_range[v] = largest <= most and pattern_of(sent) < INF_BITS
 
 
 @compiled
@@ -114,7 +114,7 @@ def _divide(out, x, by):
 
 @compiled
 def decode_numbers(outs, wires, plan, count, form):
-    """The mean of which one wire is the sum, or of those of several ranks."""
+    """Write the mean of the ranks whose sum one wire is, or of the wires of several ranks."""
     weight = f32(1 / count)
     for v in range(outs.size):
         n = plan[v, SIZE]
@@ -145,7 +145,7 @@ def decode_numbers(outs, wires, plan, count, form):
 # -- signs -------------------------------------------------------------------------------------------------------------
 
 SCALED, SIDED, VOTED, MOMENT = 0, 1, 2, 3
-"""What a bit stands for: the mean magnitude, the mean of its side, or a vote; of a moment, which is kept as it is."""
+"""Values of a bit: the mean magnitude, the mean of its side, or a vote; of a moment, which is kept as it is."""
 
 
 @compiled
@@ -155,7 +155,7 @@ def _subtract_signs(x, one, other):
 
 
 @compiled
-def encode_signs(rows, factors, plan, wire, most, form, sound):
+def encode_signs(rows, factors, plan, wire, most, form, in_range):
     for v in range(rows.shape[0]):
         row, by, n = rows[v], factors[v], plan[v, SIZE]
         packed = _at(wire + plan[v, FIRST], (n + 7) // 8, np.uint8)
@@ -172,7 +172,7 @@ def encode_signs(rows, factors, plan, wire, most, form, sound):
                 below, above, many = _side_sums(x)
                 lower, upper, count = lower + below, upper + above, count + many
             _pack_signs(x, part(packed, low // 8, (high + 7) // 8))
-        sound[v] = largest <= most
+        in_range[v] = largest <= most
         one, other = f32(1), f32(-1)
         if form == SCALED:
             one = f32(upper / n) if n else f32(0)
@@ -194,7 +194,7 @@ def _vote(out, unit):
 
 @compiled
 def decode_signs(outs, wires, plan, weight, form, unit):
-    """The mean of scaled signs; of votes the sign of their sum, times ``unit``."""
+    """Write the mean of scaled signs; of votes the sign of their sum, times ``unit``."""
     for v in range(outs.size):
         n = plan[v, SIZE]
         for low in range(0, n, TILE):
@@ -225,9 +225,9 @@ def _words_of(streams, v):
 
 @compiled
 def _pack_held(held, count, bits, packed, done):
-    """Pack those of ``count`` held codes that fill whole bytes, behind the ``done`` ones before them.
+    """Pack the held codes that fill whole bytes, behind the ``done`` ones before them.
 
-    Return how many are still held, at the beginning, and how many are packed.
+    Return the number of codes that are still held, at the beginning, and the number of packed ones.
     """
     whole = count // 8 * 8
     _pack(part(held, 0, whole), bits, part(packed, done * bits // 8, packed.size))
@@ -238,7 +238,7 @@ def _pack_held(held, count, bits, packed, done):
 
 @compiled
 def encode_levels(
-    rows, factors, plan, streams, wire, most, levels, bits, bucket_size, norm, reach, nearest, held, sound
+    rows, factors, plan, streams, wire, most, levels, bits, bucket_size, norm, reach, nearest, held, in_range
 ):
     """Round to levels. Codes of fewer than 8 bits are held, a tile and up to 7 more, until they fill whole bytes."""
     random, middle = np.empty(TILE + 4, np.uint32), f32(levels)
@@ -291,7 +291,7 @@ def encode_levels(
                     count, done = _pack_held(held, count + stop - tile, bits, packed, done)
         if count > 0:
             _pack(part(held, 0, count), bits, part(packed, done * bits // 8, packed.size))
-        sound[v] = largest <= most
+        in_range[v] = largest <= most
 
 
 @compiled
@@ -326,8 +326,9 @@ def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, held):
 
 
 @compiled
-def encode_ternary(rows, factors, plan, streams, wire, most, clip, sound):
-    """Levels -1, 0 and 1 of what is clipped to so many standard deviations, in two bits; decoded as levels are."""
+def encode_ternary(rows, factors, plan, streams, wire, most, clip, in_range):
+    """Round to levels -1, 0 and 1, in two bits, after clipping to so many standard deviations. Decoded as levels
+    are."""
     random, clipped, codes = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
     reciprocal, rest = _reciprocal(1.0)
     for v in range(rows.shape[0]):
@@ -335,7 +336,7 @@ def encode_ternary(rows, factors, plan, streams, wire, most, clip, sound):
         for low in range(0, n, TILE):
             x, top = _compensated(row, by, n, low, min(low + TILE, n))
             largest, total = max(largest, top), total + _sum(x)
-        sound[v] = largest <= most
+        in_range[v] = largest <= most
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
         limit = _deviation_limit(x, total, clip)
         scale = float_of(min(largest, pattern_of(limit)))  # of magnitudes that are clipped, the largest
@@ -357,7 +358,7 @@ def encode_ternary(rows, factors, plan, streams, wire, most, clip, sound):
 
 
 @compiled
-def encode_powers(rows, factors, plan, streams, wire, most, sound):
+def encode_powers(rows, factors, plan, streams, wire, most, in_range):
     random = np.empty(TILE, np.uint32)
     for v in range(rows.shape[0]):
         row, by, n, largest = rows[v], factors[v], plan[v, SIZE], u32(0)
@@ -370,7 +371,7 @@ def encode_powers(rows, factors, plan, streams, wire, most, sound):
             _round_powers_tile(x.view(np.uint32), random, coded)
             if row[NEXT] != 0:
                 _add_powers(x, coded, f32(-1))
-        sound[v] = largest <= most
+        in_range[v] = largest <= most
 
 
 @compiled

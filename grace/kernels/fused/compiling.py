@@ -1,4 +1,4 @@
-"""When loops are compiled: announced to whoever watches, and counted for those who do it ahead.
+"""Compilation of loops: caching, an announcement on terminals, and a listener for `grace warmup`.
 
 Numba keeps what it compiled beside the source, or in NUMBA_CACHE_DIR, for each processor; so this happens once. Where
 nothing can be written, as in a container with a read-only root, each process compiles what it does not find.
@@ -18,20 +18,20 @@ from numba import njit
 from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 
-from grace.kernels import random
+from grace.kernels import constants, random
 
 RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
 
 
 @functools.cache
 def sources() -> str:
-    """A digest of all files that loops are written in."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(random.__file__)]
+    """Return a digest of all files that loops are written in."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(random.__file__), Path(constants.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def loop(**options: Any) -> Callable[[Any], Any]:
-    """A decorator that compiles a loop, and keeps what was compiled until some loop is written otherwise.
+    """Return a decorator that compiles a loop, and keeps what was compiled until the source of any loop changes.
 
     Numba itself looks at the file of a function alone, but compiles those that it calls into it: after an upgrade that
     changes another file it would go on with what they were.
@@ -47,7 +47,7 @@ def loop(**options: Any) -> Callable[[Any], Any]:
 
 
 def _unwritten(locator: Any) -> Any:
-    """Numba's class that finds a folder, without the demand that it can be written to."""
+    """Return Numba's class that finds a folder, without the demand that the folder can be written to."""
     return type(locator.__name__, (locator,), {"ensure_cache_path": lambda self: None})
 
 
@@ -58,7 +58,7 @@ class _ReadOnlyImpl(CompileResultCacheImpl):
 
 
 class _ReadOnlyCache(FunctionCache):
-    """What was compiled when the image of a container was built, or by another user who may write there."""
+    """Cache that was filled when the image of a container was built, or by another user who may write there."""
 
     _impl_class = _ReadOnlyImpl
 
@@ -80,7 +80,7 @@ class LoopCache(NullCache):
 
     @property
     def cache_path(self) -> str | None:
-        """The folder that is written to; None if none can be."""
+        """Folder that is written to; None if none can be."""
         writable = [cache.cache_path for cache in self.caches if not isinstance(cache, _ReadOnlyCache)]
         return writable[0] if writable else None
 
@@ -151,7 +151,7 @@ class _Announcement(Listener):
         super().__init__(self.say)
 
     def say(self, name: str) -> None:
-        """On a terminal, once."""
+        """Print the announcement on a terminal, once."""
         if self.awaited and sys.stderr is not None and sys.stderr.isatty():
             print(
                 "grace: compiling loops for this processor, which happens once and may take 20 seconds; "
@@ -165,7 +165,7 @@ _announcement = _Announcement()
 
 
 def announce() -> None:
-    """Say so when the next loop is compiled, on one rank of a machine."""
+    """Announce the next loop that is compiled, on one rank of a machine."""
     _announcement.awaited = first_rank()
     if _announcement.awaited and not _announcement.registered:
         _announcement.registered = True

@@ -4,16 +4,15 @@ What they are is computed with whole numbers, which any processor has vectors of
 the range to Inf; NaN stays NaN.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
+from grace.kernels.constants import FLOAT32_MAX
 from grace.kernels.fused.lanes import float_of, pattern_of
 from grace.kernels.fused.loops import INF_BITS, LOW31, compiled, f32, u32
-from grace.kernels.reference.primitives import FLOAT32_MAX, NumpyKernels
 
 u16 = np.uint16
 SIGN, SIGN16, ONE, SHIFT13, SHIFT16 = u32(0x80000000), u32(0x8000), u32(1), u32(13), u32(16)
@@ -113,7 +112,7 @@ def _add_brain(out, x, weight):
 
 @compiled
 def _largest(x):
-    """The largest magnitude as a pattern; NaN's are above Inf's."""
+    """Return the largest magnitude as a pattern; NaN's are above Inf's."""
     largest = u16(0)
     for i in range(x.size):
         magnitude = u16(x[i] & LOW15)
@@ -134,7 +133,7 @@ class Half(NamedTuple):
     """``out += weight x`` in float32."""
 
     def at_most(self, x: Any, most: float) -> bool:
-        """Whether all are finite and no larger in magnitude than ``most``."""
+        """Return True if all numbers are finite and no larger in magnitude than ``most``."""
         largest = np.empty(1, np.float32)
         self.widen(largest, np.array([_largest(x)], np.uint16), f32(1))
         return bool(largest[0] <= min(most, FLOAT32_MAX))
@@ -144,61 +143,3 @@ HALVES = {
     "float16": Half(_narrow_half, _widen_half, _share_half, _add_half),
     "bfloat16": Half(_narrow_brain, _widen_brain, _share_brain, _add_brain),
 }
-
-
-class HalfFused(NumpyKernels):
-    """The reference's arithmetic of 16-bit floats, compiled.
-
-    >>> HalfFused().cast(np.float32([1, 0.1, 1e5]), "float16")
-    array([1. , 0.1, inf], dtype=float16)
-    """
-
-    empty: Any = staticmethod(np.empty)
-    """Makes the arrays that are returned: a 1-d one of so many elements; for frameworks that ask more of memory."""
-    half_types: ClassVar[dict[str, Any]] = {"float16": np.float16}
-    """What arrays of a format have as their type; NumPy itself does not know bfloat16."""
-
-    def cast(self, x, dtype):
-        if x.dtype == np.float32 and dtype in self.half_types:
-            out = self.empty(x.size, np.uint16)
-            HALVES[dtype].narrow(out, x.reshape(-1), f32(1))
-            return out.view(self.half_types[dtype]).reshape(x.shape)
-        if x.dtype.name in self.half_types and dtype == "float32":
-            out = self.empty(x.size, np.float32)
-            HALVES[x.dtype.name].widen(out, _patterns(x), f32(1))
-            return out.reshape(x.shape)
-        return super().cast(x, dtype)
-
-    def all_finite(self, x, most=math.inf):
-        if x.dtype.name not in self.half_types:
-            return super().all_finite(x, most)
-        return HALVES[x.dtype.name].at_most(_patterns(x), most)
-
-    def add(self, out, x, weight=1.0):
-        half = self._half_of(x, out)
-        if half is None or out.dtype != np.float32:
-            return super().add(out, x, weight)
-        half.add(out.reshape(-1), _patterns(x), f32(weight))
-        return out
-
-    def divide(self, out, x, by):
-        x = x.reshape(out.shape)
-        given, wanted = self._half_of(x, out), self._half_of(out, x)
-        if given is not None and out.dtype == np.float32:
-            given.widen(out.reshape(-1), _patterns(x), f32(by))
-        elif wanted is not None and x.dtype == np.float32:
-            wanted.narrow(_patterns(out), x.reshape(-1), f32(by))
-        elif given is not None and given is wanted:
-            given.share(_patterns(out), _patterns(x), f32(by))
-        else:
-            return super().divide(out, x, by)
-        return out
-
-    def _half_of(self, x, other):
-        """The format of an array, if the loops take both."""
-        fit = x.shape == other.shape and x.flags.c_contiguous and other.flags.c_contiguous
-        return HALVES[x.dtype.name] if fit and x.dtype.name in self.half_types else None
-
-
-def _patterns(x):
-    return x.reshape(-1).view(np.uint16)

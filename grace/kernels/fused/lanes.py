@@ -1,5 +1,5 @@
-"""What Numba has no words for, in LLVM's: parts of arrays, patterns of numbers, and vectors of 32 lanes, of which
-comparisons make bits, and bits choose.
+"""Intrinsics in LLVM's instructions, for which Numba has none: parts of arrays, patterns of numbers, and vectors of 32
+lanes, of which comparisons make bits, and bits choose.
 
 LLVM does not find such vectors in a loop over elements. Every processor can have them, with 512-bit registers or one
 lane at a time. Elements are those of 1-d contiguous arrays; callers see to it that all 32 are there.
@@ -21,14 +21,14 @@ def _vector(element):
 
 
 def _pointer(context, builder, kind, array, start):
-    """Where 32 elements of an array are, as one vector."""
+    """Return a pointer to 32 elements of an array, as one vector, and an element's bytes."""
     data = context.make_array(kind)(context, builder, array).data
     element = context.get_data_type(kind.dtype)
     return builder.bitcast(builder.gep(data, [start]), _vector(element).as_pointer()), kind.dtype.bitwidth // 8
 
 
 def _all(builder, value):
-    """A vector of 32 times the same number."""
+    """Return a vector of 32 times the same number."""
     empty = ir.Constant(_vector(value.type), ir.Undefined)
     first = builder.insert_element(empty, value, ir.IntType(32)(0))
     return builder.shuffle_vector(first, empty, ir.Constant(_vector(ir.IntType(32)), [0] * LANES))
@@ -45,8 +45,8 @@ def _bits(builder, chosen):
 
 @intrinsic
 def part(typing_context, array, start, stop):
-    """``array[start:stop]``, both within it, for as long as the array lives: nobody counts who has it, as Numba does of
-    slices, which for a bucket of 64 elements takes longer than what is done with them."""
+    """Return ``array[start:stop]``, both within it, for as long as the array lives. References are not counted, as
+    Numba does for slices, which for a bucket of 64 elements takes longer than the work on them."""
 
     def generate(context, builder, signature, args):
         make = context.make_array(signature.args[0])
@@ -79,7 +79,7 @@ hundred instructions."""
 
 @intrinsic
 def magnitudes_within(typing_context, bits, start, low, width):
-    """Of 32 float32s' bit patterns: a bit for each whose magnitude's is in [low, low + width)."""
+    """Return a bit for each of 32 float32s, by bit patterns, whose magnitude's is in [low, low + width)."""
 
     def generate(context, builder, signature, args):
         pattern = _loaded(context, builder, signature.args[0], *args[:2])
@@ -92,7 +92,7 @@ def magnitudes_within(typing_context, bits, start, low, width):
 
 @intrinsic
 def not_negative(typing_context, x, start):
-    """Of 32 float32s: a bit for each that is at least 0, which NaN is not."""
+    """Return a bit for each of 32 float32s that is at least 0, which NaN is not."""
 
     def generate(context, builder, signature, args):
         values = _loaded(context, builder, signature.args[0], *args)
@@ -117,7 +117,7 @@ def add_chosen(typing_context, out, start, bits, one, other):
 
 @intrinsic
 def lowest(typing_context, bits):
-    """Which is the lowest bit that is set; 0 if none is."""
+    """Return the place of the lowest bit that is set; 0 if none is."""
 
     def generate(context, builder, signature, args):
         place = builder.cttz(args[0], ir.IntType(1)(0))  # 32 if none is
@@ -128,13 +128,13 @@ def lowest(typing_context, bits):
 
 @intrinsic
 def float_of(typing_context, pattern):
-    """The float32 of a pattern."""
+    """Return the float32 of a pattern."""
     return types.float32(types.uint32), _cast_to(ir.FloatType())
 
 
 @intrinsic
 def pattern_of(typing_context, value):
-    """The pattern of a float32."""
+    """Return the pattern of a float32."""
     return types.uint32(types.float32), _cast_to(ir.IntType(32))
 
 

@@ -46,7 +46,7 @@ def _random_blocks(out, first, k0, k1, step, draw):
 
 @compiled
 def _max_bits(bits):
-    """The largest magnitude as a bit pattern."""
+    """Return the largest magnitude as a bit pattern."""
     largest = u32(0)
     for i in range(bits.size):
         magnitude = u32(bits[i] & LOW31)

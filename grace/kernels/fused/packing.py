@@ -25,7 +25,7 @@ def _eight_bytes(place):
 
 @compiled
 def _joined(word, bits):
-    """Eight codes, a byte each, as one number of 8 bits."""
+    """Join eight codes, a byte each, into one number of 8 times as many bits as a code has."""
     gap = u64(8 - bits)
     word = (word & BITS8) | ((word & ~BITS8) >> gap)
     word = (word & BITS16) | ((word & ~BITS16) >> (gap * u64(2)))
@@ -34,7 +34,7 @@ def _joined(word, bits):
 
 @compiled
 def _parted(word, bits):
-    """The opposite."""
+    """Part such a number into eight codes, a byte each."""
     gap, b = u64(8 - bits), u64(bits)
     low4 = ((u64(1) << (b * u64(4))) - u64(1)) * ONES4
     low2 = ((u64(1) << (b * u64(2))) - u64(1)) * ONES2

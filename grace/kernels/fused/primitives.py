@@ -6,13 +6,23 @@ order, except that float64 sums are reassociated.
 """
 
 import math
+from typing import Any, ClassVar
 
 import numpy as np
 
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_scale
-from grace.kernels.contract.primitives import bucket_within
-from grace.kernels.contract.quantization import gaussian_reach
-from grace.kernels.fused.halves import HalfFused
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
+from grace.kernels.constants import (
+    FLOAT8,
+    FLOAT32_MAX,
+    LARGEST_FACTOR,
+    NARROW,
+    bucket_within,
+    clip_factor,
+    gaussian_reach,
+    rounded_down,
+    table_factor,
+)
+from grace.kernels.fused.halves import HALVES
 from grace.kernels.fused.lanes import part
 from grace.kernels.fused.loops import (
     TILE,
@@ -27,14 +37,38 @@ from grace.kernels.fused.loops import (
     u32,
     u64,
 )
-from grace.kernels.fused.packing import _add_signs, _pack, _pack_signs, _unpack
-from grace.kernels.fused.products import ProductsFused
-from grace.kernels.fused.quantization import ValueFused
-from grace.kernels.fused.rounding import NORMS, _dequantize, _quantize
-from grace.kernels.fused.selection import _topk
-from grace.kernels.fused.sparsification import SparseFused, check_used
+from grace.kernels.fused.packing import _add_either, _add_signs, _add_table, _pack, _pack_signs, _unpack
+from grace.kernels.fused.products import _add_product, _columns_in_range, _products
+from grace.kernels.fused.quantization import (
+    _add_powers,
+    _assign,
+    _bucketize,
+    _clip_deviation,
+    _round_powers,
+    _side_means,
+)
+from grace.kernels.fused.rounding import (
+    MAX,
+    MAX_BITS,
+    NORMS,
+    _add_float8,
+    _dequantize,
+    _quantize,
+    _rotate,
+    _sum_squares,
+)
+from grace.kernels.fused.selection import _above, _kth_largest, _topk, _topk_chunks
+from grace.kernels.fused.sparsification import (
+    _add_at,
+    _fixed_tags,
+    _one_side,
+    _sample_indices,
+    _scaled,
+    _where_code,
+    _zero_at,
+)
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
-from grace.kernels.reference.primitives import FLOAT32_MAX
+from grace.kernels.reference import Kernels
 
 
 @compiled
@@ -92,7 +126,7 @@ def _gather(x, indices, out):
 
 @compiled
 def _scatter_add(out, indices, values, weight):
-    """Returns how many indices there are before the first that is out of range."""
+    """Return the number of indices before the first that is out of range."""
     for i in range(indices.size):
         index = indices[i]
         if index < 0 or index >= out.size:
@@ -119,21 +153,21 @@ def _add(out, x, weight):
         out[i] += weight * x[i]
 
 
-def _plain(x, y):
-    """Whether a loop over both takes them: float32, contiguous, of one shape."""
-    return x.shape == y.shape and all(a.dtype == np.float32 and a.flags.c_contiguous for a in (x, y))
+class FusedKernels(Kernels):
+    """The reference with its hot kernels compiled, those of 16-bit floats too.
 
-
-class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
-    """The reference with its hot kernels compiled.
-
-    >>> import numpy as np
     >>> FusedKernels().topk(np.float32([1, -5, 3, 5]), 2)
     array([1, 3], dtype=int32)
+    >>> FusedKernels().cast(np.float32([1, 0.1, 1e5]), "float16")
+    array([1. , 0.1, inf], dtype=float16)
     """
 
     name = "fused"
     codecs = "grace.kernels.fused.bucket_codecs"
+    empty: Any = staticmethod(np.empty)
+    """Function that allocates the 1-d arrays of results; replaced for frameworks that ask more of memory."""
+    half_types: ClassVar[dict[str, Any]] = {"float16": np.float16}
+    """NumPy types of arrays of each 16-bit format; NumPy itself has no bfloat16."""
 
     def addresses(self, tensors, dtype="float32"):
         if all(x.dtype.name == dtype and x.flags.c_contiguous for x in tensors):
@@ -143,33 +177,65 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
     def memory(self, x):
         return x.view(np.uint8)
 
+    def cast(self, x, dtype):
+        if x.dtype == np.float32 and dtype in self.half_types:
+            out = self.empty(x.size, np.uint16)
+            HALVES[dtype].narrow(out, x.reshape(-1), f32(1))
+            return out.view(self.half_types[dtype]).reshape(x.shape)
+        if x.dtype.name in self.half_types and dtype == "float32":
+            out = self.empty(x.size, np.float32)
+            HALVES[x.dtype.name].widen(out, _patterns(x), f32(1))
+            return out.reshape(x.shape)
+        return super().cast(x, dtype)
+
     def all_finite(self, x, most=math.inf):
-        if x.dtype != np.float32:
-            return super().all_finite(x, most)
-        return bool(_max_bits(x.reshape(-1).view(np.uint32)) <= f32(min(most, FLOAT32_MAX)).view(np.uint32))
+        if x.dtype == np.float32:
+            return bool(_max_bits(x.reshape(-1).view(np.uint32)) <= f32(min(most, FLOAT32_MAX)).view(np.uint32))
+        if x.dtype.name in self.half_types:
+            return HALVES[x.dtype.name].at_most(_patterns(x), most)
+        return super().all_finite(x, most)
 
     def combine(self, a, x, b, y):
-        if not _plain(x, y):
+        if x.shape != y.shape or not _plain(x, y):
             return super().combine(a, x, b, y)
         out = self.empty(x.size, np.float32)
         _combine(f32(a), x.reshape(-1), f32(b), y.reshape(-1), out)
         return out.reshape(x.shape)
 
     def add(self, out, x, weight=1.0):
-        if not _plain(out, x):
+        if out.shape == x.shape and _plain(out, x):
+            _add(out.reshape(-1), x.reshape(-1), f32(weight))
+            return out
+        half = self._half_of(x, out)
+        if half is None or out.dtype != np.float32:
             return super().add(out, x, weight)
-        _add(out.reshape(-1), x.reshape(-1), f32(weight))
+        half.add(out.reshape(-1), _patterns(x), f32(weight))
         return out
 
     def divide(self, out, x, by):
-        if out.dtype != x.dtype or x.dtype.itemsize == 2:
-            return super().divide(out, x, by)
         x = x.reshape(out.shape)
-        if by != 1:
-            np.divide(x, out.dtype.type(by), out=out)
-        elif x.ctypes.data != out.ctypes.data:
-            out[...] = x
+        if out.dtype == x.dtype and x.dtype.itemsize > 2:
+            if by != 1:
+                np.divide(x, out.dtype.type(by), out=out)
+            elif x.ctypes.data != out.ctypes.data:
+                out[...] = x
+            return out
+        given, wanted = self._half_of(x, out), self._half_of(out, x)
+        if given is not None and out.dtype == np.float32:
+            given.widen(out.reshape(-1), _patterns(x), f32(by))
+        elif wanted is not None and x.dtype == np.float32:
+            wanted.narrow(_patterns(out), x.reshape(-1), f32(by))
+        elif given is not None and given is wanted:
+            given.share(_patterns(out), _patterns(x), f32(by))
+        else:
+            return super().divide(out, x, by)
         return out
+
+    def _half_of(self, x, other):
+        """Return the loops of an array's 16-bit format, if they take both arrays."""
+        if x.dtype.name not in self.half_types or x.shape != other.shape:
+            return None
+        return HALVES[x.dtype.name] if x.flags.c_contiguous and other.flags.c_contiguous else None
 
     def mean_abs(self, x):
         return np.array([_sum_abs_by_tiles(x) / x.size if x.size else 0.0], np.float32)
@@ -213,7 +279,7 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
         return out
 
     def signs(self, x):
-        if not _plain(x, x):
+        if not _plain(x):
             return super().signs(x)
         out = self.empty(x.size, np.float32)
         _signs(x.reshape(-1), out)
@@ -227,8 +293,7 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
     def add_signs(self, out, packed, scale, weight):
         check_scale(scale)
         check_packed(packed.size, 1, out.size)
-        amount = np.float32(weight) * (np.float32(1) if scale is None else scale[0])
-        _add_signs(out, packed, np.float32(amount))
+        _add_signs(out, packed, np.float32(table_factor(scale, weight)))
         return out
 
     def topk(self, x, k):
@@ -241,5 +306,171 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
 
     def scatter_add(self, out, indices, values, weight):
         check_count("values", values.size, indices.size)
-        check_used(_scatter_add(out, indices, values, np.float32(weight)), indices, out.size)
+        _check_used(_scatter_add(out, indices, values, np.float32(weight)), indices, out.size)
         return out
+
+    def max_abs(self, x):
+        return np.array([min(_max_bits(x.view(np.uint32)), MAX_BITS)], np.uint32).view(np.float32)
+
+    def side_means(self, x):
+        means = self.empty(2, np.float32)
+        _side_means(x, means)
+        return means
+
+    def clip_deviation(self, x, factor):
+        out = self.empty(x.size, np.float32)
+        _clip_deviation(x, f64(factor), out)
+        return out
+
+    def round_powers(self, x, stream):
+        codes = self.empty(x.size, np.uint8)
+        _round_powers(x.view(np.uint32), codes, *_words(stream))
+        return codes
+
+    def add_powers(self, out, codes, weight):
+        check_packed(codes.size, 8, out.size)
+        _add_powers(out, codes, f32(weight))
+        return out
+
+    def round_float8(self, x, bucket_size, stream):
+        bucket_size, words = bucket_within(bucket_size, x.size), _words(stream or Stream(0))
+        codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
+        _quantize(x, codes, scales, f64(0), bucket_size, MAX, 1.0, stream is None, *words)
+        return codes, scales
+
+    def add_float8(self, out, codes, scales, bucket_size, weight):
+        bucket_size = bucket_within(bucket_size, codes.size)
+        check_quantized(codes.size, scales.size, out.size, bucket_size)
+        _add_float8(out, codes, scales, bucket_size, f32(weight), FLOAT8)
+        return out
+
+    def rotate(self, x):
+        out = self.empty(x.size, np.float32)
+        _rotate(x, out)
+        return out
+
+    def bucketize(self, x, scale, edges):
+        codes = self.empty(x.size, np.uint8)
+        ended, shift = _searchable(edges, x.size)
+        _bucketize(x, scale[0] if scale[0] > 0 else f32(1), ended, shift, codes)
+        return codes
+
+    def add_table(self, out, packed, bits, table, scale, weight):
+        check_scale(scale)
+        check_table(table, bits)
+        check_packed(packed.size, bits, out.size)
+        if table.size < 1 << bits:  # as a sketch's of fewer buckets; the other tables have an entry for every code
+            self.check_indices(self.unpack(packed, bits, out.size), table.size)
+        amounts = np.zeros(256, np.float32)
+        amounts[: table.size] = table_factor(scale, weight) * table
+        if bits == 1:
+            _add_either(out, packed, amounts[1], amounts[0])
+        else:
+            _add_table(out, packed, bits, amounts)
+        return out
+
+    def quantile_buckets(self, x, buckets):
+        # 1. sort the values once; the bucket boundaries are the elements of certain ranks
+        starts = -(-np.arange(1, buckets) * x.size // buckets)
+        ordered = np.sort(x)
+        edges = ordered[starts]
+        # 2. in index order, give every element its bucket
+        first = starts - np.searchsorted(ordered, edges, side="left")
+        codes, sums, counts = self.empty(x.size, np.uint8), np.zeros(256), np.zeros(256, np.int64)
+        ended, shift = _searchable(edges, x.size)
+        _assign(x, ended, shift, first, codes, sums, counts)
+        return codes, (sums / np.maximum(1, counts))[:buckets].astype(np.float32)
+
+    def topk_chunks(self, x, chunk, k):
+        return _topk_chunks(x.view(np.uint32), chunk, k)
+
+    def above(self, x, threshold):
+        out = np.empty(x.size, np.int32)  # what is not written to takes no memory, but the rest of a huge page
+        return out[: _above(x.view(np.uint32), np.float32(threshold).view(np.uint32), out)].copy()
+
+    def kth_magnitude(self, x, k):
+        pattern, _ = _kth_largest(x.view(np.uint32), k)
+        return float(np.uint32(pattern).view(np.float32))
+
+    def sample_indices(self, stream, n, k, like=None):
+        out = self.empty(k, np.int32)
+        _sample_indices(self.random_bits(stream, k), n, out)
+        return out
+
+    def zero_at(self, out, indices):
+        _check_used(_zero_at(out, indices), indices, out.size)
+        return out
+
+    def add_at(self, out, indices, value, weight):
+        check_count("means", value.size, 1)
+        _check_used(_add_at(out, indices, np.float32(np.float32(weight) * value[0])), indices, out.size)
+        return out
+
+    def clip_norm(self, x, limit):
+        out = self.empty(x.size, np.float32)
+        _scaled(x, clip_factor(limit, math.sqrt(_sum_squares(x))), out)
+        return out
+
+    def one_side(self, x, sign):
+        out = self.empty(x.size, np.float32)
+        return out, int(_one_side(x, np.float32(sign), out))
+
+    def fixed_tags(self, x, bound, top, step8, step16):
+        out = self.empty(x.size, np.uint8)
+        per8, per16 = np.float32(1 / step8), np.float32(1 / step16)
+        _fixed_tags(x, rounded_down(bound), np.float32(top), per8, per16, out)
+        return out
+
+    def where_code(self, codes, code):
+        out = np.empty(codes.size, np.int32)
+        return out[: _where_code(codes, code, out)].copy()
+
+    def matmul(self, a, b, transpose=False):
+        if a.ndim != b.ndim or not _suited(a, b):
+            return super().matmul(a, b, transpose)
+        rows = a.shape[-1 if transpose else -2]
+        shape = (*a.shape[:-2], rows, b.shape[-1])
+        out = self.empty(math.prod(shape), np.float32).reshape(shape)
+        _products(_stacked(a), _stacked(b), _stacked(out), transpose)
+        return out
+
+    def matmul_add(self, out, a, b, weight, keep=1.0):
+        if not _suited(out, a) or not _suited(out, b):
+            return super().matmul_add(out, a, b, weight, keep)
+        _add_product(out.reshape(a.shape[0], b.shape[0]), a, b, f32(weight), f32(keep))
+        return out
+
+    def zero_columns(self, matrices):
+        if not all(_suited(x, x) for x in matrices):
+            return super().zero_columns(matrices)
+        return not all(_columns_in_range(x, f32(LARGEST_FACTOR)) for x in matrices)
+
+
+def _plain(*arrays):
+    """Return True if float32 loops take the arrays."""
+    return all(x.dtype == np.float32 and x.flags.c_contiguous for x in arrays)
+
+
+def _suited(wide, narrow):
+    """Return True if loops of products take the matrices."""
+    return _plain(wide, narrow) and narrow.shape[-1] <= NARROW
+
+
+def _stacked(x):
+    """Return a batch of matrices, or a matrix, as one array of three dimensions."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def _patterns(x):
+    return x.reshape(-1).view(np.uint16)
+
+
+def _searchable(edges, n):
+    """Return edges ended by Inf, and the shift of ``_starts`` whose table pays for n elements."""
+    return np.append(edges, np.float32(np.inf)), 17 if n >= 1 << 14 else 20
+
+
+def _check_used(count, indices, n):
+    """Raise PayloadError if a loop over indices stopped after ``count``: the next one is outside an array of n."""
+    if count < indices.size:
+        check_range(int(indices[count]), int(indices[count]), n)

@@ -6,12 +6,8 @@ operation, in the order of the columns, whatever is done with it, so that a resi
 x - a b^T.
 """
 
-import math
-from typing import Any
-
 import numpy as np
 
-from grace.kernels.contract.primitives import LARGEST_FACTOR, NARROW
 from grace.kernels.fused.compiling import loop
 from grace.kernels.fused.loops import compiled, f32
 
@@ -23,7 +19,7 @@ COLUMNS = 1024
 
 @compiled
 def _columns(narrow, weight):
-    """The columns of a narrow matrix times a weight, as rows, and zeros."""
+    """Return the columns of a narrow matrix times a weight, as rows, and rows of zeros behind them."""
     rows, width = narrow.shape
     out = np.zeros(((width + 3) // 4 * 4, rows), f32)
     for i in range(rows):
@@ -117,7 +113,7 @@ def _add_product(out, left, right, weight, keep):
 
 
 @compiled
-def _sound_columns(x, largest):
+def _columns_in_range(x, largest):
     most = np.zeros(x.shape[1], f32)
     for i in range(x.shape[0]):
         for k in range(x.shape[1]):
@@ -134,40 +130,3 @@ def _products(x, factor, out, transpose):
             _transposed_product(x[i], factor[i], out[i])
         else:
             _product(x[i], factor[i], out[i])
-
-
-class ProductsFused:
-    """The reference's products, in loops where one factor is narrow."""
-
-    empty: Any
-
-    def matmul(self, a, b, transpose=False):
-        if a.ndim != b.ndim or not _suited(a, b):
-            return super().matmul(a, b, transpose)  # type: ignore[misc]
-        rows = a.shape[-1 if transpose else -2]
-        shape = (*a.shape[:-2], rows, b.shape[-1])
-        out = self.empty(math.prod(shape), np.float32).reshape(shape)
-        _products(_stacked(a), _stacked(b), _stacked(out), transpose)
-        return out
-
-    def matmul_add(self, out, a, b, weight, keep=1.0):
-        if not _suited(out, a) or not _suited(out, b):
-            return super().matmul_add(out, a, b, weight, keep)  # type: ignore[misc]
-        _add_product(out.reshape(a.shape[0], b.shape[0]), a, b, f32(weight), f32(keep))
-        return out
-
-    def zero_columns(self, matrices):
-        if not all(_suited(x, x) for x in matrices):
-            return super().zero_columns(matrices)  # type: ignore[misc]
-        return not all(_sound_columns(x, f32(LARGEST_FACTOR)) for x in matrices)
-
-
-def _suited(wide: Any, narrow: Any) -> bool:
-    """Whether the loops take these two."""
-    plain = all(x.dtype == np.float32 and x.flags.c_contiguous for x in (wide, narrow))
-    return plain and narrow.shape[-1] <= NARROW
-
-
-def _stacked(x: Any) -> Any:
-    """A batch of matrices, or one, as one of three dimensions."""
-    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

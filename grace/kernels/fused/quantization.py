@@ -1,20 +1,14 @@
-"""The value quantizers' kernels as compiled loops."""
-
-from typing import Any
+"""Loops of the value quantizers: means, clipping, powers of two, and tables of edges."""
 
 import numpy as np
 from numba import njit
 
-from grace.kernels.checks import check_packed, check_quantized, check_scale, check_table
-from grace.kernels.contract.primitives import bucket_within
-from grace.kernels.contract.quantization import POWER_OFFSET
+from grace.kernels.constants import EQUAL_DEVIATION, FLOAT32_MAX, POWER_OFFSET
 from grace.kernels.fused.lanes import float_of, part
 from grace.kernels.fused.loops import (
     LOW31,
     TILE,
-    _max_bits,
     _random_blocks,
-    _words,
     compiled,
     f32,
     f64,
@@ -23,11 +17,6 @@ from grace.kernels.fused.loops import (
     u8,
     u32,
 )
-from grace.kernels.fused.packing import _add_either, _add_table
-from grace.kernels.fused.rounding import MAX, MAX_BITS, _add_float8, _quantize, _rotate
-from grace.kernels.random import Stream
-from grace.kernels.reference.primitives import FLOAT32_MAX
-from grace.kernels.reference.quantization import CONSTANT, FLOAT8, table_factor
 
 i64 = np.int64
 SIGN_CODE, SHIFT9, SHIFT23, SHIFT24, LOW7 = u32(0x80), u32(9), u32(23), u32(24), u32(0x7F)
@@ -36,7 +25,7 @@ OFFSET, LOWEST, HIGHEST = i32(POWER_OFFSET), i32(1), i32(127)
 
 @summing
 def _side_sums(x):
-    """Of the negatives, of the rest, and how many the rest are."""
+    """Return the sum of the negatives, the sum of the rest, and the number of the rest."""
     lower, upper, count = f64(0), f64(0), 0
     for i in range(x.size):
         is_upper = x[i] >= 0
@@ -73,12 +62,12 @@ def _sum_squared_deviations(x, mean):
 
 @compiled
 def _deviation_limit(x, total, factor):
-    """Where elements that add up to ``total`` are clipped: ``deviation_limit`` of the reference."""
+    """Return the limit at which elements that add up to ``total`` are clipped: ``deviation_limit`` of the constants."""
     mean, squares = total / max(1, x.size), f64(0)
     for low in range(0, x.size, TILE):
         squares += _sum_squared_deviations(part(x, low, min(low + TILE, x.size)), mean)
     deviation = np.sqrt(squares / max(1, x.size))
-    if not deviation > CONSTANT * abs(mean):
+    if not deviation > EQUAL_DEVIATION * abs(mean):
         return FLOAT32_MAX
     return f32(min(factor * deviation, f64(FLOAT32_MAX)))
 
@@ -128,7 +117,8 @@ def _add_powers(out, codes, weight):
 
 @compiled
 def _starts(edges, shift):
-    """For each pattern of a float32's bits above ``shift``: how many edges are below all numbers that begin so."""
+    """Return, for each pattern of a float32's bits above ``shift``, the number of edges below all numbers that begin
+    with it."""
     cells = 1 << (32 - shift)
     starts, word = np.empty(cells, np.uint8), np.empty(1, np.uint32)
     smallest = word.view(np.float32)
@@ -144,7 +134,7 @@ def _starts(edges, shift):
 
 @njit(inline="always")
 def _below(edges, starts, shift, value, bits):
-    """How many of the ascending edges, the last one Inf, are below the value: rarely more than one comparison."""
+    """Count the ascending edges, the last one Inf, that are below the value: rarely more than one comparison."""
     count = i64(starts[bits >> u32(shift)])
     count += i64(edges[count] < value)
     while edges[count] < value:
@@ -167,9 +157,9 @@ def _bucketize(x, divisor, edges, shift, codes):
 
 @compiled
 def _assign(x, edges, shift, first, codes, sums, counts):
-    """Bucket numbers, sums and counts, from the smallest element of each bucket but the first.
+    """Write bucket numbers, sums and counts, from the smallest element of each bucket but the first.
 
-    ``first[j]`` is how many elements equal to ``edges[j]`` still belong below it, so that equal elements fill
+    ``first[j]`` is the number of elements equal to ``edges[j]`` that still belong below it, so that equal elements fill
     the buckets in the order of their indices.
     """
     starts, bits = _starts(edges, shift), x.view(np.uint32)
@@ -184,88 +174,3 @@ def _assign(x, edges, shift, first, codes, sums, counts):
         codes[i] = code
         sums[code] += f64(x[i])
         counts[code] += 1
-
-
-class ValueFused:
-    """A part of :class:`~grace.kernels.fused.primitives.FusedKernels`."""
-
-    empty: Any
-    unpack: Any
-    check_indices: Any
-
-    def max_abs(self, x):
-        return np.array([min(_max_bits(x.view(np.uint32)), MAX_BITS)], np.uint32).view(np.float32)
-
-    def side_means(self, x):
-        means = self.empty(2, np.float32)
-        _side_means(x, means)
-        return means
-
-    def clip_deviation(self, x, factor):
-        out = self.empty(x.size, np.float32)
-        _clip_deviation(x, f64(factor), out)
-        return out
-
-    def round_powers(self, x, stream):
-        codes = self.empty(x.size, np.uint8)
-        _round_powers(x.view(np.uint32), codes, *_words(stream))
-        return codes
-
-    def add_powers(self, out, codes, weight):
-        check_packed(codes.size, 8, out.size)
-        _add_powers(out, codes, f32(weight))
-        return out
-
-    def round_float8(self, x, bucket_size, stream):
-        bucket_size, words = bucket_within(bucket_size, x.size), _words(stream or Stream(0))
-        codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
-        _quantize(x, codes, scales, f64(0), bucket_size, MAX, 1.0, stream is None, *words)
-        return codes, scales
-
-    def add_float8(self, out, codes, scales, bucket_size, weight):
-        bucket_size = bucket_within(bucket_size, codes.size)
-        check_quantized(codes.size, scales.size, out.size, bucket_size)
-        _add_float8(out, codes, scales, bucket_size, f32(weight), FLOAT8)
-        return out
-
-    def rotate(self, x):
-        out = self.empty(x.size, np.float32)
-        _rotate(x, out)
-        return out
-
-    def bucketize(self, x, scale, edges):
-        codes = self.empty(x.size, np.uint8)
-        ended, shift = _searchable(edges, x.size)
-        _bucketize(x, scale[0] if scale[0] > 0 else f32(1), ended, shift, codes)
-        return codes
-
-    def add_table(self, out, packed, bits, table, scale, weight):
-        check_scale(scale)
-        check_table(table, bits)
-        check_packed(packed.size, bits, out.size)
-        if table.size < 1 << bits:  # as a sketch's of fewer buckets; the other tables have an entry for every code
-            self.check_indices(self.unpack(packed, bits, out.size), table.size)
-        amounts = np.zeros(256, np.float32)
-        amounts[: table.size] = table_factor(scale, weight) * table
-        if bits == 1:
-            _add_either(out, packed, amounts[1], amounts[0])
-        else:
-            _add_table(out, packed, bits, amounts)
-        return out
-
-    def quantile_buckets(self, x, buckets):
-        # 1. sort the values once; the bucket boundaries are the elements of certain ranks
-        starts = -(-np.arange(1, buckets) * x.size // buckets)
-        ordered = np.sort(x)
-        edges = ordered[starts]
-        # 2. in index order, give every element its bucket
-        first = starts - np.searchsorted(ordered, edges, side="left")
-        codes, sums, counts = self.empty(x.size, np.uint8), np.zeros(256), np.zeros(256, np.int64)
-        ended, shift = _searchable(edges, x.size)
-        _assign(x, ended, shift, first, codes, sums, counts)
-        return codes, (sums / np.maximum(1, counts))[:buckets].astype(np.float32)
-
-
-def _searchable(edges, n):
-    """Edges ended by Inf, and the shift of :func:`_starts`: a table that n elements are worth making."""
-    return np.append(edges, np.float32(np.inf)), 17 if n >= 1 << 14 else 20

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, ROTATED
+from grace.kernels.constants import FLOAT32_MAX, LARGEST_FLOAT8, LOWEST_BIASED, ROOT, ROTATED
 from grace.kernels.fused.compiling import loop
 from grace.kernels.fused.lanes import float_of, part, pattern_of
 from grace.kernels.fused.loops import (
@@ -18,8 +18,6 @@ from grace.kernels.fused.loops import (
     u8,
     u32,
 )
-from grace.kernels.reference.primitives import FLOAT32_MAX
-from grace.kernels.reference.quantization import ROOT
 
 MAX_BITS = FLOAT32_MAX.view(np.uint32)
 NEAREST = u32(1 << 31)  # the random number of an offset of a half, which rounds to the nearest
@@ -41,7 +39,7 @@ def _sum_squares(x):
 
 @compiled
 def _scale(x, norm, reach):
-    """The norm of a bucket, at most the largest float32."""
+    """Return the norm of a bucket, at most the largest float32."""
     if norm == MAX:
         return float_of(min(_max_bits(x.view(np.uint32)), MAX_BITS))
     squares = _sum_squares(x)
@@ -118,7 +116,7 @@ def _round_float8(x, random, divisor, codes):
 
 @compiled
 def _quantize(x, codes, scales, levels, bucket_size, norm, reach, nearest, k0, k1, step, draw):
-    """To levels, or where there are none to 8-bit floats."""
+    """Round to levels, or to 8-bit floats if ``levels`` is 0."""
     random = np.full(TILE + 4, NEAREST)
     span = max(1, TILE // bucket_size) * bucket_size  # several small buckets share a tile, a large one has several
     for low in range(0, x.size, span):
@@ -151,7 +149,8 @@ def _add_float8(out, codes, scales, bucket_size, weight, values):
 
 @compiled
 def _rotate(x, out):
-    """Butterflies of 32 groups at a time would need a transposition; within one they fit into four registers."""
+    """Rotate groups one by one: butterflies within a group fit into four registers, those of 32 groups at a time would
+    need a transposition."""
     whole = x.size // ROTATED * ROTATED
     for i in range(x.size):
         out[i] = x[i] * SHRINK if i < whole else x[i]
@@ -170,7 +169,7 @@ def _rotate(x, out):
 
 @compiled
 def _reciprocal(levels):
-    """1 / levels as a sum of two float32s, the first of 16 bits.
+    """Return 1 / levels as a sum of two float32s, the first of 16 bits.
 
     Its product with a whole number of 8 bits is exact, so that the sum of both products is rounded once: it is that
     number divided by ``levels``, bit for bit, because no such quotient is as near to the middle of two float32s as the

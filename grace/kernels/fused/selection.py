@@ -10,12 +10,13 @@ from grace.kernels.fused.lanes import LANES, float_of, lowest, magnitudes_within
 from grace.kernels.fused.loops import INF_BITS, LOW31, _max_bits, compiled, f32, i32, u32
 
 END = u32(0x80000000)  # above all magnitudes
+SAMPLED = 1 << 14  # elements from which on a threshold is guessed
 LOWERED = f32(0.9)  # what the last threshold is multiplied by to guess the next one
 
 
 @compiled
 def _count_digits(bits, prefix, known, width):
-    """Of the magnitudes whose upper ``31 - known`` bits are the prefix: how often the next ``width`` bits are what."""
+    """Count the values of the next ``width`` bits of magnitudes whose upper ``31 - known`` bits are the prefix."""
     shift, mask = u32(known - width), u32((1 << width) - 1)
     tables = np.zeros((4, 1 << width), np.uint32)  # an element need not wait for the one before it to be counted
     full = bits.size // LANES * LANES
@@ -40,7 +41,7 @@ def _count_digits(bits, prefix, known, width):
 
 @compiled
 def _kth_largest(bits, k):
-    """The bit pattern of the k-th largest magnitude, and how many are larger: radix select."""
+    """Return the bit pattern of the k-th largest magnitude, and the number of larger ones: radix select."""
     prefix, known, remaining, larger = u32(0), 31, k, 0
     while known:
         width = min(known, 11 if bits.size > 4096 else 8)
@@ -57,7 +58,7 @@ def _kth_largest(bits, k):
 
 @compiled
 def _collect(bits, threshold, ties, out):
-    """Positions above the threshold and the first ``ties`` positions at it, ascending."""
+    """Write the positions above the threshold and the first ``ties`` positions at it, ascending."""
     count, full, span = 0, bits.size // LANES * LANES, u32(END - threshold)
     for start in range(0, full, LANES):
         found = magnitudes_within(bits, start, threshold, span)
@@ -81,7 +82,8 @@ def _collect(bits, threshold, ties, out):
 
 @compiled
 def _filter(bits, threshold, indices, found):
-    """Positions and patterns of magnitudes at or above the threshold; -1 when there are too many."""
+    """Write positions and patterns of magnitudes at or above the threshold; return their number, -1 if there are too
+    many."""
     count, full, span = 0, bits.size // LANES * LANES, u32(END - threshold)
     most = indices.size - LANES
     for start in range(0, full, LANES):
@@ -129,13 +131,50 @@ def _filter_part(bits, threshold, first, indices, found, count):
 
 
 @compiled
+def _stride(n, k, widest):
+    """Return the distance of the elements of a sample of n, of which about k are searched."""
+    return max(1, min(n // 2048, k // 64, widest))
+
+
+@compiled
+def _guess(bits, k, sample, stride):
+    """Return a pattern that a little more than k magnitudes most likely reach, by a sample of evenly spread ones."""
+    size, shift = bits.size // stride, 0
+    for j in range(size):
+        sample[j] = bits[j * stride + shift]
+        shift += 7 % stride
+        shift -= stride if shift >= stride else 0
+    expected = size * k / bits.size
+    rank = min(size, i32(expected + 4 * np.sqrt(expected) + 4))
+    guess, _ = _kth_largest(part(sample, 0, size), rank)
+    return guess
+
+
+@compiled
+def _take_largest(bits, k, out):
+    """Write the positions of the k largest, ascending; return the smallest one's pattern."""
+    kth, larger = _kth_largest(bits, k)
+    _collect(bits, kth, k - larger, out)
+    return kth
+
+
+@compiled
+def _take_listed(indices, found, count, k, out):
+    """Write the positions of the k largest of ``count`` listed elements; return the smallest one's pattern."""
+    kth = _take_largest(part(found, 0, count), k, out)
+    for j in range(k):
+        out[j] = indices[out[j]]
+    return kth
+
+
+@compiled
 def _above(bits, threshold, out):
-    """Positions of the finite and infinite magnitudes above a bit pattern; returns how many."""
+    """Write the positions of the finite and infinite magnitudes above a bit pattern; return their number."""
     count, full, low = 0, bits.size // LANES * LANES, u32(threshold + u32(1))
     span = u32(INF_BITS - threshold) if threshold < INF_BITS else u32(0)  # nothing is above NaN
     for start in range(0, full, LANES):
         lanes = magnitudes_within(bits, start, low, span)
-        out[count] = start + lowest(lanes)  # as above
+        out[count] = start + lowest(lanes)  # without a branch, as in _filter_part
         count += lanes != u32(0)
         lanes = u32(lanes & (lanes - u32(1)))
         while lanes:
@@ -151,8 +190,8 @@ def _above(bits, threshold, out):
 
 @compiled
 def _kth_of_few(bits, k):
-    """A pattern that the k largest magnitudes reach, and no others but such as equal it, by halving: few elements
-    are in the cache, and nothing is made room for."""
+    """Return a pattern that the k largest magnitudes reach, and no others but equal ones, by halving: few elements are
+    in the cache, and no memory is allocated."""
     low, high = u32(0), _max_bits(bits)
     while low < high:
         middle, count = u32(low + (high - low + 1) // 2), u32(0)
@@ -177,9 +216,9 @@ def _count_above(bits, pattern):
 
 @compiled
 def _take_chunk(bits, guess, first, indices, found, out):
-    """Write the positions of a chunk's largest, as many as ``out`` has room for; returns the smallest one's pattern.
+    """Write the positions of a chunk's largest, as many as ``out`` has room for; return the smallest one's pattern.
 
-    Only what reaches a guess is looked at, if that is enough.
+    Only elements that reach a guess are searched, if there are enough of them.
     """
     count = _filter_part(bits, guess, first, indices, found, 0)
     whole = count < out.size
@@ -206,32 +245,21 @@ def _topk_chunks(bits, chunk, k):
 
 @compiled
 def _topk(bits, k):
-    """Exact top-k in one pass over the tensor, as a rule.
+    """Return exact top-k, as a rule in one pass over the tensor.
 
-    1. Guess a threshold that a little more than k elements reach, from an evenly spread sample.
-    2. Collect those candidates in one pass; 3. select exactly among them. If the guess failed (too few
+    1. Guess a threshold that a little more than k elements reach.
+    2. List these candidates in one pass; 3. select exactly among them. If the guess failed (too few
     candidates, or far too many), select over the whole tensor instead: the result is the same.
     """
     n, out = bits.size, np.empty(k, np.int32)
-    if k * 8 <= n and n >= 1 << 14:
-        stride = max(1, min(n // 2048, k // 64, 512))
-        sample, shift = np.empty(n // stride, np.uint32), 0
-        for j in range(sample.size):
-            sample[j] = bits[j * stride + shift]
-            shift += 7 % stride
-            shift -= stride if shift >= stride else 0
-        expected = sample.size * k / n
-        rank = min(sample.size, i32(expected + 4 * np.sqrt(expected) + 4))
-        guess, _ = _kth_largest(sample, rank)
+    if k * 8 <= n and n >= SAMPLED:
+        stride = _stride(n, k, 512)
+        guess = _guess(bits, k, np.empty(n // stride, np.uint32), stride)
         capacity = min(n, 4 * k + 1024) + LANES
         indices, found = np.empty(capacity, np.int32), np.empty(capacity, np.uint32)
         count = _filter(bits, guess, indices, found)
         if count >= k:
-            threshold, larger = _kth_largest(found[:count], k)
-            _collect(found[:count], threshold, k - larger, out)
-            for j in range(k):
-                out[j] = indices[out[j]]
+            _take_listed(indices, found, count, k, out)
             return out
-    threshold, larger = _kth_largest(bits, k)
-    _collect(bits, threshold, k - larger, out)
+    _take_largest(bits, k, out)
     return out

@@ -1,4 +1,4 @@
-"""The codec of whole buckets for the largest elements; see :mod:`grace.kernels.fused.buckets`."""
+"""Loops of codecs of whole buckets for sparse payloads; see :mod:`grace.kernels.fused.buckets`."""
 
 import numpy as np
 from numba import njit
@@ -6,29 +6,24 @@ from numba import njit
 from grace.kernels.fused.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
 from grace.kernels.fused.lanes import float_of, part, pattern_of
 from grace.kernels.fused.loops import TILE, compiled, i32, u8, u32, u64
-from grace.kernels.fused.selection import LOWERED, _collect, _filter_part, _kth_largest, _take_chunk
+from grace.kernels.fused.selection import (
+    LOWERED,
+    SAMPLED,
+    _filter_part,
+    _guess,
+    _stride,
+    _take_chunk,
+    _take_largest,
+    _take_listed,
+)
 
 u16 = np.uint16
-SAMPLED = 1 << 14  # elements from which on a threshold is guessed
 
 
 @compiled
-def _guess(x, k, sample):
-    """A magnitude's pattern that a little more than k elements reach, by a sample of evenly spread ones."""
-    stride = max(1, min(x.size // 2048, k // 64, 128))
-    bits, size = x.view(np.uint32), x.size // stride
-    for j in range(size):
-        sample[j] = bits[j * stride + (j * 7) % stride]
-    expected = size * k / x.size
-    rank = min(size, i32(expected + 4 * np.sqrt(expected) + 4))
-    guess, _ = _kth_largest(part(sample, 0, size), rank)
-    return guess
-
-
-@compiled
-def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample, chosen, sound):
-    """Exact top-k. What the last step's threshold, a little lowered, lets through is collected in the pass that
-    computes x; if that is too little or too much, what one guessed from a sample does; else all is looked at."""
+def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample, chosen, in_range):
+    """Write exact top-k. The pass that computes x lists what reaches the last step's threshold, a little lowered; if
+    that is too little or too much, a second pass lists what reaches a guess from a sample; else all is searched."""
     for v in range(rows.shape[0]):
         row, by, n, k, width = rows[v], factors[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         guessing = k * 8 <= n and n >= SAMPLED
@@ -40,30 +35,26 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
             largest = max(largest, top)
             if guessing and count <= room:
                 count = _filter_part(x.view(np.uint32), threshold, low, indices, found, count)
-        sound[v] = largest <= most
+        in_range[v] = largest <= most
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        bits, out = x.view(np.uint32), part(chosen, 0, k)
         if guessing and not k <= count <= room:
-            threshold, count = _guess(x, k, sample), 0
+            threshold, count = _guess(bits, k, sample, _stride(n, k, 128)), 0
             for low in range(0, n, TILE):
                 if count <= room:
-                    bits = part(x, low, min(low + TILE, n)).view(np.uint32)
-                    count = _filter_part(bits, threshold, low, indices, found, count)
-        out = part(chosen, 0, k)
+                    tile = part(bits, low, min(low + TILE, n))
+                    count = _filter_part(tile, threshold, low, indices, found, count)
         if guessing and k <= count <= room:
-            last[v], larger = _kth_largest(part(found, 0, count), k)
-            _collect(part(found, 0, count), last[v], k - larger, out)
-            for j in range(k):
-                out[j] = indices[out[j]]
+            last[v] = _take_listed(indices, found, count, k, out)
         elif k:
-            last[v], larger = _kth_largest(x.view(np.uint32), k)
-            _collect(x.view(np.uint32), last[v], k - larger, out)
+            last[v] = _take_largest(bits, k, out)
         _write_sparse(x, out, width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
 
 
 @compiled
-def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, chosen, sound):
-    """The largest of each chunk, chosen while it is in the cache; the last one's smallest, a little lowered, is what
-    the next one's must reach, if enough do."""
+def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, chosen, in_range):
+    """Write the largest of each chunk, chosen while the chunk is in the cache. The smallest of them, a little lowered,
+    is the next chunk's guess."""
     for v in range(rows.shape[0]):
         row, n, count, width = rows[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         largest, guess, done = u32(0), u32(0), 0
@@ -73,7 +64,7 @@ def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, 
             mine = min(kept, count - done)
             kth = _take_chunk(bits, guess, low, indices, found, part(chosen, done, done + mine))
             guess, done = pattern_of(float_of(kth) * LOWERED), done + mine
-        sound[v] = largest <= most
+        in_range[v] = largest <= most
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
         _write_sparse(x, part(chosen, 0, count), width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
 
@@ -136,7 +127,7 @@ def _add_sparse(out, values, coded, weight):
 
 @compiled
 def _add_chunks(out, values, coded, chunk, kept, weight):
-    """Of each position the lower 16 bits."""
+    """Add values at positions of which the lower 16 bits are given; return False if one is outside."""
     for j in range(values.size):
         index = i32((j // kept * chunk & ~0xFFFF) | coded[j])
         if index >= out.size:
@@ -162,7 +153,7 @@ def _add_marked(out, values, bitmap, weight):
 
 @compiled
 def decode_sparse(outs, wires, plan, weight, chunk, kept):
-    """Whether all positions were such ones; chunks are of no elements where there are none."""
+    """Write means; return False if a position is invalid. ``chunk`` is 0 where there are no chunks."""
     for v in range(outs.size):
         n, k, width = plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         out = _at(outs[v], n, np.float32)

@@ -1,6 +1,5 @@
 """The fused loops on TensorFlow's CPU tensors, without copies, and the choice between them and plain operations."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.contract.primitives import Kernels
-from grace.kernels.fused.availability import missing
+from grace.kernels.fused.availability import LOOPS, missing
 from grace.kernels.random import Stream
+from grace.kernels.reference import Kernels
 from grace.kernels.tensorflow.graph_numbers import length
-from grace.kernels.tensorflow.interop import aligned_copy, aligned_empty, as_array, as_tensor
+from grace.kernels.tensorflow.host import host_kernels
+from grace.kernels.tensorflow.interop import aligned_copy, as_array, as_tensor
 from grace.kernels.tensorflow.primitives import TensorFlowKernels, words
 
 Shapes = list[tuple[type, Any]]
@@ -41,9 +41,9 @@ GRAPH: dict[str, Callable[..., Shapes]] = {
     "fixed_tags": lambda x, *_: [(np.uint8, length(x))],
     "where_code": lambda codes, code: [(np.int32, None)],
 }
-"""The kernels that graphs reach too, and what they return."""
+"""Kernels that graphs call too, with the types and sizes of their results."""
 GRAPH_MINIMUM = 1 << 16
-"""Elements from which on leaving the graph for Python costs less than it saves."""
+"""Number of elements from which a call of Python from a graph costs less than it saves."""
 
 
 class FusedTensorFlowKernels(TensorFlowKernels):
@@ -54,22 +54,15 @@ class FusedTensorFlowKernels(TensorFlowKernels):
     """
 
     name = "tensorflow-fused"
-    FUSED = (
-        "all_finite", "mean_abs", "random_bits", "uniform", "random_indices", "quantize", "dequantize", "pack",
-        "unpack", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means",
-        "clip_deviation", "round_powers", "add_powers", "round_float8", "add_float8", "rotate", "bucketize",
-        "add_table", "quantile_buckets",
-        "topk_chunks", "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side",
-        "fixed_tags", "where_code", "matmul", "matmul_add",
-    )  # fmt: skip
+    FUSED = (*LOOPS, "uniform", "matmul", "matmul_add")
     WRITES = (
         "dequantize", "add_signs", "scatter_add", "add_powers", "add_float8", "add_table", "zero_at", "add_at",
         "matmul_add",
     )  # fmt: skip
-    """Those that change their first argument, which is a copy therefore."""
+    """Kernels that change their first argument, of which they get a copy."""
     DTYPES = frozenset({tf.float32, tf.uint8, tf.int32})
     VIEWED = DTYPES | {tf.float16, tf.float64, tf.int8, tf.int16, tf.int64}
-    """What NumPy knows; views of these cost less than TensorFlow's operations do."""
+    """Types that NumPy has; views of these cost less than TensorFlow's operations."""
 
     def flat(self, x):
         return self.reshape(x, (-1,)) if x.shape.rank != 1 and x.dtype in self.VIEWED else super().flat(x)
@@ -94,7 +87,7 @@ def _fused(method: str):
     plain, writes = getattr(TensorFlowKernels, method), method in FusedTensorFlowKernels.WRITES
 
     def compute(args):
-        return getattr(_fused_kernels(), method)(aligned_copy(args[0]) if writes else args[0], *args[1:])
+        return getattr(host_kernels(), method)(aligned_copy(args[0]) if writes else args[0], *args[1:])
 
     def call(self, *args):
         tensors = [arg for arg in args if isinstance(arg, (tf.Tensor, tf.Variable))]
@@ -124,7 +117,8 @@ def _pays(method: str, args: tuple[Any, ...]) -> bool:
 
 
 def _in_graph(method: str, compute: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
-    """The same call when the graph runs; tensors, and a step that is one, reach it as its inputs."""
+    """Return the results of a kernel that is called when the graph runs. Tensors, and a step that is one, are inputs of
+    the call."""
     args = tuple(_settled(arg) for arg in args)
     places = [i for i, arg in enumerate(args) if isinstance(arg, (tf.Tensor, tf.Variable))]
     streams = [i for i, arg in enumerate(args) if isinstance(arg, Stream)]
@@ -150,7 +144,7 @@ def _settled(arg: Any) -> Any:
 
 
 def _array(arg: Any) -> Any:
-    """What the fused kernels take instead of an argument: a view of a tensor, a step that is a number."""
+    """Return an argument as compiled kernels take it: a tensor as a view, a step as a number."""
     if isinstance(arg, (tf.Tensor, tf.Variable)):
         return as_array(arg)
     if isinstance(arg, Stream) and isinstance(arg.step, (tf.Tensor, tf.Variable)):
@@ -158,27 +152,17 @@ def _array(arg: Any) -> Any:
     return arg
 
 
-@functools.cache
-def _fused_kernels() -> Kernels:
-    from grace.kernels.fused.primitives import FusedKernels
-
-    class Aligned(FusedKernels):
-        empty = staticmethod(aligned_empty)
-
-    return Aligned()
-
-
 _PLAIN, _FUSED = TensorFlowKernels(), FusedTensorFlowKernels()
 _USE_FUSED = not missing()
 
 
 def kernels_of_tensor(tensor: tf.Tensor) -> Kernels:
-    """Fused kernels for CPU tensors when Numba is installed (and GRACE_FUSED is not 0), else plain ones."""
+    """Return fused kernels for CPU tensors if Numba is installed (and GRACE_FUSED is not 0), else plain ones."""
     return _FUSED if _USE_FUSED and _on_cpu(tensor) else _PLAIN
 
 
 def _on_cpu(tensor: tf.Tensor) -> bool:
-    """A tensor in a graph may have no device yet: it is on the GPU if there is one."""
+    """Return True if a tensor is on the CPU. In a graph it may have no device yet: it is on the GPU if there is one."""
     if tf.is_symbolic_tensor(tensor):
         return "CPU" in tensor.device or not tf.config.list_logical_devices("GPU")
     return "CPU" in tensor.device

@@ -11,7 +11,7 @@ from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
 
 @functools.cache
 def host_kernels() -> Any:
-    """The kernels; they are made at the first call, since Numba may be missing."""
+    """Return the kernels. They are made at the first call, since Numba may be missing."""
     from grace.kernels.fused.halves import HALVES
     from grace.kernels.fused.primitives import FusedKernels
 

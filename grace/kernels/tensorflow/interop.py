@@ -10,7 +10,7 @@ ALIGNMENT = 64
 
 
 class _Memory:
-    """A tensor's memory as NumPy may have it; Numba would compile everything again for arrays that are read-only."""
+    """Memory of a tensor as a writable array: for read-only ones Numba would compile everything again."""
 
     def __init__(self, tensor: Any):
         self.owner = np.asarray(tensor)
@@ -19,7 +19,7 @@ class _Memory:
 
 
 def as_array(tensor: Any) -> np.ndarray:
-    """A view of an eager tensor of a dtype that NumPy knows, in host memory; it must not be changed."""
+    """Return a view of an eager tensor of a dtype that NumPy has, in host memory; it must not be changed."""
     if tensor.dtype == tf.bfloat16 and not tensor.shape.rank:
         return as_array(tf.reshape(tensor, [1])).reshape(())  # NumPy gets no array of a single bfloat16
     memory = _Memory(tensor)
@@ -28,7 +28,7 @@ def as_array(tensor: Any) -> np.ndarray:
 
 
 def as_tensor(value: Any) -> Any:
-    """An array as a tensor, without a copy if it is aligned; it must not be changed any more."""
+    """Return an array as a tensor, without a copy if it is aligned; it must not be changed any more."""
     if isinstance(value, (bool, int, float)):
         return value
     if value.__array_interface__["data"][0] % ALIGNMENT:
@@ -39,7 +39,7 @@ def as_tensor(value: Any) -> Any:
 
 
 def aligned_empty(n: int, dtype: Any) -> np.ndarray:
-    """A 1-d array that TensorFlow can take as it is."""
+    """Return a 1-d array that TensorFlow takes without a copy."""
     nbytes = n * np.dtype(dtype).itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
@@ -47,7 +47,7 @@ def aligned_empty(n: int, dtype: Any) -> np.ndarray:
 
 
 def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """A copy that TensorFlow can take as it is."""
+    """Return a copy of an array that TensorFlow takes as it is."""
     copy = aligned_empty(array.size, array.dtype).reshape(array.shape)
     copy[...] = array
     return copy

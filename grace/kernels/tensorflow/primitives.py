@@ -11,20 +11,30 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
-from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels
-from grace.kernels.contract.quantization import gaussian_reach
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
+from grace.kernels.constants import (
+    EQUAL_DEVIATION,
+    FLOAT8,
+    LARGEST_FACTOR,
+    LARGEST_FLOAT8,
+    LOWEST_BIASED,
+    POWER_OFFSET,
+    ROOT,
+    ROTATED,
+    SMALLEST_FACTOR,
+    gaussian_reach,
+    rounded_down,
+)
 from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
-from grace.kernels.tensorflow.graph_numbers import LOW31, bucket_of, is_upper, length, number, refuse_xla
+from grace.kernels.reference import Kernels
+from grace.kernels.tensorflow.graph_numbers import INF_BITS, LOW31, bucket_of, is_upper, length, number, refuse_xla
 from grace.kernels.tensorflow.interop import aligned_empty, as_tensor
-from grace.kernels.tensorflow.quantization import ValueTensorFlow
-from grace.kernels.tensorflow.sparsification import SparseTensorFlow
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
-    """The contract in plain TensorFlow operations.
+class TensorFlowKernels(Kernels):
+    """Kernels in plain TensorFlow operations.
 
     In a graph, numbers that the host would know eagerly are scalar tensors, and ``to_list`` is refused.
 
@@ -169,7 +179,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         largest = [np.abs(x).max(axis=0, initial=0) for x in map(np.asarray, matrices)]
         return not all(((most > 0) & (most <= LARGEST_FACTOR)).all() for most in largest)
 
-    def random_bits(self, stream: Stream, n, like):
+    def random_bits(self, stream: Stream, n, like=None):
         key_low, key_high, step, draw = words(stream)
         with _beside(like):
             block = tf.range((tf.cast(n, tf.int64) + 3) // 4)
@@ -177,11 +187,11 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
             columns = _philox((low, high, step, tf.constant(draw, tf.int64)), (key_low, key_high))
             return tf.reshape(tf.stack(columns, axis=1), [-1])[:n]
 
-    def uniform(self, stream, n, like):
+    def uniform(self, stream, n, like=None):
         bits = tf.bitwise.right_shift(self.random_bits(stream, n, like), tf.constant(8, tf.int64))
         return tf.cast(bits, tf.float32) * 2.0**-24
 
-    def random_indices(self, stream, n, k, like):
+    def random_indices(self, stream, n, k, like=None):
         def outside(index):
             return tf.where(index >= n)
 
@@ -283,9 +293,170 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         self.check_indices(indices, length(out))
         return tf.tensor_scatter_nd_add(out, indices[:, None], _times(values, weight))
 
+    def max_abs(self, x):
+        return tf.clip_by_value(tf.reduce_max(tf.abs(x), keepdims=True), 0.0, FLOAT32_MAX)
+
+    def side_means(self, x):
+        sides = tf.stack([~is_upper(x), is_upper(x)])
+        sums = tf.reduce_sum(tf.where(sides, tf.cast(x, tf.float64), 0.0), axis=1)
+        counts = tf.reduce_sum(tf.cast(sides, tf.float64), axis=1)
+        return tf.cast(sums / tf.maximum(counts, 1.0), tf.float32)
+
+    def clip_deviation(self, x, factor):
+        wide, n = tf.cast(x, tf.float64), tf.cast(tf.maximum(length(x), 1), tf.float64)
+        mean = tf.reduce_sum(wide) / n
+        deviation = tf.sqrt(tf.reduce_sum(tf.square(wide - mean)) / n)
+        limit = tf.where(deviation > EQUAL_DEVIATION * tf.abs(mean), factor * deviation, FLOAT32_MAX)
+        limit = tf.cast(tf.minimum(limit, FLOAT32_MAX), tf.float32)
+        return tf.minimum(tf.maximum(x, -limit), limit)
+
+    def round_powers(self, x, stream):
+        bits = tf.bitcast(x, tf.int32)
+        magnitude = tf.cast(bits & LOW31, tf.int64)
+        random = tf.cast(self.random_bits(stream, length(x), x), tf.int64)
+        carried = magnitude + tf.bitwise.right_shift(random, tf.constant(9, tf.int64))
+        exponent = tf.bitwise.right_shift(carried, tf.constant(23, tf.int64)) - POWER_OFFSET
+        code = tf.clip_by_value(exponent, 1, 127) + tf.where(bits < 0, tf.constant(128, tf.int64), 0)
+        return tf.cast(tf.where(magnitude > 0, code, 0), tf.uint8)
+
+    def add_powers(self, out, codes, weight):
+        check_packed(length(codes), 8, length(out))
+        power = tf.cast(codes, tf.int32) & 0x7F
+        values = tf.bitcast(tf.bitwise.left_shift(power + POWER_OFFSET, 23), tf.float32)
+        values = tf.where(power > 0, tf.where(codes >= 128, -values, values), 0.0)
+        return out + values * number(weight, tf.float32)
+
+    def round_float8(self, x, bucket_size, stream):
+        n, top = length(x), number(LARGEST_FLOAT8, tf.float32)
+        bucket_size = bucket_of(bucket_size, n)
+        buckets = (n + bucket_size - 1) // bucket_size
+        magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
+        scales = tf.minimum(tf.reduce_max(magnitude, axis=1), FLOAT32_MAX)
+        divisor = tf.where(scales > 0, scales, 1.0)[:, None]
+        scaled = tf.reshape(magnitude / divisor * top, [-1])[:n]
+        biased = tf.maximum(tf.bitwise.right_shift(tf.bitcast(scaled, tf.int32), 23), LOWEST_BIASED)
+        places = scaled * tf.bitcast(tf.bitwise.left_shift(257 - biased, 23), tf.float32)
+        places += 0.5 if stream is None else self.uniform(stream, n, x)
+        code = tf.minimum((biased - LOWEST_BIASED) * 8 + tf.cast(places, tf.int32), 126)
+        return tf.cast(code + tf.where(x < 0, 128, 0), tf.uint8), scales
+
+    def add_float8(self, out, codes, scales, bucket_size, weight):
+        n = length(codes)
+        bucket_size = bucket_of(bucket_size, n)
+        check_quantized(n, length(scales), length(out), bucket_size)
+        factors = tf.repeat(scales * number(weight, tf.float32), bucket_size)[:n]
+        return out + factors * tf.gather(tf.constant(FLOAT8), tf.cast(codes, tf.int32))
+
+    def rotate(self, x):
+        whole = length(x) // ROTATED * ROTATED
+        rows, span = x[:whole] * number(1 / ROTATED, tf.float32), 1
+        while span < ROTATED:
+            left, right = tf.unstack(tf.reshape(rows, [-1, 2, span]), axis=1)
+            rows = tf.stack([left + right, left - right], axis=1)
+            span *= 2
+        rows = tf.clip_by_value(tf.reshape(rows, [-1]) * number(float(ROOT), tf.float32), -FLOAT32_MAX, FLOAT32_MAX)
+        return tf.concat([rows, x[whole:]], 0)
+
+    def bucketize(self, x, scale, edges):
+        scaled = x / tf.where(scale > 0, scale, 1.0)
+        edges = tf.concat([tf.convert_to_tensor(edges), [np.inf]], 0)  # TensorFlow wants one
+        return tf.cast(tf.searchsorted(edges, scaled, side="left"), tf.uint8)
+
+    def add_table(self, out, packed, bits, table, scale, weight):
+        check_scale(scale)
+        check_table(table, bits)
+        codes = self.unpack(packed, bits, length(out))
+        entries = table.shape[0]  # None where a graph does not know it
+        if entries is not None and entries < 1 << bits:
+            self.check_indices(codes, entries)
+        factor = number(weight, tf.float32)
+        amounts = tf.convert_to_tensor(table) * (factor if scale is None else scale * factor)
+        return out + tf.gather(amounts, tf.cast(codes, tf.int32))
+
+    def quantile_buckets(self, x, buckets):
+        # one stable sort: the ranks are the places that elements have in it
+        n = length(x)
+        order = tf.argsort(x, stable=True)
+        in_order = tf.cast(tf.range(tf.cast(n, tf.int64)) * buckets // tf.cast(tf.maximum(n, 1), tf.int64), tf.int32)
+        codes = tf.scatter_nd(order[:, None], in_order, tf.shape(x))
+        sums = tf.math.unsorted_segment_sum(tf.gather(tf.cast(x, tf.float64), order), in_order, buckets)
+        counts = tf.math.unsorted_segment_sum(tf.ones_like(x, tf.float64), in_order, buckets)
+        return tf.cast(codes, tf.uint8), tf.cast(sums / tf.maximum(counts, 1.0), tf.float32)
+
+    def topk_chunks(self, x, chunk, k):
+        n = length(x)
+        rows, count = -(-n // chunk), -(-k * n // chunk)
+        bits = tf.pad(tf.bitcast(x, tf.int32) & LOW31, [[0, rows * chunk - n]], constant_values=-1)
+        order = tf.math.top_k(tf.reshape(bits, [-1, chunk]), k).indices  # of equal numbers the lower index first
+        row = tf.range(tf.cast(rows, tf.int32))[:, None]
+        order = tf.where(row * k + tf.range(k) < tf.cast(count, tf.int32), order, chunk)
+        return tf.reshape(tf.sort(order, axis=1) + row * chunk, [-1])[:count]
+
+    def widen_chunks(self, narrow, chunk, k):
+        starts = tf.range(tf.shape(narrow)[0]) // max(1, k) * chunk
+        return tf.bitwise.bitwise_and(starts, ~0xFFFF) | self.widen(narrow)
+
+    def above(self, x, threshold):
+        bits = tf.bitcast(x, tf.int32) & LOW31
+        if isinstance(threshold, tf.Tensor):
+            limit = tf.bitcast(tf.cast(threshold, tf.float32), tf.int32)
+        else:
+            with np.errstate(over="ignore"):
+                limit = int(np.float32(threshold).view(np.int32))
+        return _where((bits > limit) & (bits <= INF_BITS))
+
+    def largest_above(self, x, threshold, room, ratio=1.0):
+        raise NotImplementedError("TensorFlowKernels reads how many there are")
+
+    def kth_magnitude(self, x, k):
+        bits = tf.math.top_k(tf.bitcast(x, tf.int32) & LOW31, k, sorted=False).values
+        kth = tf.bitcast(tf.reduce_min(bits), tf.float32)
+        return kth if tf.is_symbolic_tensor(kth) else float(kth)
+
+    def sample_indices(self, stream, n, k, like=None):
+        starts = tf.range(k + 1, dtype=tf.int64) * n // max(1, k)
+        bits = tf.cast(self.random_bits(stream, k, like), tf.int64)
+        drawn = tf.bitwise.right_shift((starts[1:] - starts[:-1]) * bits, tf.constant(32, tf.int64))
+        return tf.cast(starts[:-1] + drawn, tf.int32)
+
+    def zero_at(self, out, indices):
+        self.check_indices(indices, length(out))
+        return tf.tensor_scatter_nd_update(out, indices[:, None], tf.zeros(tf.shape(indices), out.dtype))
+
+    def add_at(self, out, indices, value, weight):
+        check_count("means", length(value), 1)
+        self.check_indices(indices, length(out))
+        amount = value * number(weight, value.dtype)
+        return tf.tensor_scatter_nd_add(out, indices[:, None], tf.broadcast_to(amount, tf.shape(indices)))
+
+    def clip_norm(self, x, limit):
+        norm = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64))))
+        factor = tf.where(norm > limit, limit / norm, 1.0)
+        factor = tf.where(factor >= SMALLEST_FACTOR, tf.cast(tf.cast(factor, tf.float32), tf.float64), factor)
+        return tf.cast(tf.cast(x, tf.float64) * factor, tf.float32)
+
+    def one_side(self, x, sign):
+        positive = x > 0 if sign > 0 else x < 0
+        count = tf.math.count_nonzero(positive)
+        return tf.where(positive, tf.abs(x), 0.0), count if tf.is_symbolic_tensor(count) else int(count)
+
+    def fixed_tags(self, x, bound, top, step8, step16):
+        magnitude = tf.abs(x)
+        inside = magnitude <= top
+        capped = tf.where(inside, magnitude, 0.0)
+        tags = tf.where(inside & (tf.round(capped * (1 / step16)) <= 32767), 2, 3)
+        tags = tf.where(inside & (tf.round(capped * (1 / step8)) <= 127), 1, tags)
+        return tf.cast(tf.where(magnitude <= float(rounded_down(bound)), 0, tags), tf.uint8)
+
+    def where_code(self, codes, code):
+        return _where(codes == code)
+
+    def to_fixed(self, x, step, dtype):
+        return tf.cast(tf.round(x * (1 / step)), dtype)
+
 
 def words(stream: Stream) -> tuple[int, int, Any, int]:
-    """The words of a stream, whose step may be a scalar tensor; it becomes one."""
+    """Return the words of a stream, whose step may be a scalar tensor; it becomes one."""
     step = stream.step if isinstance(stream.step, (tf.Tensor, tf.Variable)) else stream.step & LOW32
     key_low, key_high, _, draw = Stream(stream.key, 0, stream.draw).words
     return key_low, key_high, tf.cast(step, tf.int64) & LOW32, draw
@@ -300,7 +471,7 @@ def _places(bits: int) -> tf.Tensor:
 
 
 def _beside(like: tf.Tensor) -> Any:
-    """Where to make a tensor: on the device of another, if there is a choice."""
+    """Return the context that makes tensors on the device of another, if there is a choice."""
     if len(tf.config.list_logical_devices()) > 1 and like.device:
         return tf.device(like.device)
     return contextlib.nullcontext()
@@ -331,3 +502,7 @@ def _feistel(index, n, stream):
     # a loop, so that a graph holds one round
     _, left, right, _, right_bits = tf.while_loop(lambda number, *_: number < FEISTEL_ROUNDS, mix, start)
     return tf.bitwise.left_shift(left, right_bits) | right
+
+
+def _where(mask: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.where(mask)[:, 0], tf.int32)

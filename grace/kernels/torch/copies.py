@@ -1,4 +1,4 @@
-"""Copies between a host and its devices, for which nobody waits unless they bring numbers back."""
+"""Copies between a host and its devices. Only copies that bring numbers back wait."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 _CAPTURED: list[torch.Tensor] = []
-"""What CUDA graphs copy to a device: each replay reads it again, so it stays as long as the process."""
+"""Host memory that CUDA graphs copy to a device. Each replay reads it again, so it stays as long as the process."""
 CONSTANTS: dict[tuple[int, torch.device], tuple[Any, torch.Tensor]] = {}
-"""Arrays on devices, with what they are of."""
+"""Copies of arrays on devices, beside the arrays, by ids of arrays and devices."""
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on a device; of pinned memory for a GPU, since a graph that is being captured takes no other."""
+    """Return a copy on a device. A GPU copies pinned memory, since a graph that is being captured takes no other."""
     if device.type != "cuda":
         return host.to(device)
     pinned = host.pin_memory()
@@ -22,7 +22,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in the CPU's memory, when it is there; from a GPU by pinned memory."""
+    """Return a copy in the CPU's memory, when it is there. A GPU copies to pinned memory."""
     if x.device.type != "cuda":
         return x.cpu()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
@@ -33,7 +33,7 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def constant(values: Any, device: torch.device) -> torch.Tensor:
-    """A tensor; of a NumPy array, which nobody changes, it is copied to a device once."""
+    """Return a tensor, or a NumPy array that nobody changes as a tensor: it is copied to a device once."""
     if isinstance(values, torch.Tensor):
         return values
     held = CONSTANTS.get((id(values), device))

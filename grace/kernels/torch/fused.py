@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from grace.kernels.contract.primitives import NARROW, Kernels
-from grace.kernels.fused.availability import missing
+from grace.kernels.constants import NARROW
+from grace.kernels.fused.availability import LOOPS, missing
+from grace.kernels.reference import Kernels
 from grace.kernels.torch.primitives import DTYPES, NAMES, TorchKernels
 from grace.kernels.triton.availability import missing as triton_missing
 
@@ -47,7 +48,7 @@ class HalfTorchKernels(TorchKernels):
 
 
 def _half_of(x, other):
-    """The loops of a tensor's 16-bit format, if they take both tensors."""
+    """Return the loops of a tensor's 16-bit format; None if they do not take both tensors."""
     if x.dtype not in HALVES or x.shape != other.shape:
         return None
     fit = all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (x, other))
@@ -71,14 +72,7 @@ class FusedTorchKernels(HalfTorchKernels):
 
     name = "torch-fused"
     codecs = "grace.kernels.fused.bucket_codecs"
-    FUSED = (
-        "all_finite", "mean_abs", "random_bits", "random_indices", "quantize", "dequantize", "pack", "unpack",
-        "signs", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",
-        "round_powers", "add_powers", "round_float8", "add_float8", "rotate", "bucketize",
-        "add_table", "quantile_buckets",
-        "topk_chunks", "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side",
-        "fixed_tags", "where_code",
-    )  # fmt: skip
+    FUSED = (*LOOPS, "signs")
     DTYPES = frozenset({torch.float32, torch.uint8, torch.int32})
 
     def addresses(self, tensors, dtype="float32"):
@@ -101,7 +95,7 @@ class FusedTorchKernels(HalfTorchKernels):
         _fused_kernels().add(out.detach().numpy(), x.detach().numpy(), weight)
         return out
 
-    def uniform(self, stream, n, like):
+    def uniform(self, stream, n, like=None):
         bits = self.random_bits(stream, n, like)
         if bits.dtype == torch.uint32:  # torch has no shifts for it
             bits = bits.view(torch.int32)
@@ -127,7 +121,7 @@ class FusedTorchKernels(HalfTorchKernels):
         return _fused_kernels().zero_columns([x.detach().numpy() for x in matrices])
 
     def _narrow(self, wide, factor):
-        """Whether the loops take these two."""
+        """Return True if loops of products take the matrices."""
         return _plain(wide) and _plain(factor) and factor.shape[-1] <= NARROW
 
 
@@ -187,7 +181,7 @@ _USE_FUSED = not missing()
 
 @functools.cache
 def _triton_kernels(device: torch.device) -> Kernels:
-    """Those of a GPU: Triton's, if they work there."""
+    """Return the kernels of a GPU: Triton's, if they work there."""
     if triton_missing():
         return _PLAIN
     from grace.kernels.triton.primitives import KERNELS, trouble
@@ -198,8 +192,8 @@ def _triton_kernels(device: torch.device) -> Kernels:
 
 
 def kernels_of_tensor(tensor: torch.Tensor) -> Kernels:
-    """Fused kernels for CPU tensors when Numba is installed, Triton's for GPUs when that is, and plain ones else, and
-    where GRACE_FUSED is 0."""
+    """Return fused kernels for CPU tensors if Numba is installed, Triton's for GPUs if that is; else, and where
+    GRACE_FUSED is 0, plain ones."""
     kind = tensor.device.type
     if kind == "cpu":
         return _FUSED if _USE_FUSED else _PLAIN

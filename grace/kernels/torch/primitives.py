@@ -7,13 +7,24 @@ import numpy as np
 import torch
 
 from grace.errors import ConfigError
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
-from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
-from grace.kernels.contract.quantization import gaussian_reach
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
+from grace.kernels.constants import (
+    EQUAL_DEVIATION,
+    FLOAT8,
+    LARGEST_FACTOR,
+    LARGEST_FLOAT8,
+    LOWEST_BIASED,
+    POWER_OFFSET,
+    ROOT,
+    ROTATED,
+    SMALLEST_FACTOR,
+    bucket_within,
+    gaussian_reach,
+    rounded_down,
+)
 from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
-from grace.kernels.torch.copies import to_device, to_host
-from grace.kernels.torch.quantization import ValueTorch
-from grace.kernels.torch.sparsification import SparseTorch
+from grace.kernels.reference import Kernels
+from grace.kernels.torch.copies import constant, to_device, to_host
 
 DTYPES = {
     name: getattr(torch, name)
@@ -24,8 +35,9 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 CHUNK = 1 << 16  # Philox blocks at a time, so that its int64 temporaries stay in the cache
 
 
-class TorchKernels(ValueTorch, SparseTorch, Kernels):
-    """The contract in plain torch operations, on any device.
+class TorchKernels(Kernels):
+    """Kernels in plain torch operations, on any device. Numbers are read back only by ``to_list``, ``read``, and
+    methods whose results have a size that depends on the data.
 
     >>> k = TorchKernels()
     >>> k.topk(torch.tensor([1.0, -5.0, 3.0, 5.0]), 2)
@@ -170,7 +182,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         largest = torch.cat([x.abs().amax(dim=0) for x in matrices])
         return not bool(((largest > 0) & (largest <= LARGEST_FACTOR)).all())
 
-    def random_bits(self, stream: Stream, n, like):
+    def random_bits(self, stream: Stream, n, like=None):
         key_low, key_high, step, draw = stream.words
         out = torch.empty(((n + 3) // 4, 4), dtype=torch.int64, device=like.device)
         for start in range(0, len(out), CHUNK):
@@ -181,10 +193,10 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
                 rows[:, column] = word
         return out.reshape(-1)[:n]
 
-    def uniform(self, stream, n, like):
+    def uniform(self, stream, n, like=None):
         return (self.random_bits(stream, n, like) >> 8).to(torch.float32) * 2.0**-24
 
-    def random_indices(self, stream, n, k, like):
+    def random_indices(self, stream, n, k, like=None):
         index = _feistel(torch.arange(k, device=like.device), n, stream)
         while bool((outside := index >= n).any()):
             index[outside] = _feistel(index[outside], n, stream)
@@ -280,6 +292,186 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         indices, values = self.inside(out, indices, values)
         return out.index_add_(0, indices, weighted(values, weight))
 
+    def max_abs(self, x):
+        if not x.numel():
+            return x.new_zeros(1)
+        return x.abs().amax().clamp(max=FLOAT32_MAX).reshape(1)
+
+    def side_means(self, x):
+        upper = x >= 0
+        sides = torch.stack([~upper, upper])
+        return ((x.double() * sides).sum(dim=1) / sides.sum(dim=1).clamp(min=1)).float()
+
+    def clip_deviation(self, x, factor):
+        if not x.numel():
+            return x.clone()
+        wide = x.double()
+        mean = wide.mean()
+        deviation = (wide - mean).square_().mean().sqrt()
+        limit = torch.where(deviation > EQUAL_DEVIATION * mean.abs(), factor * deviation, FLOAT32_MAX)
+        limit = limit.clamp(max=FLOAT32_MAX).float()
+        return torch.clamp(x, -limit, limit)
+
+    def round_powers(self, x, stream):
+        bits = x.view(torch.int32)
+        magnitude = bits & 0x7FFFFFFF
+        random = self.random_bits(stream, x.numel(), x).to(torch.int64) & 0xFFFFFFFF
+        exponent = (magnitude.to(torch.int64) + (random >> 9) >> 23) - POWER_OFFSET
+        code = exponent.clamp_(1, 127) + torch.where(bits < 0, 128, 0)
+        return torch.where(magnitude > 0, code, 0).to(torch.uint8)
+
+    def add_powers(self, out, codes, weight):
+        check_packed(codes.numel(), 8, out.numel())
+        power = codes.to(torch.int32) & 0x7F
+        values = torch.where(power > 0, power + POWER_OFFSET << 23, 0).view(torch.float32)
+        values = torch.where(codes >= 128, -values, values)
+        return out.add_(values.mul_(weight))
+
+    def round_float8(self, x, bucket_size, stream):
+        n, bucket_size = x.numel(), bucket_within(bucket_size, x.numel())
+        magnitude = torch.nn.functional.pad(x.abs(), (0, -n % bucket_size)).view(-1, bucket_size)
+        scales = magnitude.amax(dim=1).clamp(max=FLOAT32_MAX)
+        divisor = torch.where(scales > 0, scales, 1.0)[:, None]
+        scaled = (magnitude / divisor * LARGEST_FLOAT8).view(-1)[:n]
+        biased = (scaled.view(torch.int32) >> 23).clamp_(min=LOWEST_BIASED)
+        places = scaled * (257 - biased << 23).view(torch.float32)
+        places += 0.5 if stream is None else self.uniform(stream, n, x)
+        code = ((biased - LOWEST_BIASED) * 8 + places.to(torch.int32)).clamp_(max=126)
+        return (code + torch.where(x < 0, 128, 0)).to(torch.uint8), scales
+
+    def add_float8(self, out, codes, scales, bucket_size, weight):
+        n, bucket_size = codes.numel(), bucket_within(bucket_size, codes.numel())
+        check_quantized(n, scales.numel(), out.numel(), bucket_size)
+        values = constant(FLOAT8, out.device).index_select(0, codes.to(torch.int32))
+        return out.add_((scales * weight).repeat_interleave(bucket_size)[:n] * values)
+
+    def rotate(self, x):
+        whole = x.numel() // ROTATED * ROTATED
+        rows, span = x[:whole] * (1 / ROTATED), 1
+        while span < ROTATED:
+            left, right = rows.view(-1, 2, span).unbind(1)
+            rows = torch.stack([left + right, left - right], dim=1)
+            span *= 2
+        rows = (rows.view(-1) * float(ROOT)).clamp_(-FLOAT32_MAX, FLOAT32_MAX)
+        return torch.cat([rows, x[whole:]])
+
+    def bucketize(self, x, scale, edges):
+        divisor = torch.where(scale > 0, scale, 1.0)
+        return torch.bucketize(x / divisor, constant(edges, x.device), out_int32=True).to(torch.uint8)
+
+    def add_table(self, out, packed, bits, table, scale, weight):
+        check_scale(scale)
+        check_table(table, bits)
+        codes = self.unpack(packed, bits, out.numel()).to(torch.int32)
+        if len(table) < 1 << bits:
+            self.check_indices(codes, len(table))
+        factor = weight if scale is None else scale * weight
+        amounts = constant(table, out.device) * factor
+        return out.add_(amounts.index_select(0, codes))
+
+    def quantile_buckets(self, x, buckets):
+        # 1. one stable sort; adding 0 makes -0 the 0 that it equals, for sorts that go by bits
+        n = x.numel()
+        ordered, order = torch.sort(x + 0.0, stable=True)
+        ranks = torch.arange(n, device=x.device)
+        codes = torch.empty(n, dtype=torch.uint8, device=x.device)
+        codes[order] = (ranks * buckets // max(1, n)).to(torch.uint8)
+        if not n:
+            return codes, x.new_zeros(buckets)
+        # 2. a row of the sorted elements per bucket, one longer than the shorter buckets are
+        edges = -(-torch.arange(buckets + 1, device=x.device) * n // buckets)
+        sizes = edges.diff()[:, None]
+        places = torch.arange(n // buckets + 1, device=x.device)
+        rows = ordered[(edges[:-1, None] + places).clamp_(max=n - 1)].double() * (places < sizes)
+        return codes, (rows.sum(dim=1, keepdim=True) / sizes).float().view(-1)
+
+    def topk_chunks(self, x, chunk, k):
+        rows, count = -(-x.numel() // chunk), -(-k * x.numel() // chunk)
+        bits = torch.nn.functional.pad(x.view(torch.int32) & 0x7FFFFFFF, (0, rows * chunk - x.numel()), value=-1)
+        place = torch.arange(chunk, device=x.device)
+        keys = bits.view(rows, chunk).long() * chunk - place  # all distinct: torch leaves the order of equals open
+        order = torch.topk(keys, k, dim=1).indices
+        order[-1:, count - (rows - 1) * k :] = chunk  # behind those that the last chunk has
+        found = order.sort(dim=1).values + chunk * torch.arange(rows, device=x.device)[:, None]
+        return found.view(-1)[:count].to(torch.int32)
+
+    def widen_chunks(self, narrow, chunk, k):
+        starts = torch.arange(narrow.numel(), dtype=torch.int32, device=narrow.device) // max(1, k) * chunk
+        return (starts & ~0xFFFF) | self.widen(narrow)
+
+    def above(self, x, threshold):
+        return _where(x.abs() > threshold)
+
+    def largest_above(self, x, threshold, room, ratio=1.0):
+        top, places = self.topk(x, room), torch.arange(room, device=x.device)
+        values = x.index_select(0, top)
+        shown = values.abs() > threshold
+        if ratio != 1:
+            order = (values.view(torch.int32) & 0x7FFFFFFF).sort(descending=True, stable=True).indices
+            most = ((x.abs() > threshold).sum().double() * ratio).round().clamp(min=1)
+            shown = shown & (torch.empty_like(order).scatter_(0, order, places) < most)
+        count, order = shown.sum(), (~shown).to(torch.uint8).sort(stable=True).indices
+        shown = places < count
+        values = torch.where(shown, values.index_select(0, order), 0.0)
+        return values, torch.where(shown, top.index_select(0, order), x.numel()), count.to(torch.int32).reshape(1)
+
+    def kth_magnitude(self, x, k):
+        bits = x.view(torch.int32) & 0x7FFFFFFF
+        return float(torch.topk(bits, k, sorted=False).values.min().view(torch.float32))
+
+    def sample_indices(self, stream, n, k, like=None):
+        starts = torch.arange(k + 1, device=like.device) * n // max(1, k)
+        bits = self.random_bits(stream, k, like).to(torch.int64)
+        return (starts[:-1] + (starts.diff() * bits >> 32)).to(torch.int32)
+
+    def zero_at(self, out, indices):
+        self.check_indices(indices, out.numel())
+        if self.on_device(out):
+            marked = torch.zeros(out.numel() + 1, dtype=torch.bool, device=out.device)
+            there = torch.where((indices >= 0) & (indices < out.numel()), indices, out.numel())
+            return out.masked_fill_(marked.index_fill_(0, there.long(), True)[:-1], 0)
+        return out.index_fill_(0, indices.long(), 0)
+
+    def add_at(self, out, indices, value, weight):
+        check_count("means", value.numel(), 1)
+        self.check_indices(indices, out.numel())
+        indices, values = self.inside(out, indices, (value * weight).expand(indices.numel()))
+        return out.index_add_(0, indices, values)
+
+    def inside(self, out, indices, values):
+        """Return indices and values. On a device, where positions are not read, ones outside ``out`` become zeros."""
+        if not self.on_device(out):
+            return indices, values
+        inside = (indices >= 0) & (indices < out.numel())
+        return torch.where(inside, indices, 0), torch.where(inside, values, 0.0)
+
+    def clip_norm(self, x, limit):
+        norm = x.double().square().sum().sqrt()
+        factor = torch.where(norm > limit, limit / norm, 1.0)
+        factor = torch.where(factor >= SMALLEST_FACTOR, factor.float().double(), factor)
+        return (x.double() * factor).float()
+
+    def one_side(self, x, sign):
+        positive = x > 0 if sign > 0 else x < 0
+        count = positive.sum()
+        return torch.where(positive, x.abs(), 0.0), count if self.on_device(x) else int(count)
+
+    def fixed_tags(self, x, bound, top, step8, step16):
+        magnitude = x.abs()
+        inside = magnitude <= top
+        capped = torch.where(inside, magnitude, 0.0)
+        tags = torch.full_like(x, 3, dtype=torch.uint8)
+        tags[inside & (torch.round(capped * (1 / step16)) <= 32767)] = 2
+        tags[inside & (torch.round(capped * (1 / step8)) <= 127)] = 1
+        tags[magnitude <= float(rounded_down(bound))] = 0
+        return tags
+
+    def where_code(self, codes, code):
+        return _where(codes == code)
+
+    def to_fixed(self, x, step, dtype):
+        return torch.round(x * (1 / step)).to(getattr(torch, dtype))
+
 
 def weighted(x, weight):
     """Return weight * x, rounded.
@@ -304,3 +496,7 @@ def _feistel(index, n, stream):
         left, right = right, left ^ mixed
         left_bits, right_bits = right_bits, left_bits
     return left << right_bits | right
+
+
+def _where(mask: torch.Tensor) -> torch.Tensor:
+    return mask.nonzero().view(-1).to(torch.int32)

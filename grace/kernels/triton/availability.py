@@ -6,7 +6,7 @@ import sys
 
 
 def missing() -> str:
-    """Why not; empty if they can."""
+    """Return the reason why the Triton kernels cannot be used; empty if they can."""
     if os.environ.get("GRACE_FUSED", "1") == "0":
         return "GRACE_FUSED=0"
     if "triton" in sys.modules:

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from numpy import ndarray as Array
 
-from grace.kernels.contract.primitives import Placed
-from grace.kernels.contract.quantization import gaussian_reach
+from grace.kernels.constants import Placed, gaussian_reach
 from grace.kernels.torch.copies import constant
 from grace.kernels.triton import bucket_levels, buckets, rounding, tables
-from grace.kernels.triton.codec import TYPES, Codec
-from grace.kernels.triton.launching import BLOCK, launch
-from grace.kernels.triton.quantization import LARGEST_ROW
+from grace.kernels.triton.codec import TYPES, Codec, End, Step
+from grace.kernels.triton.launching import BLOCK, LARGEST_ROW, launch
 
 
 class Numbers(Codec):
@@ -25,12 +24,12 @@ class Numbers(Codec):
         kind, nbytes = TYPES[payloads[0][0].dtype]
         self.kind = {"Type": kind, "BYTES": nbytes}
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         given, chosen = (self.flags, table, self.owners, self.variables, most), {"KEEPS": keeps, "LOOKS": looks}
         launch(buckets.encode_numbers, len(self.owners), *given, **chosen, **self.kind, N=self.span)
         return self.write_end(table, end)
 
-    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+    def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         weight = 1.0 if self.kind["BYTES"] == 4 else weight  # those of 32 bits are divided as a sum
         given = table, self.owners, self.variables, ranks, weight, float(count)
         launch(buckets.decode_numbers, len(self.owners), *given, **self.kind, N=self.span)
@@ -53,7 +52,7 @@ class Signs(Codec):
             parts = self.empty((len(self.owners), 1 if form == "scaled" else 2), torch.float64)
             self.parts = parts, self.empty(len(self.owners), torch.int32)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         programs, given = len(self.owners), (table, self.owners, self.variables)
         shape = {**self.form, "N": self.span}
         launch(buckets.encode_signs, programs, self.flags, *self.parts, *given, most, **shape, KEEPS=keeps)
@@ -64,11 +63,11 @@ class Signs(Codec):
         launch(buckets.write_sign_scales, self.variables, *given, **self.form, **shape, **of_type, KEEPS=keeps)
         return ending[1]
 
-    def finish(self, rows: Any, sides: torch.Tensor) -> None:
+    def finish(self, rows: Array, sides: torch.Tensor) -> None:
         launch(buckets.subtract_signs, len(self.owners), self.table(rows, []), self.owners, N=self.span)
         sides.zero_()
 
-    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+    def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         unit = float(np.float32(1) / np.float32(1 / loss_scale))
         given = table, self.owners, self.variables, ranks, weight, unit
         launch(buckets.decode_signs, len(self.owners), *given, **self.form, N=self.span)
@@ -80,12 +79,12 @@ class Powers(Codec):
     draws = True
     granule = 4
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         given = self.flags, table, self.owners, self.variables, most, step
         launch(buckets.encode_powers, len(self.owners), *given, KEEPS=keeps, N=self.span)
         return self.write_end(table, end)
 
-    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+    def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         given = table, self.owners, self.variables, ranks, weight
         launch(buckets.decode_powers, len(self.owners), *given, N=self.span)
 
@@ -147,21 +146,21 @@ class Levels(Codec):
             self.limits = self.empty(self.variables, torch.float32)
         self.folding, self.plan[:, tables.FOLDED.value] = self.shared(folded)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         limits = None
         if self.small:
             rows = self.flags, table, self.folding, self.variables, most, step, self.levels
             launch(bucket_levels.encode_rows, len(self.folding), *rows, **self.rows, KEEPS=keeps)
         else:
-            limits, sound = self.limits, self.find_scales(table, keeps, most, end)
+            limits, in_range = self.limits, self.find_scales(table, keeps, most, end)
         if not self.at_once:
             count = 0 if self.edges is None else len(self.edges)
             given = table, self.owners, self.variables, step, self.levels, limits, self.edges, count, self.entries
             chosen = {**self.scaled, "DRAWN": self.draws, "KEEPS": keeps}
             launch(bucket_levels.encode_scaled, len(self.owners), *given, **chosen)
-        return self.write_end(table, end) if self.small else sound
+        return self.write_end(table, end) if self.small else in_range
 
-    def find_scales(self, table: Any, keeps: bool, most: int, end: Any) -> torch.Tensor:
+    def find_scales(self, table: torch.Tensor, keeps: bool, most: int, end: End) -> torch.Tensor:
         """Write the scales of buckets that take many programs, and the end of the wire."""
         given = self.flags, self.parts, table, self.folding, self.variables, most, self.bucket
         shape = {"FORM": self.form, "ROTATED": self.shape["ROTATED"], "FOURS": self.bucket % 4 == 0, "KEEPS": keeps}
@@ -172,7 +171,7 @@ class Levels(Codec):
         launch(bucket_levels.write_scales, len(self.joining), *given, self.bucket, self.factor, **shape, **of_type)
         return ending[1]
 
-    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+    def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         given = table, self.owners, self.variables, ranks, weight, self.levels, self.entries
         launch(bucket_levels.decode_levels, len(self.owners), *given, **self.scaled)
 
@@ -197,8 +196,8 @@ class Table(Levels):
         sizes: Sequence[int],
         payloads: Sequence[Sequence[Placed]],
         device: torch.device,
-        edges: np.ndarray,
-        entries: np.ndarray,
+        edges: Array,
+        entries: Array,
     ):
         super().__init__(sizes, payloads, device, nearest=True)
         self.edges, self.entries = constant(edges, device), constant(entries, device)

@@ -8,7 +8,7 @@ of scales, a second one scales, and a third one rounds.
 import triton
 import triton.language as tl
 
-from grace.kernels.reference.quantization import CONSTANT
+from grace.kernels.constants import EQUAL_DEVIATION
 from grace.kernels.triton.arithmetic import MAX, finite_scale, magnitude_bits
 from grace.kernels.triton.packing import byte_of_codes, code_at, codes_of_byte, steps_below
 from grace.kernels.triton.random import row_of_words, rows_of_words, uniform
@@ -39,7 +39,7 @@ from grace.kernels.triton.tables import (
     deny,
     end_of_one,
     floats,
-    here,
+    locate,
     part,
     read,
     wire_at,
@@ -50,12 +50,13 @@ from grace.kernels.triton.tables import (
 TABLE, TERNARY = tl.constexpr(3), tl.constexpr(4)
 """More of what is rounded to, beside :mod:`grace.kernels.triton.rounding`'s: a table's values, and three levels of what
 is clipped to some standard deviations."""
-_CONSTANT = tl.constexpr(CONSTANT)
+_EQUAL_DEVIATION = tl.constexpr(EQUAL_DEVIATION)
 
 
 @triton.jit
 def write_codes(target, code, aligned, place, inside, left, BITS: tl.constexpr, N: tl.constexpr):
-    """Codes, packed if they take fewer than 8 bits; those of a part that begins with a byte, one behind the other."""
+    """Write codes, packed if they take fewer than 8 bits; those of a part that begins with a byte one behind the
+    other."""
     if BITS == 8:
         write(target, code, aligned, place, inside, tl.uint8, 4)
     else:
@@ -74,7 +75,7 @@ def write_codes(target, code, aligned, place, inside, left, BITS: tl.constexpr, 
 
 @triton.jit
 def read_codes(source, aligned, place, inside, left, BITS: tl.constexpr, N: tl.constexpr):
-    """The inverse of :func:`write_codes`, as int32."""
+    """Invert :func:`write_codes`, as int32."""
     if BITS == 8:
         return read(source, aligned, place, inside, tl.uint8, 4).to(tl.int32)
     if 8 % BITS == 0:
@@ -84,8 +85,8 @@ def read_codes(source, aligned, place, inside, left, BITS: tl.constexpr, N: tl.c
 
 
 @triton.jit
-def meant(code, scale, levels, entries, FORM: tl.constexpr):
-    """What codes stand for, times a scale."""
+def dequantized(code, scale, levels, entries, FORM: tl.constexpr):
+    """Return the values of codes times a scale."""
     if FORM == TABLE:
         return tl.load(entries + code.to(tl.int32)) * scale
     if FORM == FLOAT8:
@@ -100,12 +101,12 @@ def words_from(row, base, step, N: tl.constexpr):
 
 
 @triton.jit
-def left_out(x, code, scale, levels, entries, whole, FORM: tl.constexpr, ROTATED: tl.constexpr, N: tl.constexpr):
-    """x - C(x)."""
+def residual_of(x, code, scale, levels, entries, whole, FORM: tl.constexpr, ROTATED: tl.constexpr, N: tl.constexpr):
+    """Return x - C(x)."""
     if ROTATED:
-        back = tl.reshape(0.0 + meant(code, scale, levels, entries, FORM), [N])
+        back = tl.reshape(0.0 + dequantized(code, scale, levels, entries, FORM), [N])
         return x - tl.reshape(turned_rows(back, tl.reshape(whole, [N]), N), x.shape)
-    return x - meant(code, scale, levels, entries, FORM)
+    return x - dequantized(code, scale, levels, entries, FORM)
 
 
 @triton.jit(do_not_specialize=("variables", "most", "step"))
@@ -114,7 +115,7 @@ def encode_rows(
     FORM: tl.constexpr, REACH: tl.constexpr, DRAWN: tl.constexpr, ROTATED: tl.constexpr, BITS: tl.constexpr,
     WRITES: tl.constexpr, KEEPS: tl.constexpr, BUCKET: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS buckets of at most COLS elements: their scales and, if these follow each other, their codes."""
+    """Write the scales of ROWS buckets of at most COLS elements and, if these follow each other, their codes."""
     variable = tl.load(owners + tl.program_id(0))
     row = table + variable * COLUMNS
     n, first = tl.load(row + SIZE), (tl.program_id(0) - tl.load(row + FOLDED)) * ROWS
@@ -149,7 +150,7 @@ def encode_rows(
             wire + tl.load(row + FIRST) + base * BITS // 8, code, aligned, place, inside, n - base, BITS, all_of
         )
         if KEEPS:
-            rest = left_out(x, code, scale, levels, flags, turns, FORM, ROTATED, all_of)
+            rest = residual_of(x, code, scale, levels, flags, turns, FORM, ROTATED, all_of)
             write_floats(row + NEXT, rest, base, wide, place, inside)
 
 
@@ -158,8 +159,8 @@ def fold_buckets(
     flags, parts, table, owners, variables, most, bucket,
     FORM: tl.constexpr, ROTATED: tl.constexpr, FOURS: tl.constexpr, KEEPS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Of buckets that take many programs: each one's largest magnitude (as its bits) or sum of squares; or its sum, sum
-    of squares about its own mean, and largest magnitude."""
+    """Write each program's part of the scale of a bucket that takes many: its largest magnitude (as its bits) or sum of
+    squares; or its sum, sum of squares about its own mean, and largest magnitude."""
     variable = tl.load(owners + tl.program_id(0))
     row = table + variable * COLUMNS
     n, program = tl.load(row + SIZE), tl.program_id(0) - tl.load(row + FOLDED)
@@ -187,7 +188,7 @@ def fold_buckets(
 
 @triton.jit
 def clipped_to(parts, shares, n, factor, PART: tl.constexpr, N: tl.constexpr):
-    """``factor`` standard deviations, or the largest number if there are none."""
+    """Return ``factor`` standard deviations, or the largest number if there are none."""
     totals = tl.zeros([N], tl.float64)
     for low in range(0, shares, N):
         place = low + tl.arange(0, N)
@@ -203,15 +204,15 @@ def clipped_to(parts, shares, n, factor, PART: tl.constexpr, N: tl.constexpr):
     deviation = tl.sqrt(tl.sum(squares, 0) / n.to(tl.float64))
     limit = deviation * factor
     limit = tl.where(limit > MAX, MAX, limit).to(tl.float32)
-    return tl.where(deviation > tl.abs(mean) * _CONSTANT, limit, MAX)
+    return tl.where(deviation > tl.abs(mean) * _EQUAL_DEVIATION, limit, MAX)
 
 
-@triton.jit(do_not_specialize=("variables", "pieces", "heard", "size", "bucket"))
+@triton.jit(do_not_specialize=("variables", "pieces", "received", "size", "bucket"))
 def write_scales(
-    flags, sound, marks, limits, parts, table, owners, variables, pieces, heard, size, overflow, bucket, factor,
+    flags, in_range, marks, limits, parts, table, owners, variables, pieces, received, size, overflow, bucket, factor,
     FORM: tl.constexpr, REACH: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The scale of a bucket from its programs' parts; a variable's first program writes what the wire says of it."""
+    """Write the scale of a bucket from its programs' parts. A variable's first program writes the variable's status."""
     variable = tl.load(owners + tl.program_id(0))
     row = table + variable * COLUMNS
     n, place = tl.load(row + SIZE), tl.program_id(0) - tl.load(row + JOINED)
@@ -240,12 +241,12 @@ def write_scales(
     scales = (wire_at(table, variables, 0) + tl.load(row + SECOND)).to(tl.pointer_type(tl.float32))
     tl.store(scales + place, scale, mask=(place * bucket < n) | (FORM == TABLE))
     if place == 0:
-        end_of_one(flags, sound, marks, table, variables, variable, pieces, heard, size, overflow, Type)
+        end_of_one(flags, in_range, marks, table, variables, variable, pieces, received, size, overflow, Type)
 
 
 @triton.jit
 def scales_of(address, base, place, inside, BUCKET: tl.constexpr, N: tl.constexpr):
-    """The scale of each element; BUCKET is 0 where there is one of all."""
+    """Return the scale of each element; BUCKET is 0 if all have one."""
     pointer = address.to(tl.pointer_type(tl.float32))
     if BUCKET == 0:
         scale = tl.zeros([N], tl.float32) + tl.load(pointer)
@@ -262,8 +263,8 @@ def encode_scaled(
     FORM: tl.constexpr, DRAWN: tl.constexpr, ROTATED: tl.constexpr, BITS: tl.constexpr, KEEPS: tl.constexpr,
     BUCKET: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Codes of buckets whose scales are in the wire."""
-    variable, row, program = here(table, owners)
+    """Write codes of buckets whose scales are in the wire."""
+    variable, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     left = tl.load(row + SIZE) - base
     x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
@@ -284,8 +285,8 @@ def encode_scaled(
         code = rounded(y, scale, offset, levels, FORM)
     write_codes(wire + tl.load(row + FIRST) + base * BITS // 8, code, aligned, place, inside, left, BITS, N)
     if KEEPS:
-        write_floats(row + NEXT, left_out(x, code, scale, levels, entries, turns, FORM, ROTATED, N), base, wide, place,
-                     inside)  # fmt: skip
+        rest = residual_of(x, code, scale, levels, entries, turns, FORM, ROTATED, N)
+        write_floats(row + NEXT, rest, base, wide, place, inside)
 
 
 @triton.jit(do_not_specialize=("variables",))
@@ -293,7 +294,7 @@ def decode_levels(
     table, owners, variables, ranks, weight, levels, entries,
     FORM: tl.constexpr, ROTATED: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    _, row, program = here(table, owners)
+    _, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     left = tl.load(row + SIZE) - base
     turns = place < tl.load(row + SIZE) // ROTATED_ROW * ROTATED_ROW - base
@@ -303,7 +304,7 @@ def decode_levels(
         code = read_codes(wire + tl.load(row + FIRST) + base * BITS // 8, aligned, place, inside, left, BITS, N)
         scale = scales_of(wire + tl.load(row + SECOND), base, place, inside, BUCKET, N)
         if ROTATED:
-            mean += turned_rows(0.0 + meant(code, scale, levels, entries, FORM), turns, N) * weight
+            mean += turned_rows(0.0 + dequantized(code, scale, levels, entries, FORM), turns, N) * weight
         else:
-            mean += meant(code, scale * weight, levels, entries, FORM)
+            mean += dequantized(code, scale * weight, levels, entries, FORM)
     write_floats(row + GRADIENT, mean, base, wide, place, inside)

@@ -29,9 +29,9 @@ from grace.kernels.triton.tables import (
     compensated,
     deny,
     end_of_one,
-    finished,
+    finished_residual,
     floats,
-    here,
+    locate,
     part,
     read,
     wire_at,
@@ -47,8 +47,8 @@ def encode_numbers(
     flags, table, owners, variables, most,
     KEEPS: tl.constexpr, LOOKS: tl.constexpr, Type: tl.constexpr, BYTES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """float32 or 16 bits, of BYTES bytes."""
-    variable, row, program = here(table, owners)
+    """Write float32 or 16 bits, of BYTES bytes."""
+    variable, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
     narrow = narrowed_to(x, Type)
@@ -66,7 +66,7 @@ def encode_numbers(
 
 @triton.jit
 def numbers_at(address, wide, place, inside, Type: tl.constexpr):
-    """What :func:`encode_numbers` wrote, as float32."""
+    """Return the numbers that :func:`encode_numbers` wrote, as float32."""
     if tl.bfloat16 == Type:
         found = (read(address, wide, place, inside, tl.uint16).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -78,8 +78,8 @@ def numbers_at(address, wide, place, inside, Type: tl.constexpr):
 def decode_numbers(
     table, owners, variables, ranks, weight, count, Type: tl.constexpr, BYTES: tl.constexpr, N: tl.constexpr
 ):
-    """The mean of which one wire is the sum, or of those of several ranks."""
-    _, row, program = here(table, owners)
+    """Write the mean of the ranks whose sum one wire is, or of the wires of several ranks."""
+    _, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     offset, by = tl.load(row + FIRST) + BYTES * base, tl.full([N], 0, tl.float32) + count
     if ranks == 1:
@@ -96,15 +96,16 @@ def decode_numbers(
 # -- signs -------------------------------------------------------------------------------------------------------------
 
 SCALED, SIDED, VOTED, MOMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""What a bit stands for: the mean magnitude, the mean of its side, or a vote; of a moment, which is kept as it is."""
+"""Values of a bit: the mean magnitude, the mean of its side, or a vote; of a moment, which is kept as it is."""
 
 
 @triton.jit(do_not_specialize=("variables", "most"))
 def encode_signs(
     flags, parts, counts, table, owners, variables, most, FORM: tl.constexpr, KEEPS: tl.constexpr, N: tl.constexpr
 ):
-    """Bits of votes; or bits, and each program's sums in float64 from which scales are made. Of those x is kept."""
-    variable, row, program = here(table, owners)
+    """Write bits of votes; or bits, and each program's sums in float64 from which scales are made: then x itself is
+    kept."""
+    variable, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     given = floats(row + GRADIENT, base, wide, place, inside)
     x = compensated(row, given, base, wide, place, inside, KEEPS, FORM < VOTED)
@@ -123,12 +124,13 @@ def encode_signs(
         write_floats(row + NEXT, x - tl.where(upper, 1.0, -1.0) if FORM == VOTED else x, base, wide, place, inside)
 
 
-@triton.jit(do_not_specialize=("variables", "pieces", "heard", "size"))
+@triton.jit(do_not_specialize=("variables", "pieces", "received", "size"))
 def write_sign_scales(
-    flags, sound, marks, parts, counts, table, variables, pieces, heard, size, overflow,
+    flags, in_range, marks, parts, counts, table, variables, pieces, received, size, overflow,
     FORM: tl.constexpr, KEEPS: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The scales of one variable, from its programs' sums, beside x too; and what the wire says of it."""
+    """Write the scales of one variable, from its programs' sums, into the wire and beside x, and the variable's
+    status."""
     variable = tl.program_id(0)
     row = table + variable * COLUMNS
     n, first = tl.load(row + SIZE), tl.load(row + START)
@@ -158,12 +160,12 @@ def write_sign_scales(
         sides = tl.load(row + NEXT_SIDES).to(tl.pointer_type(tl.float32))
         tl.store(sides, other)
         tl.store(sides + 1, one)
-    end_of_one(flags, sound, marks, table, variables, variable, pieces, heard, size, overflow, Type)
+    end_of_one(flags, in_range, marks, table, variables, variable, pieces, received, size, overflow, Type)
 
 
 @triton.jit
 def sides_at(address, FORM: tl.constexpr):
-    """What a set bit stands for, and another: behind the address of scales, or of votes."""
+    """Return the values of a set bit and of another: scales at an address, or votes."""
     if FORM == SCALED:
         one = tl.load(address.to(tl.pointer_type(tl.float32)))
         other = -one
@@ -179,17 +181,17 @@ def sides_at(address, FORM: tl.constexpr):
 
 @triton.jit
 def subtract_signs(table, owners, N: tl.constexpr):
-    """x - C(x) in place of x."""
-    _, row, program = here(table, owners)
+    """Write x - C(x) in place of x."""
+    _, row, program = locate(table, owners)
     base, place, inside, wide, _ = part(row, program, N)
     x = floats(row + KEPT, base, wide, place, inside)
-    write_floats(row + KEPT, finished(row, x), base, wide, place, inside)
+    write_floats(row + KEPT, finished_residual(row, x), base, wide, place, inside)
 
 
 @triton.jit(do_not_specialize=("variables",))
 def decode_signs(table, owners, variables, ranks, weight, unit, FORM: tl.constexpr, N: tl.constexpr):
-    """The mean of scaled signs; of votes the sign of their sum, times ``unit``."""
-    _, row, program = here(table, owners)
+    """Write the mean of scaled signs; of votes the sign of their sum, times ``unit``."""
+    _, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     byte = tl.arange(0, N // 8)
     there = byte * 8 < tl.load(row + SIZE) - base
@@ -211,7 +213,7 @@ def decode_signs(table, owners, variables, ranks, weight, unit, FORM: tl.constex
 
 @triton.jit(do_not_specialize=("variables", "most", "step"))
 def encode_powers(flags, table, owners, variables, most, step, KEEPS: tl.constexpr, N: tl.constexpr):
-    variable, row, program = here(table, owners)
+    variable, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
     deny(flags, variable, x, most, True)
@@ -225,7 +227,7 @@ def encode_powers(flags, table, owners, variables, most, step, KEEPS: tl.constex
 
 @triton.jit(do_not_specialize=("variables",))
 def decode_powers(table, owners, variables, ranks, weight, N: tl.constexpr):
-    _, row, program = here(table, owners)
+    _, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     mean = tl.zeros([N], tl.float32)
     for rank in range(ranks):

@@ -1,7 +1,7 @@
-"""What codecs of whole buckets on a GPU share: the table that kernels are told, and the end of a wire.
+"""Base of codecs of whole buckets on a GPU: the table that kernels read, and the end of a wire.
 
-They are what :mod:`grace.kernels.fused.bucket_codecs` is to CPUs, and are called alike. Nothing is read back from the
-device: what is out of range is told by flags there, which one of the launches writes into the wire.
+They are called as those of :mod:`grace.kernels.fused.bucket_codecs` for CPUs. Nothing is read back from the device:
+flags there mark variables that are out of range, and one of the launches writes them into the wire.
 """
 
 from collections import OrderedDict
@@ -12,18 +12,24 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy import ndarray as Array
 
-from grace.kernels.contract.primitives import Placed
+from grace.kernels.constants import Placed
 from grace.kernels.torch.copies import to_device
 from grace.kernels.triton import tables
 from grace.kernels.triton.launching import BLOCK, launch, signed
 
 TYPES = {"float32": (tl.float32, 4), "float16": (tl.float16, 2), "bfloat16": (tl.bfloat16, 2), "uint8": (tl.uint8, 1)}
-"""Of numbers in a wire, and their bytes."""
+"""Types of numbers in a wire, and their bytes."""
 KEPT_TABLES = 4
-"""Of each codec: those of residuals that take turns, for encoding and for decoding."""
+"""Tables that each codec keeps: of residuals that alternate, for encoding and for decoding."""
 ANY = 0xFFFFFFFF
-"""As the largest magnitude that is in range: not to look."""
+"""Largest magnitude that is in range, if magnitudes are not checked."""
+
+Step = int | torch.Tensor
+End = tuple[Sequence[int], str, Sequence[float], float, Sequence[int]]
+"""End of a wire, as :meth:`grace.exchange.layout.Layout.end` returns it: byte offsets, the dtype, the numbers there,
+the status of an overflow, and addresses of received statuses."""
 
 
 class Codec:
@@ -36,20 +42,20 @@ class Codec:
     """
 
     unfinished = False
-    """Whether x itself is kept, and ``finish`` makes residuals of it; ``encode`` subtracts from what it reads."""
+    """True if x itself is kept, and ``finish`` makes residuals of it; ``encode`` subtracts from the x that it reads."""
     draws: bool | str = False
-    """Whether encoding takes random numbers; "shared": those that all ranks draw alike."""
+    """True if encoding takes random numbers; "shared" if all ranks draw the same ones."""
     on_device = True
-    """Whether it writes the end of the wire, since what that says is known on the device alone."""
+    """True if it writes the header at the end of the wire, since only the device knows what is in range."""
     span = BLOCK
     """Elements of a program."""
     granule = 16
-    """What the address of a payload's first tensor must be a multiple of, to be read wide."""
+    """Number of which the address of a payload's first tensor must be a multiple, to be read wide."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
         self.device, self.variables = device, len(sizes)
         self.step: torch.Tensor | None = None
-        """Where kernels read the step, if a CUDA graph shall."""
+        """Tensor that kernels read the step from, for CUDA graphs; else None."""
         self.plan = np.zeros((self.variables, tables.COLUMNS.value), np.int64)
         self.plan[:, tables.SIZE.value] = sizes
         for row, payload in zip(self.plan, payloads, strict=True):
@@ -61,18 +67,19 @@ class Codec:
         self.owners, self.plan[:, tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
 
     def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Any]:
-        """The variable of each program, where each has so many; and the first program of each."""
+        """Return the variable of each program, given each variable's number of programs; and the first program of each
+        variable."""
         owners = np.repeat(np.arange(self.variables, dtype=np.int32), programs)
         return torch.from_numpy(owners).to(self.device), np.cumsum([0, *programs])[:-1]
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Room on the device."""
+        """Allocate a tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     # -- tables ----------------------------------------------------------------------------------------
 
-    def on_the_device(self, values: np.ndarray) -> torch.Tensor:
-        """Numbers on the device, copied there when they are other ones than lately; nobody waits for that."""
+    def to_device_once(self, values: Array) -> torch.Tensor:
+        """Return numbers on the device. They are copied there, without waiting, unless they were lately."""
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         key = stream, values.dtype, values.tobytes()
         held = self.tables.pop(key, None)
@@ -88,7 +95,7 @@ class Codec:
     def table(
         self, rows: Any, wires: Any, factors: Any = None, streams: Any = None, ends: Sequence[int] = ()
     ) -> torch.Tensor:
-        """What kernels are told: of each variable, and where the wires are, and ``ends`` of one."""
+        """Return the table for kernels: a row of each variable, then addresses of wires, and ``ends`` of one."""
         rows, wires = np.asarray(rows, np.uint64).astype(np.int64), np.asarray(wires, np.uint64).astype(np.int64)
         apart, wires = (wires[0] - wires[0, :1], wires[0, :1]) if wires.ndim > 1 else (0, wires)
         whole = np.empty(self.plan.size + len(wires) + len(ends), np.int64)
@@ -108,11 +115,11 @@ class Codec:
             plan[:, tables.KEY.value] = np.ascontiguousarray(streams[:, :2]).view(np.int64)[:, 0]
             plan[:, tables.DRAW.value] = streams[:, 3]
         whole[self.plan.size :] = [*wires, *ends]
-        return self.on_the_device(whole)
+        return self.to_device_once(whole)
 
     # -- encoding --------------------------------------------------------------------------------------
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
         """Write every payload into the wire, the end of that, and the next residuals.
 
         Args:
@@ -134,41 +141,41 @@ class Codec:
         step = signed(int(streams[0, 2])) if self.step is None else self.step
         return self.write(table, keeps, looks, signed(int(most)), step, end)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         """Launch what encodes; ends with :meth:`write_end`, or with a kernel that does the same."""
         raise NotImplementedError
 
-    def ending(self, end: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-        """The end of a wire as kernels take it: tensors, numbers, and a type."""
-        offsets, dtype, marks, overflow, heard = end
-        sound = self.empty(self.variables // len(offsets), torch.float32)
-        tensors = self.flags, sound, self.on_the_device(np.array(marks, np.float32))
-        return tensors, (len(offsets), len(heard), len(marks), float(overflow)), {"Type": TYPES[dtype][0]}
+    def ending(self, end: End) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of kernels that write the end of a wire: tensors, numbers, and a type."""
+        offsets, dtype, marks, overflow, received = end
+        in_range = self.empty(self.variables // len(offsets), torch.float32)
+        tensors = self.flags, in_range, self.to_device_once(np.array(marks, np.float32))
+        return tensors, (len(offsets), len(received), len(marks), float(overflow)), {"Type": TYPES[dtype][0]}
 
-    def write_end(self, table: Any, end: Any) -> torch.Tensor:
+    def write_end(self, table: torch.Tensor, end: End) -> torch.Tensor:
         """Write the end of a wire."""
-        (flags, sound, marks), numbers, of_type = self.ending(end)
-        given, programs = (flags, table, sound, marks, self.variables), triton.cdiv(len(end[2]), 128)
+        (flags, in_range, marks), numbers, of_type = self.ending(end)
+        given, programs = (flags, table, in_range, marks, self.variables), triton.cdiv(len(end[2]), 128)
         launch(tables.write_end, programs, *given, *numbers, **of_type, N=128)
-        return sound
+        return in_range
 
-    def finish(self, rows: Any, sides: torch.Tensor) -> None:
-        """Subtract from residuals what is still to be subtracted, ``sides``, and make zeros of that."""
+    def finish(self, rows: Array, sides: torch.Tensor) -> None:
+        """Subtract ``sides`` from residuals, and set it to zeros."""
         raise NotImplementedError
 
     # -- decoding --------------------------------------------------------------------------------------
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        """Write the mean over ``count`` ranks of what their wires hold into ``outs``; whether it was done.
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        """Write the mean over ``count`` ranks' wires into ``outs``; return True if that was done.
 
         Args:
-            outs, wires: addresses, uint64; wires of shape (ranks,), or (1, variables) where each variable is read from
-                another one.
+            outs, wires: addresses, uint64; wires of shape (ranks,), or (1, variables) if each variable has a
+                wire of its own.
         """
         table = self.table(np.asarray(outs)[:, None], wires)
         self.read(table, len(wires), float(np.float32(1 / count)), count, loss_scale)
         return True
 
-    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+    def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         """Launch what decodes."""
         raise NotImplementedError

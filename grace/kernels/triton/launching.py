@@ -10,11 +10,43 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 BLOCK = 1024
 """Elements of a program of most kernels: 8 of each thread, two 16-byte loads."""
 FEWER = BLOCK // 2
 """Where 8 would not fit into registers."""
+
+LARGEST_ROW = 4096
+"""Elements of the largest buckets that one program reads at once."""
+PROGRAMS = 1024
+"""Most programs of a search for the largest: more would count more digits than elements."""
+STEP = 1024
+"""Elements that a program of a search reads at once."""
+
+
+def blocks(x: torch.Tensor) -> int:
+    """Return the number of programs that take the elements of a tensor."""
+    return triton.cdiv(x.numel(), BLOCK)
+
+
+def steps_of(n: int) -> int:
+    """Return the number of reads of each program of a search: its positions and counts have 16 bits.
+
+    >>> steps_of(0), steps_of(3 << 20), steps_of(1 << 30)
+    (1, 4, 32)
+    """
+    return min(triton.next_power_of_2(max(1, triton.cdiv(n, PROGRAMS * STEP))), (1 << 15) // STEP)
+
+
+def room_of(n: int, k: int, steps: int) -> int:
+    """Return the number of elements that each program of a search may list: most likely those above the guess are
+    little more than k. Where there are more than there is room for, they are read from the tensor.
+
+    >>> room_of(1 << 20, 1 << 13, 1), room_of(1 << 20, 1 << 17, 2), room_of(1 << 20, 1 << 19, 2)
+    (256, 1024, 2048)
+    """
+    return steps * STEP // (4 if 16 * k <= n else 2 if 3 * k <= n else 1)
 
 
 @dataclass
@@ -39,7 +71,7 @@ _RECORD: list[Launch] | None = None
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """In this context launches are written down instead of made: tensors may be on the meta device."""
+    """Record launches in this context instead of making them: tensors may be on the meta device."""
     global _RECORD
     before, _RECORD = _RECORD, []
     try:
@@ -62,7 +94,7 @@ def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: 
 
 
 def keep_compiled() -> None:
-    """Let Triton keep what it compiles in a temporary folder if its own cannot be written to: it would fail at the
+    """Let Triton keep compiled kernels in a temporary folder if its own cannot be written to: it would fail at the
     first launch."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
@@ -81,7 +113,7 @@ def keep_compiled() -> None:
 
 
 def signed(word: int) -> int:
-    """A 32-bit word as the int32 of the same bits, so that its size does not choose its type.
+    """Return a 32-bit word as the int32 of the same bits, so that its size does not choose its type.
 
     >>> signed(0xFFFFFFFF), signed(7)
     (-1, 7)

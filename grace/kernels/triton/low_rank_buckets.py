@@ -42,7 +42,8 @@ DEPENDENT = tl.constexpr(1e-12)
 
 @triton.jit
 def place_of(shapes, owners, FIRST_PROGRAM: tl.constexpr):
-    """This program's variable, its row in ``shapes``, and the program's number among those of the variable (int64)."""
+    """Return this program's variable, its row in ``shapes``, and the program's number among those of the variable
+    (int64)."""
     variable = tl.load(owners + tl.program_id(0))
     shape = shapes + variable * SHAPE
     return variable, shape, tl.program_id(0) - tl.load(shape + FIRST_PROGRAM)
@@ -50,8 +51,8 @@ def place_of(shapes, owners, FIRST_PROGRAM: tl.constexpr):
 
 @triton.jit
 def corner_of(table, shapes, owners, R: tl.constexpr, C: tl.constexpr):
-    """Of a program's tile: variable, row of the table, row of shapes, first row and column, and whether rows begin
-    where wide reads may."""
+    """Return, for a program's tile: variable, row of the table, row of shapes, first row and column, and True if rows
+    begin where wide reads may."""
     variable, shape, program = place_of(shapes, owners, TILES)
     row, columns = table + variable * COLUMNS, tl.load(shape + ACROSS)
     across = (columns + C - 1) // C
@@ -61,7 +62,7 @@ def corner_of(table, shapes, owners, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def tile_at(column, shape, top, start, R: tl.constexpr):
-    """Where a tile begins of the matrix that a column of the table is the address of; which elements are there."""
+    """Return the address of a tile of the matrix that a column of the table locates, and its elements that exist."""
     columns = tl.load(shape + ACROSS)
     down, along = (tl.load(shape + ROWS) - top).to(tl.int32), (columns - start).to(tl.int32)
     return tl.load(column) + 4 * (top * columns + start), columns.to(tl.int32), tl.arange(0, R)[:, None] < down, along
@@ -69,7 +70,7 @@ def tile_at(column, shape, top, start, R: tl.constexpr):
 
 @triton.jit
 def read_tile(column, shape, top, start, wide, R: tl.constexpr, C: tl.constexpr):
-    """A tile; zeros where the matrix ends."""
+    """Return a tile; zeros where the matrix ends."""
     address, columns, there, along = tile_at(column, shape, top, start, R)
     pointer = address.to(tl.pointer_type(tl.float32))
     i, j = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
@@ -83,7 +84,7 @@ def read_tile(column, shape, top, start, wide, R: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def write_tile(column, shape, value, top, start, wide, R: tl.constexpr, C: tl.constexpr):
-    """The inverse of :func:`read_tile`."""
+    """Invert :func:`read_tile`."""
     address, columns, there, along = tile_at(column, shape, top, start, R)
     pointer = address.to(tl.pointer_type(tl.float32))
     i, j = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
@@ -96,7 +97,7 @@ def write_tile(column, shape, value, top, start, wide, R: tl.constexpr, C: tl.co
 
 @triton.jit
 def column_of(factors, at, step, k, first, N: tl.constexpr):
-    """N elements of the k-th column of a transposed factor; ``first`` is a multiple of N."""
+    """Return N elements of the k-th column of a transposed factor; ``first`` is a multiple of N."""
     begin = tl.multiple_of(at + k * step + first, 16)
     return tl.load(factors + begin + tl.arange(0, N))
 
@@ -106,7 +107,7 @@ def column_of(factors, at, step, k, first, N: tl.constexpr):
 
 @triton.jit
 def rows_of_q(shape, program, J: tl.constexpr, RP: tl.constexpr):
-    """A program's J rows of Q: their places, the columns', which are there, and where elements are (int64)."""
+    """Return a program's J rows of Q: their places, the columns', which exist, and the elements' offsets (int64)."""
     j, k, rank = program * J + tl.arange(0, J), tl.arange(0, RP), tl.load(shape + RANK_OF)
     inside = (j < tl.load(shape + ACROSS))[:, None] & (k < rank)[None, :]
     return j, k, inside, j[:, None] * rank + k[None, :]
@@ -114,7 +115,7 @@ def rows_of_q(shape, program, J: tl.constexpr, RP: tl.constexpr):
 
 @triton.jit
 def judge_factors(found, table, shapes, owners, most, J: tl.constexpr, RP: tl.constexpr):
-    """Of each column of the last Q whether it has a number that is not zero, and one that is none or too large."""
+    """Mark each column of the last Q that has a number that is not zero, and each that has a number out of range."""
     variable, shape, program = place_of(shapes, owners, Q_TILES)
     _, k, inside, place = rows_of_q(shape, program, J, RP)
     kept = tl.load(table + variable * COLUMNS + Q_KEPT)
@@ -128,7 +129,8 @@ def judge_factors(found, table, shapes, owners, most, J: tl.constexpr, RP: tl.co
 
 @triton.jit(do_not_specialize=("step",))
 def start_factors(right, found, table, shapes, owners, step, J: tl.constexpr, RP: tl.constexpr):
-    """Q, transposed: the last one's columns, and random numbers in place of what is not judged sound."""
+    """Write Q, transposed: the last one's columns, and random numbers in place of columns that are zero or out of
+    range."""
     variable, shape, program = place_of(shapes, owners, Q_TILES)
     j, k, inside, place = rows_of_q(shape, program, J, RP)
     row, own = table + variable * COLUMNS, found + variable * 2 * RP + k
@@ -153,7 +155,7 @@ def multiply_rows(
     flags, found, parts, right, table, shapes, owners, most,
     LOOKS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """x = a residual + b gradient, written where the next residual goes, and what this tile adds to P = x Q."""
+    """Write x = a residual + b gradient where the next residual goes, and this tile's part of P = x Q."""
     variable, row, shape, top, start, wide = corner_of(table, shapes, owners, R, C)
     factors = tl.load(row + FACTORS)
     x = read_tile(row + GRADIENT, shape, top, start, wide, R, C)
@@ -177,7 +179,7 @@ def multiply_rows(
 def multiply_columns(
     parts, left, table, shapes, owners, RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """What a tile of x adds to Q = x^T P."""
+    """Write a tile's part of Q = x^T P."""
     _, row, shape, top, start, wide = corner_of(table, shapes, owners, R, C)
     x = read_tile(row + NEXT, shape, top, start, wide, R, C)
     j, columns, rank = start + tl.arange(0, C), tl.load(shape + ACROSS), tl.load(shape + RANK_OF)
@@ -190,7 +192,7 @@ def multiply_columns(
 
 @triton.jit
 def added(parts, length, tiles, f, inside, N: tl.constexpr, T: tl.constexpr):
-    """The sums of N elements over tiles, T at a time."""
+    """Return the sums of N elements over tiles, T at a time."""
     total = tl.zeros([N], tl.float32)
     for low in range(0, tiles, T):
         t = low + tl.arange(0, T)
@@ -204,7 +206,7 @@ def add_rows(
     flags, parts, table, shapes, owners, variables,
     LOOKS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """P into its wire, from what tiles added."""
+    """Write P into its wire, as the sum of the tiles' parts."""
     variable, shape, program = place_of(shapes, owners, P_ADDS)
     f, rows, rank = program * N + tl.arange(0, N), tl.load(shape + ROWS), tl.load(shape + RANK_OF)
     inside, tiles = f < rows * rank, (tl.load(shape + ACROSS) + C - 1) // C
@@ -216,7 +218,7 @@ def add_rows(
 
 @triton.jit(do_not_specialize=("offset", "size"))
 def add_columns(wire, parts, shapes, owners, marks, offset, size, R: tl.constexpr, N: tl.constexpr, T: tl.constexpr):
-    """Q into its wire, and the end of that: ``size`` numbers behind ``offset`` elements."""
+    """Write Q into its wire, and the header at the end: ``size`` numbers behind ``offset`` elements."""
     _, shape, program = place_of(shapes, owners, Q_ADDS)
     f, columns, rank = program * N + tl.arange(0, N), tl.load(shape + ACROSS), tl.load(shape + RANK_OF)
     inside, tiles = f < columns * rank, (tl.load(shape + ROWS) + R - 1) // R
@@ -233,7 +235,7 @@ def add_columns(wire, parts, shapes, owners, marks, offset, size, R: tl.constexp
 
 @triton.jit
 def mean_rows(sums, low, rows, rank, count, lost, ROWS_: tl.constexpr, RP: tl.constexpr):
-    """Rows of the mean P, with columns of numbers without any pattern in place of those that are lost."""
+    """Return rows of the mean P, with columns of numbers without any pattern in place of lost ones."""
     i, k = low + tl.arange(0, ROWS_), tl.arange(0, RP)
     inside = (i < rows)[:, None] & (k < rank)[None, :]
     p = tl.load(sums + i[:, None] * rank + k[None, :], mask=inside, other=0.0)
@@ -248,21 +250,21 @@ def mean_rows(sums, low, rows, rank, count, lost, ROWS_: tl.constexpr, RP: tl.co
 
 @triton.jit
 def squares(p):
-    """The products of every two numbers of each row, in float64."""
+    """Return the products of every two numbers of each row, in float64."""
     wide = p.to(tl.float64)
     return wide[:, :, None] * wide[:, None, :]
 
 
 @triton.jit
 def combined(p, factor):
-    """P times a small matrix, in float64, rounded once."""
+    """Return P times a small matrix, in float64, rounded once."""
     return tl.sum(p.to(tl.float64)[:, :, None] * factor[None, :, :], 1).to(tl.float32)
 
 
 @triton.jit
 def orthogonal(gram, rank, RP: tl.constexpr):
-    """T such that the columns of P T are orthonormal, from P^T P, by Gram and Schmidt; and which columns depend on
-    those before them, or are no numbers: theirs in T are zeros."""
+    """Return T such that the columns of P T are orthonormal, from P^T P, by Gram and Schmidt; and the columns that
+    depend on those before them, or have NaN: theirs in T are zeros."""
     place = tl.arange(0, RP)
     found, lost = tl.zeros([RP, RP], tl.float64), tl.zeros([RP], tl.int32)
     for k in range(RP):
@@ -283,8 +285,8 @@ def orthogonal(gram, rank, RP: tl.constexpr):
 def orthonormalize_bucket(
     finite, left, sums, shapes, count, variables, ROWS_: tl.constexpr, RP: tl.constexpr
 ):  # fmt: skip
-    """Orthonormal columns that span those of each variable's mean P, transposed; whether all sums are finite, and 1.0
-    for those of Q, which come yet. Twice in float64, so that they are orthonormal to float32 rounding."""
+    """Write orthonormal columns that span those of each variable's mean P, transposed; 1.0 if all sums are finite, and
+    1.0 for the sums of Q, which come later. Twice in float64, so that they are orthonormal to float32 rounding."""
     variable = tl.program_id(0)
     shape = shapes + variable * SHAPE
     rows, rank, own = tl.load(shape + ROWS), tl.load(shape + RANK_OF), sums + tl.load(shape + P_AT)
@@ -321,7 +323,7 @@ def orthonormalize_bucket(
 
 @triton.jit(do_not_specialize=("variables",))
 def take_factors(finite, right, sums, table, shapes, owners, count, variables, J: tl.constexpr, RP: tl.constexpr):
-    """The mean Q, transposed, and where the next step starts from; 0.0 where a sum is not finite."""
+    """Write the mean Q, transposed, and for the start of the next step; 0.0 where a sum is not finite."""
     variable, shape, program = place_of(shapes, owners, Q_TILES)
     j, k, inside, place = rows_of_q(shape, program, J, RP)
     q = tl.load(sums + tl.load(shape + Q_AT) + place, mask=inside, other=0.0)
@@ -335,7 +337,7 @@ def take_factors(finite, right, sums, table, shapes, owners, count, variables, J
 
 @triton.jit
 def decode_products(left, right, table, shapes, owners, R: tl.constexpr, C: tl.constexpr):
-    """P Q^T, and x - P Q^T in place of x."""
+    """Write P Q^T, and x - P Q^T in place of x."""
     _, row, shape, top, start, wide = corner_of(table, shapes, owners, R, C)
     p_at, p_step = tl.load(shape + LEFT), tl.load(shape + LEFT_STEP)
     q_at, q_step = tl.load(shape + RIGHT), tl.load(shape + RIGHT_STEP)

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 import triton
+from numpy import ndarray as Array
 
-from grace.kernels.contract.primitives import LARGEST_FACTOR, Placed
+from grace.kernels.constants import LARGEST_FACTOR, Placed
 from grace.kernels.triton import low_rank_buckets
-from grace.kernels.triton.codec import Codec
+from grace.kernels.triton.codec import Codec, End, Step
 from grace.kernels.triton.launching import BLOCK, launch
 
 R, C = 64, 128
@@ -75,26 +75,26 @@ class LowRank(Codec):
         self.parts = self.empty(max(map(sum, parts)), torch.float32)  # of P first, then of Q
         self.found = torch.zeros((self.variables, 2, self.width), dtype=torch.int32, device=device)
         self.rows_at_once = max(1, PAIRS // self.width**2)
-        self.finite = self.told = torch.empty(0)
+        self.finite = self.encoding_table = torch.empty(0)
         self.kept = self.nexts = np.zeros(self.variables, np.uint64)
 
     @staticmethod
     def takes(payloads: Sequence[Sequence[Placed]]) -> bool:
-        """Whether the kernels take matrices of these P and Q."""
+        """Return True if the kernels take matrices of these P and Q."""
         return all(q.shape[0] <= WIDEST for _, q in payloads)
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
         self.nexts = rows[:, 2].copy()
         return super().encode(rows, factors, wire, most, streams, end)
 
-    def start_from(self, kept: Any, following: Any) -> None:
-        """Where the last step's Q are, 0 for none, and where this one's go; of each variable, uint64."""
+    def start_from(self, kept: Array, following: Array) -> None:
+        """Set the addresses of the last step's Q, 0 for none, and of this one's; of each variable, uint64."""
         self.kept = kept
         self.plan[:, low_rank_buckets.Q_KEPT.value] = kept.astype(np.int64)
         self.plan[:, low_rank_buckets.Q_NEXT.value] = following.astype(np.int64)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
-        self.told, programs, shape = table, len(self.q_tiles), {"J": self.span_of_q, "RP": self.width}
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+        self.encoding_table, programs, shape = table, len(self.q_tiles), {"J": self.span_of_q, "RP": self.width}
         places = table, self.shapes, self.q_tiles
         if self.kept.any():
             launch(low_rank_buckets.judge_factors, programs, self.found, *places, LARGEST_FACTOR, **shape)
@@ -107,30 +107,34 @@ class LowRank(Codec):
         return self.write_end(table, end)
 
     def receive(self, sums: torch.Tensor, count: float, last: bool) -> torch.Tensor:
-        """Take the sum of all ranks' wires; of each variable 1.0 if it is finite, else 0.0, on the device."""
+        """Take the sum of all ranks' wires; return 1.0 for each variable whose sum is finite, else 0.0, on the
+        device."""
         if not last:
             self.finite = self.empty((2, self.variables), torch.float32)
             given = self.finite, self.left, sums, self.shapes, float(count), self.variables
             shape = {"ROWS_": self.rows_at_once, "RP": self.width}
             launch(low_rank_buckets.orthonormalize_bucket, self.variables, *given, **shape)
             return self.finite[0]
-        places, shape = (self.told, self.shapes, self.q_tiles), {"J": self.span_of_q, "RP": self.width}
+        places, shape = (self.encoding_table, self.shapes, self.q_tiles), {"J": self.span_of_q, "RP": self.width}
         numbers = float(count), self.variables
         launch(
             low_rank_buckets.take_factors, len(self.q_tiles), self.finite, self.right, sums, *places, *numbers, **shape
         )
         return self.finite[1]
 
-    def follow(self, wire: torch.Tensor, end: Any) -> None:
+    def follow(self, wire: torch.Tensor, end: End) -> None:
         """Write the second payloads, and the end of their wire."""
         (offset,), _, marks, *_ = end
-        given, shape = (self.parts, self.left, self.told, self.shapes, self.tiles), {"RANK": self.most, "R": R, "C": C}
+        given, shape = (
+            (self.parts, self.left, self.encoding_table, self.shapes, self.tiles),
+            {"RANK": self.most, "R": R, "C": C},
+        )
         launch(low_rank_buckets.multiply_columns, len(self.tiles), *given, **shape, warps=16)
-        numbers = self.on_the_device(np.array(marks, np.float32)), offset // ITEM, len(marks)
+        numbers = self.to_device_once(np.array(marks, np.float32)), offset // ITEM, len(marks)
         parts = wire, self.parts, self.shapes, self.q_adds
         launch(low_rank_buckets.add_columns, len(self.q_adds), *parts, *numbers, R=R, N=N, T=T)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         rows = np.stack([np.asarray(outs, np.uint64), self.nexts, self.nexts], axis=1)
         given = self.left, self.right, self.table(rows, []), self.shapes, self.tiles
         launch(low_rank_buckets.decode_products, len(self.tiles), *given, R=R, C=C, warps=16)
@@ -138,5 +142,5 @@ class LowRank(Codec):
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each begins, one behind the other."""
+    """Return the offset of each part, one behind the other."""
     return [0, *accumulate(sizes)][:-1]

@@ -3,10 +3,12 @@
 import triton
 import triton.language as tl
 
+from grace.kernels.triton.arithmetic import span
+
 
 @triton.jit
 def pack(out, codes, n, size, BITS: tl.constexpr, GROUPS: tl.constexpr):
-    """8 codes of a group are BITS bytes."""
+    """Pack groups of 8 codes into BITS bytes each."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
     group, lane = tl.arange(0, GROUPS), tl.arange(0, 8)
     place = group[:, None] * 8 + lane[None, :]
@@ -19,7 +21,7 @@ def pack(out, codes, n, size, BITS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def code_at(packed, place, inside, size, BITS: tl.constexpr):
-    """The codes at these places of a stream of ``size`` bytes (int32)."""
+    """Return the codes at these places of a stream of ``size`` bytes (int32)."""
     if BITS == 8:
         return tl.load(packed + place, mask=inside, other=0).to(tl.int32)
     byte, shift = place * BITS // 8, (place * BITS % 8).to(tl.int32)
@@ -31,16 +33,14 @@ def code_at(packed, place, inside, size, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(out, packed, n, size, BITS: tl.constexpr, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N  # a multiple of 8 codes, and so of whole bytes
-    place = tl.arange(0, N)
-    inside = place < n - base
+    base, place, inside = span(n, N)  # a multiple of 8 codes, and so of whole bytes
     code = code_at(packed + base // 8 * BITS, place, inside, size - base // 8 * BITS, BITS)
     tl.store(out + base + place, code.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def pack_signs(out, x, n, WORDS: tl.constexpr):
-    """32 signs a word."""
+    """Pack 32 signs a word."""
     first = tl.program_id(0).to(tl.int64) * WORDS
     word, lane = tl.arange(0, WORDS), tl.arange(0, 32)
     place = word[:, None] * 32 + lane[None, :]
@@ -52,35 +52,33 @@ def pack_signs(out, x, n, WORDS: tl.constexpr):
 
 @triton.jit
 def byte_of_codes(code, BITS: tl.constexpr, N: tl.constexpr):
-    """N codes of BITS that divide 8, in bytes."""
+    """Return N codes of BITS that divide 8, in bytes."""
     lane = tl.arange(0, 8 // BITS)[None, :] * BITS
     return tl.sum(tl.reshape(code.to(tl.int32), [N * BITS // 8, 8 // BITS]) << lane, 1).to(tl.uint8)
 
 
 @triton.jit
 def codes_of_byte(packed, BITS: tl.constexpr, N: tl.constexpr):
-    """The inverse of :func:`byte_of_codes`, as int32."""
+    """Invert :func:`byte_of_codes`, as int32."""
     lane = tl.arange(0, 8 // BITS)[None, :] * BITS
     return tl.reshape((packed.to(tl.int32)[:, None] >> lane) & ((1 << BITS) - 1), [N])
 
 
 @triton.jit
 def byte_of_signs(bits, N: tl.constexpr):
-    """8 of N bits a byte."""
+    """Return N bits, 8 a byte."""
     return byte_of_codes(bits, 1, N)
 
 
 @triton.jit
 def signs_of_byte(packed, N: tl.constexpr):
-    """The inverse of :func:`byte_of_signs`."""
+    """Invert :func:`byte_of_signs`."""
     return codes_of_byte(packed, 1, N) == 1
 
 
 @triton.jit
 def add_signs(out, packed, scale, n, weight, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    base, place, inside = span(n, N)
     amount = weight
     if scale is not None:
         amount = weight * tl.load(scale)
@@ -91,10 +89,8 @@ def add_signs(out, packed, scale, n, weight, N: tl.constexpr):
 
 @triton.jit
 def add_table(out, packed, table, scale, n, size, entries, weight, BITS: tl.constexpr, N: tl.constexpr):
-    """Codes beyond the table add nothing."""
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    """Add the values of codes; codes beyond the table add nothing."""
+    base, place, inside = span(n, N)
     amount = weight
     if scale is not None:
         amount = weight * tl.load(scale)
@@ -106,7 +102,7 @@ def add_table(out, packed, table, scale, n, size, entries, weight, BITS: tl.cons
 
 @triton.jit
 def steps_below(value, inside, edges, count, N: tl.constexpr):
-    """How many of at most 255 ascending edges are below each number; all of them below NaN."""
+    """Count the edges, at most 255 and ascending, below each number; all of them are below NaN."""
     below = tl.zeros([N], tl.int32)
     for half in tl.static_range(8):
         middle = below + (128 >> half)
@@ -117,10 +113,8 @@ def steps_below(value, inside, edges, count, N: tl.constexpr):
 
 @triton.jit
 def bucketize(out, x, scale, edges, count, n, N: tl.constexpr):
-    """How many of at most 255 edges are below each number; all of them below NaN, as a sort has it."""
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    """Count the edges, at most 255, below each number; all of them are below NaN, as a sort has it."""
+    base, place, inside = span(n, N)
     divisor = tl.load(scale)
     divisor = tl.where(divisor > 0, divisor, 1.0)
     value = tl.load(x + base + place, mask=inside, other=0)
@@ -130,7 +124,7 @@ def bucketize(out, x, scale, edges, count, n, N: tl.constexpr):
 
 @triton.jit
 def marks_at(coded, base, size, N: tl.constexpr):
-    """1 for each of N elements from one on, a multiple of 8, whose bit is set."""
+    """Return 1 for each of N elements from ``base`` on, a multiple of 8, whose bit is set."""
     byte = tl.arange(0, N // 8)
     pointer = (coded + base // 8).to(tl.pointer_type(tl.uint8))
     packed = tl.load(pointer + byte, mask=byte * 8 < size - base, other=0)
@@ -139,7 +133,7 @@ def marks_at(coded, base, size, N: tl.constexpr):
 
 @triton.jit
 def first_from(coded, width, k, least):
-    """How many of k ascending positions, in 32 or 16 bits, are below one."""
+    """Count the positions below ``least`` among k ascending ones, in 32 or 16 bits."""
     low, high = tl.full([], 0, tl.int32), k
     while low < high:
         middle = (low + high) // 2
@@ -153,7 +147,7 @@ def first_from(coded, width, k, least):
 
 @triton.jit
 def write_bits(words, indices, k, n, WORDS: tl.constexpr, N: tl.constexpr):
-    """Bits at ascending places below n."""
+    """Set bits at ascending places below n."""
     base, word = tl.program_id(0) * WORDS * 32, tl.arange(0, WORDS)
     tl.store(words + base // 32 + word, tl.zeros([WORDS], tl.int32), mask=word * 32 < n - base)
     tl.debug_barrier()
@@ -168,7 +162,7 @@ def write_bits(words, indices, k, n, WORDS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def count_bits(counts, bitmap, n, steps, N: tl.constexpr):
-    """How many bits each program's part of a bitmap has."""
+    """Count the bits in each program's part of a bitmap."""
     base, many = tl.program_id(0).to(tl.int64) * steps * N, tl.full([], 0, tl.int32)
     for step in range(steps):
         many += tl.sum(marks_at(bitmap.to(tl.int64), base + step * N, n, N), 0)
@@ -177,7 +171,7 @@ def count_bits(counts, bitmap, n, steps, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=("count",))
 def write_positions(out, counts, bitmap, n, count, steps, N: tl.constexpr):
-    """The places of the first ``count`` bits; -1 for those that are not there."""
+    """Write the places of the first ``count`` bits; -1 for missing ones."""
     base, before, place = tl.program_id(0).to(tl.int64) * steps * N, tl.full([], 0, tl.int32), tl.arange(0, N)
     for low in range(0, tl.program_id(0), N):
         others = low + place

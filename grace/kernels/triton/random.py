@@ -8,18 +8,21 @@ import triton
 import triton.language as tl
 
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.kernels.triton.arithmetic import span
 from grace.kernels.triton.launching import signed
 
 _M0, _M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 _W0, _W1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])
 _ROUNDS, _FEISTEL_ROUNDS = tl.constexpr(ROUNDS), tl.constexpr(FEISTEL_ROUNDS)
 
+BITS, UNIFORM, SIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 WORDS = ("key_low", "key_high", "step", "draw")
 """Arguments of kernels that change at every step, so that none is compiled for their values."""
 
 
 def words_of(stream: Stream) -> tuple[Any, ...]:
-    """A stream as the four arguments of a kernel; a step that lies in a tensor, as in CUDA graphs, is read there."""
+    """Return a stream as the four arguments of a kernel. A step that lies in a tensor, as in CUDA graphs, is read
+    there."""
     if not isinstance(stream.step, torch.Tensor):
         return tuple(signed(word) for word in stream.words)
     key_low, key_high, _, draw = replace(stream, step=0).words
@@ -27,13 +30,13 @@ def words_of(stream: Stream) -> tuple[Any, ...]:
 
 
 def walk_of(stream: Stream, n: int) -> tuple[Any, ...]:
-    """What :func:`walked` takes of the permutation of n indices."""
+    """Return the arguments of :func:`walked` for the permutation of n indices."""
     return (*words_of(stream.permuting()), *feistel_bits(n))
 
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """The four words of each block (uint32)."""
+    """Return the four words of each block (uint32)."""
     for _ in tl.static_range(_ROUNDS):
         high0, high1 = (
             tl.umulhi(c0, tl.full(c0.shape, _M0, tl.uint32)),
@@ -47,7 +50,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def number_of(step):
-    """The step: an argument, or where that points."""
+    """Return the step: an argument, or the number that it points to."""
     if step.dtype.is_ptr():
         number = tl.load(step)
     else:
@@ -57,7 +60,7 @@ def number_of(step):
 
 @triton.jit
 def blocks(block, key_low, key_high, step, draw):
-    """The four words of blocks with these numbers (int64)."""
+    """Return the four words of blocks with these numbers (int64)."""
     low, high = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     step, draw = (
         tl.full(low.shape, 0, tl.uint32) + number_of(step),
@@ -68,14 +71,14 @@ def blocks(block, key_low, key_high, step, draw):
 
 @triton.jit
 def row_of_words(first, key_low, key_high, step, draw, N: tl.constexpr):
-    """N consecutive words, from element ``first`` on, a multiple of 4: all four of each block are used."""
+    """Return N consecutive words, from element ``first`` on, a multiple of 4: all four of each block are used."""
     a, b, c, d = blocks(first // 4 + tl.arange(0, N // 4), key_low, key_high, step, draw)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [N])
 
 
 @triton.jit
 def rows_of_words(first, key_low, key_high, step, draw, ROWS: tl.constexpr, COLS: tl.constexpr, FOURS: tl.constexpr):
-    """A row of COLS consecutive words from each element of ``first`` on; FOURS: these are multiples of 4."""
+    """Return a row of COLS consecutive words from each element of ``first`` on; with FOURS these are multiples of 4."""
     if FOURS:
         a, b, c, d = blocks((first // 4)[:, None] + tl.arange(0, COLS // 4)[None, :], key_low, key_high, step, draw)
         return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLS])
@@ -87,13 +90,13 @@ def rows_of_words(first, key_low, key_high, step, draw, ROWS: tl.constexpr, COLS
 
 @triton.jit
 def uniform(words):
-    """Multiples of 2**-24 in [0, 1)."""
+    """Return multiples of 2**-24 in [0, 1)."""
     return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def permuted(index, key_low, key_high, step, draw, left_bits, right_bits):
-    """The images of indices (uint32) under the Feistel permutation of its whole domain."""
+    """Return the images of indices (uint32) under the Feistel permutation of its whole domain."""
     one = tl.full([], 1, tl.uint32)
     key_low, key_high = key_low.to(tl.uint32), key_high.to(tl.uint32)
     zero = tl.full(index.shape, 0, tl.uint32)
@@ -109,7 +112,7 @@ def permuted(index, key_low, key_high, step, draw, left_bits, right_bits):
 
 @triton.jit
 def walked(index, n, key_low, key_high, step, draw, left_bits, right_bits):
-    """Indices below n walked through the permutation until they are below n again."""
+    """Walk indices below n through the permutation until they are below n again."""
     index = permuted(index, key_low, key_high, step, draw, left_bits, right_bits)
     outside = index >= n
     while tl.max(outside.to(tl.int32), 0) > 0:
@@ -119,33 +122,20 @@ def walked(index, n, key_low, key_high, step, draw, left_bits, right_bits):
 
 
 @triton.jit(do_not_specialize=WORDS)
-def write_words(out, n, key_low, key_high, step, draw, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    words = row_of_words(base, key_low, key_high, step, draw, N)
-    tl.store(out + base + place, words, mask=place < n - base)
-
-
-@triton.jit(do_not_specialize=WORDS)
-def write_uniform(out, n, key_low, key_high, step, draw, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    words = row_of_words(base, key_low, key_high, step, draw, N)
-    tl.store(out + base + place, uniform(words), mask=place < n - base)
-
-
-@triton.jit(do_not_specialize=WORDS)
-def write_signed(out, n, key_low, key_high, step, draw, N: tl.constexpr):
-    """2 u - 1."""
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    words = row_of_words(base, key_low, key_high, step, draw, N)
-    tl.store(out + base + place, uniform(words) * 2.0 - 1.0, mask=place < n - base)
+def write_random(out, n, key_low, key_high, step, draw, FORM: tl.constexpr, N: tl.constexpr):
+    """Write the words of a stream, uniform numbers u made of them, or 2 u - 1."""
+    base, place, inside = span(n, N)
+    value = row_of_words(base, key_low, key_high, step, draw, N)
+    if FORM == UNIFORM:
+        value = uniform(value)
+    elif FORM == SIGNED:
+        value = uniform(value) * 2.0 - 1.0
+    tl.store(out + base + place, value, mask=inside)
 
 
 @triton.jit
 def judge_columns(found, x, rows, columns, most, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Of each column whether it has a number that is not zero, and one that is none or larger than ``most``."""
+    """Mark each column that has a number that is not zero, and each that has one beyond ``most``, or NaN."""
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0)
@@ -156,10 +146,8 @@ def judge_columns(found, x, rows, columns, most, ROWS: tl.constexpr, COLS: tl.co
 
 @triton.jit(do_not_specialize=WORDS)
 def renew_columns(out, found, x, n, columns, key_low, key_high, step, draw, N: tl.constexpr):
-    """x, and random numbers in columns of zeros and of numbers that are too large."""
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    """Write x, with random numbers in columns of zeros and of numbers that are too large."""
+    base, place, inside = span(n, N)
     column = (base + place) % columns
     alive = tl.load(found + column, mask=inside, other=0)
     beyond = tl.load(found + columns + column, mask=inside, other=0)
@@ -178,7 +166,7 @@ def write_walked(out, n, k, key_low, key_high, step, draw, left_bits, right_bits
 
 @triton.jit(do_not_specialize=WORDS)
 def write_samples(out, n, k, key_low, key_high, step, draw, N: tl.constexpr):
-    """One index of each of k slices of [0, n)."""
+    """Write one index of each of k slices of [0, n)."""
     base = tl.program_id(0).to(tl.int64) * N
     place = base + tl.arange(0, N)
     words = row_of_words(base, key_low, key_high, step, draw, N).to(tl.int64)

@@ -3,9 +3,8 @@
 import triton
 import triton.language as tl
 
-from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, POWER_OFFSET, ROTATED
-from grace.kernels.reference.quantization import ROOT
-from grace.kernels.triton.arithmetic import LOW31, MAX, finite_scale, magnitude_bits
+from grace.kernels.constants import LARGEST_FLOAT8, LOWEST_BIASED, POWER_OFFSET, ROOT, ROTATED
+from grace.kernels.triton.arithmetic import LOW31, MAX, finite_scale, magnitude_bits, span
 from grace.kernels.triton.random import WORDS, row_of_words, rows_of_words, uniform
 
 LEVELS, LEVELS_BY_NORM, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -18,15 +17,15 @@ _ROOT, _SHARE = tl.constexpr(float(ROOT)), tl.constexpr(1 / ROTATED)
 
 @triton.jit
 def square_sums(x):
-    """Of each row, in float64."""
+    """Return the sum of squares of each row, in float64."""
     wide = x.to(tl.float64)
     return tl.sum(wide * wide, 1)
 
 
 @triton.jit
 def norm_of(squares, many, REACH: tl.constexpr):
-    """The l2 norm, or REACH times the root mean square of so many elements, in float32, at most the largest number; NaN
-    stays."""
+    """Return the l2 norm, or REACH times the root mean square of so many elements, in float32, at most the largest
+    number; NaN stays."""
     if REACH == 0:
         norm = tl.sqrt(squares)
     else:
@@ -36,7 +35,7 @@ def norm_of(squares, many, REACH: tl.constexpr):
 
 @triton.jit
 def rounded(x, scale, offset, levels, FORM: tl.constexpr):
-    """Codes (uint8) of numbers and the scales of their buckets, of one shape."""
+    """Return the codes (uint8) of numbers, given the scales of their buckets, of one shape."""
     scaled = tl.div_rn(tl.abs(x), tl.where(scale > 0, scale, 1.0))
     if FORM == FLOAT8:
         scaled = scaled * _LARGEST_FLOAT8
@@ -57,7 +56,7 @@ def round_rows(
     FORM: tl.constexpr, REACH: tl.constexpr, DRAWN: tl.constexpr, FOURS: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS buckets of at most COLS elements, each read once: its scale and its codes."""
+    """Write the scales and codes of ROWS buckets of at most COLS elements, each read once."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, COLS)
     base = first * bucket_size
@@ -79,7 +78,7 @@ def round_rows(
 
 @triton.jit
 def scale_parts(parts, x, n, bucket_size, shares, FORM: tl.constexpr, N: tl.constexpr):
-    """Of buckets that take many programs: each program's largest magnitude, or sum of squares."""
+    """Write each program's part of a bucket that takes many: its largest magnitude, or sum of squares."""
     bucket, share = tl.program_id(0) // shares, tl.program_id(0) % shares
     start = share.to(tl.int64) * N
     base = bucket.to(tl.int64) * bucket_size + start
@@ -96,7 +95,7 @@ def scale_parts(parts, x, n, bucket_size, shares, FORM: tl.constexpr, N: tl.cons
 def joined_scales(
     scales, parts, shares, n, bucket_size, FORM: tl.constexpr, REACH: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """The scale of a bucket from its programs' parts."""
+    """Write the scale of a bucket from its programs' parts."""
     place = tl.arange(0, N)
     first = tl.program_id(0).to(tl.int64) * shares
     if FORM == LEVELS_BY_NORM:
@@ -117,10 +116,8 @@ def round_by_scales(
     codes, scales, x, n, bucket_size, levels, key_low, key_high, step, draw,
     FORM: tl.constexpr, DRAWN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Codes of buckets whose scales are known."""
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    """Write codes of buckets whose scales are known."""
+    base, place, inside = span(n, N)
     value = tl.load(x + base + place, mask=inside, other=0)
     scale = tl.load(scales + bucket_at(base, place, bucket_size), mask=inside, other=0)
     offset = tl.full([N], 0.5, tl.float32)
@@ -131,7 +128,7 @@ def round_by_scales(
 
 @triton.jit
 def bucket_at(base, place, bucket_size):
-    """The buckets of elements, by one 64-bit division a program and 32-bit ones."""
+    """Return the buckets of elements, by one 64-bit division a program and 32-bit ones."""
     bucket = base // bucket_size
     rest = (base - bucket * bucket_size).to(tl.uint32)
     return bucket + ((rest + place.to(tl.uint32)) // bucket_size.to(tl.uint32)).to(tl.int32)
@@ -139,9 +136,7 @@ def bucket_at(base, place, bucket_size):
 
 @triton.jit
 def add_levels(out, codes, scales, n, bucket_size, levels, weight, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    base, place, inside = span(n, N)
     kept = tl.load(out + base + place, mask=inside, other=0)
     code = tl.load(codes + base + place, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales + bucket_at(base, place, bucket_size), mask=inside, other=0)
@@ -151,7 +146,7 @@ def add_levels(out, codes, scales, n, bucket_size, levels, weight, N: tl.constex
 
 @triton.jit
 def float8_of(code):
-    """What codes of 8-bit floats stand for, of the largest finite one."""
+    """Return the values of 8-bit floats' codes, divided by the largest finite one."""
     exponent, mantissa = (code >> 3) & 15, code & 7
     digits = tl.where(exponent > 0, 8 + mantissa, mantissa).to(tl.float32)
     power = (127 + tl.maximum(exponent, 1) - 10) << 23
@@ -161,9 +156,7 @@ def float8_of(code):
 
 @triton.jit
 def add_float8(out, codes, scales, n, bucket_size, weight, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    base, place, inside = span(n, N)
     kept = tl.load(out + base + place, mask=inside, other=0)
     code = tl.load(codes + base + place, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scales + bucket_at(base, place, bucket_size), mask=inside, other=0)
@@ -172,7 +165,7 @@ def add_float8(out, codes, scales, n, bucket_size, weight, N: tl.constexpr):
 
 @triton.jit
 def powers_rounded(x, words):
-    """Codes (uint8) of powers of two that random words choose."""
+    """Return codes (uint8) of powers of two that random words choose."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & LOW31
     carried = magnitude + (words >> 9)
@@ -182,7 +175,7 @@ def powers_rounded(x, words):
 
 @triton.jit
 def power_of(code):
-    """What such codes stand for."""
+    """Return the values of codes of powers of two."""
     code = code.to(tl.uint32)
     power = code & 0x7F
     bits = ((power + _POWER_OFFSET) << 23) | ((code >> 7) << 31)
@@ -191,9 +184,7 @@ def power_of(code):
 
 @triton.jit(do_not_specialize=WORDS)
 def round_powers(codes, x, n, key_low, key_high, step, draw, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    base, place, inside = span(n, N)
     value = tl.load(x + base + place, mask=inside, other=0)
     words = row_of_words(base, key_low, key_high, step, draw, N)
     tl.store(codes + base + place, powers_rounded(value, words), mask=inside)
@@ -201,9 +192,7 @@ def round_powers(codes, x, n, key_low, key_high, step, draw, N: tl.constexpr):
 
 @triton.jit
 def add_powers(out, codes, n, weight, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    inside = place < n - base
+    base, place, inside = span(n, N)
     kept = tl.load(out + base + place, mask=inside, other=0)
     code = tl.load(codes + base + place, mask=inside, other=0)
     tl.store(out + base + place, kept + power_of(code) * weight, mask=inside)
@@ -211,14 +200,14 @@ def add_powers(out, codes, n, weight, N: tl.constexpr):
 
 @triton.jit
 def turned(value, N: tl.constexpr, SPAN: tl.constexpr):
-    """The sums and the differences of elements that are SPAN apart."""
+    """Return the sums and the differences of elements that are SPAN apart."""
     left, right = tl.split(tl.permute(tl.reshape(value, [N // (2 * SPAN), 2, SPAN]), [0, 2, 1]))
     return tl.reshape(tl.permute(tl.join(left + right, left - right), [0, 2, 1]), [N])
 
 
 @triton.jit
 def turned_rows(given, turns, N: tl.constexpr):
-    """Rows of 32 of N elements times Hadamard's matrix, where ``turns``."""
+    """Multiply rows of 32 of N elements by Hadamard's matrix, where ``turns``."""
     value = given * _SHARE  # so that no sum overflows
     for stage in tl.static_range(5):
         value = turned(value, N, 1 << stage)
@@ -229,7 +218,7 @@ def turned_rows(given, turns, N: tl.constexpr):
 
 @triton.jit
 def rotate(out, x, n, whole, ROWS: tl.constexpr):
-    """Rows of 32 elements, which end at ``whole``, times Hadamard's matrix; what is behind them stays."""
+    """Multiply rows of 32 elements, which end at ``whole``, by Hadamard's matrix; elements behind them are copied."""
     base = tl.program_id(0).to(tl.int64) * ROWS * ROTATED_ROW
     place = tl.arange(0, ROWS * ROTATED_ROW)
     inside = place < n - base

@@ -8,7 +8,7 @@ from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
 FIRSTS, DIGITS, LASTS = tl.constexpr(128), tl.constexpr(1024), tl.constexpr(32)
 """Magnitudes have 31 bits: digits of 7, 10, 10 and 4; of the last one there is a 17th, of all larger magnitudes."""
 SAMPLE = tl.constexpr(4096)
-"""Elements that tell what is worth listing."""
+"""Elements of the sample that the guess is made from."""
 TOTALS = tl.constexpr(128 + 2 * 1024)
 KNOWN = tl.constexpr(128 + 2 * 1024 + 32)
 """Where a search's counts of last digits begin, and what is known: how many elements are above the guess, and equal
@@ -19,7 +19,7 @@ STATE = tl.constexpr(128 + 2 * 1024 + 32 + 10)
 
 @triton.jit
 def digit_of(counts, k, BINS: tl.constexpr):
-    """The digit of the k-th largest of which there are so many of each digit, and its rank among those of its digit."""
+    """Return the digit of the k-th largest, given the count of each digit, and its rank among those of its digit."""
     from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # this digit or a larger one
     bins = tl.arange(0, BINS)
     digit = tl.max(tl.where(from_here >= k, bins, 0), 0)
@@ -32,7 +32,7 @@ def digit_of(counts, k, BINS: tl.constexpr):
 
 @triton.jit
 def sampled(n):
-    """Places of a sample, of all if there are not more; and which of them are there."""
+    """Return the places of a sample, of all if there are not more; and which of them exist."""
     place = tl.arange(0, SAMPLE)
     stride = tl.maximum(n // SAMPLE, 1)
     return place.to(tl.int64) * stride + place * 7919 % stride, place < n
@@ -59,8 +59,8 @@ def guess(counts, bits, inside, n, k, least):
 
 @triton.jit
 def listed_of(patterns, places, x, place, inside, guessed, many, tied, room):
-    """List what is above a guess, patterns and places, as far as there is room; how many these are by now, and how many
-    equal it."""
+    """List the elements above a guess, patterns and places, as far as there is room; return their number by now, and
+    the number of those equal to it."""
     bits = magnitude_bits(x)
     taken = (inside & (bits > guessed)).to(tl.int32)
     at = many + tl.cumsum(taken, 0) - taken
@@ -71,8 +71,8 @@ def listed_of(patterns, places, x, place, inside, guessed, many, tied, room):
 
 
 @triton.jit
-def tell(counts, listed, ties, program, found, many, tied):
-    """What a program has found."""
+def report(counts, listed, ties, program, found, many, tied):
+    """Add a program's findings to the search's counts."""
     tl.atomic_add(counts + tl.arange(0, FIRSTS), found, mask=found > 0)
     tl.atomic_add(counts + KNOWN, many)
     tl.atomic_add(counts + KNOWN + 1, tied)
@@ -81,8 +81,8 @@ def tell(counts, listed, ties, program, found, many, tied):
 
 
 @triton.jit
-def guessed_well(counts, k):
-    """Whether all of the k largest are above the guess, and whether the smallest of them is the guess."""
+def check_guess(counts, k):
+    """Return True if all of the k largest are above the guess, and True if the smallest of them is the guess."""
     above, equal = tl.load(counts + KNOWN), tl.load(counts + KNOWN + 1)
     return above >= k, (above < k) & (above + equal >= k)
 
@@ -92,8 +92,8 @@ def guessed_well(counts, k):
 
 @triton.jit
 def narrowed(counts, k, program, PASS: tl.constexpr):
-    """The upper digits of the k-th largest that are known after so many passes; stored with its rank among those that
-    have them."""
+    """Return the upper digits of the k-th largest that are known after so many passes; stored with its rank among those
+    that have them."""
     state = counts + KNOWN + 2 * PASS
     if PASS == 1:
         prefix, rank = digit_of(tl.load(counts + tl.arange(0, FIRSTS)), k.to(tl.int32), FIRSTS)
@@ -103,7 +103,7 @@ def narrowed(counts, k, program, PASS: tl.constexpr):
         digit, rank = digit_of(found, rank, DIGITS)
         prefix = prefix * DIGITS + digit
     if PASS == 3:
-        _, is_guess = guessed_well(counts, k)
+        _, is_guess = check_guess(counts, k)
         prefix = tl.where(is_guess, tl.load(counts + STATE - 1) >> 4, prefix)
     if program == 0:
         tl.store(state, prefix)
@@ -112,8 +112,8 @@ def narrowed(counts, k, program, PASS: tl.constexpr):
 
 
 @triton.jit
-def some(source, low, many, wide, N: tl.constexpr):
-    """Patterns of N candidates from one on, and which of them are there."""
+def read_candidates(source, low, many, wide, N: tl.constexpr):
+    """Return the patterns of N candidates from ``low`` on, and which of them exist."""
     first, place = source + low, tl.arange(0, N)
     if (many - low >= N) & (wide != 0):
         bits = tl.load(tl.multiple_of(first, 16) + place)
@@ -124,10 +124,10 @@ def some(source, low, many, wide, N: tl.constexpr):
 
 @triton.jit
 def candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N: tl.constexpr):
-    """Where a program's candidates are, and how many: those that it has listed, or all of its elements; whether they
-    are listed, and whether they may be read wide, as x may."""
+    """Return the address of a program's candidates, and their number: its list, or all of its elements; True if they
+    are listed, and True if they may be read wide, as x may."""
     base, many = program.to(tl.int64) * steps * N, tl.load(listed + program)
-    above, _ = guessed_well(counts, k)
+    above, _ = check_guess(counts, k)
     is_listed = above & (many <= room)  # where lists begin is a multiple of 16
     all_of_them = tl.minimum(n - base, steps * N).to(tl.int32)
     whole = x.to(tl.pointer_type(tl.int32), bitcast=True) + base
@@ -140,10 +140,10 @@ def counted(patterns, listed, counts, x, n, k, program, steps, room, wide, PASS:
     """Count the next digit of those whose upper ones are those of the k-th largest; nothing if that is the guess."""
     prefix, shift = narrowed(counts, k, program, PASS), 24 - 10 * PASS
     source, many, _, wide = candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N)
-    _, is_guess = guessed_well(counts, k)
+    _, is_guess = check_guess(counts, k)
     found = tl.zeros([DIGITS], tl.int32)
     for low in range(0, tl.where(is_guess, 0, many), N):
-        bits, inside = some(source, low, many, wide, N)
+        bits, inside = read_candidates(source, low, many, wide, N)
         digits = (bits & LOW31) >> shift
         found += tl.histogram(digits & (DIGITS - 1), DIGITS, mask=inside & ((digits >> 10) == prefix))
     at = counts + FIRSTS + (PASS - 1) * DIGITS + tl.arange(0, DIGITS)
@@ -154,17 +154,17 @@ def counted(patterns, listed, counts, x, n, k, program, steps, room, wide, PASS:
 def counted_last(
     rows, patterns, listed, ties, counts, x, n, k, program, steps, room, wide, N: tl.constexpr
 ):  # fmt: skip
-    """The last 4 bits, by each program for itself too, and how many elements are larger by their upper digits."""
+    """Count the last 4 bits, by each program for itself too, and the elements that are larger by their upper digits."""
     prefix, bins = narrowed(counts, k, program, 3), tl.arange(0, LASTS)
     source, many, _, wide = candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N)
-    _, is_guess = guessed_well(counts, k)
+    _, is_guess = check_guess(counts, k)
     found = tl.zeros([LASTS], tl.int32)
     if is_guess:
         found += tl.where(bins == 16, tl.load(listed + program), 0)
         found += tl.where(bins == (tl.load(counts + STATE - 1) & 15), tl.load(ties + program), 0)
     else:
         for low in range(0, many, N):
-            bits, inside = some(source, low, many, wide, N)
+            bits, inside = read_candidates(source, low, many, wide, N)
             bits &= LOW31
             digit = tl.where((bits >> 4) > prefix, 16, bits & 15)
             found += tl.histogram(digit, LASTS, mask=inside & ((bits >> 4) >= prefix))
@@ -173,9 +173,9 @@ def counted_last(
 
 
 @triton.jit
-def ended(counts, rows, k, program, P: tl.constexpr):
-    """The k-th largest magnitude, and how many of its equals are taken; how many larger ones and equals programs before
-    this one have."""
+def kth_and_before(counts, rows, k, program, P: tl.constexpr):
+    """Return the k-th largest magnitude, and the number of its equals to take; the numbers of larger ones and equals
+    that programs before this one have."""
     bins, before = tl.arange(0, LASTS), tl.zeros([LASTS], tl.int32)
     digit, rank = digit_of(tl.load(counts + TOTALS + bins), k.to(tl.int32), LASTS)
     digit = tl.minimum(digit, 15)  # of k = 0
@@ -189,8 +189,8 @@ def ended(counts, rows, k, program, P: tl.constexpr):
 
 @triton.jit
 def taken_of(bits, inside, threshold, rank, larger_before, tied_before):
-    """1 for each that is among the largest, and its place among these: of those equal to the smallest of them the first
-    ones; how many larger and equal ones there are."""
+    """Return 1 for each that is among the largest, and its place among these: of those equal to the smallest of them
+    the first ones; and the numbers of larger and equal ones."""
     larger, equal = (inside & (bits > threshold)).to(tl.int32), (inside & (bits == threshold)).to(tl.int32)
     ranks = tied_before + tl.cumsum(equal, 0)  # from 1
     at = larger_before + tl.cumsum(larger, 0) - larger + tl.minimum(ranks - equal, rank)
@@ -199,7 +199,7 @@ def taken_of(bits, inside, threshold, rank, larger_before, tied_before):
 
 @triton.jit
 def place_of(places, first, place, is_listed, inside):
-    """Places of candidates among the elements of their program."""
+    """Return the places of candidates among the elements of their program."""
     index = tl.load(places + first + place, mask=is_listed & inside, other=0).to(tl.int32) & 0xFFFF
     return tl.where(is_listed, index, place)
 
@@ -212,7 +212,7 @@ def guess_largest(counts, x, n, k):
 
 @triton.jit(do_not_specialize=("steps", "room"))
 def list_largest(patterns, places, listed, ties, counts, x, n, steps, room, N: tl.constexpr):
-    """What is above the guess, and the first digit of all elements."""
+    """List the elements above the guess, and count the first digit of all elements."""
     program, place, guessed = tl.program_id(0), tl.arange(0, N), tl.load(counts + STATE - 1)
     base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
     found, many, tied = tl.zeros([FIRSTS], tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -222,7 +222,7 @@ def list_largest(patterns, places, listed, ties, counts, x, n, steps, room, N: t
         found += tl.histogram(magnitude_bits(given) >> 24, FIRSTS, mask=inside)
         lists = patterns + first, places + first, given, step * N + place
         many, tied = listed_of(*lists, inside, guessed, many, tied, room)
-    tell(counts, listed, ties, program, found, many, tied)
+    report(counts, listed, ties, program, found, many, tied)
 
 
 @triton.jit(do_not_specialize=("k", "steps", "room"))
@@ -239,13 +239,13 @@ def count_last(rows, patterns, listed, ties, counts, x, n, k, steps, room, wide,
 def write_largest(
     out, rows, places, patterns, listed, counts, x, n, k, steps, room, wide, N: tl.constexpr, P: tl.constexpr
 ):
-    """The places of the k largest, ascending."""
+    """Write the places of the k largest, ascending."""
     program = tl.program_id(0)
-    threshold, rank, larger_before, tied_before = ended(counts, rows, k, program, P)
+    threshold, rank, larger_before, tied_before = kth_and_before(counts, rows, k, program, P)
     source, many, is_listed, wide = candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N)
     base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
     for low in range(0, many, N):
-        bits, inside = some(source, low, many, wide, N)
+        bits, inside = read_candidates(source, low, many, wide, N)
         index = base + place_of(places, first, low + tl.arange(0, N), is_listed, inside)
         taken, at, larger, equal = taken_of(bits & LOW31, inside, threshold, rank, larger_before, tied_before)
         tl.store(out + at, index.to(tl.int32), mask=taken)
@@ -254,7 +254,8 @@ def write_largest(
 
 @triton.jit
 def kth_of_rows(bits, wanted, ROWS: tl.constexpr):
-    """Of each row a pattern that so many of its magnitudes reach, and no others but such as equal it, by halving."""
+    """Return, for each row, a pattern that so many of its magnitudes reach, and no others but equal ones, by
+    halving."""
     low, high = tl.zeros([ROWS], tl.int32), tl.maximum(tl.max(bits, 1), 0)
     while tl.max((low < high).to(tl.int32), 0) > 0:
         middle = low + ((high - low) >> 1) + ((high - low) & 1)
@@ -266,7 +267,7 @@ def kth_of_rows(bits, wanted, ROWS: tl.constexpr):
 
 @triton.jit
 def largest_of_rows(bits, wanted, ROWS: tl.constexpr):
-    """1 for each of the largest magnitudes of a row, of equal ones the first; what is negative is none."""
+    """Return 1 for each of the largest magnitudes of a row, of equal ones the first; negative ones do not count."""
     kth = kth_of_rows(bits, wanted, ROWS)
     larger, equal = (bits > kth[:, None]).to(tl.int32), (bits == kth[:, None]).to(tl.int32)
     ties = wanted - tl.sum(larger, 1)
@@ -275,7 +276,7 @@ def largest_of_rows(bits, wanted, ROWS: tl.constexpr):
 
 @triton.jit
 def write_of_chunks(out, x, n, k, count, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """The places of the k largest of each chunk, of ``count`` in all."""
+    """Write the places of the k largest of each chunk, of ``count`` in all."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     base = tl.program_id(0).to(tl.int64) * ROWS * CHUNK
     place = tl.arange(0, ROWS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -289,7 +290,7 @@ def write_of_chunks(out, x, n, k, count, CHUNK: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def widen_chunks(out, narrow, count, k, CHUNK: tl.constexpr, N: tl.constexpr):
-    """The places of which these are the lower 16 bits."""
+    """Write the places whose lower 16 bits are given."""
     place = tl.program_id(0) * N + tl.arange(0, N)
     low = tl.load(narrow + place, mask=place < count, other=0).to(tl.int32) & 0xFFFF
     tl.store(out + place, (place // k * CHUNK & ~0xFFFF) | low, mask=place < count)
@@ -297,7 +298,7 @@ def widen_chunks(out, narrow, count, k, CHUNK: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def chosen(x, base, place, n, value, N: tl.constexpr):
-    """1 for each element above a threshold in magnitude, or of codes (uint8) that equals one."""
+    """Return 1 for each element above a threshold in magnitude, or of codes (uint8) that equals one."""
     inside = place < n - base
     given = tl.load(x + base + place, mask=inside, other=0)
     if x.dtype.element_ty == tl.uint8:
@@ -313,7 +314,7 @@ def count_chosen(counts, x, n, value, N: tl.constexpr):
 
 @triton.jit
 def write_chosen(out, ends, x, n, value, count, N: tl.constexpr):
-    """The places of the first ``count``, behind those of the programs before: ``ends`` are sums of counts."""
+    """Write the places of the first ``count``, behind those of the programs before: ``ends`` are sums of counts."""
     base = tl.program_id(0).to(tl.int64) * N
     place = tl.arange(0, N)
     taken = chosen(x, base, place, n, value, N)
@@ -323,7 +324,7 @@ def write_chosen(out, ends, x, n, value, count, N: tl.constexpr):
 
 @triton.jit
 def scatter_add(out, indices, values, n, k, weight, N: tl.constexpr):
-    """Places outside of ``out`` are left out."""
+    """Add values at places; those outside of ``out`` are left out."""
     place = tl.program_id(0) * N + tl.arange(0, N)
     index = tl.load(indices + place, mask=place < k, other=-1)
     value = tl.load(values + place, mask=place < k, other=0)
@@ -334,7 +335,7 @@ def scatter_add(out, indices, values, n, k, weight, N: tl.constexpr):
 
 @triton.jit
 def scatter_one(out, indices, value, n, k, weight, N: tl.constexpr):
-    """One value to all places; zeros where there is none."""
+    """Add one value at all places; write zeros if there is none."""
     place = tl.program_id(0) * N + tl.arange(0, N)
     index = tl.load(indices + place, mask=place < k, other=-1)
     inside = (index >= 0) & (index < n)

@@ -19,15 +19,15 @@ from grace.kernels.triton.selection import (
     candidates,
     counted,
     counted_last,
-    ended,
     guess,
+    kth_and_before,
     largest_of_rows,
     listed_of,
     place_of,
+    read_candidates,
+    report,
     sampled,
-    some,
     taken_of,
-    tell,
 )
 from grace.kernels.triton.tables import (
     COLUMNS,
@@ -48,7 +48,7 @@ from grace.kernels.triton.tables import (
     compensated,
     deny,
     floats,
-    here,
+    locate,
     part,
     wire_at,
     write,
@@ -58,7 +58,7 @@ from grace.kernels.triton.tables import (
 
 @triton.jit
 def write_entries(values, coded, width, at, index, value, taken):
-    """Values, and their positions in 32 bits or the lower 16, as entries of a payload."""
+    """Write values, and their positions in 32 bits or the lower 16, as entries of a payload."""
     tl.store(values.to(tl.pointer_type(tl.float32)) + at, value, mask=taken)
     if width == 4:
         tl.store(coded.to(tl.pointer_type(tl.int32)) + at, index.to(tl.int32), mask=taken)
@@ -68,7 +68,7 @@ def write_entries(values, coded, width, at, index, value, taken):
 
 @triton.jit
 def write_marks(coded, taken, base, size, N: tl.constexpr):
-    """Bits of N elements from one on, a multiple of 8."""
+    """Write the bits of N elements from ``base`` on, a multiple of 8."""
     byte = tl.arange(0, N // 8)
     write(coded + base // 8, byte_of_signs(taken, N), False, byte, byte * 8 < size - base, tl.uint8)
 
@@ -81,9 +81,9 @@ def encode_chunks(
     flags, table, owners, variables, most, k,
     KEEPS: tl.constexpr, LOOKS: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The k largest of each chunk."""
+    """Write the k largest of each chunk."""
     rows: tl.constexpr = N // CHUNK
-    variable, row, program = here(table, owners)
+    variable, row, program = locate(table, owners)
     base, place, inside, wide, _ = part(row, program, N)
     x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
     deny(flags, variable, x, most, LOOKS)
@@ -107,10 +107,9 @@ def encode_chunks(
 
 @triton.jit
 def searched(table, owners, counts, ABOVE: tl.constexpr):
-    """This program's variable and what is searched: x, how many elements it has, how many are sent, and the program's
-    number; where the variable's counts are, and whether x may be read wide. ABOVE a threshold no more are sent than
-    there are."""
-    variable, row, program = here(table, owners)
+    """Return this program's row, x, its size, the number of entries to send, the program's number, the variable's
+    counts, and True if x may be read wide. ABOVE a threshold no more are sent than there are."""
+    variable, row, program = locate(table, owners)
     where = tl.load(row + NEXT)
     x = tl.where(where == 0, tl.load(row + GRADIENT), where).to(tl.pointer_type(tl.float32))
     k, own = tl.load(row + MORE).to(tl.int32), counts + variable * STATE
@@ -121,7 +120,7 @@ def searched(table, owners, counts, ABOVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=("least",))
 def guess_of_bucket(counts, table, least, KEEPS: tl.constexpr):
-    """A program a variable."""
+    """Begin the search of each variable, by one program."""
     row = table + tl.program_id(0) * COLUMNS
     n = tl.load(row + SIZE)
     index, inside = sampled(n)
@@ -134,8 +133,9 @@ def list_of_bucket(
     flags, patterns, places, listed, ties, counts, table, owners, variables, most, least, steps, room,
     ABOVE: tl.constexpr, KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """x where the next residual goes, what is above the guess, first digits, and zeros for bitmaps."""
-    variable, row, program = here(table, owners)
+    """Write x where the next residual goes, list the elements above the guess, count first digits, and write zeros for
+    bitmaps."""
+    variable, row, program = locate(table, owners)
     own, start, width = counts + variable * STATE, tl.load(row + START), tl.load(row + WIDTH)
     coded, first = wire_at(table, variables, 0) + tl.load(row + SECOND), (start + program) * room
     guessed, found = tl.load(own + STATE - 1), tl.zeros([FIRSTS], tl.int32)
@@ -153,7 +153,7 @@ def list_of_bucket(
         many, tied = listed_of(*lists, inside, guessed, many, tied, room)
         if ABOVE:
             above += tl.sum((inside & (magnitude_bits(x) > least)).to(tl.int32), 0)
-    tell(own, listed + start, ties + start, program, found, many, tied)
+    report(own, listed + start, ties + start, program, found, many, tied)
     if ABOVE:
         tl.atomic_add(own + STATE - 2, above)
 
@@ -182,11 +182,11 @@ def write_of_bucket(
     rows, places, patterns, listed, counts, table, owners, variables, steps, room,
     ABOVE: tl.constexpr, KEEPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The entries, ascending; ABOVE a threshold there may be fewer than there is room for, which zeros of no element
-    fill, and their number is sent."""
+    """Write the entries, ascending. ABOVE a threshold there may be fewer than there is room for, which zeros of no
+    element fill, and their number is sent."""
     row, x, n, k, program, own, wide = searched(table, owners, counts, ABOVE)
     start = tl.load(row + START)
-    threshold, rank, larger_before, tied_before = ended(own, rows + start * LASTS, k, program, P)
+    threshold, rank, larger_before, tied_before = kth_and_before(own, rows + start * LASTS, k, program, P)
     lists = patterns + start * room, listed + start
     source, many, is_listed, wide = candidates(*lists, own, x, n, k, program, steps, room, wide, N)
     wire, width = wire_at(table, variables, 0), tl.load(row + WIDTH)
@@ -200,7 +200,7 @@ def write_of_bucket(
         if program == 0:
             tl.store((wire + tl.load(row + COUNT)).to(tl.pointer_type(tl.int32)), k)
     for low in range(0, many, N):
-        given, inside = some(source, low, many, wide, N)
+        given, inside = read_candidates(source, low, many, wide, N)
         index = base + place_of(places, first, low + tl.arange(0, N), is_listed, inside)
         taken, at, larger, equal = taken_of(given & LOW31, inside, threshold, rank, larger_before, tied_before)
         value = given.to(tl.float32, bitcast=True)
@@ -219,8 +219,8 @@ def write_of_bucket(
 
 @triton.jit(do_not_specialize=("variables", "ranks", "programs"))
 def count_marks(marked, table, owners, variables, ranks, programs, N: tl.constexpr):
-    """How many bits each program's part of each rank's bitmaps has."""
-    _, row, program = here(table, owners)
+    """Count the bits in each program's part of each rank's bitmaps."""
+    _, row, program = locate(table, owners)
     if tl.load(row + WIDTH) == 1:
         for rank in range(ranks):
             coded = wire_at(table, variables, rank) + tl.load(row + SECOND)
@@ -233,9 +233,9 @@ def decode_entries(
     marked, table, owners, variables, ranks, programs, weight, kept,
     CHUNK: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The mean, a part of it in each program: rank by rank, as everywhere, so that sums have the same bits. Positions
-    that are not ascending, or of no element, are left out."""
-    _, row, program = here(table, owners)
+    """Write the mean, a part of it in each program: rank by rank, as everywhere, so that sums have the same bits.
+    Positions that are not ascending, or of no element, are left out."""
+    _, row, program = locate(table, owners)
     base, place, inside, wide, _ = part(row, program, N)
     size, k, width = tl.load(row + SIZE), tl.load(row + MORE).to(tl.int32), tl.load(row + WIDTH)
     out = tl.load(row + GRADIENT).to(tl.pointer_type(tl.float32))
@@ -288,7 +288,7 @@ def decode_entries(
 
 @triton.jit
 def drawn(row, program, step, N: tl.constexpr):
-    """Places that all ranks draw alike, of N values from one on; which of them there are."""
+    """Return N entries of a program, which of them exist, and the places that all ranks draw alike."""
     value = program * N + tl.arange(0, N)
     there = value < tl.load(row + MORE)
     bits = tl.load(row + WIDTH)
@@ -300,8 +300,8 @@ def drawn(row, program, step, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=("most",))
 def compensate_bucket(flags, table, owners, most, KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr):
-    """x, where the next residual goes."""
-    variable, row, program = here(table, owners)
+    """Write x where the next residual goes."""
+    variable, row, program = locate(table, owners)
     base, place, inside, wide, _ = part(row, program, N)
     x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
     deny(flags, variable, x, most, LOOKS)
@@ -311,7 +311,7 @@ def compensate_bucket(flags, table, owners, most, KEEPS: tl.constexpr, LOOKS: tl
 
 @triton.jit(do_not_specialize=("variables", "step"))
 def encode_drawn(table, owners, variables, step, KEEPS: tl.constexpr, N: tl.constexpr):
-    _, row, program = here(table, owners)
+    _, row, program = locate(table, owners)
     value, there, index = drawn(row, program - tl.load(row + SECOND) + tl.load(row + START), step, N)
     x = tl.load(row + (NEXT if KEEPS else GRADIENT)).to(tl.pointer_type(tl.float32)) + index
     found = tl.load(x, mask=there, other=0)
@@ -324,15 +324,15 @@ def encode_drawn(table, owners, variables, step, KEEPS: tl.constexpr, N: tl.cons
 
 @triton.jit
 def zero_bucket(table, owners, N: tl.constexpr):
-    _, row, program = here(table, owners)
+    _, row, program = locate(table, owners)
     base, place, inside, wide, _ = part(row, program, N)
     write_floats(row + GRADIENT, tl.zeros([N], tl.float32), base, wide, place, inside)
 
 
 @triton.jit(do_not_specialize=("variables", "ranks", "step"))
 def decode_drawn(table, owners, variables, ranks, step, N: tl.constexpr):
-    """The mean, of which all that is at other places is zero."""
-    _, row, program = here(table, owners)
+    """Write the mean at drawn places; all others are zero."""
+    _, row, program = locate(table, owners)
     value, there, index = drawn(row, program - tl.load(row + SECOND) + tl.load(row + START), step, N)
     weight, total = tl.load(row + FACTORS).to(tl.int32).to(tl.float32, bitcast=True), tl.zeros([N], tl.float32)
     for rank in range(ranks):

@@ -6,23 +6,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray as Array
 
-from grace.kernels.contract.primitives import Placed
+from grace.kernels.constants import Placed
+from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
 from grace.kernels.triton import sparse_buckets, tables
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
-from grace.kernels.triton.bucket_codecs import Codec
-from grace.kernels.triton.launching import BLOCK, FEWER, launch, signed
+from grace.kernels.triton.codec import Codec, End, Step
+from grace.kernels.triton.launching import BLOCK, FEWER, STEP, launch, room_of, signed, steps_of
 from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.selection import SAMPLE, STATE
-from grace.kernels.triton.sparsification import STEP, room_of, steps_of
-
-WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
-"""Bytes of a coded position, and 1 of a bitmap."""
 
 
 class Entries(Codec):
-    """What decodes values with their positions."""
+    """Base of codecs whose payloads are values with their positions."""
 
     chunk, kept = 0, 1
     """Elements of a chunk, and how many of them are sent; no chunks."""
@@ -30,20 +28,20 @@ class Entries(Codec):
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
         super().__init__(sizes, payloads, device)
         for row, (values, coded, *_) in zip(self.plan, payloads, strict=True):
-            row[tables.MORE.value], row[tables.WIDTH.value] = values.shape[0], WIDTHS[coded.dtype]
+            row[tables.MORE.value], row[tables.WIDTH.value] = values.shape[0], POSITION_BYTES[coded.dtype]
         self.marked = bool((self.plan[:, tables.WIDTH.value] == 1).any())
         self.written_from = self.plan[:, tables.START.value].copy()
         self.readers, self.read_from = self.shared([-(-n // BLOCK) for n in sizes])
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
         self.plan[:, tables.START.value] = self.written_from
         return super().encode(rows, factors, wire, most, streams, end)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         self.plan[:, tables.START.value] = self.read_from
         return super().decode(outs, wires, count, loss_scale)
 
-    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+    def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         programs, marked = len(self.readers), self.flags
         given = table, self.readers, self.variables, ranks, programs
         if self.marked:
@@ -62,7 +60,7 @@ class LargestOfChunks(Entries):
         self.chunk, self.kept, self.span = chunk, kept, max(BLOCK, chunk)
         super().__init__(sizes, payloads, device)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         given = self.flags, table, self.owners, self.variables, most, self.kept
         shape = {"CHUNK": self.chunk, "N": self.span, "warps": self.span // 256}
         launch(sparse_buckets.encode_chunks, len(self.owners), *given, KEEPS=keeps, LOOKS=looks, **shape)
@@ -82,7 +80,7 @@ class Largest(Entries):
         kept = zip(sizes, self.plan[:, tables.MORE.value].tolist(), strict=True)
         self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > SAMPLE.value)])
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         programs, numbers = len(self.owners), (self.steps, self.room)
         counts, rows = self.empty((self.variables, STATE.value), torch.int32), self.empty((programs, 32), torch.int16)
         listed, ties = self.empty((2, programs), torch.int32)
@@ -134,19 +132,19 @@ class Drawn(Codec):
         self.drawers, self.plan[:, tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
         self.words: Any = None
 
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
         self.words = streams.copy()
         self.words[:, 3] |= FEISTEL_DRAW
         return super().encode(rows, factors, wire, most, self.words, end)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         chosen = {"KEEPS": keeps, "LOOKS": looks, "N": self.span}
         launch(sparse_buckets.compensate_bucket, len(self.owners), self.flags, table, self.owners, most, **chosen)
         given = table, self.drawers, self.variables, step
         launch(sparse_buckets.encode_drawn, len(self.drawers), *given, KEEPS=keeps, N=FEWER)
         return self.write_end(table, end)
 
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         weights = np.stack([1 / count * self.scales, self.scales], axis=1).astype(np.float32)
         table = self.table(np.asarray(outs)[:, None], wires, weights, self.words)
         launch(sparse_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)
@@ -164,4 +162,4 @@ CODECS: dict[str, type[Codec]] = {
     "largest of chunks": LargestOfChunks,
     "low rank": LowRank,
 }
-"""All of them."""
+"""All codecs by name."""

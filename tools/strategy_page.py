@@ -1,4 +1,4 @@
-"""The page of strategy files, from their schema: ``python -m grace.cli.strategy_page > docs/strategy-files.md``."""
+"""The page of strategy files, from their schema: ``python -m tools.strategy_page > docs/strategy-files.md``."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from grace.strategy.schema import json_schema
 
 HEAD = """# Strategy files, field by field
 
-Made by `python -m grace.cli.strategy_page > docs/strategy-files.md` from the code; a test keeps it current.
+Made by `python -m tools.strategy_page > docs/strategy-files.md` from the code; a test keeps it current.
 [Strategies](strategies.md) has examples and explains what they are for.
 
 A file is YAML, or JSON if its name ends in `.json`. It has an entry for every variable, which `grace strategy build`

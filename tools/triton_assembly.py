@@ -1,4 +1,4 @@
-"""What compilers make of the kernels, on a machine without a GPU: ``python -m grace.kernels.triton.compiled``.
+"""What compilers make of the kernels, on a machine without a GPU: ``python -m tools.triton_assembly``.
 
 Every method is called with tensors on the meta device; the launches that it would make are written down, compiled for
 a GPU that need not be there, and what came out is read: registers, spills, local and shared memory, vector loads.
@@ -18,13 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from grace.kernels.contract.primitives import Placed
+from grace.kernels.constants import Placed
 from grace.kernels.random import Stream
 from grace.kernels.triton.launching import Launch, recorded
 from grace.kernels.triton.low_rank_codecs import LowRank
-from grace.kernels.triton.primitives import TritonKernels
+from grace.kernels.triton.primitives import TritonKernels, counted, placed
 from grace.kernels.triton.sparse_codecs import CODECS
-from grace.kernels.triton.sparsification import counted, placed
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

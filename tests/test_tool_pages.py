@@ -7,23 +7,23 @@ import pytest
 import torch
 
 import grace
-from grace.cli.methods_page import methods_page
 from grace.communicators import Allgather
+from tools.methods_page import methods_page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_page_of_methods_is_current():
     page = (ROOT / "docs" / "methods.md").read_text()
-    assert page == methods_page(), "run: python -m grace.cli.methods_page > docs/methods.md"
+    assert page == methods_page(), "run: python -m tools.methods_page > docs/methods.md"
 
 
 def test_the_page_of_strategy_files_is_current():
     pytest.importorskip("pydantic", reason="pydantic is not installed")
-    from grace.cli.strategy_page import strategy_page
+    from tools.strategy_page import strategy_page
 
     page = (ROOT / "docs" / "strategy-files.md").read_text()
-    assert page == strategy_page(), "run: python -m grace.cli.strategy_page > docs/strategy-files.md"
+    assert page == strategy_page(), "run: python -m tools.strategy_page > docs/strategy-files.md"
 
 
 def test_the_contributors_compressor_works_as_it_stands():

@@ -1,0 +1,185 @@
+"""Inputs that several commands share: models of users, their variables and gradients, and numbers with units."""
+
+import importlib
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grace.core.compressor import Tensor
+from grace.core.variable import Variable, unwrap_names
+from grace.errors import ConfigError
+from grace.planner.builders.auto import TIMES
+from grace.strategy.builder import Cluster, OneNode
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+
+def call_model_function(spec: str) -> Any:
+    """Return the result of ``module:function``: a model, or a tuple that begins with one, as for ``grace bench``.
+
+    Modules are looked for in the current folder too.
+
+    Raises:
+        ConfigError: there is no such module or function, or it fails.
+    """
+    module, _, function = spec.partition(":")
+    if not module or not function:
+        raise ConfigError(f"a model is given as module:function, as in examples.torch.models:lstm, not {spec!r}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise ConfigError(f"cannot import {module!r} for the model {spec!r}: {error}") from error
+    except AttributeError:
+        raise ConfigError(f"{module!r} has no {function!r} for the model {spec!r}") from None
+    try:
+        return found() if callable(found) else found
+    except Exception as error:  # anything may be named
+        raise ConfigError(f"{spec!r} makes no model: {type(error).__name__}: {error}") from error
+
+
+def model_of(result: Any) -> Any:
+    """Return the model of a function's result, which is the model alone or a tuple that begins with it."""
+    return result[0] if isinstance(result, tuple) and result and not isinstance(result[0], Variable) else result
+
+
+def framework_of(model: Any) -> str:
+    """Return the framework of a model: "torch", "tensorflow", or "numpy" for a list of variables."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return "torch"
+    return "numpy" if isinstance(model, (list, tuple)) else "tensorflow"
+
+
+def load_variables(spec: str) -> list[Variable]:
+    """Return the variables of the model that ``module:function`` makes.
+
+    Raises:
+        ConfigError: there is no such module or function, or it makes no model.
+    """
+    return model_variables(model_of(call_model_function(spec)))
+
+
+def model_variables(model: Any) -> list[Variable]:
+    """Return the trainable variables of a torch module or a Keras model, in order.
+
+    Embeddings of torch with ``sparse=True``, and Keras's, are sparse. A list of :class:`~grace.core.variable.Variable`
+    is returned as it is.
+
+    Raises:
+        ConfigError: the model is none of these.
+    """
+    torch: Any = sys.modules.get("torch")
+    keras: Any = sys.modules.get("keras")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        sparse = {id(layer.weight) for layer in model.modules() if getattr(layer, "sparse", False) is True}
+        found = dict(model.named_parameters())
+        return [
+            Variable(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device), id(p) in sparse)
+            for name, p in zip(unwrap_names(list(found)), found.values(), strict=True)
+            if p.requires_grad
+        ]
+    if keras is not None and isinstance(model, keras.Model):
+        from grace.tensorflow.variables import names_of
+
+        found = model.trainable_variables
+        embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+        sparse = {id(v) for layer in embeddings for v in layer.trainable_variables}
+        return [
+            Variable(name, tuple(v.shape), str(v.dtype), "tensorflow", id(v) in sparse)
+            for name, v in zip(names_of(found), found, strict=True)
+        ]
+    if isinstance(model, (list, tuple)) and all(isinstance(v, Variable) for v in model):
+        return list(model)
+    raise ConfigError(f"a torch module or a Keras model is needed, not {type(model).__module__}.{type(model).__name__}")
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------
+
+
+def to_tensor(framework: str, array: np.ndarray, device: str = "cpu") -> Tensor:
+    """Return a copy of an array as a tensor of "torch", "tensorflow" or "numpy"."""
+    module: Any = importlib.import_module(framework)
+    if framework == "torch":
+        return module.tensor(array, device=device)
+    return module.constant(array) if framework == "tensorflow" else array.copy()
+
+
+def random_gradients(
+    framework: str, variables: Iterable[Variable], random: np.random.Generator, device: str | None = None
+) -> dict[str, Tensor]:
+    """Return gradients with Gaussian elements, by name; none of variables that are sparse or empty.
+
+    Args:
+        framework: "torch", "tensorflow" or "numpy".
+        variables: the variables.
+        random: the source of the elements.
+        device: the device of torch's tensors; by default that of each variable.
+
+    >>> sorted(random_gradients("numpy", [Variable("w", (2,)), Variable("b", (0,))], np.random.default_rng(0)))
+    ['w']
+    """
+    found = {}
+    for variable in variables:
+        if not variable.sparse and variable.numel:
+            array = np.asarray(0.01 * random.standard_normal(variable.shape, np.float32), np.float32)
+            found[variable.name] = to_tensor(framework, array, device or variable.device)
+    return found
+
+
+# -- numbers and clusters -------------------------------------------------------------------------------------------
+
+BYTES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+"""Prefixes of bytes, and their values."""
+
+
+def parse_quantity(text: str, units: Mapping[str, float], form: str) -> float:
+    """Return the value of a number with a unit, in units of 1.
+
+    Args:
+        text: the number and its unit.
+        units: the value of each unit, in small letters.
+        form: the beginning of the error's message: how such a number is written.
+
+    Raises:
+        ConfigError: the text is no such number.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
+    value = float(found[1]) * units.get(found[2].lower(), math.nan) if found else math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{form}, not {text!r}")
+    return value
+
+
+def parse_seconds(text: str, form: str) -> float:
+    """Return a duration in seconds.
+
+    >>> parse_seconds("12ms", "--forward is a time"), parse_seconds("0.5 s", "--forward is a time")
+    (0.012, 0.5)
+    """
+    return parse_quantity(text, TIMES, form)
+
+
+def parse_bytes(text: str) -> float:
+    """Return a size in bytes.
+
+    >>> parse_bytes("16GB"), parse_bytes("500 MB"), parse_bytes("1e9")
+    (16000000000.0, 500000000.0, 1000000000.0)
+    """
+    return parse_quantity(text.rstrip("Bb"), BYTES, "a size is a number with kB, MB, GB or TB, as 16GB")
+
+
+def load_cluster(resources: Path | None, ranks: int | None) -> Cluster | None:
+    """Return the cluster of a file, or so many ranks on one node; None without both."""
+    if resources is not None:
+        from grace.launch.cluster import Resources
+
+        return Resources.load(resources)
+    return None if ranks is None else OneNode(ranks)

@@ -1,1 +1,0 @@
-"""The contract of the kernels: which primitive operations there are, and what each computes."""

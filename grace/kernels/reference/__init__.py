@@ -1,1 +1,0 @@
-"""The reference: every kernel in plain NumPy, written to be read."""

@@ -15,7 +15,7 @@ from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
 from tests.support.command import grace_command
 
-PROFILE = str(Path(__file__).parents[1] / "partition" / "profiles" / "gnmt.json")
+PROFILE = str(Path(__file__).parents[1] / "pipeline" / "profiles" / "gnmt.json")
 
 
 def run(folder, *args, code=0):

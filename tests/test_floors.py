@@ -16,8 +16,8 @@ FLOORS = [
     ["session"],
     ["strategy"],
     ["planner"],
-    ["partition"],
     ["torch", "tensorflow"],
+    ["pipeline"],
     ["integrations"],
     [""],  # grace itself
     ["bench"],
@@ -36,7 +36,7 @@ IN_BENCH = [
 BENCH_FLOOR = {room: i for i, rooms in enumerate(IN_BENCH) for room in rooms}
 FRAMEWORKS = {"torch", "triton", "tensorflow", "keras", "horovod"}
 IN_KERNELS = ("kernels/torch/", "kernels/triton/", "kernels/tensorflow/")
-THEIR_ROOMS = ("torch/", "tensorflow/", "integrations/", "bench/", *IN_KERNELS)
+THEIR_ROOMS = ("torch/", "tensorflow/", "pipeline/torch/", "integrations/", "bench/", *IN_KERNELS)
 THEIR_FILES = {
     "backends/torch_distributed.py",
     "backends/torch_streams.py",

@@ -83,7 +83,7 @@ def test_import_loads_contracts_engines_and_kernels_alone():
 
 def test_the_planner_is_loaded_only_by_who_asks_for_it():
     pytest.importorskip("torch", reason="torch is not installed")
-    rooms = ("grace.planner", "grace.partition", "grace.torch.pipeline", "grace.bench", "grace.cli")
+    rooms = ("grace.planner", "grace.pipeline", "grace.bench", "grace.cli")
     use = """
         import sys, torch, grace, grace.torch
         grace.init("local")

@@ -16,12 +16,11 @@ from grace.cli.inputs import call_model_function, parse_bytes, parse_seconds
 from grace.cli.terminal import plain_table, standard_output
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.partition import baselines, profiles
-from grace.partition.exchange import documented
-from grace.partition.graph import Graph
-from grace.partition.plan import Plan
-from grace.partition.search import plan as search
-from grace.partition.search import space_of
+from grace.pipeline.planning import baselines, profiles
+from grace.pipeline.planning.exchange_prediction import documented
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.search import SearchOptions, search_plan, space_of
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
@@ -65,9 +64,7 @@ def plan(
         str | None, typer.Option(help="Of every stage, as 2 or 1-4; or of each, with commas: 2,1,1.")
     ] = None,
     microbatches: Annotated[str | None, typer.Option(help=f"How many: {RANGE}.")] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zero_bubble or zbv; several with commas.")
-    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b; both are tried.")] = None,
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--keep", help="Compute stages' forward again; both are tried.")
     ] = None,
@@ -104,11 +101,7 @@ def plan(
     copies: set[int] | list[int] | None = parse_numbers(replicas, "--replicas")
     if replicas is not None and "," in replicas:  # a number for each stage, not a choice
         copies = [int(count) for count in _split_numbers(replicas, "--replicas")]
-    found = search(
-        graph,
-        devices,
-        rows,
-        costs,
+    options = SearchOptions(
         memory=limit,
         memory_margin=memory_margin,
         compressor=compressor,
@@ -125,6 +118,7 @@ def plan(
         optimizer_state=optimizer_state,
         fewer=fewer,
     )
+    found = search_plan(graph, devices, rows, costs, options)
     found = replace(found, versions={**found.versions, **_versions(model)})
     _print_plan(found)
     if found.world_size < devices:
@@ -224,7 +218,7 @@ def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Gr
             f"{model} must make (model, example inputs): a torch module, and a tensor, a tuple of arguments, or (tuple "
             f"of arguments, dict of keywords); it makes {f'({types})' if isinstance(result, tuple) else types}"
         )
-    from grace.torch.pipeline.dry import build_graph
+    from grace.pipeline.torch.dry_run import build_graph
 
     doing = "Estimating" if dry else "Measuring"
     with Console(stderr=True).status(f"{doing} what the parts of {model} take"):

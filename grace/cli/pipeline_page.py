@@ -21,8 +21,8 @@ from grace.bench.report.figures.style import (
     write,
 )
 from grace.bench.report.tables import figure_of, table, words_of
-from grace.partition.plan import UNITS, Plan
-from grace.partition.predict import timeline
+from grace.pipeline.planning.pipeline_plan import UNITS, Plan
+from grace.pipeline.planning.predict import timeline
 
 BLUE, ORANGE, GREEN, YELLOW = PALETTE[:4]
 ACTIONS = {
@@ -103,11 +103,11 @@ def _schedule_figure(plan: Plan) -> Figure:
     for event in played.events:
         start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
         later = event.stage > first_stage[plan.stages[event.stage].ranks]
-        style = {"color": ACTIONS[event.what][0], "alpha": 0.6 if later else 1.0, "edgecolor": GRID, "linewidth": 0.5}
-        axes.barh(event.rank, width, left=start, height=0.7, **style)
+        style = {"color": ACTIONS[event.kind][0], "alpha": 0.6 if later else 1.0, "edgecolor": GRID, "linewidth": 0.5}
+        axes.barh(event.stage, width, left=start, height=0.7, **style)
         if numbered and width > 1e3 * total / 60:
             middle = start + width / 2
-            write(axes, str(event.microbatch), (middle, event.rank), size=9, color="white", ha="center", va="center")
+            write(axes, str(event.microbatch), (middle, event.stage), size=9, color="white", ha="center", va="center")
     for row, ranks in enumerate(groups):
         exchange = sum(stage.exchange for stage in plan.stages if stage.ranks == ranks)
         if exchange:
@@ -116,7 +116,7 @@ def _schedule_figure(plan: Plan) -> Figure:
     for tick in axes.set_yticklabels(list(map(_ranks, groups))):
         tick.set(parse_math=False, color=INK, fontsize=10.5)
     label_axes(axes, "ms")
-    legend = ", ".join(ACTIONS[kind][1] for kind in sorted({event.what for event in played.events}))
+    legend = ", ".join(ACTIONS[kind][1] for kind in sorted({event.kind for event in played.events}))
     bubble = f"{100 * plan.bubble:.1f} %"
     about = f"{plan.schedule} over {len(groups)} places: {bubble} of the time is bubble"
     caption = (

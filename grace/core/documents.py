@@ -109,7 +109,7 @@ def record(kind: type, document: Any, where: str, **given: Any) -> Any:
         ConfigError: the document is no object; a field is unknown, missing, of another type, or a number out of the
             range of floats.
 
-    >>> from grace.partition.plan import Stage
+    >>> from grace.pipeline.planning.pipeline_plan import Stage
     >>> record(Stage, {"nodes": ["a"], "ranks": 0}, "p.json: stage 0")
     Traceback (most recent call last):
     grace.errors.ConfigError: p.json: stage 0: ranks must be a list of whole numbers, not 0

@@ -13,9 +13,9 @@ from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.errors import GraceError
 from grace.launch.cluster import Resources
-from grace.partition import profiles
-from grace.partition.graph import Graph, Node
-from grace.partition.plan import Plan, Stage
+from grace.pipeline.planning import profiles
+from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.strategy import schema
 from tests.support.examples import examples
 from tests.support.mutations import JSON, mutated

@@ -158,8 +158,7 @@ MODELS = {
     "adversarial": (Adversarial, values, of_squares, {"microbatches": 2}),  # whose norms change with each
     "keywords": (Keywords, by_keywords, F.mse_loss, {}),
     "table": (Table, rows_of_a_table, F.mse_loss, {"sparse_as_dense": True}),
-    "weighted, zero bubble": (Weighted, values, F.mse_loss, {"schedule": "zero_bubble"}),
-    "weighted, V": (Weighted, values, F.mse_loss, {"schedule": "zbv", "stages": 4}),
+    "weighted, GPipe": (Weighted, values, F.mse_loss, {"schedule": "gpipe"}),
     "weighted, 1F1B": (Weighted, values, F.mse_loss, {"schedule": "1f1b"}),
 }
 

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from grace.pipeline.torch.stage_builder import build_module, stage_specs
+
 ROWS = 8
 
 
@@ -332,3 +334,16 @@ def piped_all(names, steps, **settings):
             error.add_note(f"of {name}")
             raise
     return found
+
+
+def run_stages(atoms, stages, args, kwargs=None):
+    """Run the stages one after the other in this process, and return the model's output."""
+    captured = atoms.captured
+    flat = dict(zip(captured.inputs, captured.flat(args, kwargs or {}), strict=True))
+    specs = stage_specs(atoms, stages)
+    received, out = {}, ()
+    for spec in specs:
+        module = build_module(atoms, spec, spec is specs[-1])
+        out = module(*(received[name] for name in spec.receives), *(flat[name] for name in spec.inputs))
+        received = dict(zip(spec.sends, out, strict=False))
+    return torch.utils._pytree.tree_unflatten(out, captured.out_spec)

@@ -10,7 +10,7 @@ from grace.bench.common.tables import figures_table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import of_rate
 from grace.bench.pipeline.pipeline_settings import CHOSEN
-from grace.partition.baselines import BY_HAND
+from grace.pipeline.planning.baselines import BY_HAND
 
 
 class Verdict(NamedTuple):

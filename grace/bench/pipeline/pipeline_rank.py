@@ -19,14 +19,14 @@ from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
 from grace.bench.workloads.pipelines import Cuttable, cuttable
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
-from grace.partition.baselines import BY_HAND
-from grace.partition.blocks import cut_at
-from grace.partition.graph import Graph
-from grace.partition.search import space_of
+from grace.pipeline.planning.baselines import BY_HAND
+from grace.pipeline.planning.blocks import cut_at
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.search import space_of
+from grace.pipeline.torch.dry_run import build_graph
 from grace.planner.network import Links
 from grace.planner.step_timer import undisturbed
 from grace.torch import Pipeline
-from grace.torch.pipeline.dry import build_graph
 
 LR = 1e-4
 MOST = 50

@@ -9,7 +9,7 @@ from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
 from grace.bench.ranks.launchers import check_links
 from grace.errors import ConfigError
-from grace.partition.plan import SCHEDULES
+from grace.pipeline.planning.schedules import SCHEDULES
 
 KNOWN = ("vgg11", "resnet18", "gpt", "encoder_decoder", "unet", "mlp")
 CHOSEN = "planned"
@@ -75,7 +75,7 @@ class PipelineSettings:
         if self.stages is not None and (self.stages < 1 or self.ranks % self.stages):
             raise ConfigError(f"--stages must divide the {self.ranks} ranks, and {self.stages} does not")
         check_links(self.ranks, self.bandwidths)
-        if self.schedule not in SCHEDULES[:2]:
+        if self.schedule not in SCHEDULES:
             raise ConfigError(f"--schedule must be gpipe or 1f1b, not {self.schedule!r}")
         check_at_least_1(self, "microbatches", "blocks", "rounds")
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import grace
-from grace.partition.plan import Plan
-from grace.partition.search import plan as search
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.search import SearchOptions, search_plan
+from grace.pipeline.torch import dry_run, node_costs
+from grace.pipeline.torch.plan_agreement import state_bytes
 from grace.planner.network import Links
-from grace.torch.pipeline import dry, profile
-from grace.torch.pipeline.planning import state_bytes
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
 from tests.support.pool import RankFailure
 from tests.support.pools import launched, ranks_of
@@ -142,19 +142,19 @@ def ranged(settings):
 
 def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profile, "_memory", {})
+    monkeypatch.setattr(node_costs, "_memory", {})
     model_of(profiles=False)
-    assert not profile.cache_file().exists()
-    monkeypatch.setattr(profile, "_memory", {})
+    assert not node_costs.cache_file().exists()
+    monkeypatch.setattr(node_costs, "_memory", {})
     model_of()
-    assert json.loads(profile.cache_file().read_text())["seconds"]
+    assert json.loads(node_costs.cache_file().read_text())["seconds"]
 
 
 def of_a_dry_run(file):
     model, (args, kwargs, target) = made("Residual"), batch("Residual")
     if grace.rank() == 0:
-        graph = dry.build_graph(model, (args, kwargs), dry=True)
-        search(graph, 2, ROWS, Links(1e9), stages=2, microbatches=2).save(file)
+        graph = dry_run.build_graph(model, (args, kwargs), dry=True)
+        search_plan(graph, 2, ROWS, Links(1e9), SearchOptions(stages=2, microbatches=2)).save(file)
     engine = model_of(plan=file)
     engine.step(*args, target)
     return engine.plan, engine.stage

@@ -87,7 +87,7 @@ def behind(folder, schedule):
             (folder / str(grace.rank())).touch()
 
         engine.gradients.exchange = told
-    with mock.patch("grace.torch.pipeline.capture.check_hooks"):  # which refuses the one above
+    with mock.patch("grace.pipeline.torch.capture.check_hooks"):  # which refuses the one above
         loss = float(engine.step(*args, target, **kwargs))
     return seen, loss, engine.state_dict(), alone("Residual", 1, 2, replicas=2)
 

@@ -174,7 +174,7 @@ def scaled(overflows):
     if overflows and engine.stage == 1:
         engine.parameters["two.bias"].register_hook(lambda gradient: gradient * float("inf"))
     if overflows:
-        with mock.patch("grace.torch.pipeline.capture.check_hooks"):  # which refuses the one above
+        with mock.patch("grace.pipeline.torch.capture.check_hooks"):  # which refuses the one above
             engine.step(*args)
         return engine.state_dict(), before, scaler.get_scale()
     loss = engine(*args)
@@ -264,7 +264,7 @@ def half(name, dtype):
         loss = engine(*args, **kwargs)
     loss.backward()
     built = next(iter(engine._built.values()))
-    sent = [value.dtype for stage in built.stages for value in (*stage.sends, *stage.receives)]
+    sent = [value.dtype for value in (*built.stage.sends, *built.stage.receives)]
     return loss.item(), gradients(engine), sent
 
 

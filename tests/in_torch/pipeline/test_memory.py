@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import grace
-from grace.torch.pipeline import profile
-from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.dry import build_graph
+from grace.pipeline.torch import node_costs
+from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.capture import capture
+from grace.pipeline.torch.dry_run import build_graph
 from tests.support.live import LiveBytes
 from tests.support.pools import ranks_of
 
@@ -139,5 +139,5 @@ def test_one_replica_keeps_no_wire_of_its_gradients(local):
 
 def test_what_is_kept_is_told_of_where_it_is_made():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.ReLU()), torch.ones(16, 64)
-    kept = profile.kept_bytes(Atoms(capture(model, (x,))))
+    kept = node_costs.kept_bytes(Atoms(capture(model, (x,))))
     assert kept == {"linear": 4096.0, "linear_1": 0.0, "relu": 4096.0}  # the second layer keeps the first one's value

@@ -11,12 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import grace
 from grace.errors import ConfigError
-from grace.partition.blocks import blocks
-from grace.torch.pipeline import profile
-from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.stages import run_stages
-from tests.support.pipelines import sgd
+from grace.pipeline.planning.blocks import blocks
+from grace.pipeline.torch import node_costs
+from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.capture import capture
+from tests.support.pipelines import run_stages, sgd
 from tests.support.pools import ranks_of
 
 
@@ -189,7 +188,7 @@ def test_stages_have_the_models_gradients(name):
     cut = Net(part, change or (lambda net: None))  # spectral_norm cannot be copied
     model(x).square().mean().backward()
     atoms = Atoms(capture(cut, (x,)))
-    stages = [block.nodes for block in blocks(atoms.graph(8, profile.measure_costs(atoms, [x])), 99)]
+    stages = [block.nodes for block in blocks(atoms.graph(8, node_costs.measure_costs(atoms, [x])), 99)]
     assert len(stages) >= 5  # the block's operations are not one node
     run_stages(atoms, stages, (x,)).square().mean().backward()
     for (key, p), q in zip(model.named_parameters(), cut.parameters(), strict=True):
@@ -274,7 +273,7 @@ def watched_on_rank_1(schedule):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_hook_on_one_rank_is_refused_on_all(schedule):
     first, second = ranks_of(2).run(watched_on_rank_1, schedule)
     assert first.startswith("RankError: rank 1 refused to start: the parameter 'a.weight' has a hook (doubled, ")

@@ -9,11 +9,8 @@ from tests.support.pools import ranks_of
 
 pytestmark = pytest.mark.ranks
 NAMES = [name for name in BY_NAME if name != "OneOperation"]  # which is one stage: see test_engine.py
-SEVERAL = [name for name in NAMES if name != "FewParameters"]
-"""Models with room for four stages."""
-TWO_STAGES, FOUR_STAGES = ["gpipe", "zero_bubble", "1f1b"], ["interleaved", "zbv"]
-COUNTS = {name: (2, 4) if name == "1f1b" else (1, 2, 4) for name in (*TWO_STAGES, *FOUR_STAGES)}
-"""Micro-batches, which are no fewer than stages in 1F1B."""
+COUNTS = {"gpipe": (1, 2, 4), "1f1b": (2, 4)}
+"""Numbers of micro-batches of each schedule, no fewer than stages in 1F1B."""
 
 
 def share(names, schedule, microbatches):
@@ -52,20 +49,14 @@ def run_all(names, settings):
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("schedule", "microbatches"), [(name, n) for name in TWO_STAGES for n in COUNTS[name]])
+@pytest.mark.parametrize(("schedule", "microbatches"), [(name, n) for name in COUNTS for n in COUNTS[name]])
 def test_two_stages_are_one_process(schedule, microbatches):
     run(2, share(NAMES, schedule, microbatches), microbatches, schedule=schedule)
 
 
-@pytest.mark.every
-@pytest.mark.parametrize(("schedule", "microbatches"), [(name, n) for name in FOUR_STAGES for n in COUNTS[name]])
-def test_two_stages_on_each_rank_are_one_process(schedule, microbatches):
-    run(2, share(SEVERAL, schedule, microbatches), microbatches, schedule=schedule, stages=4)
-
-
-@pytest.mark.parametrize("schedule", TWO_STAGES)
+@pytest.mark.parametrize("schedule", COUNTS)
 def test_two_replicas_of_two_stages_are_one_process(schedule):
-    names = NAMES if THOROUGH else NAMES[TWO_STAGES.index(schedule) :: len(TWO_STAGES)]
+    names = NAMES if THOROUGH else NAMES[list(COUNTS).index(schedule) :: len(COUNTS)]
     run(4, names, 2, 2, schedule=schedule, stages=2)
 
 

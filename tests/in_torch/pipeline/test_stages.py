@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from grace.errors import ConfigError
-from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import capture
-from grace.torch.pipeline.stages import build_module, run_stages, stage_specs
-from tests.support.pipelines import BY_NAME, batch, halves, loss_fn, made
+from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.capture import capture
+from grace.pipeline.torch.stage_builder import build_module, stage_specs
+from tests.support.pipelines import BY_NAME, batch, halves, loss_fn, made, run_stages
 
 
 def tensors(value):

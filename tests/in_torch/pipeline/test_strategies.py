@@ -7,7 +7,7 @@ import torch
 
 import grace
 from grace.core.variable import Variable
-from grace.partition.exchange import documented, of_stage
+from grace.pipeline.planning.exchange_prediction import documented, of_stage
 from grace.planner import driver
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from tests.support.pipelines import ROWS, batch, loss_fn, made, rows, sgd

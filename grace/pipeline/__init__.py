@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages by itself, whose replicas exchange compressed gradients."""

@@ -1,0 +1,141 @@
+"""Baselines that plans are compared with: cuts by hand, GPipe's balance, and data parallelism alone."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from grace.errors import ConfigError
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.predict import memory_of, predicted
+from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
+from grace.pipeline.planning.search import MOST_MICROBATCHES
+from grace.pipeline.planning.stage_costs import Setting, Space
+from grace.pipeline.planning.stage_search import Cut
+from grace.planner.step import Timeline
+
+
+def equal_layers(graph: Graph, stages: int) -> list[str]:
+    """Return the last nodes of all stages but the last, so that each stage has as many nodes with parameters.
+
+    >>> from grace.pipeline.planning.graph import Node
+    >>> nodes = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), parameters={f"w{i}": 4.0 + i}) for i in range(6)]
+    >>> graph = Graph(tuple(nodes), {"x": 1.0}, ("n5",))
+    >>> equal_layers(graph, 2), equal_parameters(graph, 2)
+    (['n2'], ['n3'])
+    """
+    return _even(graph, [float(bool(node.parameters)) for node in graph.nodes], stages)
+
+
+def equal_parameters(graph: Graph, stages: int) -> list[str]:
+    """Return the last nodes of all stages but the last, so that each stage has as many bytes of parameters."""
+    return _even(graph, [sum(node.parameters.values()) for node in graph.nodes], stages)
+
+
+def equal_time(graph: Graph, stages: int) -> list[str]:
+    """Return the last nodes of all stages but the last, so that the longest stage is as short as it can be in forward
+    and backward alone, as GPipe balances (Huang et al., NeurIPS 2019)."""
+    seconds = [node.forward + node.backward for node in graph.nodes]
+    sums = [0.0, *itertools.accumulate(seconds)]
+    count = len(seconds)
+    low, high = max(seconds), sums[-1]
+    best = _ends_within(sums, high, stages) or []
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = _ends_within(sums, middle * (1 + 1e-12), stages)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    ends = list(best)
+    for end in range(count - 1, 0, -1):  # a stage has a node at least
+        if len(ends) < stages - 1 and end not in ends:
+            ends.append(end)
+    return [graph.nodes[end - 1].name for end in sorted(ends)]
+
+
+BY_HAND: dict[str, Callable[[Graph, int], list[str]]] = {
+    "equal layers": equal_layers,
+    "equal parameters": equal_parameters,
+    "equal time": equal_time,
+}
+
+
+def _even(graph: Graph, weights: Sequence[float], stages: int) -> list[str]:
+    """Return the cuts at which the sum of the weights comes nearest to equal parts."""
+    if stages > len(graph.nodes):
+        raise ConfigError(f"{len(graph.nodes)} nodes cannot be cut into {stages} stages")
+    sums = list(itertools.accumulate(weights))
+    ends: list[int] = []
+    for part in range(1, stages):
+        wanted, least = sums[-1] * part / stages, ends[-1] + 1 if ends else 1
+        possible = range(least, len(sums) - (stages - part) + 1)
+        ends.append(min(possible, key=lambda end: (abs(sums[end - 1] - wanted), end)))
+    return [graph.nodes[end - 1].name for end in ends]
+
+
+def _ends_within(sums: Sequence[float], most: float, stages: int) -> list[int] | None:
+    """Return the ends of all stages but the last, none longer than ``most``; None if there are too few stages."""
+    ends, start = [], 0
+    for i in range(1, len(sums)):
+        if sums[i] - sums[start] > most:
+            if i - 1 == start:
+                return None
+            ends.append(i - 1)
+            start = i - 1
+    return ends if len(ends) < stages else None
+
+
+def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
+    """Return the best plan of a rule for cuts, over every number of stages that divides the ranks, with as many
+    replicas each, every number of micro-batches, and gpipe or 1f1b; None if memory suffices for none of them.
+
+    Args:
+        space: the model, devices, batch and memory; its blocks are not used.
+        how: one of :data:`BY_HAND`.
+    """
+    found = []
+    count, graph = space.devices.count, space.graph
+    for stages in (s for s in range(2, min(count, len(graph.nodes)) + 1) if count % s == 0):
+        try:
+            own = space.recut(how(graph, stages))
+        except ConfigError:  # what must be together is not
+            continue
+        cut = Cut(0.0, tuple(range(1, stages + 1)), (count // stages,) * stages)
+        found += list(_predicted_plans(own, cut, stages))
+    return min(found, key=lambda plan: plan.seconds, default=None)
+
+
+def data_parallel(space: Space) -> float | None:
+    """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward. It accumulates over as
+    few micro-batches as memory suffices for; None if memory suffices for none."""
+    graph, count = space.graph, space.devices.count
+    cut = Cut(0.0, (space.count,), (count,))
+    for many in (m for m in range(1, space.batch // count + 1) if space.batch % (m * count) == 0):
+        if memory_of(space, Setting("1f1b", many, equal_stages=1), cut)[0] <= space.limit:
+            break
+    else:
+        return None
+    rows = space.rows(many, count)
+    forward, backward = space.seconds(0, space.count, rows)
+    ready, at = dict[str, float](), 0.0
+    for node in reversed(graph.nodes):
+        at += graph.seconds(node, rows)[1]
+        ready.update(dict.fromkeys(node.parameters, min(at, backward)))
+    variables = [graph.variable(name) for name in graph.parameters]
+    network = space.devices.exchange_network(*space.devices.exchange([tuple(range(count))], 0))
+    before = many * forward + (many - 1) * backward
+    return space.exchanges.overlapped_step(variables, count, network, Timeline(ready, before, backward))
+
+
+def _predicted_plans(space: Space, cut: Cut, stages: int) -> Iterator[Plan]:
+    """Yield the plans of a cut, over numbers of micro-batches, schedules and recomputation."""
+    most = MOST_MICROBATCHES * space.devices.count
+    for many in (m for m in range(1, min(space.batch, most) + 1) if space.batch % m == 0):
+        if not space.rows(many, cut.replicas[0]):
+            continue
+        for schedule, recompute in itertools.product(SCHEDULES, (False, True)):
+            if not schedule_error(schedule, stages, many):
+                setting = Setting(schedule, many, recompute, equal_stages=stages)
+                made = predicted(space, setting, cut)
+                if made is not None:
+                    yield made

@@ -1,0 +1,143 @@
+"""Predictions of a stage's exchange of gradients over its replicas: seconds after the schedule, and bytes of Grace's
+memories and buffers."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from grace.backends.topology import Topology
+from grace.communicators.choice import build_communicator
+from grace.core import documents
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.planner.exchange_costs import Costs, works, works_of
+from grace.planner.network import Network
+from grace.planner.problem import methods_of
+from grace.planner.simulate import simulate
+from grace.planner.step import Timeline, Work
+from grace.session.bucketing import Limits
+from grace.session.sharding import uniform
+from grace.strategy.choices import Choices
+from grace.strategy.execution import resolve
+from grace.strategy.plan import Strategy
+
+LEAST = Variable("", (1,))
+"""The only variable of an exchange that shows the time of an empty one."""
+
+
+class Exchanges:
+    """Predictor of exchanges by one method, or by a strategy.
+
+    Args:
+        costs: the cluster's costs; their networks are not used.
+        compressor, memory, communicator: specs, or None for their defaults.
+        strategy: a builder or its spec, or a document, instead. For ``auto`` the shortest of the possible exchanges
+            counts: without compression, and with the methods that it names, or else with its reference.
+
+    Raises:
+        ConfigError: a spec is unknown, or specs do not go together.
+
+    >>> from grace.planner.network import Links
+    >>> from grace.planner.default_costs import DefaultCodecs
+    >>> slow, w = Links(1e8), [Variable("w", (1000, 1000))]
+    >>> plain, sparse = (
+    ...     Exchanges(Costs(slow, DefaultCodecs()), spec).seconds(w, 2, slow) for spec in ("none", "topk(ratio=0.01)")
+    ... )
+    >>> plain > 5 * sparse
+    True
+    >>> ruled = "uniform(compressor=topk(ratio=0.01), communicator=allgather)"
+    >>> kinds = [Exchanges(Costs(slow, DefaultCodecs()), strategy=one).seconds(w, 2, slow) for one in ("auto", ruled)]
+    >>> [plain > 5 * seconds for seconds in kinds]
+    [True, True]
+    """
+
+    def __init__(
+        self, costs: Costs, compressor: Any = None, memory: Any = None, communicator: Any = None, strategy: Any = None
+    ):
+        self.costs, self.strategy = costs, strategy
+        self.ways: list[tuple[Any, Any, Any]] = [(compressor, memory, communicator)]
+        auto = None if strategy is None else Choices(strategy=strategy).auto_request()
+        if auto is not None:
+            self.strategy = None
+            usual = {"exact": [], "half": ["fp16"]}.get(auto.options.quality, [auto.options.reference])
+            methods = methods_of(auto.options.methods or usual, auto.options.quality, 1)
+            self.ways = [(method.compressor, None, None) for method in methods]
+        for way in self.ways:
+            build_communicator(*way)
+        self._made: dict[Any, Any] = {}
+        self._costs: dict[int, Costs] = {}  # by id(network); costs keep the network alive
+
+    def seconds(self, variables: Sequence[Variable], replicas: int, network: Network) -> float:
+        """Return the seconds of an exchange that begins when all gradients are there, while nothing is computed."""
+        if replicas == 1 or not variables:
+            return 0.0
+        every = self._work_by_method(variables, replicas, network)
+        return min(simulate(Timeline({}), one, self.costs.contention).step for one in every)
+
+    def overlapped_step(
+        self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline
+    ) -> float:
+        """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward."""
+        every = [[]] if replicas == 1 or not variables else self._work_by_method(variables, replicas, network)
+        return min(simulate(timeline, one, self.costs.contention).step for one in every)
+
+    def grace_bytes(self, variables: Sequence[Variable], replicas: int) -> float:
+        """Return the bytes of memories and buffers on a rank."""
+        if replicas == 1 or not variables:
+            return 0.0
+        return max(
+            sum(work.memory for work in one) for one in self._work_by_method(variables, replicas, self.costs.network)
+        )
+
+    def _work_by_method(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
+        """Return the work of the exchange, for each method that may be chosen."""
+        if id(network) not in self._costs:
+            self._costs[id(network)] = dataclasses.replace(self.costs, network=network, inside=None)
+        costs = self._costs[id(network)]
+        if self.strategy is not None and variables[0] is not LEAST:  # no document names it
+            own = of_stage(self.strategy, [variable.name for variable in variables])
+            resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks
+            return [works(resolve(own, variables, Topology(["here"] * replicas), resources=resources), costs)]
+        found = []
+        for way in self.ways:
+            if (way, replicas) not in self._made:
+                self._made[way, replicas] = build_communicator(*way, replicas)
+            found.append(works_of(uniform(variables, self._made[way, replicas], Limits()), replicas, costs))
+        return found
+
+
+def of_stage(strategy: Any, names: Collection[str]) -> Any:
+    """Return the part of a strategy's document for one stage's variables, in their order. Its ranks are the stage's
+    replicas.
+
+    >>> of_stage({"version": 1, "cluster": {"world_size": 4}, "variables": {"a": 1, "b": 2}}, ["b"])
+    {'version': 1, 'variables': {'b': 2}}
+    """
+    if not isinstance(strategy, dict) or "variables" not in strategy:
+        return strategy
+    kept = {key: value for key, value in strategy.items() if key not in ("model", "cluster")}
+    known = strategy["variables"]
+    return {**kept, "variables": {name: known[name] for name in names if name in known}}
+
+
+def documented(strategy: Any, known: Collection[str]) -> dict[str, Any] | None:
+    """Return the document of a strategy; None if the strategy is a builder.
+
+    Args:
+        strategy: the user's strategy.
+        known: names of the model's parameters.
+
+    Raises:
+        ConfigError: the document cannot be read, or names other variables.
+    """
+    if isinstance(strategy, Strategy):
+        strategy = strategy.to_dict()
+    elif isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".yaml", ".yml", ".json"))):
+        strategy = documents.parse(documents.read(Path(strategy)), str(strategy))
+    if not isinstance(strategy, dict) or "name" in strategy:
+        return None
+    odd = [name for name in strategy.get("variables") or () if name not in known]
+    if odd:
+        raise ConfigError(f"the strategy is for another model: this one has no parameter {odd[0]!r}")
+    return strategy

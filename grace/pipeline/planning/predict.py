@@ -1,0 +1,105 @@
+"""Prediction of a cut as a plan: its simulated schedule, the exchange that is not hidden, and memory by rank."""
+
+from collections.abc import Sequence
+
+from grace.pipeline.planning.pipeline_plan import Plan, Stage
+from grace.pipeline.planning.rank_layout import groups_of
+from grace.pipeline.planning.schedules import SimulatedStep, StageTimes, micro_batches_in_flight, simulate
+from grace.pipeline.planning.stage_costs import Setting, Space
+from grace.pipeline.planning.stage_search import Cut
+
+
+def predicted(space: Space, setting: Setting, cut: Cut) -> Plan | None:
+    """Return the plan of a cut; None if its memory does not suffice."""
+    memory = memory_of(space, setting, cut)
+    if max(memory) > space.limit * (1 + 1e-12):
+        return None
+    groups = groups_of(setting.layout, cut.replicas)
+    times = _stage_times(space, setting, cut, groups)
+    simulated = simulate(setting.schedule, times, setting.microbatches)
+    updates = [float(space.parameters[run]) * space.update for run in cut.bounds]
+    done = [seconds + update for seconds, update in zip(simulated.done, updates, strict=True)]
+    exchanges = [_exchange_seconds(space, cut, groups, stage) for stage in range(len(groups))]
+    seconds = max(one + exchange for one, exchange in zip(done, exchanges, strict=True))
+    scale = space.batch / setting.microbatches / space.graph.rows
+    stages = []
+    for stage, (i, j) in enumerate(cut.bounds):
+        is_last = j == space.count
+        stages.append(
+            Stage(
+                nodes=tuple(_node_names(space, i, j)),
+                ranks=groups[stage],
+                sends=() if is_last else space.passed[j - 1],
+                forward=times[stage].forward,
+                backward=times[stage].backward,
+                crossing=times[stage].there,
+                returning=times[stage].back,
+                sent=0.0 if is_last else float(space.there[j]) * scale,
+                returned=0.0 if is_last else float(space.back[j]) * scale,
+                parameters=float(space.parameters[i, j] + space.untrained[i, j]),
+                exchange=exchanges[stage],
+            )
+        )
+    by_rank = {rank: nbytes for nbytes, group in zip(memory, groups, strict=True) for rank in group}
+    return Plan(
+        space.graph.key,
+        tuple(stages),
+        batch=space.batch,
+        microbatches=setting.microbatches,
+        schedule=setting.schedule,
+        recompute=setting.recompute,
+        layout=setting.layout,
+        seconds=seconds,
+        bubble=simulated.bubble,
+        exposed=seconds - max(done),
+        memory=tuple(by_rank[rank] for rank in sorted(by_rank)),
+    )
+
+
+def timeline(plan: Plan) -> SimulatedStep:
+    """Return the simulated schedule of a plan, with the plan's own times."""
+    times = [StageTimes(stage.forward, stage.backward, stage.crossing, stage.returning) for stage in plan.stages]
+    return simulate(plan.schedule, times, plan.microbatches)
+
+
+def memory_of(space: Space, setting: Setting, cut: Cut) -> list[float]:
+    """Return the bytes on a rank of each stage."""
+    count = len(cut.ends)
+    in_flight = [micro_batches_in_flight(setting.schedule, s, count, setting.microbatches) for s in range(count)]
+    each = zip(cut.bounds, cut.replicas, in_flight, strict=True)
+    return [float(space.needed_bytes(setting, replicas, most)[run]) for run, replicas, most in each]
+
+
+def _stage_times(space: Space, setting: Setting, cut: Cut, groups: Sequence[tuple[int, ...]]) -> list[StageTimes]:
+    """Return the seconds of each stage for a micro-batch."""
+    times = []
+    whole = space.batch / setting.microbatches / space.graph.rows
+    for stage, (i, j) in enumerate(cut.bounds):
+        forward, backward = space.seconds(i, j, space.rows(setting.microbatches, cut.replicas[stage]))
+        there = back = 0.0
+        if j < space.count:
+            here, behind = groups[stage], groups[stage + 1]
+            there = space.devices.crossing(here, behind, float(space.there[j]) * whole)
+            back = space.devices.crossing(behind, here, float(space.back[j]) * whole)
+        times.append(StageTimes(forward, backward + (forward if setting.recompute else 0.0), there, back))
+    return times
+
+
+def _node_names(space: Space, i: int, j: int) -> list[str]:
+    """Return the names of the nodes of blocks i to j, in the graph's order."""
+    return sorted((name for block in space.blocks[i:j] for name in block.nodes), key=space.graph.index.__getitem__)
+
+
+def _exchange_seconds(space: Space, cut: Cut, groups: Sequence[tuple[int, ...]], stage: int) -> float:
+    """Return the seconds of a stage's exchange: of tied parameters over the stages that have them, then of all over the
+    replicas."""
+    i, j = cut.bounds[stage]
+    own = {name for names in space.names[i:j] for name in names} & space.tied
+    total = 0.0
+    for other, (a, b) in enumerate(cut.bounds):
+        theirs = {name for names in space.names[a:b] for name in names} & own if own else set()
+        if other != stage and theirs:
+            nodes = {space.devices.nodes[rank] for rank in (groups[stage][0], groups[other][0])}
+            nbytes = sum(space.graph.parameters[name] for name in sorted(theirs))
+            total += space.devices.exchange_network(len(nodes) > 1, 1).seconds("allreduce", nbytes, 2)
+    return total + space.exchange(i, j, len(groups[stage]), *space.devices.exchange(groups, stage))

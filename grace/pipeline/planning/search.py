@@ -1,0 +1,434 @@
+"""Search for the plan with the shortest step: the best cut for every setting, of which the best few are simulated."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from grace.errors import ConfigError
+from grace.pipeline.planning.blocks import blocks, cut_at
+from grace.pipeline.planning.exchange_prediction import Exchanges
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.predict import memory_of, predicted
+from grace.pipeline.planning.rank_layout import LAYOUTS, Devices
+from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
+from grace.pipeline.planning.stage_costs import Setting, Space
+from grace.pipeline.planning.stage_search import Cut, StageSearch
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.exchange_costs import Costs
+from grace.planner.network import Network
+
+BEST = 32
+"""Number of cuts that are simulated."""
+REFINED = 4
+"""Number of these cuts whose blocks and ranks are then moved one by one."""
+MOST_UNEQUAL = 16
+"""Largest number of ranks for which different numbers of replicas are tried."""
+MOST_MICROBATCHES = 8
+"""Largest number of micro-batches for each rank that is tried if none is given."""
+BLOCKS = (32, 128)
+"""Numbers of blocks that are tried if none is given: on slow links the best cut may lie within one of few blocks."""
+FINER, MOST_BLOCKS = 2, 128
+"""Factor by which the number of blocks grows if memory nearly suffices, and the largest number of blocks."""
+LEAST_USED = 0.5
+"""Least share of the devices that a plan uses if it may use fewer."""
+Numbers = int | Iterable[int] | None
+"""A number, several possible numbers, or None for any."""
+
+
+class TooLittleMemory(ConfigError):
+    """Memory suffices for no cut between a space's blocks.
+
+    Attributes:
+        nearly: True if no more is missing than a cut within a block may bring.
+    """
+
+    def __init__(self, said: str, nearly: bool):
+        super().__init__(said)
+        self.nearly = nearly
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """Constraints of a search, and facts about the devices and the training.
+
+    Attributes:
+        stages: number of stages, or several possible numbers.
+        replicas: number of replicas of every stage, or several possible numbers; a list or tuple has one number for
+            each stage.
+        microbatches: number of micro-batches, or several possible numbers.
+        schedule: one of :data:`~grace.pipeline.planning.schedules.SCHEDULES`, or several; all are tried if left out.
+        recompute: True to compute forward again for backward; None tries both.
+        layout: "replicas" or "stages" (:mod:`grace.pipeline.planning.rank_layout`); None tries both.
+        cuts: names of the last nodes of all stages but the last, in the graph's order.
+        blocks: number of blocks that stages are made of, or several that are tried; :data:`BLOCKS` if left out.
+        memory: bytes of a device; None for no limit.
+        memory_margin: share of them that stays free.
+        compressor, residual, communicator: specs for gradients, or None for defaults. ``residual`` is Grace's memory.
+        strategy: a strategy instead of these, as
+            :class:`~grace.pipeline.planning.exchange_prediction.Exchanges` takes it.
+        nodes: number of the node that each rank is on; all are on one node if left out.
+        optimizer_state: bytes for each byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
+        optimizer_seconds: seconds of the optimizer's step for each byte of parameters.
+        fewer: True if the plan may leave devices (the last ones) unused, up to half of them.
+
+    Raises:
+        ConfigError: a number is less than 1, or a schedule or layout is unknown.
+    """
+
+    stages: Numbers = None
+    replicas: Numbers = None
+    microbatches: Numbers = None
+    schedule: str | Iterable[str] | None = None
+    recompute: bool | None = None
+    layout: str | None = None
+    cuts: Sequence[str] | None = None
+    blocks: Numbers = None
+    memory: float | None = None
+    memory_margin: float = 0.1
+    compressor: Any = None
+    residual: Any = None
+    communicator: Any = None
+    strategy: Any = None
+    nodes: Sequence[int] | None = None
+    optimizer_state: float = 1.0
+    optimizer_seconds: float = 0.0
+    fewer: bool = False
+
+    def __post_init__(self) -> None:
+        for schedule in self.schedules:
+            if schedule not in SCHEDULES:
+                raise ConfigError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
+        if self.layout not in (None, *LAYOUTS):
+            raise ConfigError(f"layout {self.layout!r} is unknown; there are {', '.join(LAYOUTS)}")
+        for name in ("stages", "replicas", "microbatches"):
+            given = getattr(self, name)
+            several = isinstance(given, Iterable) and not isinstance(given, str)
+            for one in given if several else (given,):
+                if one is not None and (not isinstance(one, int) or isinstance(one, bool) or one < 1):
+                    raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
+
+    @property
+    def stage_counts(self) -> set[int] | None:
+        """Possible numbers of stages; None for any."""
+        return _possible(self.stages) if self.cuts is None else {len(self.cuts) + 1}
+
+    @property
+    def replicas_by_stage(self) -> tuple[int, ...] | None:
+        """Number of replicas of each stage; None unless one was given for each."""
+        return tuple(self.replicas) if isinstance(self.replicas, (list, tuple)) else None
+
+    @property
+    def replica_counts(self) -> set[int] | None:
+        """Possible numbers of replicas of every stage; None for any."""
+        return None if self.replicas_by_stage else _possible(self.replicas)
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Schedules to try."""
+        if self.schedule is None:
+            return SCHEDULES
+        return (self.schedule,) if isinstance(self.schedule, str) else tuple(self.schedule)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts to try."""
+        return LAYOUTS if self.layout is None else (self.layout,)
+
+
+def _possible(numbers: Numbers) -> set[int] | None:
+    """Return possible numbers as a set; None for any."""
+    if numbers is None:
+        return None
+    return {numbers} if isinstance(numbers, int) else set(numbers)
+
+
+def search_plan(
+    graph: Graph, devices: int, batch: int, links: Network | Costs, options: SearchOptions | None = None
+) -> Plan:
+    """Return the plan with the shortest predicted step.
+
+    Args:
+        graph: the model, with its costs.
+        devices: number of ranks.
+        batch: rows of a step, of all replicas.
+        links: the network between ranks; or costs, with the networks between nodes and within them, and codecs.
+        options: constraints of the search.
+
+    Raises:
+        ConfigError: memory does not suffice (the message names the stage and the missing bytes), or no plan satisfies
+            the constraints.
+
+    >>> from grace.pipeline.planning.graph import Node
+    >>> from grace.planner.network import Links
+    >>> chain = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), 8.0, 1.0, 2.0) for i in range(8)]
+    >>> graph = Graph(tuple(chain), {"x": 8.0}, ("n7",), rows=8)
+    >>> found = search_plan(graph, 2, 8, Links(1e9), SearchOptions(stages=2, microbatches=4))
+    >>> [len(stage.nodes) for stage in found.stages], round(found.seconds, 6)
+    ([4, 4], 15.0)
+    """
+    options = options or SearchOptions()
+    if options.cuts is None:
+        default_counts = {k for k in BLOCKS if k == BLOCKS[0] or len(graph.nodes) > BLOCKS[0]}
+        block_counts = sorted(_possible(options.blocks) or default_counts)
+    else:
+        block_counts = [len(options.cuts) + 1]
+    least = math.ceil(devices * LEAST_USED) if options.fewer else devices
+    tries = [(most, used) for used in range(devices, least - 1, -1) for most in block_counts]
+    found: list[Plan] = []
+    refused = ConfigError("blocks= must be at least one number")
+    while tries:
+        most, used = tries.pop(0)
+        space = space_of(
+            graph,
+            used,
+            batch,
+            links,
+            memory=None if options.memory is None else options.memory * (1 - options.memory_margin),
+            choices=(options.compressor, options.residual, options.communicator, options.strategy),
+            nodes=None if options.nodes is None else options.nodes[:used],
+            cuts=options.cuts,
+            most=most,
+            state=options.optimizer_state,
+            update=options.optimizer_seconds,
+        )
+        try:
+            found.append(search(space, options))
+        except TooLittleMemory as error:
+            refused = error
+            if error.nearly and not (found or tries or options.cuts) and space.count < MOST_BLOCKS:
+                tries = [(min(FINER * space.count, MOST_BLOCKS), devices)]
+        except ConfigError as error:
+            refused = error
+    if not found:
+        raise refused
+    best = min(found, key=lambda plan: round(plan.seconds, 9))
+    method = options.compressor if options.strategy is None else options.strategy
+    return dataclasses.replace(best, limit=options.memory, compressor=_described(method))
+
+
+def space_of(
+    graph: Graph,
+    devices: int,
+    batch: int,
+    links: Network | Costs,
+    *,
+    memory: float | None = None,
+    choices: tuple[Any, ...] = (),
+    nodes: Sequence[int] | None = None,
+    cuts: Sequence[str] | None = None,
+    most: int = 32,
+    state: float = 1.0,
+    update: float = 0.0,
+) -> Space:
+    """Return the model in blocks, on the devices, as :func:`search_plan` searches it.
+
+    Raises:
+        ConfigError: there is no device or row, ``nodes`` is of another number of ranks, or cuts are impossible.
+    """
+    if devices < 1 or batch < 1:
+        raise ConfigError(f"a plan needs at least one device and one row, not {devices} and {batch}")
+    if nodes is not None and len(nodes) != devices:
+        raise ConfigError(f"nodes= tells the nodes of {len(nodes)} ranks, and there are {devices}")
+    costs = links if isinstance(links, Costs) else Costs(links, DefaultCodecs())
+    ranks = Devices(tuple(nodes or [0] * devices), costs.network, costs.inside)
+    limit = math.inf if memory is None else memory
+    least = 1 / graph.rows  # a micro-batch has at least one row
+
+    def fits(parameters: float, kept: float) -> bool:
+        """Return True if a block fits on a device."""
+        return parameters * (2 + state) + kept * least <= limit
+
+    made = blocks(graph, most, fits) if cuts is None else cut_at(graph, cuts)
+    return Space(graph, made, ranks, Exchanges(costs, *choices), batch, memory, state, update)
+
+
+class _Candidate(NamedTuple):
+    """A simulated cut, and the search that found it."""
+
+    seconds: float
+    number: int
+    search: StageSearch
+    cut: Cut
+    plan: Plan
+
+
+def search(space: Space, options: SearchOptions) -> Plan:
+    """Return the plan of a space with the shortest predicted step.
+
+    Raises:
+        ConfigError: see :func:`search_plan`.
+    """
+    searches = list(_searches(space, options))
+    if not searches:
+        raise ConfigError(_no_plan_message(space, options))
+    estimates = [(_estimated_seconds(one), number) for number, one in enumerate(searches)]
+    candidates: list[_Candidate] = []
+    for seconds, number in sorted(estimates):
+        one = searches[number]
+        cut = one.cut() if math.isfinite(seconds) else None
+        found = None if cut is None else predicted(space, one.setting, cut)
+        if cut is not None and found is not None:
+            candidates.append(_Candidate(round(found.seconds, 9), number, one, cut, found))
+        if len(candidates) >= BEST:
+            break
+    if not candidates:
+        raise _memory_error(space, searches)
+    candidates.sort(key=lambda candidate: (candidate.seconds, candidate.number))
+    refined = []
+    for candidate in candidates[:REFINED]:
+        stages = candidate.search.stages
+        near = [one.setting for one in searches if one.stages == stages and _is_near(one, candidate.search)]
+        refined.append(_refine(space, candidate, near))
+    return min(refined, key=lambda plan: round(plan.seconds, 9))
+
+
+def _estimated_seconds(search: StageSearch) -> float:
+    """Return an estimate of a step's seconds: the longest stage, and the filling and draining of the pipeline."""
+    return search.longest() * (1 + (search.stages - 1) / search.setting.microbatches)
+
+
+def _is_near(one: StageSearch, other: StageSearch) -> bool:
+    """Return True if a cut for one setting is possible for the other, with at most twice as many micro-batches."""
+    a, b = one.setting, other.setting
+    same = (a.equal_stages, a.layout) == (b.equal_stages, b.layout)
+    return same and a != b and 0.5 <= a.microbatches / b.microbatches <= 2
+
+
+def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Plan:
+    """Return the plan after moves of one or two blocks, or ranks, to a neighbouring stage, and to settings near by, as
+    long as the step gets shorter."""
+    cut, best = candidate.cut, candidate.plan
+    setting = candidate.search.setting
+    free = candidate.search.replicas is None and candidate.search.by_stage is None
+    ranks_move = free and not setting.equal_stages
+
+    def improves(other: Cut, under: Setting) -> bool:
+        """Adopt another cut and setting if its step is shorter."""
+        nonlocal best, cut, setting
+        possible = all(i < j for i, j in other.bounds) and all(
+            r > 0 and space.rows(under.microbatches, r) for r in other.replicas
+        )
+        found = predicted(space, under, other) if possible else None
+        if found is None or found.seconds >= best.seconds * (1 - 1e-9):
+            return False
+        best, cut, setting = found, other, under
+        return True
+
+    improved = True
+    while improved:
+        improved = False
+        for stage, by in itertools.product(range(len(cut.ends) - 1), (-1, 1, -2, 2)):
+            ends, replicas = list(cut.ends), list(cut.replicas)
+            ends[stage] += by
+            replicas[stage] += by
+            replicas[stage + 1] -= by
+            others = [cut._replace(ends=tuple(ends))]
+            if ranks_move:
+                others += [one._replace(replicas=tuple(replicas)) for one in (cut, *others)]
+            # the first one that is better; further ones would start from the former cut
+            improved |= any(improves(other, setting) for other in others)
+        for other_setting in near:
+            improved |= improves(cut, other_setting)
+    return best
+
+
+def _searches(space: Space, options: SearchOptions) -> Iterator[StageSearch]:
+    """Yield a search for each possible setting and number of stages."""
+    by_stage = options.replicas_by_stage
+    for setting, stages in settings(space, options):
+        wanted = options.stage_counts is None or stages in options.stage_counts
+        if wanted and (by_stage is None or stages == len(by_stage)):
+            yield StageSearch(space, setting, stages, options.replica_counts, by_stage)
+
+
+def settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, int]]:
+    """Yield all possible settings with their numbers of stages."""
+    count = space.devices.count
+    possible = _possible(options.microbatches)
+    for m in (m for m in range(1, space.batch + 1) if space.batch % m == 0):
+        wanted = m <= MOST_MICROBATCHES * count if possible is None else m in possible
+        if not wanted:
+            continue
+        recomputes = (False, True) if options.recompute is None else (options.recompute,)
+        for schedule, recompute in itertools.product(options.schedules, recomputes):
+            setting = Setting(schedule, m, recompute)
+            counts = [s for s in range(1, min(count, space.count) + 1) if not schedule_error(schedule, s, m)]
+            if count <= MOST_UNEQUAL and "replicas" in options.layouts:
+                for stages in counts:
+                    yield setting, stages
+            for stages in (s for s in counts if count % s == 0):
+                for layout in _layouts(space, options, stages):
+                    # unequal replicas include equal ones in the layout "replicas"
+                    if layout == "stages" or count > MOST_UNEQUAL:
+                        yield dataclasses.replace(setting, layout=layout, equal_stages=stages), stages
+
+
+def _layouts(space: Space, options: SearchOptions, stages: int) -> tuple[str, ...]:
+    """Return the layouts to try that differ."""
+    if space.devices.one_node or stages in (1, space.devices.count):
+        return options.layouts[:1]
+    return options.layouts
+
+
+def _described(compressor: Any) -> str:
+    """Return the description of a compressor or strategy in a plan."""
+    if isinstance(compressor, dict) and "name" not in compressor:
+        return "a strategy's"
+    return "none" if compressor is None else str(getattr(compressor, "spec", compressor))
+
+
+def _no_plan_message(space: Space, options: SearchOptions) -> str:
+    """Return the message for constraints that no plan satisfies."""
+    wanted = {
+        "stages": options.stage_counts,
+        "replicas": options.replicas_by_stage or options.replica_counts,
+        "microbatches": _possible(options.microbatches),
+        "schedule": options.schedules,
+        "layout": options.layouts if options.layout is not None else None,
+    }
+    said = ", ".join(
+        f"{key}={value if isinstance(value, tuple) else sorted(value)}" for key, value in wanted.items() if value
+    )
+    return (
+        f"no plan for {space.devices.count} devices, {space.count} blocks and {space.batch} rows is as asked ({said}): "
+        "micro-batches divide the batch, 1f1b needs as many as stages, and each stage needs a block and a device"
+    )
+
+
+def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
+    """Return the error that names the missing memory, of the plan whose fullest rank has least."""
+    best: tuple[float, StageSearch, Cut] | None = None
+    for one in searches:
+        by_memory = StageSearch(space, one.setting, one.stages, one.replicas, one.by_stage, by_memory=True)
+        cut = by_memory.cut()
+        if cut is not None and (best is None or cut.longest < best[0]):
+            best = cut.longest, by_memory, cut
+    if best is None:
+        return ConfigError(
+            f"no number of replicas of {space.devices.count} devices divides the rows of a micro-batch: "
+            f"the batch has {space.batch} rows"
+        )
+    _, found, cut = best
+    setting = found.setting
+    memory = memory_of(space, setting, cut)
+    needed = max(memory)
+    stage = memory.index(needed)
+    i, j = cut.bounds[stage]
+    first, last = space.blocks[i].nodes[0], space.blocks[j - 1].nodes[-1]
+    again = ", recomputing" if setting.recompute else ""
+    missing = needed - space.limit
+    one_block = space.memory(cut.replicas[stage], setting.microbatches)
+    alone = one_block.static + one_block.saved
+    several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
+    nearly = missing <= FINER * max(several, default=0.0)  # a border that moves within two blocks
+    return TooLittleMemory(
+        f"memory does not suffice: even where it is used least ({len(cut.ends)} stages, {setting.schedule}, "
+        f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}) needs "
+        f"{needed / 1e9:.3f} GB, and may use {space.limit / 1e9:.3f} GB: "
+        f"{missing / 1e9:.3f} GB are missing"
+        + (f"; blocks={FINER * space.count} cuts finer" if nearly and space.count >= MOST_BLOCKS else ""),
+        nearly,
+    )

@@ -1,0 +1,347 @@
+"""Costs of a run of blocks as a stage: seconds, bytes, and the objective that the search minimizes.
+
+The objective of a stage is the seconds that its ranks are busy in a step:
+
+    M (forward + backward + crossing) + exchange
+
+for M micro-batches. Crossing is the time of its borders; values and gradients travel at once, in their two directions.
+A neighbour is taken to have as many replicas, and the exchange is summed over blocks, so that a stage's cost depends on
+the stage alone. A simulation then tells the best few cuts apart.
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from grace.pipeline.planning.blocks import Block, blocks, cut_at
+from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
+from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.rank_layout import Devices
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The choices that a dynamic program takes as given.
+
+    Attributes:
+        schedule: one of :data:`grace.pipeline.planning.schedules.SCHEDULES`.
+        microbatches: number of micro-batches, M.
+        recompute: True if only the values that enter a stage are kept, and forward is computed again.
+        layout: one of :data:`grace.pipeline.planning.rank_layout.LAYOUTS`.
+        equal_stages: number of stages, all with as many replicas; 0 if stages may have different numbers of replicas.
+    """
+
+    schedule: str
+    microbatches: int
+    recompute: bool = False
+    layout: str = "replicas"
+    equal_stages: int = 0
+
+
+class StageMemory(NamedTuple):
+    """Bytes on a rank, of every run of blocks as a stage, at [first block, block behind the last].
+
+    Attributes:
+        static: bytes that do not depend on micro-batches in flight: parameters, gradients, optimizer state, buffers,
+            Grace's memories and wires, the batch, and the gradients that come back for one micro-batch.
+        received: bytes of the values of one micro-batch that the previous stage sent; kept from forward to backward.
+        saved: bytes of one micro-batch that forward keeps for backward.
+        working: bytes while one node is differentiated: gradients of its values and parameters.
+        returning: bytes of gradients that are sent to the previous stage while the next micro-batch is computed. GPipe
+            computes none then.
+    """
+
+    static: np.ndarray
+    received: np.ndarray
+    saved: np.ndarray
+    working: np.ndarray
+    returning: np.ndarray
+
+
+class Space:
+    """The space of a search: a model in blocks, and devices.
+
+    Args:
+        graph: the model.
+        made: blocks, in an order in which each reads values of earlier ones only.
+        devices: the devices.
+        exchanges: predictor of the gradients' exchange.
+        batch: rows of a step.
+        limit: bytes that a rank may use; None for no limit.
+        state: bytes of optimizer state for each byte of parameters.
+        update: seconds of the optimizer's step for each byte of parameters.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        made: Sequence[Block],
+        devices: Devices,
+        exchanges: Exchanges,
+        batch: int,
+        limit: float | None = None,
+        state: float = 0.0,
+        update: float = 0.0,
+    ):
+        self.graph = graph
+        self.blocks = list(made)
+        self.devices = devices
+        self.exchanges = exchanges
+        self.batch = batch
+        self.limit = math.inf if limit is None else limit
+        self.state = state
+        self.update = update
+        self.count = len(self.blocks)
+        nodes = [[graph.nodes[graph.index[name]] for name in block.nodes] for block in self.blocks]
+        self._forward = _linear_sums([[(n.forward, n.overhead) for n in own] for own in nodes])
+        self._backward = _linear_sums([[(n.backward, n.overhead_back) for n in own] for own in nodes])
+        self._kept = _linear_sums([[(n.kept, n.kept_fixed) for n in own] for own in nodes])
+        self._working = [[_working_bytes(graph, node) for node in own] for own in nodes]
+        self.names = [list(dict.fromkeys(name for node in own for name in node.parameters)) for own in nodes]
+        """Names of the parameters of each block."""
+        self._variables = [[graph.variable(name) for name in own] for own in self.names]
+        self._known_grace_bytes: dict[int, np.ndarray] = {}
+        self._known_memory: dict[tuple[int, int], StageMemory] = {}
+        self._known_needed: dict[object, np.ndarray] = {}
+        self._known_exchanges: dict[tuple[int, bool, int], tuple[float, np.ndarray]] = {}
+        self._known_stages: dict[tuple[int, int, int, bool, int], float] = {}
+        self._known_arrays: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        blocks_of = Counter(name for own in self.names for name in own)
+        self.tied = {name for name, count in blocks_of.items() if count > 1}
+        """Parameters of several blocks."""
+        self.passed = graph.passed_on([block.nodes for block in self.blocks])
+        """Names of the values at each border between blocks."""
+        self.untrained = _bytes_of_runs([node.held for node in own] for own in nodes)
+        """Bytes of the tensors that do not train, of every run of blocks."""
+        values = [tuple(graph.inputs), *self.passed, ()]
+        received = [[name for name in own if name not in graph.inputs] for own in values]
+        self.received = np.array([sum(map(graph.nbytes, own)) for own in received])
+        """Bytes of the values that a stage receives from the previous one, at each border."""
+        self.given = np.array([sum(graph.nbytes(name) for name in own if name in graph.inputs) for own in values])
+        """Bytes of the model's inputs that stages behind each border read."""
+        self.returned = sum(map(graph.nbytes, graph.outputs))
+        """Bytes of the model's outputs. Its loss keeps as many."""
+        self.there = np.array([sum(graph.nbytes(name) for name in own) for own in values])
+        """Bytes of the values at each border; the first border has the model's inputs."""
+        self.back = np.array([sum(graph.nbytes(n) for n in own if graph.differentiable(n)) for own in values])
+        """Bytes of the gradients at each border."""
+
+    def recut(self, cuts: Sequence[str] | None, most: int = 32) -> "Space":
+        """Return this space with other blocks: between cuts (:func:`grace.pipeline.planning.blocks.cut_at`), or at most
+        ``most``."""
+        made = blocks(self.graph, most) if cuts is None else cut_at(self.graph, cuts)
+        limit = self.limit if math.isfinite(self.limit) else None
+        return Space(self.graph, made, self.devices, self.exchanges, self.batch, limit, self.state, self.update)
+
+    # -- one stage: blocks i to j, on r replicas --------------------------------------------------------
+
+    def rows(self, microbatches: int, replicas: int) -> float:
+        """Return the rows of a micro-batch on each replica; 0 if replicas do not divide them."""
+        whole, rest = divmod(self.batch // microbatches, replicas)
+        return 0 if rest else whole
+
+    def seconds(self, i: int, j: int, rows: float) -> tuple[float, float]:
+        """Return the seconds of forward and backward of a stage."""
+        scale = rows / self.graph.rows
+        forward, backward = (
+            float(fixed[j] - fixed[i] + (linear[j] - linear[i]) * scale)
+            for fixed, linear in (self._forward, self._backward)
+        )
+        return forward, backward
+
+    def exchange(self, i: int, j: int, replicas: int, leaves: bool, groups: int) -> float:
+        """Return the seconds of the exchange of a stage's parameters; see :meth:`Devices.exchange` for ``leaves`` and
+        ``groups``."""
+        key = i, j, replicas, leaves, groups
+        if key not in self._known_stages:
+            names = dict.fromkeys(name for own in self.names[i:j] for name in own)
+            network = self.devices.exchange_network(leaves, groups)
+            variables = [self.graph.variable(name) for name in names]
+            self._known_stages[key] = self.exchanges.seconds(variables, replicas, network)
+        return self._known_stages[key]
+
+    # -- all stages at once, as arrays [i, j] or [i, j, r] ----------------------------------------------
+
+    @functools.cached_property
+    def parameters(self) -> np.ndarray:
+        """Bytes of the trained parameters of every run of blocks."""
+        return _bytes_of_runs([{name: self.graph.parameters[name] for name in own}] for own in self.names)
+
+    def memory(self, replicas: int, microbatches: int) -> StageMemory:
+        """Return the bytes of every run of blocks as a stage."""
+        key = replicas, microbatches
+        if key not in self._known_memory:
+            scale, grace_bytes = self.rows(microbatches, replicas) / self.graph.rows, self._grace_bytes(replicas)
+            static = self.parameters * (2 + self.state) + self.untrained + _of_runs(grace_bytes)
+            saved = _of_runs(self._kept[0]) + _of_runs(self._kept[1]) * scale
+            saved[:, -1] += self.returned * scale
+            working = np.zeros_like(saved)
+            most = [max(rows * scale + own * (microbatches > 1) for rows, own in block) for block in self._working]
+            # backward of a block frees what later blocks kept
+            freed = self._kept[0] + self._kept[1] * scale
+            for i in range(self.count):
+                working[i, i + 1 :] = np.maximum.accumulate(most[i:] + freed[i + 1 :]) - freed[i + 1 :]
+            # values that are sent stay until backward ends
+            working += (self.received * scale)[None, :]
+            self._known_memory[key] = StageMemory(
+                static + self.given[:, None] * scale * microbatches + self.back[None, :] * scale,
+                np.broadcast_to((self.received * scale)[:, None], saved.shape),
+                saved,
+                working,
+                np.broadcast_to((self.back * scale)[:, None], saved.shape),
+            )
+        return self._known_memory[key]
+
+    def needed_bytes(self, setting: Setting, replicas: int, in_flight: int) -> np.ndarray:
+        """Return the bytes that a rank needs for every run of blocks, with so many micro-batches in flight."""
+        key = setting.schedule, setting.microbatches, setting.recompute, replicas, in_flight
+        if key not in self._known_needed:
+            memory = self.memory(replicas, setting.microbatches)
+            beside = memory.static + memory.working
+            if setting.schedule != "gpipe":
+                beside = beside + memory.returning
+            saved_at_once = np.full(self.count + 1, in_flight)
+            if setting.recompute:
+                saved_at_once[:-1] = 1  # the last stage keeps what it computes
+            self._known_needed[key] = beside + (memory.received * in_flight + memory.saved * saved_at_once[None, :])
+        return self._known_needed[key]
+
+    def _grace_bytes(self, replicas: int) -> np.ndarray:
+        """Return the bytes of Grace's memories and wires, summed over blocks."""
+        if replicas not in self._known_grace_bytes:
+            self._known_grace_bytes[replicas] = _sums(
+                [self.exchanges.grace_bytes(own, replicas) for own in self._variables]
+            )
+        return self._known_grace_bytes[replicas]
+
+    def _exchange_parts(self, replicas: int, leaves: bool, groups: int) -> tuple[float, np.ndarray]:
+        """Return the seconds of an empty exchange, and those that blocks add to it, summed over blocks."""
+        key = replicas, leaves, groups
+        if key not in self._known_exchanges:
+            network = self.devices.exchange_network(leaves, groups)
+            least = self.exchanges.seconds([LEAST], replicas, network)
+            each = [self.exchanges.seconds(own, replicas, network) for own in self._variables]
+            self._known_exchanges[key] = least, _sums([max(0.0, one - least) for one in each])
+        return self._known_exchanges[key]
+
+    def _neighbours(self, setting: Setting, start: int, replicas: int) -> list[tuple[int, ...]]:
+        """Return the ranks of the previous stage, of this one and of the next; empty if there is no such stage.
+
+        Args:
+            setting: the layout.
+            start: first rank of the stage in the layout "replicas"; number of the stage in the layout "stages".
+            replicas: number of replicas.
+        """
+        count = self.devices.count
+        if setting.layout == "stages":
+            stages = setting.equal_stages
+            near = (start - 1, start, start + 1)
+            return [tuple(range(stage, count, stages)) if 0 <= stage < stages else () for stage in near]
+        ends = [start - replicas, start, start + replicas, start + 2 * replicas]
+        return [tuple(range(max(0, a), min(count, b))) for a, b in itertools.pairwise(ends)]
+
+    def arrays(self, setting: Setting, start: int, most: int, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the cost and the bytes of every run of blocks with 1 to ``most`` replicas; infinite if impossible.
+
+        Args:
+            setting: the choices that are given.
+            start: see :meth:`_neighbours`.
+            most: largest number of replicas.
+            in_flight: number of micro-batches whose activations are kept at once.
+
+        Returns:
+            two arrays [i, j, r]. The cost is infinite if memory does not suffice.
+        """
+        key = setting, None if self.devices.one_node else start, most, in_flight
+        if key not in self._known_arrays:
+            self._known_arrays[key] = self._make_arrays(setting, start, most, in_flight)
+        return self._known_arrays[key]
+
+    def _make_arrays(self, setting: Setting, start: int, most: int, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
+        size = self.count + 1
+        cost = np.full((size, size, most + 1), np.inf)
+        needed = np.full((size, size, most + 1), np.inf)
+        runs = np.triu(np.ones((size, size), bool), 1)
+        for r in range(1, most + 1):
+            rows = self.rows(setting.microbatches, r)
+            if not rows or (setting.equal_stages and r * setting.equal_stages != self.devices.count):
+                continue
+            needed[:, :, r] = np.where(runs, self.needed_bytes(setting, r, in_flight), np.inf)
+            fits = needed[:, :, r] <= self.limit * (1 + 1e-12)
+            cost[:, :, r] = np.where(runs & fits, self._busy(setting, start, r, rows / self.graph.rows), np.inf)
+        return cost, needed
+
+    def _busy(self, setting: Setting, start: int, r: int, scale: float) -> np.ndarray:
+        """Return the seconds that a rank is busy with every run of blocks."""
+        forward, backward = (
+            _of_runs(fixed) + _of_runs(linear) * scale for fixed, linear in (self._forward, self._backward)
+        )
+        busy = forward * (2 if setting.recompute else 1) + backward
+        before, here, behind = self._neighbours(setting, start, r)
+        crossing = self.devices.crossing
+        if self.devices.one_node:  # all ranks are alike
+            before, here, behind = (tuple(range(k * r, k * r + r)) for k in range(3))
+            crossing = Devices((0,) * (3 * r), self.devices.inner_network).crossing
+        whole = scale * r
+        for axis, (senders, receivers) in enumerate(((before, here), (here, behind))):
+            side = np.zeros(self.count + 1)
+            for b in range(1, self.count):
+                there, back = float(self.there[b]) * whole, float(self.back[b]) * whole
+                side[b] = max(crossing(senders, receivers, there), crossing(receivers, senders, back))
+            busy = busy + np.expand_dims(side, 1 - axis)
+        leaves, sharing = False, 1
+        if not self.devices.one_node:
+            groups = [here]
+            if setting.layout == "stages":
+                groups = [self._neighbours(setting, stage, r)[1] for stage in range(setting.equal_stages)]
+            leaves, sharing = self.devices.exchange(groups, groups.index(here))
+        least, each = self._exchange_parts(r, leaves, sharing)
+        exchange = np.where(self.parameters > 0, least + each[None, :] - each[:, None], 0.0)
+        return setting.microbatches * busy + exchange + self.parameters * self.update
+
+
+def _bytes_of_runs(blocks: Iterable[Sequence[Mapping[str, float]]]) -> np.ndarray:
+    """Return the bytes of the tensors of every run of blocks, each tensor once."""
+    tables = [{name: nbytes for one in own for name, nbytes in one.items()} for own in blocks]
+    found = np.zeros((len(tables) + 1, len(tables) + 1))
+    for i in range(len(tables)):
+        known: set[str] = set()
+        for j in range(i, len(tables)):
+            new = tables[j].keys() - known
+            known |= new
+            found[i, j + 1] = found[i, j] + sum(tables[j][name] for name in sorted(new))
+    return found
+
+
+def _working_bytes(graph: Graph, node: Node) -> tuple[float, float]:
+    """Return the bytes of gradients while a node is differentiated: of values, for the profile's rows; and of
+    parameters and of values without rows."""
+    by_rows = node.nbytes + sum(graph.nbytes(name) for name in node.inputs if graph.differentiable(name))
+    return by_rows, sum(node.parameters.values()) + node.kept_fixed
+
+
+def _linear_sums(blocks: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums over blocks of the part of numbers that does not depend on rows, and of the rest.
+
+    Args:
+        blocks: for each node of each block, a number and the part of it that does not depend on rows.
+    """
+    fixed = [sum(min(part, number) for number, part in own) for own in blocks]
+    whole = [sum(number for number, _ in own) for own in blocks]
+    return _sums(fixed), _sums([number - part for number, part in zip(whole, fixed, strict=True)])
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    """Return the sums of the first 0, 1, ... values."""
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
+
+
+def _of_runs(sums: np.ndarray) -> np.ndarray:
+    """Return the sums over every run of blocks, of the sums over the first 0, 1, ... blocks."""
+    return sums[None, :] - sums[:, None]

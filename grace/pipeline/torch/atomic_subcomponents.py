@@ -1,0 +1,187 @@
+"""Atomic subcomponents of a captured model: operations that depend on its inputs, with the constant operations that
+feed them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.torch.capture import Captured, fake_values, is_random, node_kind, source_line, written_nodes
+
+
+class Atoms:
+    """The nodes of a captured model that are atomic subcomponents, and the constant nodes that feed them.
+
+    Args:
+        captured: the model's graph.
+
+    Attributes:
+        dynamic: nodes that depend on the inputs, draw random numbers, or touch memory that is written to. Each of them
+            runs once.
+        values: fake values of all nodes.
+        inseparable: sets of names of nodes that must be in one stage.
+
+    Raises:
+        ConfigError: nothing in the model depends on its inputs.
+    """
+
+    def __init__(self, captured: Captured):
+        self.captured = captured
+        self.values = fake_values(captured)
+        self.order = {node: i for i, node in enumerate(captured.module.graph.nodes)}
+        self.storages = {node: storage_ids(value) for node, value in self.values.items()}
+        writes: dict[int, list[fx.Node]] = {}
+        for node in captured.nodes:
+            for target in written_nodes(node):
+                for storage in self.storages[target]:
+                    writes.setdefault(storage, []).append(node)
+        self.dynamic = self._find_dynamic(writes)
+        if not self.dynamic:
+            raise ConfigError("nothing in the model depends on its inputs: there is nothing to cut")
+        self.inseparable = self._find_inseparable(writes)
+
+    def _find_dynamic(self, writes: Mapping[int, Any]) -> dict[fx.Node, None]:
+        """Return the nodes that depend on the inputs, draw random numbers, or touch memory that is written to."""
+        dynamic: dict[fx.Node, None] = {}
+        for node in self.captured.nodes:
+            read = node.all_input_nodes
+            touched = self.storages[node].union(*(self.storages[one] for one in read))
+            depends = any(one.op == "placeholder" or one in dynamic for one in read)
+            if depends or is_random(node) or not touched.isdisjoint(writes) or written_nodes(node):
+                dynamic[node] = None
+        return dynamic
+
+    def _find_inseparable(self, writes: Mapping[int, list[fx.Node]]) -> list[frozenset[str]]:
+        """Return sets of names of nodes that must be in one stage."""
+        sets: list[set[fx.Node]] = []
+        for storage, writers in writes.items():
+            last = max(self.order[node] for node in writers)
+            holders = [node for node, own in self.storages.items() if storage in own]
+            if any(node.op == "get_attr" for node in holders):  # a buffer, which has one stage
+                sets.append({user for node in holders for user in (node, *node.users)})
+                continue
+            old = [node for node in holders if self.order[node] < last]
+            sets.append({*writers, *old, *(user for node in old for user in node.users)})
+        for node in self.dynamic:
+            value = self.values[node]
+            if not isinstance(value, torch.Tensor):  # only its parts can be sent, so its readers stay with it
+                sets.append({node, *node.users})
+            if not node.users and node.all_input_nodes and all(one.op == "get_attr" for one in node.all_input_nodes):
+                following = next((one for one in self.dynamic if self.order[one] > self.order[node]), None)
+                sets.append({node, following or node})  # a counter stays with the operation that it counts
+        return [
+            frozenset(node.name for node in merged)
+            for merged in _merge_overlapping(sets, self.dynamic)
+            if len(merged) > 1
+        ]
+
+    def constants(self, node: fx.Node) -> list[fx.Node]:
+        """Return the constant nodes that feed a node, get_attr among them, in order."""
+        found: dict[fx.Node, None] = {}
+        left = list(node.all_input_nodes)
+        while left:
+            one = left.pop()
+            if one.op != "placeholder" and one not in self.dynamic and one not in found:
+                found[one] = None
+                left += one.all_input_nodes
+        return sorted(found, key=self.order.__getitem__)
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """Return the dynamic nodes and model inputs that a node reads."""
+        own = dict.fromkeys(one for one in node.all_input_nodes if one.op == "placeholder" or one in self.dynamic)
+        return list(own)
+
+    def parameter_bytes(self, node: fx.Node) -> dict[str, float]:
+        """Return the bytes of the trained parameters that feed a node, by name."""
+        return {name: float(t.nbytes) for name, t in self._stored(node).items() if _is_trained(t)}
+
+    def fixed_bytes(self, node: fx.Node) -> dict[str, float]:
+        """Return the bytes of the untrained tensors that feed a node, by name: frozen parameters, buffers,
+        constants."""
+        return {name: float(t.nbytes) for name, t in self._stored(node).items() if not _is_trained(t)}
+
+    def _stored(self, node: fx.Node) -> dict[str, torch.Tensor]:
+        """Return the stored tensors that feed a node, by name."""
+        names = dict.fromkeys(str(one.target) for one in self.constants(node) if one.op == "get_attr")
+        tensors = {name: self.captured.attributes[name] for name in names}
+        return {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+
+    def outputs(self) -> list[fx.Node]:
+        """Return the nodes and inputs whose values the model returns, each once, without constants."""
+        nodes = dict.fromkeys(one for one in self.captured.outputs if isinstance(one, fx.Node))
+        return [one for one in nodes if one.op == "placeholder" or one in self.dynamic]
+
+    def graph(self, rows: int, measured: Mapping[str, Mapping[str, float]] | None = None) -> Graph:
+        """Return the graph for planning.
+
+        Args:
+            rows: rows of the batch that the model was captured with.
+            measured: the fields "forward", "backward", "kept" and others of each node, by the node's name.
+        """
+        nodes = []
+        for node in self.dynamic:
+            value = self.values[node]
+            nodes.append(
+                Node(
+                    name=node.name,
+                    inputs=tuple(one.name for one in self.reads(node)),
+                    nbytes=_nbytes(value),
+                    parameters=self.parameter_bytes(node),
+                    held=self.fixed_bytes(node),
+                    kind=node_kind(node),
+                    line=source_line(node),
+                    differentiable=any(t.requires_grad for t in tensor_leaves(value)),
+                    **(measured or {}).get(node.name, {}),  # type: ignore[arg-type]
+                )
+            )
+        inputs = {one.name: _nbytes(self.values[one]) for one in self.order if one.op == "placeholder"}
+        outputs = tuple(one.name for one in self.outputs())
+        return Graph(
+            tuple(nodes), inputs, outputs or (nodes[-1].name,), rows, tuple(self.inseparable), self._trained_variables()
+        )
+
+    def _trained_variables(self) -> tuple[Variable, ...]:
+        """Return the trained parameters as variables of an exchange."""
+        names = dict.fromkeys(name for node in self.dynamic for name in self.parameter_bytes(node))
+        found = ((name, self.captured.attributes[name]) for name in names)
+        return tuple(Variable(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in found)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return True for a parameter that requires gradients."""
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value."""
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def storage_ids(value: Any) -> set[int]:
+    """Return the ids of the storages of the tensors in a value. They are valid while the tensors are alive."""
+    return {one.untyped_storage()._cdata for one in tensor_leaves(value)}
+
+
+def _nbytes(value: Any) -> float:
+    """Return the bytes of the tensors in a value."""
+    return float(sum(one.nbytes for one in tensor_leaves(value)))
+
+
+def _merge_overlapping(sets: Iterable[set[fx.Node]], dynamic: Mapping[fx.Node, None]) -> list[set[fx.Node]]:
+    """Merge sets that share a node, and drop nodes that are not dynamic."""
+    merged: list[set[fx.Node]] = []
+    for new in sets:
+        own = {node for node in new if node in dynamic}
+        apart = []
+        for other in merged:
+            if other.isdisjoint(own):
+                apart.append(other)
+            else:
+                own |= other
+        merged = [*apart, own]
+    return merged

@@ -1,0 +1,242 @@
+"""Comparison of the ranks' calls: every call of a pipeline begins with it.
+
+Stages get activations from each other, and everything else (the batch, its targets, the mode) from their own program.
+If a rank's program left out a call, the rank would compute one batch's activations with another batch's targets; if a
+rank had a shorter batch, it would wait for messages of another size. Each rank therefore sends a few numbers to all
+others. The all-gather starts before the first stage computes, and is awaited before the first message between two
+stages is sent or awaited. So it takes no time of its own, and a refusal leaves no message behind.
+
+Ranks compare a sample of each tensor of the batch. Tensors that were equal once must stay equal. If some tensors differ
+from the beginning, a warning says so once: they may be dummies (targets where no loss is computed, inputs that a later
+stage does not read). For these tensors it is an error if one rank has the tensor that another had a step before, or if
+all tensors of a batch differ and change from step to step: then the data are in another order.
+"""
+
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from grace.errors import StepError
+from grace.exchange.step_stamp import ADVICE, describe_ranks
+from grace.pipeline.torch.mesh import Mesh
+from grace.pipeline.torch.stage_gradients import Gradients
+from grace.session.agreement import gather_or_raise
+
+SAMPLE = 1024
+"""Number of elements of a tensor that are compared."""
+SPREAD = 2654435761
+"""A prime: the positions i SPREAD mod n spread over a tensor of n elements, whatever its strides are."""
+MODES = "evaluates", "accumulates (no_sync)", "trains"
+FAILED, MODE, BATCHES, UPDATES, SHAPES, RATES, BATCH = range(7)
+"""Positions of the numbers that a rank sends; -1 stands for a missing number. The last ones are the checksums of the
+batch's tensors, which are odd if all elements of a tensor are the same."""
+TENSORS = 8
+"""Number of tensors of a batch that are compared."""
+
+
+def checksums(values: Sequence[Any]) -> list[int]:
+    """Return for each tensor twice the CRC-32 of a sample of its numbers; plus 1 if all of them are the same number.
+
+    >>> x = torch.arange(6.0)
+    >>> checksums([x]) == checksums([x.clone(), 3.0]), checksums([x]) == checksums([x + 1]), checksums([x[:1]])[0] % 2
+    (True, False, 1)
+    """
+    sums = [-1] * TENSORS
+    for i, one in enumerate(values[:TENSORS]):
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided and not one.is_meta and one.numel():
+            numbers = _sample(one.detach()).cpu().contiguous()
+            constant = bool((numbers == numbers[0]).all())
+            sums[i] = 2 * zlib.crc32(numbers.view(torch.uint8).numpy().data) + constant
+    return sums
+
+
+def _describe(values: Sequence[Any]) -> str:
+    """Return a description of a batch, for messages."""
+    return ", ".join(
+        f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" if isinstance(one, torch.Tensor) else repr(one)
+        for one in values
+    )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sample of a tensor's numbers."""
+    count = tensor.numel()
+    if count <= SAMPLE:
+        return tensor.reshape(-1)
+    index = torch.arange(SAMPLE, device=tensor.device) * SPREAD % count
+    return tensor[torch.unravel_index(index, tensor.shape)]  # reshape(-1) would copy a tensor that is not contiguous
+
+
+class CallComparison:
+    """The comparison of the ranks' calls, and its record of former calls.
+
+    Args:
+        mesh: the pipeline's ranks.
+        by_replica: True if each replica's ranks have a batch of their own; else all ranks have the same batch.
+    """
+
+    def __init__(self, mesh: Mesh, by_replica: bool):
+        self.mesh = mesh
+        self.backend = mesh.backend
+        rows = list(zip(*mesh.ranks, strict=True)) if by_replica else [tuple(range(mesh.backend.size))]
+        self.same_batch_groups = [sorted(ranks) for ranks in rows]
+        """Sets of ranks that are given the same batch."""
+        self.same_so_far: dict[tuple[int, int], set[int]] = {}
+        """Positions of the tensors that were the same so far, by mode and number of the set of ranks."""
+        self.before: dict[int, list[list[int]]] = {}
+        """Numbers of all ranks in the last call, by mode."""
+        self.rates: list[float] = []
+        """Learning rates of this rank's optimizer."""
+        self.warned_rates = False
+        self.calls = 0
+        self._begun: Any = None
+
+    def begin(self, prepare: Callable[[], tuple[Any, Any, Sequence[Any]]], mode: int, gradients: Gradients) -> Any:
+        """Start to compare a call. Ranks without the first stage await the comparison at once, since they have to wait
+        anyway.
+
+        Args:
+            prepare: a function that returns this rank's work, the shapes that messages depend on, and the call's
+                values. It may raise if the call cannot work.
+            mode: see :data:`MODES`.
+            gradients: this rank's gradients.
+
+        Returns:
+            this rank's work.
+
+        Raises:
+            RankError, StepError: see :meth:`end`.
+        """
+        work, error = None, None
+        sums = -1
+        batch = [-1] * TENSORS
+        values: Sequence[Any] = []
+        try:
+            work, shapes, values = prepare()
+            sums = zlib.crc32(repr(shapes).encode())
+            batch = checksums(values)
+        except Exception as raised:
+            error = raised
+        channel = self.mesh.channel
+        if channel is None:
+            if error is not None:
+                raise error
+            return work
+        has_optimizer = gradients.has_optimizer  # the dummy's counts and rates are not compared
+        self.rates = _rates(gradients.optimizer) if has_optimizer else []
+        counts = gradients.batches, gradients.updates if has_optimizer else -1
+        rates = zlib.crc32(repr(self.rates).encode()) if has_optimizer else -1
+        stamp = [int(error is not None), mode, *counts, sums, rates, *batch]
+        self._begun = channel.allgather(channel.tensor_of(stamp)), values, error
+        if error is not None or self.mesh.stage != 0:
+            self.end()
+        return work
+
+    def end(self) -> None:
+        """Await the comparison of the call, if it was not awaited yet.
+
+        Raises:
+            RankError: another rank refused its batch.
+            StepError: the ranks are not at the same step, or have different batches.
+        """
+        if self._begun is None:
+            return
+        handle, values, error = self._begun
+        self._begun = None
+        received = [part.tolist() for part in handle.wait()]
+        if any(one[FAILED] for one in received):
+            gather_or_raise(self.backend, "a batch", None, error, "refused its batch")  # raises on every rank
+        self._compare(received, values)
+        self.calls += 1
+        self.before[received[0][MODE]] = received
+
+    def _compare(self, received: list[list[int]], values: Sequence[Any]) -> None:
+        """Compare the numbers of all ranks."""
+        mode = received[0][MODE]
+        modes = {rank: MODES[one[MODE]] for rank, one in enumerate(received)}
+        if len(set(modes.values())) > 1:
+            words = "; ".join(f"{describe_ranks([rank])} {word}" for rank, word in modes.items())
+            raise StepError(f"in call {self.calls} of the pipeline {words}. {ADVICE}")
+        self._compare_counts(received, BATCHES, "batches' gradients", "loss.backward()")
+        self._compare_counts(received, UPDATES, "updates", "optimizer.step()")
+        for ranks in self.same_batch_groups:
+            first = ranks[0]
+            if any(received[rank][SHAPES] != received[first][SHAPES] for rank in ranks):
+                given = self.backend.allgather_object(_describe(values))
+                other = next(rank for rank in ranks if received[rank][SHAPES] != received[first][SHAPES])
+                raise StepError(
+                    f"in call {self.calls} of the pipeline rank {other} was given a batch of {given[other]}, and rank "
+                    f"{first} of {given[first]}, which must be the same. A rank left out a step, or its data ended "
+                    f"before that of the others. {ADVICE}"
+                )
+        for number, ranks in enumerate(self.same_batch_groups):
+            self._compare_batches(received, mode, number, ranks)
+        self._compare_rates(received)
+
+    def _compare_counts(self, received: list[list[int]], field: int, what: str, missing: str) -> None:
+        """Compare the ranks' counts of batches or updates."""
+        counts = {rank: one[field] for rank, one in enumerate(received) if one[field] >= 0}
+        most = max(counts.values(), default=0)
+        late = [rank for rank, count in counts.items() if count < most]
+        if late:
+            raise StepError(
+                f"in call {self.calls} of the pipeline {describe_ranks(late)} made {counts[late[0]]} {what}, others "
+                f"{most}: {describe_ranks(late)} left out {missing}. {ADVICE}"
+            )
+
+    def _compare_batches(self, received: list[list[int]], mode: int, number: int, ranks: Sequence[int]) -> None:
+        """Compare the samples of the batches of ranks that must have the same batch."""
+        first = ranks[0]
+        known = self.same_so_far.get((mode, number))
+        same_so_far = set(range(TENSORS)) if known is None else set(known)
+        before = self.before.get(mode)
+        for rank in ranks[1:]:
+            now = list(zip(received[first][BATCH:], received[rank][BATCH:], strict=True))
+            then = None if before is None else list(zip(before[first][BATCH:], before[rank][BATCH:], strict=True))
+            differ = {i for i, (a, b) in enumerate(now) if a != b and a >= 0 and b >= 0}
+            other_batch = False
+            if known is not None and then is not None:
+                changed = {i for i in differ if now[i][0] != then[i][0] and now[i][1] != then[i][1]}
+                shifted = {i for i in changed if now[i][0] == then[i][1] or now[i][1] == then[i][0]}
+                # odd checksums are of tensors of one number, which programs pass where nothing reads them
+                dummies = {
+                    i for i in differ - changed if any(a % 2 and a == b for a, b in zip(now[i], then[i], strict=True))
+                }
+                compared = {i for i, (a, b) in enumerate(now) if a >= 0 and b >= 0}
+                reordered = mode > 0 and len(changed) > 1 and changed == compared  # inputs and targets both differ
+                other_batch = bool((differ & known) - dummies or shifted or reordered)
+            if other_batch:
+                raise StepError(
+                    f"in call {self.calls} of the pipeline rank {rank} was given another batch than rank {first}: a "
+                    "rank left out a step, or takes its data in another order. Let all ranks of a replica read the "
+                    f"same rows, by a sampler of the same seed. {ADVICE}"
+                )
+            same_so_far -= differ
+        if same_so_far != known and len(same_so_far) < TENSORS:
+            warnings.warn(
+                f"{describe_ranks(ranks)} of a pipeline were given different tensors for some of their batch. Where no "
+                "stage of a rank reads them this does no harm, and they are hardly compared from now on",
+                stacklevel=2,
+            )
+        self.same_so_far[mode, number] = same_so_far
+
+    def _compare_rates(self, received: list[list[int]]) -> None:
+        """Warn once if stages have different learning rates, which may be intended."""
+        if self.warned_rates or len({one[RATES] for one in received if one[RATES] >= 0}) < 2:
+            return
+        self.warned_rates = True
+        rates = self.backend.allgather_object(self.rates)
+        words = [f"{describe_ranks([rank])} has lr {', '.join(map(str, own))}" for rank, own in enumerate(rates) if own]
+        warnings.warn(
+            f"stages of the pipeline train at different learning rates: {'; '.join(words)}. If that is not meant so, "
+            "give all ranks' optimizers the same",
+            stacklevel=2,
+        )
+
+
+def _rates(optimizer: Any) -> list[float]:
+    """Return an optimizer's learning rates, in order."""
+    return sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})

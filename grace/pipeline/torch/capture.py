@@ -1,0 +1,353 @@
+"""Capture of an unmodified model as a graph of operations, by ``torch.export``, under the whole model's names."""
+
+import contextlib
+import operator
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from grace.errors import ConfigError
+from grace.pipeline.torch.context_blocks import inline_blocks, unwrap_operation
+from grace.pipeline.torch.own_backward import CarriedFunctions, check_hooks, is_user_code
+
+UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
+    torch.ops.aten.batch_norm.default: (5, (3, 4)),
+    torch.ops.aten.instance_norm.default: (5, (3, 4)),
+}
+"""Operations that write to arguments without declaring it in their schemas: the position of the flag that makes them
+write, and the positions of these arguments."""
+
+
+@dataclass
+class Captured:
+    """A model's graph for inputs of certain shapes.
+
+    Attributes:
+        module: the graph. Parameters and buffers are ``get_attr`` nodes under their names in the model, inputs are
+            placeholders.
+        attributes: targets of the ``get_attr`` nodes, by name: the model's own tensors, and constants of the graph.
+        inputs: names of the placeholders, in the order of the flat inputs.
+        in_spec: the structure of ``(args, kwargs)``, of the flat inputs.
+        out_spec: the structure of the model's output, of the flat outputs.
+        outputs: the graph's flat outputs: nodes, or plain values.
+    """
+
+    module: fx.GraphModule
+    attributes: dict[str, Any]
+    inputs: tuple[str, ...]
+    in_spec: Any
+    out_spec: Any
+    outputs: tuple[Any, ...]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The operations, in order."""
+        return [node for node in self.module.graph.nodes if node.op == "call_function"]
+
+    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the inputs of a call in the order of the graph's placeholders.
+
+        Raises:
+            ConfigError: the arguments have another structure than those that the model was captured with.
+        """
+        spec = self.in_spec
+        names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
+        ordered = {name: kwargs[name] for name in names if name in kwargs}
+        flat, flat_spec = pytree.tree_flatten((tuple(args), ordered))
+        if flat_spec != spec or len(ordered) != len(kwargs):
+            raise ConfigError(
+                f"the model was cut for {_describe_spec(spec)}, and is called with {len(args)} arguments and "
+                f"{sorted(kwargs) or 'no keywords'}: call it as in example_inputs"
+            )
+        return flat
+
+
+def _describe_spec(spec: Any) -> str:
+    """Return a description of a call's arguments, for messages."""
+    args, kwargs = (spec.child(0), spec.child(1)) if hasattr(spec, "child") else spec.children_specs
+    return f"{args.num_children} arguments and {sorted(kwargs.context) or 'no keywords'}"
+
+
+def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
+    """Return the graph of a model as it is (in training mode, or not), for inputs of these shapes and dtypes.
+
+    Args:
+        model: any module; it is not changed, and may be on ``meta``.
+        args, kwargs: example arguments. Values that are not tensors become constants of the graph.
+
+    Raises:
+        ConfigError: ``torch.export`` cannot take the model, or the model has hooks that change gradients; the message
+            names the line of the model, or the module.
+
+    >>> found = capture(torch.nn.Linear(2, 3), (torch.ones(4, 2),))
+    >>> sorted(found.attributes), [node.name for node in found.nodes]
+    (['bias', 'weight'], ['linear'])
+    """
+    check_hooks(model)
+    kwargs = dict(kwargs or {})
+    functions = CarriedFunctions()
+    try:
+        with torch.enable_grad(), _fake_meta_tensors(model, args, kwargs) as (given, named), functions.capturing():
+            program = torch.export.export(model, given, named, strict=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(_export_error(model, error)) from error
+    module: Any = program.module(check_guards=False)
+    functions.insert_into(module)
+    inline_blocks(module)
+    graph = module.graph
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+            raise ConfigError(
+                f"the model calls torch.vmap or torch.func at {source_line(node)}, whose operations cannot be cut "
+                "apart: write that line in operations on whole batches"
+            )
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    # a tied tensor has several names; the graph uses the first, as state dicts and optimizers do
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    every = {
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **dict(model.named_parameters(remove_duplicate=False)),
+    }
+    attributes: dict[str, Any] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            if not node.users:
+                graph.erase_node(node)
+                continue
+            found = every.get(node.target)
+            name = node.target if found is None else first[id(found)]
+            attributes[name] = operator.attrgetter(node.target)(module) if found is None else found
+            node.target = name
+    _move_buffer_writes(graph)
+    output = next(node for node in graph.nodes if node.op == "output")
+    placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+    flat = tuple(pytree.arg_tree_leaves(output.args[0]))
+    return Captured(module, attributes, placeholders, module._in_spec, module._out_spec, flat)
+
+
+def split_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return (args, kwargs) of example inputs: one tensor, a tuple of arguments, or ``(args, kwargs)``.
+
+    >>> split_call(1), split_call((1, 2)), split_call(((1,), {"mask": 2}))
+    (((1,), {}), ((1, 2), {}), ((1,), {'mask': 2}))
+    """
+    if (
+        isinstance(example, tuple)
+        and len(example) == 2
+        and isinstance(example[0], tuple)
+        and isinstance(example[1], dict)
+    ):
+        return example[0], example[1]
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+def check_plain_model(model: torch.nn.Module) -> None:
+    """Refuse objects that are not torch modules, sharded parameters, and DistributedDataParallel.
+
+    Raises:
+        ConfigError: the model is such an object, or has such parameters.
+    """
+    if not isinstance(model, torch.nn.Module):
+        kind = f"{type(model).__module__.partition('.')[0]}'s {type(model).__name__}"
+        raise ConfigError(
+            f"a pipeline is cut out of a torch module, not out of {kind}: stages run on torch.distributed.pipelining, "
+            "and TensorFlow and Keras have nothing like it; there grace.DistributedOptimizer exchanges whole models'"
+        )
+    for name, p in model.named_parameters():
+        if type(p) not in (torch.nn.Parameter, torch.Tensor) and not type(p).__module__.startswith("torch.nn.param"):
+            raise ConfigError(
+                f"the parameter {name!r} is a {type(p).__name__}: sharded parameters (ZeRO, FSDP, tensor parallelism) "
+                "inside stages are not supported; give the plain model, whose stages the pipeline shares out"
+            )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "give the model itself, and not DistributedDataParallel: the pipeline has replicas of its own"
+        )
+
+
+@contextlib.contextmanager
+def _fake_meta_tensors(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Return a context that gives the inputs. In it, a model on ``meta`` has fake tensors on the inputs' device."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if not any(tensor.is_meta for tensor in tensors.values()):
+        yield tuple(args), kwargs
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), kwargs))
+    device = first_device(pytree.tree_leaves((args, kwargs)))
+    with mode:
+        fakes = {name: _allocate_like(tensor, device) for name, tensor in tensors.items()}
+    with torch.nn.utils.stateless._reparametrize_module(model, fakes, tie_weights=True), mode:
+        yield given, named
+
+
+def first_device(values: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor; the CPU if there is no tensor."""
+    return next((one.device for one in values if isinstance(one, torch.Tensor)), torch.device("cpu"))
+
+
+def _allocate_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor like one on ``meta``, on a device."""
+    fresh = torch.empty_like(tensor, device=device if tensor.is_meta else None)
+    return torch.nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
+
+
+def _move_buffer_writes(graph: fx.Graph) -> None:
+    """Move each write of a buffer, which ``torch.export`` puts at the end of the graph, to the buffer's last reader.
+    Remove the write if the buffer was changed in place already."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default and not node.users:
+            buffer, source = node.args
+            if buffer.op != "get_attr" or not isinstance(source, fx.Node):
+                continue
+            if buffer in written_nodes(source):
+                graph.erase_node(node)
+            else:
+                readers = [user for user in buffer.users if user is not node]
+                max((source, *readers), key=order.__getitem__).append(node)
+
+
+def _export_error(model: torch.nn.Module, error: Exception) -> str:
+    """Return the message for an error of ``torch.export``, with the line of the model."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    where = ""
+    if frames:
+        where = f' at {frames[-1].filename}:{frames[-1].lineno} ("{frames[-1].line}")'
+    else:
+        lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+        own = [(file, line) for file, line in lines if is_user_code(file)]
+        where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "constant's list" in reason:  # torch's message does not name the operations that it missed
+        reason = "it reads a value behind autograd's back (tensor.data, torch.autograd.grad): tensor.detach() is taken"
+    return (
+        f"torch.export cannot take {type(model).__name__}{where}: {reason}. Write that line without Python that looks "
+        "at tensors' values (torch.where, torch.cond), or leave the part out of the pipelined model"
+    )
+
+
+def source_line(node: fx.Node) -> str:
+    """Return the line of the user's model that a node comes from, as "file:line"; "" if it is not known."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [f"{Path(file).name}:{line}" for file, line in lines if is_user_code(file)]
+    return own[-1] if own else ""
+
+
+def node_kind(node: fx.Node) -> str:
+    """Return a node's kind: the class of the torch.nn module that it belongs to, or else the operation.
+
+    >>> [node_kind(node) for node in capture(torch.nn.Linear(2, 3), (torch.ones(4, 2),)).nodes]
+    ['Linear']
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if stack and str(stack[-1][1]).startswith("torch.nn."):
+        return str(stack[-1][1]).rsplit(".", 1)[-1]
+    target = unwrap_operation(node)
+    return str(getattr(target, "__name__", target)).removesuffix(".default")
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values a node writes to."""
+    operation = unwrap_operation(node)
+    if operation in UNDECLARED_WRITES:
+        flag, positions = UNDECLARED_WRITES[operation]
+        return [node.args[i] for i in positions if node.args[flag] and isinstance(node.args[i], fx.Node)]  # type: ignore
+    schema = getattr(operation, "_schema", None)
+    if schema is None:
+        return []
+    nodes: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            nodes += [one for one in pytree.tree_leaves(value) if isinstance(one, fx.Node)]
+    return nodes
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return True if a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(unwrap_operation(node), "tags", ())
+
+
+class _FakeInterpreter(fx.Interpreter):
+    """Interpreter that runs a captured graph on fake tensors."""
+
+    def __init__(self, captured: Captured, mode: FakeTensorMode, context_of: Any, on_value: Any):
+        super().__init__(captured.module)
+        self.garbage_collect_values = False
+        self.attributes = captured.attributes
+        self.mode = mode
+        self.context_of = context_of
+        self.on_value = on_value
+        self.converted: dict[int, Any] = {}
+        self.device = torch.device("cpu")
+
+    def fetch_attr(self, target: str) -> Any:
+        """Return a parameter, buffer or constant as a fake tensor."""
+        value = self.attributes[target]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self.converted:
+            if value.is_meta:
+                self.converted[id(value)] = _allocate_like(value, self.device)
+            else:
+                self.converted[id(value)] = self.mode.from_tensor(value, static_shapes=True)
+        return self.converted[id(value)]
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node in its context, and report its value."""
+        if n.op == "output":
+            return None
+        if n.op != "call_function":
+            value = self.fetch_attr(str(n.target)) if n.op == "get_attr" else super().run_node(n)
+            self.on_value(n, value)
+            return value
+        with self.context_of(n):
+            value = super().run_node(n)
+        self.on_value(n, value)
+        return value
+
+
+def fake_values(
+    captured: Captured,
+    flat: Sequence[Any] | None = None,
+    context_of: Callable[[fx.Node], Any] = lambda node: contextlib.nullcontext(),
+    on_value: Callable[[fx.Node, Any], None] = lambda node, value: None,
+) -> dict[fx.Node, Any]:
+    """Return a fake tensor of each node's value: shapes, dtypes, storages, and ``requires_grad``, under the active
+    autocast.
+
+    Args:
+        captured: the graph.
+        flat: the inputs, which may be on ``meta``; the inputs that the model was captured with if left out.
+        context_of: a function that returns the context in which a node's operation runs.
+        on_value: a function that is called with each node and its fake value.
+    """
+    if flat is None:
+        flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _keeping_random_state():
+        fresh = lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)  # noqa: E731
+        own = [fresh(one) if isinstance(one, torch.Tensor) else one for one in flat]
+        interpreter = _FakeInterpreter(captured, mode, context_of, on_value)
+        interpreter.device = first_device(own)
+        interpreter.run(*own, enable_io_processing=False)
+        return interpreter.env
+
+
+@contextlib.contextmanager
+def _keeping_random_state() -> Iterator[None]:
+    """Return a context that restores the state of the user's random generators."""
+    with torch.random.fork_rng(devices=[]):
+        yield

@@ -1,0 +1,453 @@
+"""``grace.torch.Pipeline``: a model that is cut into stages automatically, whose replicas exchange compressed
+gradients."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from grace.backends.runtime import current
+from grace.backends.topology import Topology, node_name
+from grace.errors import ConfigError
+from grace.exchange.tracing import recorder
+from grace.pipeline.planning.exchange_prediction import documented
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.search import SearchOptions
+from grace.pipeline.torch import node_costs
+from grace.pipeline.torch.autograd import accumulate_gradients, broadcast_batch, gather_outputs
+from grace.pipeline.torch.call_comparison import CallComparison
+from grace.pipeline.torch.capture import check_plain_model, split_call
+from grace.pipeline.torch.captured_batch import CapturedBatch
+from grace.pipeline.torch.mesh import Mesh, failing_together
+from grace.pipeline.torch.micro_batches import count_rows, micro_batches
+from grace.pipeline.torch.pipeline_state import PipelineState
+from grace.pipeline.torch.plan_agreement import (
+    agree_on_plan,
+    check_optimizer_state_whole,
+    search_plan_by_throughput,
+    state_bytes,
+    update_seconds,
+)
+from grace.pipeline.torch.point_to_point import make_schedule, run_forward, run_schedule
+from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key
+from grace.pipeline.torch.stage_gradients import Gradients, check_options, chosen_strategy
+from grace.torch.parameters import broadcast_parameters
+
+INPUTS = ("replica", "global", "rank0")
+
+
+class Pipeline(PipelineState):
+    """A model that runs in stages on several ranks. Every rank must make it, and make the same calls.
+
+    Args:
+        model: any module that ``torch.export`` takes. It is not changed; each rank trains the parameters of its stage
+            in place.
+        example_inputs: a tensor, a tuple of arguments, or ``(args, kwargs)`` with a tuple and a dict; the model is cut
+            for these. If left out, at the first batch.
+        loss_fn: of the model's output and the target; None for a model that returns its loss. It must be a mean over
+            rows.
+        optimizer: makes an optimizer of a list of parameters.
+        compressor, residual, communicator, strategy: as for :func:`grace.DistributedOptimizer` (``residual`` is Grace's
+            memory), of the exchange over each stage's replicas. A stage with one replica exchanges nothing.
+        microbatches, stages: their number, or several numbers to choose from.
+        replicas: number of replicas of every stage, or a list with one number for each stage; or a range or set of
+            numbers to choose from.
+        schedule: "gpipe" or "1f1b"; both are tried if left out.
+        recompute: True to keep only the values that enter a stage, and compute forward again for backward; None tries
+            both.
+        cuts: names of the last nodes of all stages but the last.
+        blocks: number of blocks that stages are made from; several are tried each, 32 and 128 if left out.
+        memory: bytes of a device; no limit if left out. ``memory_margin`` of them stays free.
+        links: the network between ranks (:class:`grace.planner.network.Links`, or ``Costs``); 10 Gbit/s if left out.
+        plan: a :class:`~grace.pipeline.planning.pipeline_plan.Plan`, or a file: written if it is not there, or
+            else read.
+        inputs: the rows that each rank passes. "replica": all ranks of a replica pass that replica's rows; "global":
+            all ranks pass the whole batch; "rank0": rank 0's batch counts. By default "replica", which needs equally
+            many replicas of all stages, or "global" where ``replicas`` gives stages different numbers.
+        grad_scaler: a ``torch.amp.GradScaler``.
+        whole: names of inputs that have no rows, though their first dimension has as many elements as the batch.
+        profiles: the file of measured seconds; by default one in the user's cache. False measures anew.
+        init: for a model on ``meta``, a function that is called with each module whose tensors were made on this rank,
+            and fills them; the module's ``reset_parameters()`` if left out.
+        options: further ones of :func:`grace.DistributedOptimizer`: op, gradient_predivide_factor, seed, bucket_bytes,
+            group_bytes, hierarchical, sparse_as_dense, compress_after.
+
+    Raises:
+        ConfigError: the arguments cannot work.
+
+    >>> import grace
+    >>> _ = grace.init("local")
+    >>> x, y = torch.ones(4, 2), torch.zeros(4, 1)
+    >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    >>> engine = Pipeline(torch.nn.Linear(2, 1), x, torch.nn.functional.mse_loss, optimizer=sgd, microbatches=2)
+    >>> losses = [engine.step(x, y).item() for _ in range(3)]
+    >>> losses[2] < losses[0]
+    True
+    >>> grace.shutdown()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        example_inputs: Any = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        *,
+        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        compressor: Any = None,
+        residual: Any = None,
+        communicator: Any = None,
+        strategy: Any = None,
+        microbatches: Any = None,
+        stages: Any = None,
+        replicas: Any = None,
+        schedule: Any = None,
+        recompute: bool | None = False,
+        cuts: Sequence[str] | None = None,
+        blocks: Any = None,
+        memory: float | None = None,
+        memory_margin: float = 0.1,
+        links: Any = None,
+        plan: Any = None,
+        inputs: str | None = None,
+        grad_scaler: Any = None,
+        whole: Sequence[str] = (),
+        profiles: Any = True,
+        init: Any = None,
+        **options: Any,
+    ):
+        if inputs not in (None, *INPUTS):
+            raise ConfigError(f"inputs must be one of {', '.join(INPUTS)}, not {inputs!r}")
+        self.search_options = SearchOptions(
+            stages=stages,
+            replicas=replicas,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            cuts=cuts,
+            blocks=blocks,
+            memory=memory,
+            memory_margin=memory_margin,
+            compressor=compressor,
+            residual=residual,
+            communicator=communicator,
+        )
+        self.links = links
+        self.backend = current()
+        if self.backend.name not in ("torch", "local"):
+            raise ConfigError(
+                f"a pipeline needs torch.distributed, which moves tensors between two ranks, and this run is over "
+                f"{self.backend.name}: call grace.init('torch'), which joins ranks of torchrun, mpirun and srun"
+            )
+        check_plain_model(model)
+        check_options(options, model)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.make_optimizer = optimizer
+        self.scaler = grad_scaler
+        self.user_plan = plan
+        self.user_inputs = inputs
+        self.whole = whole
+        self.profiles = node_costs.cache_file() if profiles is True else profiles or None
+        named = {"compressor": compressor, "memory": residual, "communicator": communicator, "strategy": strategy}
+        self.options = {**options, **{name: value for name, value in named.items() if value is not None}}
+        self.training = model.training
+        self._exchanging = True
+        """False within ``no_sync()``."""
+        self._pending = False
+        """True if gradients were accumulated that are not exchanged yet."""
+        self._built: dict[Any, BuiltStage] = {}
+        self.plan: Plan | None = None
+        self.steps = 0
+        self.init = init
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        if example_inputs is not None:
+            self._cut(*split_call(example_inputs))
+
+    # -- the cut ------------------------------------------------------------------------------------------
+
+    def _cut(self, args: Any, kwargs: Any) -> None:
+        """Plan the pipeline, and set up this rank's stage."""
+        with failing_together(self.backend):
+            check_optimizer_state_whole(self.make_optimizer)
+            self.model.train(True)
+            batch = CapturedBatch(self.model, args, kwargs, self.whole)
+        atoms, rows = batch.atoms, batch.rows
+        self._captured = batch.captured
+        unmeasured = atoms.graph(rows)
+        unequal = len(set(self.search_options.replicas_by_stage or ())) > 1
+        each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
+
+        hosts = self.backend.allgather_object(node_name())
+        on_meta = any(p.is_meta for p in self.model.parameters())
+
+        def measure() -> Any:
+            """Return measured costs of the model, or estimated ones on ``meta``, and seconds of the optimizer's
+            update."""
+            local_ranks = hosts.count(hosts[self.backend.rank])
+            costs = node_costs.costs_by_rows(batch, file=self.profiles, local_ranks=local_ranks)
+            if on_meta:
+                return costs, 0.0
+            return costs, update_seconds(self.make_optimizer, self.device)
+
+        def search(measured: Any) -> Plan:
+            """Search a plan with measured costs."""
+            costs, update = measured
+            strategy = chosen_strategy(self.options)
+            document = documented(strategy, dict(self.model.named_parameters()))
+            options = dataclasses.replace(
+                self.search_options,
+                strategy=document or strategy,
+                nodes=Topology(hosts).ranks,
+                optimizer_state=state_bytes(self.make_optimizer, self.model.parameters()),
+                optimizer_seconds=update,
+            )
+            return search_plan_by_throughput(atoms.graph(rows, costs), len(hosts), rows, each, self.links, options)
+
+        self.plan = plan = agree_on_plan(self.user_plan, measure, search, unmeasured, self.backend)
+        self.mesh = mesh = Mesh(plan, self.backend)
+        self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
+        if self.inputs == "replica" and not mesh.equal_replicas:
+            raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
+        self.nodes = [stage.nodes for stage in plan.stages]
+        self.comparison = CallComparison(mesh, self.inputs == "replica")
+        self._assign_tensors(atoms)
+        with mesh.failing_together():
+            self._materialize(self.init)
+        recorder.begin(self.backend, ())  # traces number ranks among all ranks, and not among the stage's replicas
+        self.gradients = Gradients(self.owned, self.parameters, self.make_optimizer, mesh, self.scaler, self.options)
+        # The distributed optimizer broadcasts its parameters itself, if this rank has one.
+        unequal_tensors = {**self.buffers, **({} if self.gradients.has_optimizer else self.parameters)}
+        if unequal_tensors and mesh.stage_backend.size > 1:
+            broadcast_parameters(unequal_tensors, 0, mesh.stage_backend)
+
+    @property
+    def optimizer(self) -> Any:
+        """This rank's optimizer, of the parameters of its stage. A rank without parameters has one of a dummy, for the
+        scaler."""
+        self._check_planned()
+        return self.gradients.optimizer
+
+    @property
+    def stage(self) -> int:
+        """Number of this rank's stage."""
+        self._check_planned()
+        return self.mesh.stage
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica of its stage that this rank is; the rank of a DistributedSampler with :attr:`replicas`
+        replicas."""
+        self._check_planned()
+        return self.mesh.replica
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of this rank's stage."""
+        self._check_planned()
+        return self.mesh.replicas[self.stage]
+
+    def _begin_call(self, args: Any, kwargs: Any, targeted: bool) -> tuple[BuiltStage, list[Any], list[Any]]:
+        """Prepare a call by :meth:`_split_batch`, and start the ranks' comparison of it. ``targeted`` is True if the
+        last of ``args`` is the target, provided that there is a loss function."""
+
+        def read_arguments() -> Any:
+            """Return the arguments and the target that this rank was given."""
+            own, target = self._split_target(args, kwargs) if targeted else (args, None)
+            return own, kwargs, target
+
+        def prepare() -> Any:
+            """Return the stage, inputs and targets, shapes for the comparison, and values for the comparison."""
+            batch = (
+                broadcast_batch(self.mesh, self.device, read_arguments) if self.inputs == "rank0" else read_arguments()
+            )
+            prepared, shapes = self._split_batch(*batch)
+            return prepared, shapes, [] if self.inputs == "rank0" else pytree.tree_leaves((args, kwargs))
+
+        mode = (1 + self._exchanging) if self.training else 0
+        return self.comparison.begin(prepare, mode, self.gradients)  # type: ignore[no-any-return]
+
+    def _split_batch(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[BuiltStage, list[Any], list[Any]], Any]:
+        """Return this rank's stage for these shapes, and its inputs and the target of each micro-batch; and the shapes
+        of the batch."""
+        assert self.plan is not None
+        count = self.plan.microbatches
+        placement = self.mesh.placement(self.stage)
+        captured = self._captured
+        leaves = captured.flat(args, kwargs)
+        spec = captured.in_spec
+        whole = [name in self.whole for name in captured.inputs]
+        rows = count_rows(leaves, whole)
+        cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", whole)
+        first_args, first_kwargs = pytree.tree_unflatten(cut[0], spec)
+        key = (self.training, shape_key(cut[0]))
+        if key not in self._built:
+            self.model.train(self.training)
+            holders = {**self.gradients.holders, **self.buffer_holders}
+            micro_batch = CapturedBatch(self.model, first_args, first_kwargs, self.whole)
+            nodes = self.nodes if self.training else evaluation_stages(micro_batch.atoms, self.nodes, holders)
+            recompute, compare = self.plan.recompute, self.comparison.end
+            self._built[key] = BuiltStage(micro_batch, nodes, self.mesh, self.device, recompute, compare)
+        built = self._built[key]
+        flat = [built.captured.flat(*pytree.tree_unflatten(one, spec)) for one in cut]
+        targets, target_spec = pytree.tree_flatten(target)
+        parts = micro_batches(targets, rows, count, placement, self.inputs != "replica")
+        inputs = [built.inputs(one) for one in flat]
+        return (built, inputs, [pytree.tree_unflatten(one, target_spec) for one in parts]), shape_key(leaves)
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def _make_loss(self, built: BuiltStage) -> Callable[[Any, Any], torch.Tensor]:
+        """Return the loss function of the schedule, times the loss scale."""
+        scale = 1.0
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros((), device=self.device))  # a GradScaler makes its scale at its first loss
+            scale = self.scaler.get_scale()
+
+        def loss(flat: Any, target: Any) -> torch.Tensor:
+            """Return the loss of a micro-batch, times the loss scale."""
+            output = built.output(flat)
+            value = output if self.loss_fn is None else self.loss_fn(output, target)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise ConfigError("the loss must be a tensor of one element, a mean over rows: give loss_fn=")
+            return value * scale  # a new tensor: that of mse_loss keeps the memory of all errors
+
+        self._scale = scale
+        return loss
+
+    def _run_schedule(self, args: Any, kwargs: Any) -> float:
+        """Run the schedule. It leaves only its own gradients in ``p.grad``, as means over micro-batches, times the loss
+        scale. Return this rank's share of the loss, the mean over all rows."""
+        assert self.plan is not None
+        with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
+            built, chunks, targets = self._begin_call(args, kwargs, True)
+        loss = self._make_loss(built)
+        if built.schedule is None:
+            built.schedule = make_schedule(self.plan.schedule, built.stage, self.plan.microbatches, loss)
+        built.schedule._loss_fn = loss
+        with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
+            losses = run_schedule(built.schedule, built.stage, chunks, targets)
+            self.comparison.end()  # in a plan of one stage nothing is sent, so nothing has awaited it yet
+        self.steps += 1
+        factor = self.gradients.factor(self.plan.microbatches)
+        with torch.no_grad():
+            for p in self.parameters.values():
+                if p.grad is not None and factor != 1.0:
+                    p.grad.mul_(factor)
+        shares = len(losses) * self.mesh.replicas[-1] * self._scale
+        return sum(float(one) for one in losses) / shares if losses else 0.0
+
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clear gradients, run forward and backward of all micro-batches, exchange, and update.
+
+        Args:
+            args, kwargs: arguments of the model; with a ``loss_fn`` the last of ``args`` is the target, ``(x, target)``
+                or ``(target, **batch)``.
+
+        Returns:
+            The mean loss over all rows, on every rank.
+        """
+        if not self.training:
+            raise ConfigError("the pipeline is evaluating: call engine.train() before engine.step()")
+        if self.plan is None:
+            self._cut(self._split_target(args, kwargs)[0], kwargs)
+        if not self._pending:
+            self.gradients.zero_grad()
+        share = accumulate_gradients(self, lambda: self._run_schedule(args, kwargs))
+        self._pending = not self._exchanging
+        if self._exchanging:
+            self.gradients.exchange()  # before the all-reduce of the loss: earlier stages still run their schedule
+        loss = torch.tensor(self.mesh.all_reduce_sum(share))
+        if self._exchanging:
+            self.gradients.step()
+            if self.scaler is not None:
+                self.scaler.update()
+        return loss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. In training: run forward and backward of all micro-batches, and return the loss, whose
+        ``backward()`` adds the gradients to ``p.grad``. In evaluation: return the model's outputs for this replica's
+        rows, on every rank."""
+        if not self.training:
+            return self.evaluate(*args, **kwargs)
+        if self.plan is None:
+            self._cut(self._split_target(args, kwargs)[0], kwargs)
+        return accumulate_gradients(
+            self, lambda: torch.tensor(self.mesh.all_reduce_sum(self._run_schedule(args, kwargs))), later=True
+        )
+
+    def _split_target(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+        """Return the model's arguments and the target of a call."""
+        if self.loss_fn is None:
+            return args, None
+        if len(args) < (1 if kwargs else 2):
+            raise ConfigError(
+                "call it with the model's arguments and then the target that loss_fn takes, without a name: "
+                "(x, target), or (target, **batch) where all of the model's are named"
+            )
+        return args[:-1], args[-1]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which ``step()`` only accumulates; the next one outside exchanges and updates."""
+        exchanging_before = self._exchanging  # contexts may be nested
+        self._exchanging = False
+        try:
+            yield
+        finally:
+            self._exchanging = exchanging_before
+
+    def exchange(self) -> None:
+        """Exchange the gradients, so that ``p.grad`` holds the means over all rows. ``optimizer.step()`` does so if it
+        was not done before."""
+        self.gradients.exchange()
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of this rank's exchange with the replicas of its stage, for a logger, since the last call;
+        see :mod:`grace.session.metrics`. Messages between stages are not counted. No collective."""
+        return self.gradients.metrics()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self._pending = False
+        if self.plan is not None:
+            self.gradients.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip gradients as ``torch.nn.utils.clip_grad_norm_`` of the whole model does. Exchange first.
+
+        Returns:
+            The norm before clipping, on every rank.
+        """
+        self.exchange()
+        return self.gradients.clip_norm(float(max_norm), float(norm_type))
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Set training mode as ``Module.train`` does."""
+        self.training = mode
+        return self
+
+    def eval(self) -> "Pipeline":
+        """Set evaluation mode as ``Module.eval`` does."""
+        return self.train(False)
+
+    def evaluate(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
+        """Return the model's outputs, without gradients, on every rank.
+
+        Args:
+            args, kwargs: arguments of the model, without a target.
+            gather: True to return the outputs for the rows of all replicas instead of this one's.
+        """
+        if self.plan is None:
+            self._cut(args, kwargs)
+        with self.mesh.naming_failed_rank("the pipeline's evaluation"):
+            built, chunks, _ = self._begin_call(args, kwargs, False)
+            outputs = run_forward(built.stage, chunks)
+            self.comparison.end()
+        by_replica = self.inputs == "replica"
+        return built.output(gather_outputs(outputs, self.mesh, gather or not by_replica, by_replica))

@@ -1,0 +1,153 @@
+"""The mesh of a pipeline: this rank's stage and replica, and the groups of ranks that it communicates with."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grace.core.backend import Backend
+from grace.core.waits import waiting
+from grace.errors import ConfigError
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.session.agreement import gather_or_raise
+
+_groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""Groups that were made over a process group. Later pipelines reuse them, since freeing one is a collective."""
+
+
+@contextlib.contextmanager
+def failing_together(backend: Backend) -> Iterator[None]:
+    """Return a context in which an error on one rank is raised on all of them. Every rank must enter it.
+
+    Raises:
+        RankError: another rank failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    gather_or_raise(backend, "a pipeline", None, error)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of a stage and the replica that this is: replica r of ``len(ranks)`` has rows [r M/R, (r+1) M/R) of
+    M."""
+
+    ranks: tuple[int, ...]
+    replica: int = 0
+
+    def overlaps(self, other: "Placement", rows: int) -> list[tuple[int, int, int]]:
+        """Return the rows that this replica shares with each replica of another stage, as (rank of the other, first
+        row, number of rows).
+
+        Args:
+            other: placement of the previous or the next stage.
+            rows: number of rows of this replica.
+
+        >>> Placement((0,)).overlaps(Placement((1, 2)), 8), Placement((1, 2), 1).overlaps(Placement((0,)), 4)
+        ([(1, 0, 4), (2, 4, 4)], [(0, 0, 4)])
+        """
+        whole = rows * len(self.ranks)
+        first = rows * self.replica
+        other_rows = whole // len(other.ranks)
+        overlaps = []
+        for q, rank in enumerate(other.ranks):
+            low = max(first, q * other_rows)
+            high = min(first + rows, (q + 1) * other_rows)
+            if low < high:
+                overlaps.append((rank, low - first, high - low))
+        return overlaps
+
+
+class Mesh:
+    """The ranks of a plan. Every rank must make one.
+
+    Args:
+        plan: the plan, which must be for as many ranks as the run has.
+        backend: the backend of all ranks.
+
+    Attributes:
+        stage: number of this rank's stage.
+        replica: number of this rank's replica of the stage.
+        replicas: number of replicas of each stage.
+        ranks: ranks of each stage.
+        stage_backend: the backend of the ranks that have this rank's stage.
+        group: process group of all ranks, for messages between stages; None in a run of one process.
+    """
+
+    def __init__(self, plan: Plan, backend: Backend):
+        if plan.world_size != backend.size:
+            raise ConfigError(f"the plan is for {plan.world_size} ranks, and there are {backend.size}: plan again")
+        self.backend = backend
+        self.rank = backend.rank
+        self.stage, self.replica = plan.stage_and_replica(backend.rank)
+        self.replicas = plan.replicas
+        self.ranks = [stage.ranks for stage in plan.stages]
+        self.equal_replicas = len(set(self.replicas)) == 1
+        self.stage_backend: Any = backend
+        self.channel: Any = None
+        if backend.size > 1:
+            self.groups: dict[Any, Any] = _groups.setdefault(backend.group or dist.group.WORLD, {})  # type: ignore
+            self.channel = self.groups.get("all") or backend.duplicate()
+            self.groups["all"] = self.channel
+            for ranks in self.ranks:
+                group = self.split(ranks)  # a collective: all ranks make all groups
+                self.stage_backend = group if group is not None else self.stage_backend
+        self.group = None if self.channel is None else self.channel.group
+
+    def split(self, ranks: tuple[int, ...]) -> Any:
+        """Return a backend of some ranks, None on all others. Every rank must call it."""
+        if ranks not in self.groups:
+            self.groups[ranks] = self.channel.split(list(ranks))
+        return self.groups[ranks]
+
+    def placement(self, stage: int) -> Placement | None:
+        """Return the placement of a stage's ranks; None if there is no such stage."""
+        if not 0 <= stage < len(self.ranks):
+            return None
+        return Placement(self.ranks[stage], self.replica if stage == self.stage else 0)
+
+    @contextlib.contextmanager
+    def naming_failed_rank(self, what: str) -> Iterator[None]:
+        """Return a context whose errors name the rank that has ended, or where each rank is, if the engine fails.
+
+        Raises:
+            ExchangeError: the engine failed.
+        """
+        with waiting(lambda: what) as wait:
+            try:
+                yield
+            except RuntimeError as error:
+                if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+                    raise  # an error of the user's model
+                raise self.backend.engine_error(wait.place(), "", error) from error
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Return a context in which an error on one rank is raised on all of them. Every rank must enter it.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        with failing_together(self.backend):
+            yield
+
+    def all_reduce_sum(self, value: float) -> float:
+        """Return the sum over all ranks. Every rank must call it."""
+        if self.channel is None:
+            return value
+        tensor = self.channel.tensor_of([value]).double()
+        self.channel.allreduce(tensor).wait()
+        return float(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Broadcast a rank's tensor in place, and return it. Every rank must call it."""
+        if self.channel is not None:
+            self.channel.broadcast(tensor, rank).wait()
+        return tensor

@@ -1,0 +1,411 @@
+"""The tensors that a pipeline's stages own, and the state of the whole model, under the model's names."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grace.core.api_names import TORCH
+from grace.errors import ConfigError, RankError
+from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.stage_builder import stage_specs
+from grace.session import checkpoint, state_schema
+from grace.session.agreement import gather_or_raise
+from grace.torch.state_dict import load_state
+
+
+class PipelineState:
+    """Base class of a pipeline: names and owners of parameters and buffers, and saving and loading of state."""
+
+    model: torch.nn.Module
+    mesh: Any
+    plan: Any
+    nodes: Sequence[Sequence[str]]
+    gradients: Any
+    device: Any
+
+    def _assign_tensors(self, atoms: Atoms) -> None:
+        """List the names of the tensors of each stage, and this rank's tensors. A tensor that no stage reads belongs to
+        the first stage."""
+        parameters = dict(self.model.named_parameters())
+        buffers = dict(self.model.named_buffers())
+        read = [set(piece.attributes) for piece in stage_specs(atoms, self.nodes)]
+        for name in (*parameters, *buffers):
+            if not any(name in own for own in read):
+                read[0].add(name)
+        self.owned = [[name for name in parameters if name in own] for own in read]
+        self.buffer_holders = {name: tuple(i for i, own in enumerate(read) if name in own) for name in buffers}
+        mine = read[self.mesh.stage]
+        self.parameters = {name: p for name, p in parameters.items() if name in mine}
+        self.buffers = {name: buffer for name, buffer in buffers.items() if name in mine}
+
+    @torch.no_grad()
+    def _materialize(self, init: Any) -> None:
+        """Allocate this rank's tensors that are on ``meta``, and fill them by ``init`` or ``reset_parameters`` of the
+        first module that holds them."""
+        fresh_tensors: dict[int, torch.Tensor] = {}
+        holders = list[torch.nn.Module]()
+        filled = set[int]()
+        for own in (self.parameters, self.buffers):
+            for name, tensor in own.items():
+                if tensor.is_meta:
+                    fresh: Any = torch.empty_like(tensor, device=self.device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        fresh = torch.nn.Parameter(fresh, tensor.requires_grad)
+                    fresh_tensors[id(tensor)] = own[name] = fresh  # type: ignore[index]
+        for module in self.model.modules():
+            for table in (module._parameters, module._buffers):
+                for key, old in table.items():
+                    if id(old) in fresh_tensors:
+                        table[key] = fresh_tensors[id(old)]  # type: ignore[assignment]
+                        if id(old) not in filled:
+                            filled.add(id(old))
+                            holders.append(module)
+        for module in dict.fromkeys(holders):
+            write = (lambda: init(module)) if init is not None else getattr(module, "reset_parameters", None)  # noqa: B023
+            if write is None:
+                raise ConfigError(
+                    f"{type(module).__name__} is on meta and has no reset_parameters(): give init=, a function that is "
+                    "called with each module whose tensors were made, and fills them"
+                )
+            write()
+
+    def _check_planned(self) -> None:
+        """Refuse a call before the model was cut."""
+        if self.plan is None:
+            raise ConfigError("the model is not cut yet: give example_inputs, or make the first step before")
+
+    def _canonical_names(self) -> dict[str, str]:
+        """Return the name under which a tensor is known, for each name that it has in the model's state."""
+        every = dict(self.model.named_buffers(remove_duplicate=False))
+        every |= dict(self.model.named_parameters(remove_duplicate=False))
+        first = {id(t): name for name, t in [*self.model.named_buffers(), *self.model.named_parameters()]}
+        return {name: first[id(tensor)] for name, tensor in every.items()}
+
+    def _source_rank(self, name: str) -> int:
+        """Return the rank whose copy of a tensor counts: replica 0 of the first stage that has the tensor."""
+        holders = {**self.gradients.holders, **self.buffer_holders}
+        if name not in holders:
+            raise ConfigError(f"the model has no parameter or buffer {name!r}; it has {', '.join(holders)}")
+        return int(self.mesh.ranks[holders[name][0]][0])
+
+    def _broadcast_copy(self, value: torch.Tensor | None, like: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return a copy of a rank's tensor, on all ranks; zeros if the rank has none."""
+        if value is not None and self.mesh.rank == rank:
+            copy = value.detach().contiguous().clone()
+        else:
+            copy = torch.zeros(like.shape, dtype=like.dtype)
+        return self.mesh.broadcast(copy, rank)  # type: ignore[no-any-return]
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter or buffer, on every rank, from the rank that has it. Every rank must call it."""
+        self._check_planned()
+        name = self._canonical_names().get(name, name)
+        source = self._source_rank(name)
+        like = dict([*self.model.named_buffers(), *self.model.named_parameters()])[name]
+        return self._broadcast_copy({**self.parameters, **self.buffers}.get(name), like, source)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter's gradient, zeros if there is none. Every rank must call it."""
+        self._check_planned()
+        name = self._canonical_names().get(name, name)
+        source = self._source_rank(name)
+        if name in self.buffer_holders:
+            raise ConfigError(f"{name!r} is a buffer, which has no gradient")
+        own = self.parameters.get(name)
+        return self._broadcast_copy(
+            None if own is None else own.grad, dict(self.model.named_parameters())[name], source
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole model's state, as ``model.state_dict()`` does, on every rank. Buffers are replica 0's. Every
+        rank must call it."""
+        self._check_planned()
+        names = self._canonical_names()
+        state = self.model.state_dict()
+        fetched = dict[str, torch.Tensor]()
+        for name in state:
+            if name in names:
+                canonical = names[name]
+                if canonical not in fetched:  # a tied tensor travels once
+                    fetched[canonical] = self.parameter(canonical)
+                state[name] = fetched[canonical]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a whole model's state, of a plain program or of another plan. Every rank must call it, with the same
+        state.
+
+        Raises:
+            ConfigError: names, shapes or kinds are not the model's; nothing was changed.
+            RankError: another rank refused its state, or was given another one; nothing was changed.
+        """
+        self._check_planned()
+        own: Mapping[str, Any] = self.model.state_dict()
+        names = self._canonical_names()
+        tensors = {**self.parameters, **self.buffers}
+        targets = {name: tensors.get(names.get(name, name), one) for name, one in own.items()}
+        sums = list[int]()
+        error = None
+        try:
+            _check_model(targets, state)
+            sums = [_checksum(state[name]) for name, one in own.items() if isinstance(one, torch.Tensor)]
+        except Exception as raised:
+            error = raised
+        received = gather_or_raise(self.mesh.backend, "a model's state", sums, error, "did not load the model's state")
+        compared = [name for name, one in own.items() if isinstance(one, torch.Tensor)]
+        for name, every in zip(compared, zip(*received, strict=True), strict=True):
+            known = [(rank, one) for rank, one in enumerate(every) if one >= 0]
+            odd = next((rank for rank, one in known if one != known[0][1]), None)
+            if odd:  # never 0: rank 0, if it has values, is the first one
+                raise RankError(
+                    f"rank {odd} loads another state of the model than rank {known[0][0]}: {name!r} differs. Let every "
+                    "rank load the same file"
+                )
+        for name, target in targets.items():
+            if isinstance(target, torch.Tensor) and not target.is_meta:
+                target.copy_(state[name])
+
+    # -- the optimizer ------------------------------------------------------------------------------------
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the optimizers' state of all stages as that of one optimizer of the whole model, whose parameters are
+        numbered group by group in the model's order; with their ``names``, and the Grace state of all replicas. Every
+        rank must call it."""
+        self._check_planned()
+        local, error = None, None
+        try:
+            local = self._local_optimizer_state() if self.gradients.has_optimizer else None
+        except Exception as raised:
+            error = raised
+        every = gather_or_raise(self.mesh.backend, "a state to save", local, error, "could not save")
+        received = [one for one in every if one is not None]
+        order = {name: i for i, (name, _) in enumerate(self.model.named_parameters())}
+        merged: list[tuple[dict[str, Any], list[str]]] = []
+        for group in (group for _, groups, _ in received for group in groups):
+            settings = {k: v for k, v in group.items() if k != "names"}
+            own = group["names"]
+            same = next((names for known, names in merged if known == settings), None)
+            if same is None:
+                same = []
+                merged.append((settings, same))
+            same += [name for name in own if name not in same]
+        by_name = {name: value for state, _, _ in reversed(received) for name, value in state.items()}
+        names = [name for _, own in merged for name in sorted(own, key=order.__getitem__)]
+        numbers = {name: i for i, name in enumerate(names)}
+        return {
+            "state": {numbers[name]: value for name, value in sorted(by_name.items(), key=lambda one: numbers[one[0]])},
+            "param_groups": [{**settings, "params": sorted(numbers[name] for name in own)} for settings, own in merged],
+            "names": names,
+            "grace": _merge_states([remembered for _, _, remembered in received]),
+        }
+
+    def _local_optimizer_state(self) -> tuple[dict[str, Any], list[dict[str, Any]], Any] | None:
+        """Return the state by name, the groups, and the Grace state, on replica 0 of this rank's stage; None on all
+        others."""
+        saved = self.gradients.optimizer.full_state_dict()  # a collective of all replicas
+        names = self._optimizer_names()
+        if self.mesh.replica:
+            return None
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "names": [names[i] for i in group["params"]]}
+            for group in saved["param_groups"]
+        ]
+        return {names[i]: value for i, value in saved["state"].items()}, groups, saved["grace"]
+
+    def _optimizer_names(self) -> list[str]:
+        """Return the names of the parameters of this rank's optimizer, in its order."""
+        known = {id(p): name for name, p in self.parameters.items()}
+        return [known[id(p)] for group in self.gradients.optimizer.param_groups for p in group["params"]]
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any], memory: str = "strict") -> None:
+        """Load a result of :meth:`optimizer_state_dict`, of this plan or another. Every rank must call it.
+
+        Args:
+            saved: the state of the whole model.
+            memory: treatment of memories that do not fit, as for a distributed optimizer's ``load_state_dict``.
+
+        Raises:
+            ConfigError: the state is of another model, or damaged; nothing was changed.
+            RankError: another rank refused its state, or ranks load different ones; nothing was changed.
+        """
+        self._check_planned()
+        backend = self.mesh.backend
+        optimizer = self.gradients.optimizer
+        error = None
+        own_state = dict[str, Any]()
+        whole = True
+        kinds = list[Any]()
+        dropped = list[str]()
+        try:
+            checkpoint.check_mode(memory)
+            kinds, dropped = _undamaged_states(saved, memory)
+            if self.gradients.has_optimizer:
+                own_state, whole = self._select_state(saved, kinds)
+        except Exception as raised:
+            error = raised
+        # All ranks get one document. They compare it, and then the ranks of each stage load their part of it.
+        checkpoint.compare(backend, kinds[0] if kinds else None, memory, error)
+        if self.gradients.has_optimizer:
+            part = own_state["grace"]
+            name = optimizer._grace.runner.name
+            if part is not None and memory == "strict" and not (whole and part["components"] == name):
+                memory = (
+                    "keep"  # stages may exchange in different ways, and one with a single replica does not exchange
+                )
+            load_state(optimizer, own_state, memory, other_groups=[backend])
+            optimizer._grace.on_state_loaded()
+        else:
+            checkpoint.compare(backend, None, memory)
+        checkpoint.warn_dropped(dropped)
+
+    def _select_state(self, saved: Mapping[str, Any], kinds: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+        """Return the part of a whole model's state that this rank's optimizer loads, and True if the Grace state covers
+        all its parameters."""
+        names = self._optimizer_names()
+        numbers = {name: i for i, name in enumerate(saved["names"])}
+        left = [name for name in names if name not in numbers and self.parameters[name].requires_grad]
+        if left:
+            raise ConfigError(f"the optimizer's state knows no parameter {left[0]!r}: it is of another model")
+        groups = []
+        for group in torch.optim.Optimizer.state_dict(self.gradients.optimizer)["param_groups"]:
+            known = [names[i] for i in group["params"] if names[i] in numbers]  # frozen ones may be left out
+            firsts = [numbers[name] for name in known[:1]]
+            found = next((one for one in saved["param_groups"] if set(firsts) & set(one["params"])), None)
+            if firsts and found is None:
+                raise ConfigError(f"the optimizer's state is damaged: no group of it has {names[group['params'][0]]!r}")
+            groups.append({**group, **{k: v for k, v in (found or {}).items() if k != "params"}})
+        saved_numbers = enumerate(map(numbers.get, names))
+        state = {i: saved["state"][number] for i, number in saved_numbers if number in saved["state"]}
+        part, whole = _select_parameters(kinds, names) if kinds else (None, True)
+        return {"state": state, "param_groups": groups, "grace": part}, whole
+
+
+def _check_model(targets: Mapping[str, Any], state: Any) -> None:
+    """Refuse a state that is not of this model. Tensors that are on other ranks may be on meta, without values.
+
+    Raises:
+        ConfigError: the message names the entry.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"a model's state is a dict of tensors, not {state_schema.short(state)}")
+    if targets.keys() != state.keys():
+        odd = sorted(map(str, targets.keys() ^ state.keys()))
+        raise ConfigError(f"the state is of another model: {', '.join(map(repr, odd[:5]))} is on one side only")
+    for name, target in targets.items():
+        if not isinstance(target, torch.Tensor):
+            continue
+        value = state[name]
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name!r} should be a tensor, and in the state it is {state_schema.short(value)}")
+        if target.shape != value.shape:
+            raise ConfigError(f"{name!r} has shape {tuple(target.shape)}, in the state {tuple(value.shape)}")
+        if value.layout != torch.strided or (value.is_meta and not target.is_meta):
+            where = "on meta, without values" if value.is_meta else f"of layout {value.layout}"
+            raise ConfigError(f"{name!r} should be a dense tensor, and in the state it is {where}")
+        if value.is_complex() and not target.is_complex():
+            raise ConfigError(f"{name!r} is of {target.dtype}, and in the state of {value.dtype}")
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a CRC-32 of a tensor's bytes; -1 if it has no values here."""
+    if tensor.is_meta:
+        return -1
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _undamaged_states(saved: Any, memory: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the Grace states of a whole model's stages, and the descriptions of damaged parts that were dropped.
+
+    Raises:
+        ConfigError: ``saved`` is not such a state, or is damaged.
+    """
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"a state of the pipeline's optimizer is a dict, not {state_schema.short(saved)}")
+    names = saved.get("names")
+    groups = saved.get("param_groups")
+    state = saved.get("state")
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ConfigError("the optimizer's state is damaged: 'names' should be a list of the parameters' names")
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    ):
+        raise ConfigError("the optimizer's state is damaged: 'param_groups' should be a list of dicts with 'params'")
+    if not isinstance(state, Mapping) or not all(isinstance(value, Mapping) for value in state.values()):
+        raise ConfigError("the optimizer's state is damaged: 'state' should be a dict of dicts")
+    entry = saved.get("grace")
+    if entry is None:
+        kinds = []
+    else:
+        kinds = entry if isinstance(entry, list) else [entry]
+    states = list[dict[str, Any]]()
+    dropped = list[str]()
+    for one in kinds:
+        whole, left_out = checkpoint.undamaged(one, memory, TORCH)
+        if "ranks" not in whole or "pieces" not in whole:
+            raise ConfigError("the checkpoint's 'grace' entry is of one rank, and a pipeline's is of all: save that of "
+                              "engine.optimizer_state_dict()")  # fmt: skip
+        states.append(whole)
+        dropped += left_out
+    return states, dropped
+
+
+def _merge_states(saved: Sequence[Any]) -> Any:
+    """Merge the Grace states of the runners of all stages to one, or to a list of several if stages exchange in
+    different ways. Stages with one replica have no state to merge, unless all stages have one replica."""
+    several = [one for one in saved if one["size"] > 1] or list(saved)
+    found = list[dict[str, Any]]()
+    for one in map(_without_seal, several):
+        first = next((other for other in found if _is_mergeable(one, other)), None)
+        if first is None:
+            found.append(one)
+            continue
+        first["pieces"] = {**one["pieces"], **first["pieces"]}
+        first["shared"] = _merge_tables(first["shared"], one["shared"], lambda a, b: list(dict.fromkeys([*a, *b])))
+        first["state"] = _merge_tables(first["state"], one["state"], lambda a, b: {**b, **a})
+        ranks = zip(first["ranks"], one["ranks"], strict=True)
+        first["ranks"] = [_merge_tables(a, b, lambda a, b: {**b, **a}) for a, b in ranks]
+    sealed = [state_schema.seal(one) for one in found]
+    return sealed if len(sealed) > 1 else next(iter(sealed), None)
+
+
+def _is_mergeable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return True if the states of two runners can be merged. A state with a plan can not: the plan is for one stage's
+    variables."""
+    same = one["components"] == other["components"] and one["size"] == other["size"]
+    return same and "plan" not in one and "plan" not in other
+
+
+def _merge_tables(one: Mapping[str, Any], other: Mapping[str, Any], join: Any) -> dict[str, Any]:
+    """Merge two tables, of which each has entries by kind."""
+    return {kind: join(one.get(kind, {}), other.get(kind, {})) for kind in (*one, *(k for k in other if k not in one))}
+
+
+def _without_seal(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without its checksums."""
+    return {key: value for key, value in saved.items() if key not in ("checksum", "checksums", "holds")}
+
+
+def _select_parameters(kinds: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """Return the Grace state of these parameters, from the runner that had most of them, and True if that runner had
+    all of them."""
+    part = _without_seal(max(kinds, key=lambda one: sum(name in one["pieces"] for name in names)))
+    own = {name for name in part["pieces"] if name in names}
+    if own != part["pieces"].keys() or len(own) < len(names):
+        part.pop("plan", None)  # it is for other variables
+
+    def belongs(key: Any) -> bool:
+        """Return True for the key of one of these parameters, or of a shard of one."""
+        return key in own or str(key).rpartition("/part_")[0] in own
+
+    def select(table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of these parameters in a table by kind."""
+        return {kind: {k: v for k, v in values.items() if belongs(k)} for kind, values in table.items()}
+
+    part["pieces"] = {name: piece for name, piece in part["pieces"].items() if name in own}
+    part["shared"] = {kind: [name for name in values if belongs(name)] for kind, values in part["shared"].items()}
+    part["state"] = select(part["state"])
+    part["ranks"] = [select(one) for one in part["ranks"]]
+    return state_schema.seal(part), len(own) == len(names) or len(kinds) == 1

@@ -1,0 +1,184 @@
+"""The plan that a pipeline runs by: the user's, a file's, or one that is searched for."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from grace.backends.together import from_root
+from grace.core.backend import Backend
+from grace.errors import ConfigError
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.search import SearchOptions, search_plan
+from grace.planner.network import Links
+from grace.planner.step_timer import undisturbed
+from grace.session.versions import public
+
+DEFAULT_LINKS = Links(1.25e9, 50e-6)
+"""10 Gbit/s: the network that is assumed if ``links`` is left out."""
+SHARDING = ("deepspeed", "fairscale")
+"""Packages with optimizers that spread their state over ranks. torch.distributed has such optimizers too."""
+TIMED_ELEMENTS = 2**22
+"""Number of elements of the parameter that an optimizer is timed with."""
+
+
+def search_plan_by_throughput(
+    graph: Graph, ranks: int, rows: int, each: bool, links: Any, options: SearchOptions
+) -> Plan:
+    """Return the plan with the most rows per second.
+
+    Args:
+        graph: the model's graph, with measured costs.
+        ranks: number of ranks.
+        rows: rows of the example.
+        each: True if the rows are one replica's, so that all stages have equally many replicas unless the user gives
+            a number for each; False if they are all replicas'.
+        links: the network between ranks; :data:`DEFAULT_LINKS` if None.
+        options: the user's constraints.
+
+    Raises:
+        ConfigError: no plan fits.
+    """
+    by_stage = options.replicas_by_stage
+    counts: list[Any] = [None]
+    if each and not by_stage:
+        possible = options.replica_counts
+        counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (possible is None or r in possible)]
+        counts = [r for r in counts if options.stage_counts is None or ranks // r in options.stage_counts]
+        if not counts and options.replicas is None:
+            asked = " or ".join(map(str, sorted(options.stage_counts or ())))
+            raise ConfigError(
+                f"{ranks} ranks cannot be {asked} stages with as many replicas each, as they must where a rank gives "
+                "its own replica's rows. Stages with different numbers of replicas take rows of the whole batch: "
+                'grace.torch.Pipeline(..., inputs="global"), and every rank passes the whole batch'
+            )
+    plans = list[Plan]()
+    error = ConfigError(f"{ranks} ranks cannot have {options.replicas} replicas of every stage")
+    for replicas in counts:
+        batch = rows * (replicas or (max(by_stage) if each and by_stage else 1))
+        chosen = options if replicas is None else dataclasses.replace(options, replicas=replicas)
+        try:
+            plans.append(search_plan(graph, ranks, batch, links or DEFAULT_LINKS, chosen))
+        except ConfigError as refused:
+            error = refused
+    if not plans:
+        raise error
+    return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
+
+
+def check_optimizer_state_whole(make_optimizer: Callable[..., Any]) -> None:
+    """Refuse optimizers whose state is spread over ranks. Every rank must call it: making one may be a collective.
+
+    Raises:
+        ConfigError: ``make_optimizer`` makes such an optimizer.
+    """
+    try:
+        optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(8, 8))])
+    except Exception:  # it needs the model's own parameters
+        return
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.partition(".")[0] in SHARDING or cls.__module__.startswith("torch.distributed."):
+            raise ConfigError(
+                f"optimizer= makes a {type(optimizer).__name__} ({cls.__module__}), which spreads its state over ranks "
+                "(ZeRO): in a pipeline each rank updates all parameters of its own stages, and no others. Give the "
+                "plain optimizer; more stages, or fewer replicas, leave less of its state to each rank"
+            )
+
+
+def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> float:
+    """Return the bytes that an optimizer keeps for each byte of its parameters, measured by its first step with fake
+    ones.
+
+    Args:
+        make_optimizer: the user's function.
+        parameters: the parameters whose shapes are used.
+
+    >>> state_bytes(lambda parameters: torch.optim.Adam(parameters), torch.nn.Linear(8, 8).parameters())
+    2.0
+    """
+    with FakeTensorMode(), contextlib.suppress(Exception):  # it may need the model's own parameters
+        own = [torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in parameters if p.requires_grad]
+        own = own or [torch.nn.Parameter(torch.empty(8, 8))]
+        for p in own:
+            p.grad = torch.empty_like(p)
+        optimizer = make_optimizer(own)
+        done = False
+        with contextlib.suppress(Exception):  # some optimizers read values, but have made their state before that
+            optimizer.step()
+            done = True
+        kept = [one for p in own for one in optimizer.state[p].values() if isinstance(one, torch.Tensor)]
+        if done or kept:
+            return sum(one.nbytes for one in kept if one.numel() > 1) / sum(p.nbytes for p in own)
+    return 1.0
+
+
+def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> float:
+    """Return the seconds of an optimizer's step for each byte of its parameters, including the scaling of gradients
+    that a pipeline does before; 0 if it cannot be tried.
+
+    >>> 0 < update_seconds(lambda parameters: torch.optim.SGD(parameters, lr=0.1), torch.device("cpu")) < 1e-6
+    True
+    """
+    p = torch.nn.Parameter(torch.zeros(TIMED_ELEMENTS, device=device))
+    seconds = list[float]()
+    p.grad = torch.ones_like(p)
+    try:
+        optimizer = make_optimizer([p])
+        for _ in range(5):
+            began = time.perf_counter()
+            p.grad.mul_(0.5)
+            optimizer.step()
+            float(p.detach()[0])  # reading a value waits for the device
+            seconds.append(time.perf_counter() - began)
+    except Exception:  # it needs the model's own parameters
+        return 0.0
+    return undisturbed(seconds) / p.nbytes
+
+
+def agree_on_plan(
+    plan: Any, measure: Callable[[], Any], make: Callable[[Any], Plan], graph: Graph, backend: Backend
+) -> Plan:
+    """Return the plan of all ranks, which is rank 0's: the user's, a file's, or a new one, which is written to the
+    file. Every rank must call it.
+
+    Args:
+        plan: a Plan, a file, or None.
+        measure: a function that measures the model's costs. All ranks call it at once, as they will compute at once,
+            which takes longer on one machine than alone.
+        make: a function that makes a plan of measured costs.
+        graph: the graph that the plan must fit.
+        backend: the backend of all ranks.
+    """
+    versions = {"torch": public(torch.__version__)}
+
+    def given_plan() -> Plan | None:
+        """Return the user's plan, or the file's; None if there is none."""
+        if isinstance(plan, Plan):
+            return plan
+        if plan is not None and not isinstance(plan, (str, os.PathLike)):
+            raise ConfigError(f"plan= must be a file or a Plan, not {plan!r}")
+        if plan is not None and Path(plan).exists():
+            return Plan.load(Path(plan))
+        return None
+
+    def make_and_save() -> Plan:
+        """Return a new plan, and write it to the file."""
+        new = make(measured)
+        new = dataclasses.replace(new, versions={**new.versions, **versions})
+        if plan is not None:
+            new.save(Path(plan))
+        return new
+
+    chosen = from_root(given_plan) if backend.size > 1 else given_plan()
+    if chosen is None:
+        measured = measure()
+        chosen = from_root(make_and_save) if backend.size > 1 else make_and_save()
+    chosen.check(graph, backend.size, versions)
+    return chosen

@@ -1,0 +1,351 @@
+"""A stage as the schedules of torch.distributed.pipelining run it, and the schedules. Between stages with unequal
+replicas, rows of values are sent."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.utils.checkpoint import checkpoint
+
+from grace.errors import ConfigError
+from grace.exchange.tracing import recorder
+from grace.pipeline.torch.mesh import Mesh
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+"""Schedules of torch, by their names in plans."""
+KINDS = 2
+"""Number of kinds of messages: values go forward, gradients back."""
+VALUES = 4096
+"""Largest number of values between two stages."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that crosses from one stage to the next.
+
+    Attributes:
+        name: name of the value's node.
+        shape: shape of this rank's rows of the value.
+        dtype: dtype of the value, and of its gradient.
+        differentiable: True if a gradient comes back.
+        axis: dimension of the rows; None if all replicas pair up one to one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    axis: int | None = None
+
+
+@dataclass
+class _MicroBatch:
+    """The tensors of a micro-batch that are kept from forward to backward."""
+
+    inputs: list[Any]
+    outputs: tuple[Any, ...]
+    gradients: list[Any] = field(default_factory=list)
+
+
+class PointToPointStage:
+    """One stage of one rank, with static shapes. It has the methods that schedules call of a ``PipelineStage``.
+
+    Args:
+        module: the stage's module, which is called with received values and the stage's inputs, and returns a tuple.
+        mesh: the pipeline's ranks. Only these messages use the mesh's group.
+        receives, sends: the values that cross from the previous stage, and to the next one.
+        rows: number of this replica's rows of a micro-batch.
+        device: device of the stage.
+        recompute: True to keep only received values and inputs, and compute forward again for backward.
+        before_communication: a function that is called before anything is sent or awaited. It raises if the ranks are
+            about to run different calls.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mesh: Mesh,
+        receives: Sequence[Crossing],
+        sends: Sequence[Crossing],
+        rows: int,
+        device: torch.device,
+        recompute: bool = False,
+        before_communication: Callable[[], None] | None = None,
+    ):
+        placement = mesh.placement(mesh.stage)
+        before = mesh.placement(mesh.stage - 1)
+        after = mesh.placement(mesh.stage + 1)
+        assert placement is not None
+        self.submod = module
+        self.stage_index = mesh.stage  # the names of these attributes are those that torch's schedules read
+        self.num_stages = len(mesh.ranks)
+        self.device = device
+        self.has_backward = True
+        self.output_chunks: list[Any] = []
+        self.receives = receives
+        self.sends = sends
+        self.group = mesh.group
+        self.recompute = recompute
+        self.before_communication = before_communication
+        self.sources = [] if before is None else placement.overlaps(before, rows)
+        self.targets = [] if after is None else placement.overlaps(after, rows)
+        self.clear_runtime_states()
+
+    @property
+    def is_first(self) -> bool:
+        """True if no values come from another stage."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if this stage computes the loss."""
+        return self.stage_index == self.num_stages - 1
+
+    def clear_runtime_states(self) -> None:
+        """Discard the micro-batches of the last run."""
+        self.chunks: dict[int, _MicroBatch] = {}
+        self.received_values: dict[int, list[Any]] = {}
+        self.received_gradients: dict[int, list[Any]] = {}
+        self.output_chunks.clear()
+
+    # -- set-up, which schedules call once ---------------------------------------------------------------
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Return no operations: connections need no set-up."""
+        return []
+
+    def _prepare_forward_infra(self, *ignored: Any, **keywords: Any) -> None:
+        """Do nothing: shapes are known."""
+
+    def _prepare_backward_infra(self, *ignored: Any, **keywords: Any) -> None:
+        """Do nothing: shapes of gradients are known."""
+
+    def perform_reduce_grad(self, *ignored: Any) -> None:
+        """Do nothing: the exchange follows the schedule."""
+
+    # -- messages ----------------------------------------------------------------------------------------
+
+    def _tag(self, stage: int, chunk: int, value: int, kind: int) -> int:
+        """Return the tag of a message. Each message of a step has its own."""
+        return ((chunk * self.num_stages + stage) * VALUES + value) * KINDS + kind
+
+    def _receive(self, values: Sequence[Crossing], peers: Any, stage: int, chunk: int, kind: int) -> Any:
+        """Return the receive operations, and the parts of each value that they fill; None for values that are not
+        sent."""
+        if self.before_communication is not None:
+            self.before_communication()
+        ops = list[dist.P2POp]()
+        parts = list[Any]()
+        for i, value in enumerate(values):
+            if kind and not value.differentiable:
+                parts.append(None)
+                continue
+            own = []
+            for rank, _, rows in peers:
+                shape = list(value.shape)
+                if len(peers) > 1:
+                    shape[value.axis or 0] = rows
+                own.append(torch.empty(shape, dtype=value.dtype, device=self.device))
+                if own[-1].numel():
+                    tag = self._tag(stage, chunk, i, kind)
+                    ops.append(dist.P2POp(dist.irecv, own[-1], group=self.group, group_peer=rank, tag=tag))
+            parts.append(own)
+        return ops, parts
+
+    def _send(
+        self, values: Sequence[Crossing], given: Sequence[Any], peers: Any, stage: int, chunk: int, kind: int
+    ) -> Any:
+        """Return the send operations for the parts of each value."""
+        if self.before_communication is not None:
+            self.before_communication()
+        ops = list[dist.P2POp]()
+        for i, (value, tensor) in enumerate(zip(values, given, strict=True)):
+            if kind and not value.differentiable:
+                continue
+            if tensor is None:  # no loss depends on it, but the other side awaits a message
+                tensor = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
+            for rank, first, rows in peers:
+                part = tensor.detach() if len(peers) == 1 else tensor.detach().narrow(value.axis or 0, first, rows)
+                part = part.to(value.dtype).contiguous()
+                if part.numel():
+                    tag = self._tag(stage, chunk, i, kind)
+                    ops.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=rank, tag=tag))
+        return ops
+
+    def get_fwd_recv_ops(self, chunk: int) -> list[Any]:
+        """Return the operations that receive the values of a micro-batch."""
+        if self.is_first:
+            return []
+        ops, self.received_values[chunk] = self._receive(self.receives, self.sources, self.stage_index, chunk, 0)
+        return ops  # type: ignore[no-any-return]
+
+    def get_fwd_send_ops(self, chunk: int) -> list[Any]:
+        """Return the operations that send the values of a micro-batch."""
+        if self.is_last:
+            return []
+        outputs = self.chunks[chunk].outputs
+        ops = self._send(self.sends, outputs, self.targets, self.stage_index + 1, chunk, 0)
+        if not self.has_backward:
+            del self.chunks[chunk]
+        return ops  # type: ignore[no-any-return]
+
+    def get_bwd_recv_ops(self, chunk: int) -> list[Any]:
+        """Return the operations that receive the gradients of a micro-batch."""
+        if self.is_last:
+            return []
+        ops, self.received_gradients[chunk] = self._receive(self.sends, self.targets, self.stage_index + 1, chunk, 1)
+        return ops  # type: ignore[no-any-return]
+
+    def get_bwd_send_ops(self, chunk: int) -> list[Any]:
+        """Return the operations that send the gradients of a micro-batch."""
+        if self.is_first:
+            return []
+        gradients = self.chunks.pop(chunk).gradients
+        return self._send(self.receives, gradients, self.sources, self.stage_index, chunk, 1)  # type: ignore[no-any-return]
+
+    def _concatenate_parts(self, values: Sequence[Crossing], parts: Sequence[Any]) -> list[Any]:
+        """Return each value, concatenated of its received parts; None for values that were not sent."""
+        tensors: list[Any] = []
+        for value, own in zip(values, parts, strict=True):
+            if own is None:
+                tensors.append(None)
+            elif len(own) > 1:
+                tensors.append(torch.cat(own, value.axis or 0))
+            else:
+                tensors.append(own[0])
+        return tensors
+
+    # -- computation --------------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self, chunk: int, args: Sequence[Any], kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """Run forward of a micro-batch. ``args`` has the model's inputs that the stage reads."""
+        received = list[Any]()
+        if not self.is_first:
+            received = self._concatenate_parts(self.receives, self.received_values.pop(chunk))
+            for value, tensor in zip(self.receives, received, strict=True):
+                tensor.requires_grad_(value.differentiable and self.has_backward)
+        inputs = [*received, *args]
+        traced = recorder.phase(f"forward of stage {self.stage_index}", "stage", microbatch=chunk)
+        with traced, contextlib.nullcontext() if self.has_backward else torch.no_grad():
+            outputs = (
+                self._checkpointed_forward(inputs) if self.recompute and self.has_backward else self.submod(*inputs)
+            )
+        if self.has_backward or not self.is_last:
+            self.chunks[chunk] = _MicroBatch(received, outputs)
+        if self.is_last and save_forward_output:
+            self.output_chunks.append(outputs)
+        return outputs
+
+    def _checkpointed_forward(self, inputs: list[Any]) -> Any:
+        """Run forward so that only its inputs are kept for backward."""
+        calls = 0
+
+        def forward(*values: Any) -> Any:
+            """Run the module. When forward runs again, for backward, buffers keep their values."""
+            nonlocal calls
+            calls += 1
+            with _restoring_buffers(self.submod) if calls > 1 else contextlib.nullcontext():
+                return self.submod(*values)
+
+        return checkpoint(forward, *inputs, use_reentrant=False)
+
+    def _backward_roots(self, chunk: int, loss: Any) -> tuple[list[Any], list[Any] | None]:
+        """Return the tensors at which backward begins, and their gradients."""
+        if self.is_last:
+            return ([loss], None) if loss.requires_grad else ([], None)
+        gradients = self._concatenate_parts(self.sends, self.received_gradients.pop(chunk))
+        pairs = zip(self.chunks[chunk].outputs, gradients, strict=True)
+        ends = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
+        return [one for one, _ in ends], [gradient for _, gradient in ends]
+
+    def backward_one_chunk(self, chunk: int, loss: Any = None, last_backward: bool = False) -> None:
+        """Run backward of a micro-batch."""
+        kept = self.chunks[chunk]
+        ends, gradients = self._backward_roots(chunk, loss)
+        traced = recorder.phase(f"backward of stage {self.stage_index}", "stage", microbatch=chunk)
+        with traced, torch.autocast(self.device.type, enabled=False):
+            if ends:
+                torch.autograd.backward(ends, gradients)
+            if self.is_last and loss is not None:
+                loss.detach_()  # torch's schedules keep losses, and their graphs would keep received values
+        kept.gradients = [one.grad for one in kept.inputs]
+        for one in kept.inputs:
+            one.grad = None
+        kept.outputs = ()  # free activations
+        kept.inputs = []
+        if self.is_first:
+            del self.chunks[chunk]
+
+
+@contextlib.contextmanager
+def _restoring_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Return a context that restores a module's buffers at its end."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def make_schedule(name: str, stage: PointToPointStage, microbatches: int, loss: Callable[[Any, Any], Any]) -> Any:
+    """Return a schedule of torch for a rank's stage, which leaves gradients as sums over micro-batches.
+
+    Args:
+        name: name of the schedule in a plan.
+        stage: this rank's stage.
+        microbatches: number of micro-batches.
+        loss: function of the last stage's output and a target.
+
+    Raises:
+        ConfigError: the schedule cannot run so many micro-batches.
+    """
+    try:
+        return SCHEDULES[name](stage, microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(
+            f"schedule {name!r} cannot run {microbatches} micro-batches over {stage.num_stages} stages: {error} "
+            "Choose another number of micro-batches, or schedule='gpipe'"
+        ) from error
+
+
+def run_schedule(
+    schedule: Any, stage: PointToPointStage, inputs: list[list[Any]], targets: list[Any]
+) -> list[torch.Tensor]:
+    """Run forward and backward of all micro-batches. Return the losses, if this rank has the last stage.
+
+    Args:
+        schedule: the result of :func:`make_schedule`.
+        stage: the stage that the schedule was made for.
+        inputs: the model's inputs that the stage reads, for each micro-batch.
+        targets: the target for each micro-batch.
+    """
+    losses: list[torch.Tensor] = []
+    stage.has_backward = True
+    stage.clear_runtime_states()
+    schedule._internal_losses.clear()
+    schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
+    return [loss.detach() for loss in losses]
+
+
+def run_forward(stage: PointToPointStage, inputs: list[list[Any]]) -> list[Any]:
+    """Run forward of all micro-batches, without gradients. Return the last stage's outputs, for each micro-batch."""
+    stage.has_backward = False
+    stage.clear_runtime_states()
+    sends = []
+    for chunk, own in enumerate(inputs):
+        for op in stage.get_fwd_recv_ops(chunk):
+            op.op(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer).wait()
+        stage.forward_one_chunk(chunk, own)
+        ops = stage.get_fwd_send_ops(chunk)
+        sends += [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
+    for work in sends:
+        work.wait()
+    return list(stage.output_chunks)

@@ -1,0 +1,324 @@
+"""The gradients of a rank's stage, from the end of a schedule to the optimizer's step."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grace.backends.together import from_root
+from grace.errors import ConfigError
+from grace.exchange.bucket import Traffic
+from grace.pipeline.planning.exchange_prediction import documented, of_stage
+from grace.pipeline.torch.mesh import Mesh
+from grace.planner.uniform import Baseline
+from grace.session.metrics import metrics
+from grace.strategy.choices import STRATEGY
+from grace.torch.optimizer import DistributedOptimizer
+from grace.torch.step_hooks import around_steps
+
+OPTIONS = (
+    *("op", "gradient_predivide_factor", "seed", "bucket_bytes", "group_bytes", "hierarchical", "sparse_as_dense"),
+    "compress_after",
+)
+"""Options of a distributed optimizer that a pipeline passes on."""
+INSTEAD = {
+    "backward_passes_per_step": "accumulate under `with engine.no_sync():`",
+    "resources": "builders of strategies get the replicas of each stage, and the nodes that they are on",
+}
+
+
+def check_options(options: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Refuse options that a pipeline does not pass on to the distributed optimizer.
+
+    Raises:
+        ConfigError: an option is not passed on, or a layer has sparse gradients and ``sparse_as_dense`` was not given.
+    """
+    odd = [name for name in options if name not in OPTIONS]
+    if odd:
+        why = INSTEAD.get(odd[0], f"of a distributed optimizer's it takes {', '.join(OPTIONS)}")
+        raise ConfigError(f"a pipeline has no option {odd[0]!r}: {why}")
+    for name, module in model.named_modules() if not options.get("sparse_as_dense") else ():
+        is_table = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        if is_table and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"the layer {name!r} has sparse gradients, which a pipeline does not exchange: give "
+                "Pipeline(..., sparse_as_dense=True), or leave sparse=True out of the layer"
+            )
+
+
+class Gradients:
+    """The parameters of this rank's stage, and their exchange over the stage's replicas. Every rank must make one.
+
+    Args:
+        owned: names of the parameters of each stage, of all stages.
+        parameters: this rank's parameters, by name.
+        make_optimizer: the user's function, which is called with this rank's parameters.
+        mesh: the pipeline's ranks.
+        scaler: a ``torch.amp.GradScaler``, or None.
+        options: options of :func:`grace.DistributedOptimizer`.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[Sequence[str]],
+        parameters: Mapping[str, torch.nn.Parameter],
+        make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        mesh: Mesh,
+        scaler: Any,
+        options: Mapping[str, Any],
+    ):
+        self.parameters = dict(parameters)
+        self.mesh = mesh
+        self.scaler = scaler
+        self.has_strategy = False
+        scaled = scaler is not None and scaler.is_enabled()  # a GradScaler refuses an optimizer without gradients
+        self.has_optimizer = any(p.requires_grad or not scaled for p in self.parameters.values())
+        """True if this rank has the user's optimizer; False if it has one of a dummy parameter."""
+        self.holders = {
+            name: tuple(stage for stage, names in enumerate(owned) if name in names)
+            for name in dict.fromkeys(name for names in owned for name in names)
+        }
+        """Numbers of the stages that have each parameter, by its name."""
+        self.tied = self._tied_groups()
+        self.as_dense = bool(options.get("sparse_as_dense"))
+        self.ready = False
+        """True if gradients were computed that are not exchanged."""
+        self.batches = 0
+        """Number of batches whose gradients were delivered; the same on all ranks."""
+        self.updates = 0
+        """Number of steps of the optimizer; the same on all ranks."""
+        self.optimizer: Any = None
+        self.stand_in = torch.nn.Parameter(torch.zeros(1))
+        with mesh.failing_together():
+            self._make_user_optimizer(make_optimizer)
+        strategy = chosen_strategy(options)
+        document = from_root(lambda: documented(strategy, self.holders))  # the file is on rank 0's host
+        with mesh.failing_together():
+            self._distribute(options, document or strategy)
+        self.broadcast_tied()
+
+    def _make_user_optimizer(self, make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+        """Make the user's optimizer, or one of a dummy parameter on a rank without trained parameters."""
+        own = list(self.parameters.values())
+        made = None
+        try:
+            made = make_optimizer(own) if self.has_optimizer else None
+        except ValueError:  # torch refuses an empty list, which a filter for trained parameters may leave
+            if any(p.requires_grad for p in own):
+                raise
+            self.has_optimizer = False
+        if not self.has_optimizer:  # a GradScaler must update here too
+            self.optimizer = torch.optim.SGD([self.stand_in], lr=0.0)
+            self.optimizer.register_step_pre_hook(self._before_step)
+            self.optimizer.__class__ = type("SGD", (_ExchangingOptimizer, torch.optim.SGD), {})
+            self.optimizer._pipeline = self
+        else:
+            self.optimizer = made
+            if not isinstance(self.optimizer, torch.optim.Optimizer):
+                raise ConfigError(
+                    f"optimizer= must make a torch optimizer of a list of parameters, and made a "
+                    f"{type(self.optimizer).__name__}: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+                )
+            held = {p for group in self.optimizer.param_groups for p in group["params"]}
+            left = [name for name, p in self.parameters.items() if p.requires_grad and p not in held]
+            if left:
+                raise ConfigError(f"optimizer= left out {left[0]!r}: freeze it before the pipeline is made, or take it")
+            around_steps(self.optimizer, self._before_step, None)
+
+    def _distribute(self, options: Mapping[str, Any], strategy: Any) -> None:
+        """Make the optimizer distributed over the replicas of this rank's stage."""
+        if not self.has_optimizer:
+            return
+        chosen = dict(options)
+        if strategy is not None:
+            self.has_strategy = True
+            chosen["strategy"] = of_stage(strategy, self.parameters)
+        if self.mesh.stage_backend.size == 1:  # there is no other replica
+            chosen = {"op": options.get("op", "average"), "seed": options.get("seed", 0)}
+            if strategy is not None:
+                chosen["strategy"] = Baseline()
+        self.optimizer = DistributedOptimizer(
+            self.optimizer,
+            list(self.parameters.items()),
+            backend=self.mesh.stage_backend,
+            grad_scaler=self.scaler,
+            **chosen,
+        )
+        # hooks would exchange the gradients of single micro-batches, before they are scaled
+        self._session.paused = True
+        cls = type(self.optimizer)
+        self.optimizer.__class__ = type(cls.__name__, (_ExchangingOptimizer, cls), {"__module__": cls.__module__})
+        self.optimizer._pipeline = self
+
+    @property
+    def _session(self) -> Any:
+        """Session of the distributed optimizer."""
+        return self.optimizer._grace
+
+    def _tied_groups(self) -> list[tuple[list[str], Any, int]]:
+        """Return the tied parameters of this rank: their names, the group of ranks with copies, and the group's rank
+        that has the first stage. The group is a replica's stages, or all ranks if stages have different numbers of
+        replicas."""
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        for name, stages in self.holders.items():
+            if len(stages) > 1:
+                by_stages.setdefault(stages, []).append(name)
+        tied = []
+        for stages, names in by_stages.items():
+            columns = [self.mesh.ranks[stage] for stage in stages]
+            rows = list(zip(*columns, strict=True)) if self.mesh.equal_replicas else [sum(columns, ())]
+            for members in rows:
+                group = self.mesh.split(tuple(sorted(members)))  # a collective: all ranks make all groups
+                if group is not None:
+                    tied.append((names, group, sorted(members).index(members[0])))
+        return tied
+
+    @torch.no_grad()
+    def broadcast_tied(self) -> None:
+        """Broadcast tied parameters from their first stage, so that all copies start equal."""
+        for names, group, first in self.tied:
+            for name in names:
+                value = self.parameters[name].detach().contiguous()
+                group.broadcast(value, first).wait()
+                self.parameters[name].copy_(value)
+
+    # -- from the schedule --------------------------------------------------------------------------------
+
+    def factor(self, microbatches: int) -> float:
+        """Return the factor that turns the sum over micro-batches into the input of the mean over replicas."""
+        mesh = self.mesh
+        return mesh.replicas[mesh.stage] / mesh.replicas[-1] / microbatches
+
+    @torch.no_grad()
+    def reduce_copies(self) -> None:
+        """Sum the gradients of copies of tied parameters, and spread an overflow to all ranks, so that all memories
+        roll back. Called before the exchange."""
+        for names, group, _ in self.tied:
+            for name in names:
+                p = self.parameters[name]
+                if not p.requires_grad:  # with a gradient of zeros, weight decay would change it
+                    continue
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                # With unequal replicas the group has all of them, and the exchange averages over the stage's.
+                share = 1 if self.mesh.equal_replicas else self.mesh.stage_backend.size
+                total = p.grad.contiguous().div(share)
+                group.allreduce(total).wait()
+                p.grad.copy_(total)
+        if self.scaler is not None and self.scaler.is_enabled():
+            own = [p.grad for p in self.parameters.values() if p.grad is not None]
+            bad = not all(bool(torch.isfinite(gradient).all()) for gradient in own)
+            self.stand_in.grad = torch.zeros(1)
+            if self.mesh.all_reduce_sum(float(bad)):
+                [*own, self.stand_in.grad][0].fill_(float("inf"))
+
+    def exchange(self) -> None:
+        """Exchange the gradients that were computed since the last exchange. Every rank must call it."""
+        if not self.ready:
+            return
+        self.ready = False
+        self.reduce_copies()
+        if self.has_optimizer and self.mesh.stage_backend.size == 1:
+            self._skip_exchange()
+        elif self.has_optimizer:
+            self._start_timing()
+            self.optimizer.synchronize()
+        if self.has_strategy:
+            self._broadcast_tied_means()
+
+    def _skip_exchange(self) -> None:
+        """Use the gradients as the means of a single replica. A wire for them would be as large as they are."""
+        for p in self.parameters.values():
+            if p.grad is not None and p.grad.is_sparse and self.as_dense:
+                p.grad = p.grad.to_dense()
+        self._session.runner.commit_or_roll_back([])  # counts the step: saves of different steps must differ
+        self._session.synchronized = True
+
+    def _start_timing(self) -> None:
+        """Start the planner's timing, for ``strategy="auto"``. It times only the exchange, which no computation hides;
+        timing whole steps would include the exchanges of other stages."""
+        auto = self._session.auto
+        if auto is not None and auto.watching:
+            # wait for the other ranks' schedules, which must not count as exchange
+            self.mesh.stage_backend.allgather_object(None)
+            auto.timer.begin()
+            for name, p in self.parameters.items():
+                if p.grad is not None:
+                    auto.ready(name)
+
+    @torch.no_grad()
+    def _broadcast_tied_means(self) -> None:
+        """Broadcast the means of tied parameters from their first stage, since a strategy may exchange the copies on
+        two stages differently."""
+        for names, group, first in self.tied:
+            for name in (name for name in names if self.parameters[name].requires_grad):
+                p = self.parameters[name]
+                has_mean = group.tensor_of([float(p.grad is not None)])
+                group.broadcast(has_mean, first).wait()
+                if not float(has_mean):  # a delayed mean has not arrived yet
+                    p.grad = None
+                    continue
+                mean = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+                group.broadcast(mean, first).wait()
+                p.grad = mean
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool = False) -> None:
+        """Count the update and exchange. Called before the optimizer's step."""
+        self.updates += not inner  # step() may call its parent's step()
+        self.exchange()
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a logger; see :mod:`grace.session.metrics`. On a rank without an optimizer all are 0."""
+        return self.optimizer.metrics() if self.has_optimizer else metrics(None, Traffic())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear this rank's gradients."""
+        self.ready = False
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Exchange, and update."""
+        self.exchange()
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+        else:
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def clip_norm(self, most: float, kind: float) -> torch.Tensor:
+        """Scale all gradients so that their norm, over all stages, is at most ``most``. Return the norm before."""
+        first = {name for name, stages in self.holders.items() if stages[0] == self.mesh.stage}
+        own = [p.grad for name, p in self.parameters.items() if p.grad is not None and name in first]
+        norms = [torch.linalg.vector_norm(gradient.float(), kind).double() for gradient in own]
+        local = torch.stack([norm.cpu() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+        if kind == float("inf"):
+            every = self.mesh.backend.allgather_object(float(local.max()))
+            total = torch.tensor(max(every))
+        else:
+            # every replica adds the same norm, so each adds its share; a tied parameter counts at its first stage
+            every = self.mesh.backend.allgather_object(float((local**kind).sum()) / self.mesh.stage_backend.size)
+            total = torch.tensor(sum(every) ** (1 / kind))
+        scale = min(1.0, most / (float(total) + 1e-6))
+        for p in self.parameters.values():
+            if p.grad is not None:
+                p.grad.mul_(scale)
+        return total
+
+
+def chosen_strategy(options: Mapping[str, Any]) -> Any:
+    """Return the user's strategy, or the one that the launcher names; None if one method serves all variables."""
+    return options.get("strategy", os.environ.get(STRATEGY) or None)
+
+
+class _ExchangingOptimizer:
+    """Class of a pipeline's optimizer, which exchanges before a GradScaler unscales."""
+
+    _pipeline: Gradients
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Value of torch's attribute of this name, which ``GradScaler.step()`` reads before it unscales gradients. The
+        exchange must be over by then, so reading the attribute exchanges."""
+        self._pipeline.exchange()
+        return getattr(super(), "_step_supports_amp_scaling", False)

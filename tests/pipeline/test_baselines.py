@@ -1,0 +1,99 @@
+"""Cuts by hand, and the table of plans beside them."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from grace.errors import ConfigError
+from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_parallel, equal_time
+from grace.pipeline.planning.profiles import read
+from grace.pipeline.planning.search import SearchOptions, search, space_of
+from grace.planner.network import Links
+from tests.pipeline.graphs import chain, plan
+from tools.plan_table import table
+
+PROFILES = Path(__file__).parent / "profiles"
+"""Profiles of PipeDream (Narayanan et al., SOSP 2019), from profiler/ of its repository; each names its source."""
+
+
+def longest(graph, cuts):
+    """Seconds of the longest stage between cuts."""
+    ends = [0, *(graph.index[name] + 1 for name in cuts), len(graph.nodes)]
+    return max(sum(node.forward + node.backward for node in graph.nodes[a:b]) for a, b in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_equal_time_is_the_shortest_longest_stage(stages):
+    graph = chain(9, forward=[1.0, 5.0, 2.0, 0.0, 3.0, 7.0, 1.0, 1.0, 4.0], backward=0.0)
+    names = [node.name for node in graph.nodes[:-1]]
+    best = min(longest(graph, cuts) for cuts in itertools.combinations(names, stages - 1))
+    cuts = equal_time(graph, stages)
+    assert len(cuts) == stages - 1
+    assert longest(graph, cuts) == best
+
+
+@pytest.mark.parametrize("name", sorted(BY_HAND))
+def test_cuts_by_hand_are_as_many_as_asked(name):
+    for path in sorted(PROFILES.glob("*.json")):
+        graph = read(path)
+        for stages in (2, 4, 8):
+            cuts = BY_HAND[name](graph, stages)
+            assert len(cuts) == len(set(cuts)) == stages - 1
+            assert [graph.index[cut] for cut in cuts] == sorted(graph.index[cut] for cut in cuts)
+            assert cuts[-1] != graph.nodes[-1].name
+
+
+@pytest.mark.parametrize("model", ["gnmt", "vgg16"])
+@pytest.mark.parametrize("gbit", [1, 10])
+def test_plans_are_never_slower_than_cuts_by_hand(model, gbit):
+    graph = read(PROFILES / f"{model}.json")
+    space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), memory=16e9)
+    found = search(space, SearchOptions())
+    for how in BY_HAND.values():
+        by_hand = cut_by_hand(space, how)
+        assert by_hand is None or found.seconds <= by_hand.seconds * 1.03
+
+
+def test_the_table_compares_with_brute_force():
+    lines = table([PROFILES / "gnmt.json"], devices=(4,), gbits=(1, 10)).splitlines()
+    assert len(lines) == 4
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 12
+        assert cells[-1] == "1.000"
+        assert float(cells[5]) <= min(float(cell) for cell in cells[6:10] if cell != "-")
+
+
+def test_data_parallelism_hides_exchanges_and_needs_the_memory():
+    graph = chain(4, parameters=1e8, kept=1e8, rows=8)
+    alone = 8 / 2 * 4 * 3.0 / 8
+    slow, fast = (space_of(graph, 2, 8, Links(bandwidth)) for bandwidth in (1e8, 1e12))
+    assert data_parallel(fast) == pytest.approx(alone, rel=0.2)
+    assert alone < data_parallel(slow) < alone + 4e8 / 1e8
+    some = space_of(graph, 2, 8, Links(1e12), memory=1.36e9, state=0.0)  # four micro-batches
+    assert data_parallel(some) == pytest.approx(alone, rel=0.2)
+    assert data_parallel(space_of(graph, 2, 8, Links(1e9), memory=1e9)) is None
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(ConfigError, match="cannot be cut"):
+        BY_HAND["equal layers"](chain(3), 4)
+
+
+def planned(name, gbit, **options):
+    graph = read(PROFILES / f"{name}.json")
+    return plan(graph, 8, graph.rows * 8, Links(gbit * 1e9 / 8, 20e-6), **options)
+
+
+def test_finer_blocks_are_tried_too():
+    coarse, finer, usual = (planned("gnmt", 1, **blocks) for blocks in ({"blocks": 32}, {"blocks": 128}, {}))
+    assert finer.seconds < 0.9 * coarse.seconds
+    assert usual.seconds == min(coarse.seconds, finer.seconds)
+
+
+def test_a_plan_may_use_fewer_devices():
+    every, fewer = planned("alexnet", 10, blocks=32), planned("alexnet", 10, blocks=32, fewer=True)
+    assert every.world_size == 8
+    assert 4 <= fewer.world_size < 8
+    assert fewer.seconds < every.seconds

@@ -1,0 +1,120 @@
+"""Graphs as JSON, PipeDream's profiles, and what is refused of both."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.profiles import of_dict, of_pipedream, read, to_dict, write
+from tests.pipeline.graphs import chain, graphs
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@settings(max_examples=50, deadline=None)
+@given(graph=graphs)
+def test_graphs_are_read_as_they_were_written(graph):
+    again = of_dict(json.loads(json.dumps(to_dict(graph))))
+    assert again == graph
+    assert again.key == graph.key
+
+
+def test_files_are_read_as_they_were_written(tmp_path):
+    graph = Graph(chain(3, parameters=8.0).nodes, {"x": 1.0}, ("n2",), 4, (), (Variable("w0", (2, 1)),))
+    write(graph, tmp_path / "graph.json")
+    assert read(tmp_path / "graph.json") == graph
+    assert graph.variable("w0").shape == (2, 1)
+    assert graph.variable("w1") == Variable("w1", (2,))
+
+
+def test_a_profile_of_pipedream():
+    graph = read(PROFILES / "vgg16.json")
+    assert (len(graph.nodes), graph.rows, graph.outputs) == (40, 128, ("node41",))
+    assert graph.inputs == {"node1": 128 * 3 * 224 * 224 * 4}
+    conv = graph.nodes[graph.index["node2"]]
+    assert (conv.forward, conv.backward) == (pytest.approx(0.022307), pytest.approx(0.024613))
+    assert (conv.kind, conv.inputs) == ("Conv2d", ("node1",))
+    assert sum(graph.parameters.values()) == 553430176
+    assert read(PROFILES / "vgg16.json", rows=64).rows == 64
+
+
+def test_nodes_of_profiles_are_put_in_order():
+    columns = ["id", "kind", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes"]
+    rows = [["b", "ReLU", 1, 1, 8, 0], ["a", "Linear", 1, 2, 8, 4], ["x", "Input", 5, 0, 16, 0]]
+    document = {"columns": columns, "nodes": rows, "edges": [["x", "a"], ["a", "b"]]}
+    graph = of_pipedream(document, rows=2)
+    assert [node.name for node in graph.nodes] == ["a", "b"]
+    assert graph.nodes[0].parameters == {"a.parameters": 4.0}
+    with pytest.raises(ConfigError, match="give rows="):
+        of_pipedream(document)
+    with pytest.raises(ConfigError, match="circle: "):
+        of_pipedream({**document, "edges": [["a", "b"], ["b", "a"]]}, rows=2)
+    with pytest.raises(ConfigError, match="no profile of PipeDream's: KeyError: 'c'"):
+        of_pipedream({**document, "edges": [["c", "b"]]}, rows=2)
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ([], "needs the field graph"),
+        ({"graph": 7}, "version 7"),
+        ({"graph": 1, "nodes": [{"name": "a", "weight": 3}]}, "node 0: the field 'weight' is unknown"),
+        ({"graph": 1, "nodes": []}, "KeyError"),
+        ({"graph": 1, "rows": 1, "inputs": {}, "outputs": [], "nodes": []}, "at least one node"),
+    ],
+)
+def test_what_is_no_graph_is_refused(tmp_path, document, says):
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=says):
+        read(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "says"),
+    [
+        ([Node("a"), Node("a")], {}, "two nodes or inputs"),
+        ([Node("a", ("b",)), Node("b")], {}, "topological order"),
+        ([Node("a", forward=-1.0)], {}, "forward must be a finite number"),
+        ([Node("a", kept=float("nan"))], {}, "kept must be"),
+        (
+            [Node("a", parameters={"w": 1.0}), Node("b", parameters={"w": 2.0})],
+            {},
+            "has 1 bytes in one node, 2 in another",
+        ),
+        ([Node("a")], {"outputs": ("c",)}, "output 'c'"),
+        ([Node("a")], {"rows": 0}, "rows must be"),
+        ([Node("a")], {"together": (frozenset({"z"}),)}, "no node"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(nodes, more, says):
+    with pytest.raises(ConfigError, match=says):
+        Graph(tuple(nodes), {"x": 1.0}, **{"outputs": ("a",), **more})
+
+
+def test_values_are_passed_on_to_whoever_reads_them_later():
+    nodes = Node("a", ("x",)), Node("b", ("a", "y")), Node("c", ("a", "b")), Node("d", ("c", "x"))
+    graph = Graph(nodes, {"x": 1.0, "y": 1.0}, ("d", "a"))
+    assert graph.passed_on([["a"], ["b"], ["c"], ["d"]]) == [("x", "y", "a"), ("x", "a", "b"), ("x", "a", "c")]
+    assert [graph.differentiable(name) for name in ("x", "a")] == [False, True]
+    for stages, says in (
+        ([["a"], ["b", "c"]], "in no stage"),
+        ([["a", "b"], ["b", "c", "d"]], "in stages 0 and 1"),
+        ([["b"], ["a", "c", "d"]], "which stage 1 computes"),
+        ([["a", "b", "c", "d"], []], "no nodes"),
+        ([["a", "b", "c", "d", "e"]], "no node of the graph"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            graph.passed_on(stages)
+
+
+def test_the_key_is_of_the_structure():
+    one, slower, other = chain(3), chain(3, forward=9.0, rows=4), chain(3, parameters=4.0)
+    assert one.key == slower.key != other.key

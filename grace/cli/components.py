@@ -92,8 +92,8 @@ def _print_long_tables(console: Console) -> None:
         ("builder", ("strategy builder",), lambda cls: [cls.name]),
         ("rule", ("rule of strategies",), lambda cls: [signature(cls)]),
     ]
-    for kind, header, cells in others:
-        _print_rows(console, header, [(cells(cls), _summary(cls)) for cls in known(kind).values()])
+    for kind, columns, cells in others:
+        _print_rows(console, columns, [(cells(cls), _summary(cls)) for cls in known(kind).values()])
         console.print(f"{LEGEND}\n" if kind == "communicator" else "", style="dim")
 
 

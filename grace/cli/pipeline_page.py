@@ -103,8 +103,16 @@ def _schedule_figure(plan: Plan) -> Figure:
     for event in played.events:
         start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
         later = event.stage > first_stage[plan.stages[event.stage].ranks]
-        style = {"color": ACTIONS[event.kind][0], "alpha": 0.6 if later else 1.0, "edgecolor": GRID, "linewidth": 0.5}
-        axes.barh(event.stage, width, left=start, height=0.7, **style)
+        axes.barh(
+            event.stage,
+            width,
+            left=start,
+            height=0.7,
+            color=ACTIONS[event.kind][0],
+            alpha=0.6 if later else 1.0,
+            edgecolor=GRID,
+            linewidth=0.5,
+        )
         if numbered and width > 1e3 * total / 60:
             middle = start + width / 2
             write(axes, str(event.microbatch), (middle, event.stage), size=9, color="white", ha="center", va="center")

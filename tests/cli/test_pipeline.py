@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from tests.partition.graphs import chain
+from tests.pipeline.graphs import chain
 
 from grace.bench.common.text import UNKNOWN, of_bytes
 from grace.pipeline.planning import profiles

@@ -6,13 +6,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from tests.pipeline.graphs import chain
 
 from grace.bench.common.text import UNKNOWN, of_bytes
 from grace.pipeline.planning import profiles
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
+from tests.pipeline.graphs import chain
 from tests.support.command import grace_command
 
 PROFILE = str(Path(__file__).parents[1] / "pipeline" / "profiles" / "gnmt.json")

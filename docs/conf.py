@@ -97,8 +97,21 @@ def exists(path):
     return False
 
 
+def build_pages(app):
+    """Write the pages that are made from the code and from recorded runs: methods.md and benchmarks.html."""
+    from grace.bench.common.results import load
+    from grace.bench.report.page import write_report
+    from tools.methods_page import methods_page
+
+    docs = Path(app.srcdir)
+    (docs / "methods.md").write_text(methods_page())
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    write_report(docs / "benchmarks.html", [load(path) for path in results])
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("builder-inited", build_pages, priority=100)  # before pages are looked for
     app.connect("include-read", with_links)
     app.connect("missing-reference", plain_name)
     app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon

@@ -1,4 +1,4 @@
-"""The page of methods, made from traits and docstrings: ``python -m tools.methods_page > docs/methods.md``."""
+"""The page of methods, made from traits and docstrings. ``make docs`` writes it to docs/methods.md."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from grace.core.registry import known
 
 HEAD = """# Methods
 
-Made by `python -m tools.methods_page > docs/methods.md` from the code; a test keeps it current.
+Made from the code by `make docs`.
 
 A spec is text, `topk(ratio=0.01)`, or a dict, `{"name": "topk", "ratio": 0.01}`; a sparsifier and a value compressor
 compose: `topk(ratio=0.01) | qsgd(levels=7)`. "Size" is what the size of a payload depends on. Where the data decide it,

@@ -24,14 +24,9 @@ from grace.bench.report.tables import figure_of, table, words_of
 from grace.pipeline.planning.pipeline_plan import UNITS, Plan
 from grace.pipeline.planning.predict import timeline
 
-BLUE, ORANGE, GREEN, YELLOW = PALETTE[:4]
-ACTIONS = {
-    "F": (BLUE, "blue: forward"),
-    "B": (ORANGE, "orange: backward"),
-    "I": (ORANGE, "orange: backward of inputs"),
-    "W": (GREEN, "green: of weights"),
-}
-"""Colour and legend of each kind of action."""
+BLUE, ORANGE, _, YELLOW = PALETTE[:4]
+COLORS = {"F": BLUE, "B": ORANGE}
+"""Colour of forward and of backward."""
 NEAR = 4.0
 """Multiple of the fullest rank's bytes up to which the limit is drawn: bars would vanish before a longer line."""
 MOST_NUMBERS = 120
@@ -92,7 +87,6 @@ def _schedule_figure(plan: Plan) -> Figure:
     """Draw the actions of each rank over the time of a step; replicas of stages have one row."""
     played = timeline(plan)
     groups = list(dict.fromkeys(stage.ranks for stage in plan.stages))
-    first_stage = {ranks: [stage.ranks for stage in plan.stages].index(ranks) for ranks in groups}
     drawing, axes = panel(50 + 30 * len(groups), 1000)
     set_margins(drawing, axes, 96, 14, 8, 42)
     total = max(plan.seconds, played.seconds)
@@ -102,14 +96,12 @@ def _schedule_figure(plan: Plan) -> Figure:
     numbered = len(played.events) <= MOST_NUMBERS
     for event in played.events:
         start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
-        later = event.stage > first_stage[plan.stages[event.stage].ranks]
         axes.barh(
             event.stage,
             width,
             left=start,
             height=0.7,
-            color=ACTIONS[event.kind][0],
-            alpha=0.6 if later else 1.0,
+            color=COLORS[event.kind],
             edgecolor=GRID,
             linewidth=0.5,
         )
@@ -124,12 +116,11 @@ def _schedule_figure(plan: Plan) -> Figure:
     for tick in axes.set_yticklabels(list(map(_ranks, groups))):
         tick.set(parse_math=False, color=INK, fontsize=10.5)
     label_axes(axes, "ms")
-    legend = ", ".join(ACTIONS[kind][1] for kind in sorted({event.kind for event in played.events}))
     bubble = f"{100 * plan.bubble:.1f} %"
     about = f"{plan.schedule} over {len(groups)} places: {bubble} of the time is bubble"
     caption = (
-        f"What each place of the pipeline computes ({legend}; yellow: the gradients' exchange; paler: a "
-        f"rank's later stages), with the micro-batch's number where there is room. What is empty is bubble, "
+        "What each place of the pipeline computes (blue: forward, orange: backward; yellow: the gradients' exchange), "
+        "with the micro-batch's number where there is room. What is empty is bubble, "
         f"{bubble} of the schedule, or waits for what crosses."
     )
     return Figure("One step", caption, [Panel("", svg(drawing, "line", about), about)])

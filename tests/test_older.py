@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import grace
-from grace.core.backend import LocalBackend
 from grace.strategy import schema
 from grace.torch import Communicator, Compressor, Memory, Traits
 
@@ -101,38 +100,10 @@ class Gather(Communicator):
         return self.backend.allgather(wire)
 
 
-def old_backend():
-    with pytest.warns(DeprecationWarning, match=r"beside\(\) is called duplicate\(\) now"):
-
-        class Counting(LocalBackend):
-            made = 0
-
-            def beside(self):
-                type(self).made += 1
-                return type(self)()
-
-            def among(self, ranks):
-                return type(self)()
-
-    return Counting
-
-
-def test_own_parts_written_before_train_with_their_own_memory_communicator_and_backend():
-    backend = old_backend()
-    model, optimizer = model_and_optimizer(communicator=Gather(Int8(), Halving()), backend=backend())
+def test_own_parts_written_before_train_with_their_own_memory_and_communicator():
+    model, optimizer = model_and_optimizer(communicator=Gather(Int8(), Halving()))
     before = model.weight.detach().clone()
     train(model, optimizer, range(3))
     assert not torch.equal(model.weight.detach(), before)
     assert set(optimizer.state_dict()["grace"]["state"]["memory"]) == {"weight", "bias"}
     assert optimizer.traffic.steps == 3
-
-
-def test_a_backend_is_duplicated_and_split_under_either_name():
-    backend = old_backend()()
-    assert backend.duplicate() is not backend
-    assert backend.beside() is not backend
-    assert type(backend).made == 2
-    assert type(backend.split([0])) is type(backend.among([0])) is type(backend)
-    plain = LocalBackend()
-    assert isinstance(plain.beside(), LocalBackend)
-    assert plain.among([1]) is None

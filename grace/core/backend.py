@@ -4,7 +4,6 @@ import abc
 import contextlib
 import copy
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -149,13 +148,6 @@ class Backend(abc.ABC):
         empty list on other ranks. The default is an all-gather."""
         return self.allgather(tensor).map(lambda gathered: gathered if self.rank == root else [])
 
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        for old, new in (("beside", "duplicate"), ("among", "split")):
-            if old in vars(cls) and new not in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old}() is called {new}() now", DeprecationWarning, stacklevel=2)
-                setattr(cls, new, vars(cls)[old])
-
     def duplicate(self) -> "Backend":
         """Return another backend over the same ranks, whose collectives may be started by another thread, in an order
         of their own. Every rank must call it.
@@ -177,14 +169,6 @@ class Backend(abc.ABC):
             f"{type(self).__name__} has no split(), which reducing node by node needs: define it, or leave out "
             "hierarchical and local_replication"
         )
-
-    def beside(self) -> "Backend":
-        """Return :meth:`duplicate`, whose deprecated name this is."""
-        return self.duplicate()
-
-    def among(self, ranks: Sequence[int]) -> "Backend | None":
-        """Return :meth:`split`, whose deprecated name this is."""
-        return self.split(ranks)
 
     def copy_with(self, **changed: Any) -> Any:
         """Return a backend of the same class and settings that has sent nothing yet, with these attributes changed."""

@@ -13,7 +13,7 @@ from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
-from grace.core.registry import make
+from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.calibration import NAMED, Calibration, Key, default_path, read
@@ -215,8 +215,8 @@ class Planning:
 
 
 def measured_by(methods: Sequence[Method], variables: Sequence[Variable]) -> Iterator[Communicator]:
-    """Yield the communicators by which methods are measured: their own, without parameters; where some gradients are
-    rows, which are gathered, the all-gather as well as the sum.
+    """Yield the communicators by which methods are measured: their own; where some gradients are rows, which are
+    gathered, the all-gather as well as the sum, if it can carry the method.
 
     >>> rows = Variable("table", (9, 2), sparse=True)
     >>> [made.describe() for made in measured_by(methods_of([], "exact", 2), [rows])]
@@ -224,9 +224,10 @@ def measured_by(methods: Sequence[Method], variables: Sequence[Variable]) -> Ite
     """
     sparse = any(variable.sparse for variable in variables)
     for method in methods:
-        name = method.communicator.name
-        for carrier in [name, "allgather"] if sparse and name == "allreduce" else [name]:
-            yield build_communicator(method.compressor, method.memory, carrier)
+        yield method.communicator
+        gathers = sparse and method.communicator.name == "allreduce"
+        if gathers and "allgather" in legal_communicators(method.communicator.compressor):
+            yield build_communicator(method.compressor, method.memory, "allgather")
 
 
 def by_promise(problem: Problem) -> list[Method]:

@@ -85,6 +85,18 @@ def test_the_promising_methods_are_measured_first_and_none_is_dropped(quick, gra
         assert names.get(one.name, one.strategy.plans) == one.strategy.plans
 
 
+def test_rows_are_measured_by_the_all_gather_too_where_it_can_carry_a_method(quick, gradients):
+    made = planning_of("auto(methods=['fp16', 'powersgd(rank=4)'])")
+    made.variables = [*VARIABLES, Variable("rows", (500, 8), sparse=True)]
+    made.measure_links(4e-3)
+    made.prepare(gradients, replace(TIMELINE, ready={**TIMELINE.ready, "rows": 0.0}), 4e-3)
+    while made.measure_next():
+        pass
+    assert {"allreduce, cast, none", "allgather, cast, none"} <= made.problem.costs.codecs.keys()
+    assert not any(key.startswith("allgather, powersgd") for key in made.problem.costs.codecs)
+    assert made.left_out == {}
+
+
 def test_what_could_not_be_measured_is_told(quick, gradients):
     made = prepared(gradients, "auto(methods=['fp16', 'powersgd(rank=200)'])")
     while made.measure_next():

@@ -259,7 +259,8 @@ def measure_codecs(
             answer = str(raised)
         except Exception as raised:
             error = raised
-        answers = list(filter(None, gather_or_raise(backend, "times of methods", answer, error, FAILED)))
+        received = gather_or_raise(backend, "times of methods", answer, error, FAILED)
+        answers = [each for each in received if each is not None]
         refusals = [each for each in answers if isinstance(each, str)]
         if refusals:
             left_out[method] = refusals[0]

@@ -1,6 +1,8 @@
 """Output of commands on a terminal, and the check of files that they will write."""
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,24 +54,32 @@ def progress_bar(console: Console, shown: bool = True) -> Iterator[ShowProgress]
 def check_writable(path: Path, make_folder: bool = True) -> None:
     """Raise if a file cannot be written, before a long computation whose result it is to hold.
 
+    A result replaces its file in one step (see :func:`grace.core.atomic_files.atomic_write`), so the folder must be
+    writable; the file is not opened, and stays as it is.
+
     Args:
-        path: the file, which stays as it is.
+        path: the file; a link stays for its target, and devices and pipes are taken as they are.
         make_folder: True to make its folder.
 
     Raises:
-        ConfigError: the file cannot be opened, or its folder cannot be made.
+        ConfigError: the file is a folder, or its folder is missing, cannot be made or cannot be written to.
 
     >>> check_writable(Path("/dev/null/trace.json"))
     Traceback (most recent call last):
     grace.errors.ConfigError: cannot write /dev/null/trace.json: File exists
     """
-    existed = path.exists()
+    target = Path(os.path.realpath(path))
+    code = None
     try:
         if make_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
+            target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            code = errno.EISDIR
+        elif not target.parent.is_dir():
+            code = errno.ENOENT
+        elif (target.is_file() or not target.exists()) and not os.access(target.parent, os.W_OK | os.X_OK):
+            code = errno.EACCES
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        code = error.errno
+    if code is not None:
+        raise ConfigError(f"cannot write {path}: {os.strerror(code)}")

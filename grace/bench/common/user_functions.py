@@ -31,8 +31,9 @@ def load_function(name: str, what: str, known: Iterable[str]) -> Callable[..., A
         sys.path.append(folder)
     try:
         found = getattr(importlib.import_module(module_name), function, None)
-    except ImportError as error:
-        raise ConfigError(f"{what} {name!r}: cannot import {module_name}: {error}") from error
+    except Exception as error:  # a user's module may raise anything
+        why = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} {name!r}: cannot import {module_name}: {why}") from error
     if not callable(found):
         raise ConfigError(f"{what} {name!r}: {module_name} has no function {function!r}")
     return found

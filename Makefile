@@ -43,6 +43,7 @@ TESTS_backends := tests/backends tests/faults
 TESTS_session := tests/session tests/situations
 TESTS_torch := tests/in_torch tests/situations
 TESTS_tensorflow := tests/in_tensorflow
+TESTS_pipeline := tests/pipeline tests/in_torch/pipeline tests/situations tests/cli/test_pipeline.py
 test-room: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	@test -d "grace/$(ROOM)" -a -n "$(ROOM)" || { echo "make test-room ROOM=NAME, where NAME is one of:" \
 		$$(ls -d grace/*/ | cut -d/ -f2 | grep -v __pycache__); exit 1; }
@@ -91,7 +92,8 @@ horovod:
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find grace tests examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -f docs/methods.md docs/benchmarks.html
+	find grace tests examples tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \

@@ -1,4 +1,4 @@
-"""The written pages are true: the page of methods is current, and the contributor's example works."""
+"""Pages that are made from the code are whole, and the contributor's example works."""
 
 import re
 from pathlib import Path

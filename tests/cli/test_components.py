@@ -254,7 +254,7 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),
         (["bench", "train", "--lr", "qsgd=-1"], "the learning rate of qsgd must be positive, not -1"),
         (["describe", "topk("], "cannot read the spec 'topk('"),
-        (["bench", "train", "--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["bench", "train", "--ranks", "0"], "--ranks must be between 1 and 1000, not 0"),
         (["bench", "train", "--epochs", "0"], "epochs must be at least 1, not 0"),
         (["bench", "train", "--methods", "none,topq(ratio=1)"], "unknown compressor 'topq' (did you mean 'topk'?)"),
         (["bench", "train", "--methods", ","], "no method is named in ','"),

@@ -169,7 +169,7 @@ def test_a_package_brings_a_synchronizer_a_builder_and_a_rule(folder, monkeypatc
     for name, kind, what in (
         ("tree", "communicator", "way round"), ("trees", "builder", "builder"), ("wide", "rule", "rule")
     ):  # fmt: skip
-        assert re.search(rf"^{name} +Their {what}", re.split(rf"^{kind} +what it is$", listed, flags=re.M)[1], re.M)
+        assert re.search(rf"^{name} +Their {what}", re.split(rf"^{kind} +what it is *$", listed, flags=re.M)[1], re.M)
     (folder / "rules.yaml").write_text(
         "version: 1\nrules:\n- {match: {rule: wide(than=50)}, sync: {type: tree, fanout: 5}}\n"
         "- {match: {}, sync: {type: tree}}\n"

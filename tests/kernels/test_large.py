@@ -60,7 +60,7 @@ def test_random_bits_equal_the_reference(it):
 
 @pytest.mark.parametrize("it", LARGE)
 def test_quantize_equals_the_reference(it):
-    norm = "max" if isinstance(it, InTensorFlow) else "l2"  # small, all have both: test_quantization.py
+    norm = "max" if isinstance(it, InTensorFlow) else "l2"  # small, all have both: test_agreement.py
     codes, scales = it.run("quantize", gaussian(), 127, 512, norm, STREAM)
     wanted_codes, wanted_scales = wanted(norm)
     equal = np.repeat(scales == wanted_scales, 512)[:N]

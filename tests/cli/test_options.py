@@ -3,6 +3,7 @@
 import pytest
 
 import grace
+from grace.bench.common.user_functions import load_function
 from grace.cli.terminal import check_writable
 from tests.support.command import grace_command
 
@@ -31,5 +32,26 @@ def test_a_check_of_what_will_be_written_removes_nothing(tmp_path):
     (tmp_path / "empty").touch()
     check_writable(tmp_path / "empty")
     check_writable(tmp_path / "new" / "file")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "new"]
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    check_writable(tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "new"]
     assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(grace.ConfigError, match="No such file or directory"):
+        check_writable(tmp_path / "missing" / "file", make_folder=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise RuntimeError('no data here')", "RuntimeError: no data here"),
+        ("def net(:", "SyntaxError"),
+        ("", "no fun"),
+    ],
+)
+def test_what_a_users_module_raises_is_quoted(tmp_path, monkeypatch, text, why):
+    name = f"broken_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(grace.ConfigError, match=why):
+        load_function(f"{name}:net", "model", [])

@@ -87,8 +87,10 @@ def exists(path):
     for cut in range(len(names), 0, -1):
         try:
             value = importlib.import_module(".".join(names[:cut]))
+        except grace.MissingExtraError:  # it needs what is not installed
+            return True
         except ImportError as error:
-            if error.name and error.name.partition(".")[0] != names[0]:  # it needs what is not installed
+            if error.name and error.name.partition(".")[0] != names[0]:
                 return True
             continue
         for name in names[cut:]:

@@ -120,7 +120,7 @@ def describe_variable(name: str, variable: Any, sparse: bool) -> Variable:
 
 
 def broadcast_variables(
-    variables: Iterable[Any] | keras.Model,
+    variables: "Iterable[Any] | keras.Model",  # the site is built with a stand-in for keras
     root: int = 0,
     backend: Backend | None = None,
     *,

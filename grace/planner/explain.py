@@ -11,7 +11,7 @@ from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
 from grace.planner.problem import Problem, short
 from grace.planner.step import Prediction
-from grace.strategy.plan import ShardPlan, Strategy, VariablePlan
+from grace.strategy.plan import FIELDS, ShardPlan, Strategy, Sync, VariablePlan
 
 MARGIN = 0.03
 """The part of a step by which a plan must be faster than no compression."""
@@ -277,10 +277,22 @@ def _candidate_document(one: Candidate) -> dict[str, Any]:
 
 
 def _candidate_of(document: Mapping[str, Any]) -> Candidate:
+    for entry in document["strategy"]["variables"].values():
+        for part in entry.get("parts", [entry]):
+            _check_sync(part["sync"])
     prediction, strategy = Prediction(**document["prediction"]), Strategy.from_dict(document["strategy"])
     return Candidate(
         **{**document, "methods": tuple(document["methods"]), "prediction": prediction, "strategy": strategy}
     )
+
+
+def _check_sync(document: Mapping[str, Any]) -> None:
+    """Refuse a synchronization of no known type, or with a field that its type has not."""
+    fields = dict(document)
+    kind = fields.pop("type")
+    if kind not in FIELDS:
+        del fields["group"]  # which every communicator of somebody else has
+    Sync.from_spec({"name": kind, **fields})
 
 
 # -- text ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -60,3 +61,34 @@ def test_a_loop_is_compiled_again_when_one_that_it_calls_is_another(tmp_path):
     constants.write_text(constants.read_text() + "\nMORE = 0\n")  # of what is compiled in, nobody knows which
     assert said() == ["1.0", "True"]
     assert said() == ["1.0", "False"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_a_loop_is_compiled(tmp_path, monkeypatch, number):
+    import numpy as np
+    from numba import config
+    from numba.core import event
+
+    from grace.kernels.fused.compiling import loop
+
+    class Sending(event.Listener):
+        def on_start(self, event):
+            signal.raise_signal(number)
+
+        def on_end(self, event):
+            pass
+
+    def interrupted(number, frame):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    compiled = loop()(lambda x: 2 * x)
+    before = signal.signal(number, interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt), event.install_listener("numba:run_pass", Sending()):
+            compiled(np.float32(1))
+        assert signal.getsignal(number) is interrupted
+    finally:
+        signal.signal(number, before)
+    assert len(compiled.signatures) == 1  # not half of it
+    assert compiled(np.float32(3)) == 6

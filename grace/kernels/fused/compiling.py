@@ -8,7 +8,9 @@ import contextlib
 import functools
 import hashlib
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 
 from grace.kernels import constants, random
 
+INTERRUPTS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
 
 
@@ -41,9 +44,36 @@ def loop(**options: Any) -> Callable[[Any], Any]:
     def compiled(function: Any) -> Any:
         dispatcher = decorate(function)
         dispatcher._cache = LoopCache(function)
+        dispatcher.compile = _uninterrupted(dispatcher.compile)
         return dispatcher
 
     return compiled
+
+
+def _uninterrupted(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiler that Ctrl-C and SIGTERM interrupt only when it is done.
+
+    LLVM calls Python back, and swallows what a signal's handler raises there: half a library would stay, and crash.
+    """
+
+    @functools.wraps(compile)
+    def uninterrupted(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return compile(*args)  # handlers are called in the main thread alone
+        came: list[int] = []
+        handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
+        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+        try:
+            for number in handlers:
+                signal.signal(number, lambda number, frame: came.append(number))
+            return compile(*args)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for number in came:
+                signal.raise_signal(number)
+
+    return uninterrupted
 
 
 def _unwritten(locator: Any) -> Any:

@@ -7,21 +7,24 @@
     scatter_reduce, scatter_merge   alltoall, allgather
     reduce_broadcast                (sizes,) gather, (sizes,) broadcast; again for each of the method's rounds
 
-Sizes go ahead where the data decide them.
+Sizes go ahead where the data decide them. Hierarchical exchanges are these of the nodes' leaders, between an all-reduce
+and broadcasts within the node.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from grace.communicators import Allreduce
+from grace.communicators.sparse import row_communicator
 from grace.core.route import EngineTraits
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
-from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
+from grace.exchange.route_bytes import LegBytes, bytes_of, bytes_within_node, rows_of
 from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import Codec
-from grace.planner.network import KINDS, Network
+from grace.planner.network import KINDS, Network, between_nodes
 from grace.planner.step import Transfer, Work
 from grace.session.sharding import Shard, make_buckets
 from grace.strategy.execution import compiled
@@ -40,7 +43,7 @@ class Costs:
     Attributes:
         network: between the ranks that exchange.
         codecs: computing of methods, by :func:`codec_key`.
-        inside: the network within a node, for pipelines; ``network`` if left out.
+        inside: the network within a node, for pipelines and hierarchical exchanges; ``network`` if left out.
         contention: the part by which computing takes longer while a collective is under way.
         by_ring, concatenates: as :class:`grace.core.backend.Backend` has them.
         rows: rows that a step's gradients have, of sparse variables by name; all of them where it does not say.
@@ -72,8 +75,7 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     """Return what the buckets of a strategy do, in the order in which ranks start them; averages come last.
 
     Raises:
-        ConfigError: there is no codec for what it uses, which the message names; or it is hierarchical, which is not
-            predicted.
+        ConfigError: there is no codec for what it uses, which the message names.
 
     >>> from grace.core.variable import Variable
     >>> from grace.planner.network import Links
@@ -83,11 +85,17 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     >>> work.names, work.transfers[0].nbytes
     (('a', 'b'), 8048.0)
     """
-    return works_of(compiled(strategy, strategy.variables), strategy.world_size, costs)
+    return works_of(compiled(strategy, strategy.variables), strategy.world_size, costs, strategy.nodes)
 
 
-def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
+def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: int = 1) -> list[Work]:
     """Return what the buckets of shards do, whose communicators need not be in a run.
+
+    Args:
+        shards: of the model.
+        ranks: how many there are.
+        costs: what exchanging and computing takes.
+        nodes: how many nodes the ranks are on, for hierarchical exchanges.
 
     Raises:
         ConfigError: as :func:`works`.
@@ -102,13 +110,23 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
                 carried.add(bucket.communicator.delayed)
             own = [by_name[name] for name in bucket.names]
             names = tuple(dict.fromkeys([shard.whole.name for shard in own]))
-            key = described[id(bucket.communicator)], tuple(bucket.variables), names, bucket.carries, averaged, ranks
+            led = nodes if own[0].hierarchical else 0
+            key = (
+                described[id(bucket.communicator)],
+                tuple(bucket.variables),
+                names,
+                bucket.carries,
+                averaged,
+                ranks,
+                led,
+            )
             if key not in costs.known:
                 if len(costs.known) >= MOST_KNOWN:
                     costs.known.clear()
-                if own[0].hierarchical:
-                    raise ConfigError(f"{names[0]!r} is exchanged by nodes (hierarchical), which is not predicted")
-                costs.known[key] = _work(bucket, names, own[0].period, ranks, costs)
+                if led:
+                    costs.known[key] = _led_work(bucket, names, ranks, led, costs)
+                else:
+                    costs.known[key] = _work(bucket, names, own[0].period, ranks, costs)
             found.append(costs.known[key])
     return found
 
@@ -142,17 +160,9 @@ def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs
         ConfigError: nobody measured its method, or the bits of its elements.
     """
     communicator: Any = bucket.communicator
-    key = DENSE if period else codec_key(communicator)
-    codec = costs.codecs.get(key)
-    if codec is None:
-        raise ConfigError(
-            f"{names[0]!r} is carried by {key}, and nobody measured what that takes. Measured: "
-            f"{', '.join(map(repr, costs.codecs)) or 'nothing'}"
-        )
-    sparse = bucket.variables[0].sparse and not period  # averages now and then are dense
-    elements: float = sum(variable.numel for variable in bucket.variables)
-    if sparse:
-        elements = sum(rows_of(v, costs.rows) * math.prod(v.shape[1:]) for v in bucket.variables)
+    codec = _codec_of(DENSE if period else codec_key(communicator), names, costs)
+    # averages now and then are dense
+    elements = sum(variable.numel for variable in bucket.variables) if period else _elements(bucket, costs)
     compressor = communicator.compressor
     inner = compressor.inner if isinstance(compressor, RowCompressor) else compressor
     if codec.bits is None and any(inner.wire_bits(variable.shape) is None for variable in bucket.variables):
@@ -160,9 +170,7 @@ def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs
             f"{bucket.names[0]!r} is carried by {communicator.describe()}, whose bytes the data decide: its codec must "
             "say the bits that an element takes (Codec.bits), as it was measured"
         )
-    on_cpu = bucket.variables[0].device.startswith("cpu")
-    engine = EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu)
-    payloads = payloads_of(bytes_of(bucket, engine, codec.bits, costs.rows), ranks)
+    payloads = payloads_of(bytes_of(bucket, _engine(bucket, ranks, costs), codec.bits, costs.rows), ranks)
     gaps, usual = len(payloads) - 1, sum(not payload.hop for payload in payloads) - 1
     size = len(bucket.variables), elements, ranks
     return Work(
@@ -174,6 +182,63 @@ def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs
         delayed=communicator.delayed and not period,
         memory=_memory(bucket, ranks, elements, payloads, averaged=period > 0),
         period=period,
+    )
+
+
+def _codec_of(key: str, names: Sequence[str], costs: Costs) -> Codec:
+    """Return a codec by its key.
+
+    Raises:
+        ConfigError: nobody measured it.
+    """
+    codec = costs.codecs.get(key)
+    if codec is None:
+        raise ConfigError(
+            f"{names[0]!r} is carried by {key}, and nobody measured what that takes. Measured: "
+            f"{', '.join(map(repr, costs.codecs)) or 'nothing'}"
+        )
+    return codec
+
+
+def _engine(bucket: Bucket, ranks: int, costs: Costs) -> EngineTraits:
+    on_cpu = bucket.variables[0].device.startswith("cpu")
+    return EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu)
+
+
+def _elements(bucket: Bucket, costs: Costs) -> float:
+    """Return the elements that a bucket exchanges: of sparse variables those of the rows that have gradients."""
+    if not bucket.variables[0].sparse:
+        return sum(variable.numel for variable in bucket.variables)
+    return sum(rows_of(v, costs.rows) * math.prod(v.shape[1:]) for v in bucket.variables)
+
+
+def _led_work(bucket: Bucket, names: tuple[str, ...], ranks: int, nodes: int, costs: Costs) -> Work:
+    """Return what a bucket does on the leader of the largest node, where nodes sum first and leaders exchange."""
+    between = replace(costs, network=between_nodes(costs.network))
+    work, members = _work(bucket, names, 0, nodes, between), -(-ranks // nodes)
+    if members == 1:
+        return work
+    engine = _engine(bucket, members, costs)
+    summing = row_communicator(Allreduce("none"), "") if bucket.variables[0].sparse else Allreduce("none")
+    summed, shared = bytes_within_node(bucket, summing, engine, costs.rows)
+    sum_payloads = payloads_of(summed, members)
+    codec, inside = _codec_of(DENSE, names, costs), costs.inside or between.network
+    size = len(bucket.variables), _elements(bucket, costs), members
+    return replace(
+        work,
+        start=work.start + codec.start.seconds(*size) + codec.finish.seconds(*size),
+        memory=work.memory + max(payload.nbytes for payload in sum_payloads),
+        node_sum=tuple(_transfer(payload, None, members, inside) for payload in sum_payloads),
+        node_share=tuple(
+            Transfer(
+                "broadcast",
+                inside.seconds("broadcast", leg.nbytes, members),
+                leg.leg.sent(leg.nbytes, members, 1),
+                0,
+                root_nbytes=leg.leg.sent(leg.nbytes, members, 0),
+            )
+            for leg in shared
+        ),
     )
 
 

@@ -240,12 +240,20 @@ class Levels:
         return max(within, self.between.seconds(kind, nbytes, ranks))
 
 
+def between_nodes(network: Network) -> Network:
+    """Return the network as one rank of each node sees it alone, which shares its node's link with none.
+
+    >>> between_nodes(Levels(Links(1e10), Links(1e8), per_node=2)).bandwidth
+    100000000.0
+    """
+    return network.between if isinstance(network, Levels) else network
+
+
 def links_of(network: Network) -> Links | None:
     """Return latency and bandwidth of a network's links, between nodes, or as fitted; None if nobody knows them.
 
     >>> links_of(Levels(Links(1e10), Links(1e8), per_node=2)).bandwidth
     100000000.0
     """
-    if isinstance(network, Levels):
-        return links_of(network.between)
+    network = between_nodes(network)
     return network if isinstance(network, Links) else getattr(network, "links", None)

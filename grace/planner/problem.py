@@ -85,7 +85,7 @@ class Problem:
         Raises:
             ConfigError: as :meth:`predict`.
         """
-        return works_of(shards, self.ranks, self.costs)
+        return works_of(shards, self.ranks, self.costs, self.nodes)
 
     def simulate(self, found: Sequence[Work]) -> Prediction:
         """Predict a step whose buckets do this, in the order in which they start."""

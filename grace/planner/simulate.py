@@ -9,6 +9,8 @@ The rules are those of the exchanges (:class:`grace.session.step_runner.StepRunn
   for the last one and decodes. The optimizer comes after all of them.
 - What goes through a root (a parameter server) occupies that rank's link, and the others' for what they send or
   receive; so what goes through different roots overlaps. Between a gather and its answer the root computes alone.
+- In a hierarchical exchange computing waits for the sum over the node before it encodes, and for what the leader hands
+  on after it has decoded; both use links of their own, within the node.
 - Delayed exchanges run beside training, one after the other, from the end of the step that sent them; a step takes no
   less than they do, and the link carries theirs in addition.
 - While something travels, computing takes longer by ``contention``.
@@ -18,7 +20,7 @@ None of this lets a step become faster when something in it takes longer.
 
 from collections.abc import Sequence
 
-from grace.planner.step import Prediction, Timeline, Work
+from grace.planner.step import Prediction, Timeline, Transfer, Work
 
 
 def simulate(timeline: Timeline, works: Sequence[Work], contention: float = 0.0) -> Prediction:
@@ -155,6 +157,7 @@ class _Step:
             if need > done:
                 self._model(need - done)
                 done = need
+            self._within_node(i, work.node_sum)
             begin = self.time
             self._compute(work.start)
             self.codec += work.start
@@ -203,6 +206,14 @@ class _Step:
             self._compute(work.finish)
             self.codec += work.finish
             self.events.append(("finish", i, begin, self.time))
+            self._within_node(i, work.node_share)
+
+    def _within_node(self, i: int, transfers: Sequence[Transfer]) -> None:
+        """Wait for collectives within the node."""
+        if transfers:
+            begin = self.time
+            self.time += sum(transfer.seconds for transfer in transfers)
+            self.events.append(("inside", i, begin, self.time))
 
     def _averages(self) -> float:
         """Return the seconds per step of averages now and then."""
@@ -216,9 +227,11 @@ class _Step:
 
 
 def most_sent(works: Sequence[Work]) -> float:
-    """Return the bytes that leave the rank that sends most, in a step."""
+    """Return the bytes that leave the rank that sends most, in a step; of a hierarchical exchange that is a leader."""
     usual, more = 0.0, dict[int, float]()
     for work in works:
+        usual += sum(transfer.nbytes for transfer in work.node_sum)
+        usual += sum(transfer.root_nbytes for transfer in work.node_share)
         for transfer in work.transfers:
             usual += transfer.nbytes / max(1, work.period)
             if transfer.root >= 0:

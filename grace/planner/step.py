@@ -79,6 +79,8 @@ class Work:
         delayed: its means are applied in a later step, so that nothing waits for it as long as the link can follow.
         memory: bytes that it keeps on a rank, between steps and during one: residuals, wires, what is decoded.
         period: averaged every so many steps, after the optimizer's, while all wait; 0 if it is exchanged in every step.
+        node_sum, node_share: collectives within the node, of a hierarchical exchange: the sum before the leaders'
+            exchange, and what the leader hands on after it. Computing waits for both.
     """
 
     names: tuple[str, ...]
@@ -89,6 +91,8 @@ class Work:
     delayed: bool = False
     memory: float = 0.0
     period: int = 0
+    node_sum: tuple[Transfer, ...] = ()
+    node_share: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)

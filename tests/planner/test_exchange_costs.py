@@ -14,8 +14,9 @@ from grace.errors import ConfigError, PayloadError
 from grace.exchange.sparse_rows import SparseRows
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.exchange_costs import DENSE, Costs, codec_key, works, works_of
-from grace.planner.network import Links, MeasuredNetwork
-from grace.planner.simulate import most_sent
+from grace.planner.network import Levels, Links, MeasuredNetwork
+from grace.planner.simulate import most_sent, simulate
+from grace.planner.step import Timeline
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
@@ -176,10 +177,38 @@ def strategy_of(part, ranks, variables=VARIABLES, nodes=1):
     return Strategy(tuple(VariablePlan(v, (part,)) for v in variables), ranks, nodes)
 
 
-def test_hierarchical_exchanges_are_not_predicted():
-    part = ShardPlan(Sync("allreduce", hierarchical=True))
-    with pytest.raises(ConfigError, match=r"hierarchical.*not predicted"):
-        works(strategy_of(part, 4, LARGE, 2), costs_for(compiled(strategy_of(part, 4, LARGE, 2), LARGE)))
+@pytest.mark.parametrize(
+    ("kind", "compressor"), [("allreduce", "none"), ("allgather", "topk(ratio=0.1)"), ("allreduce", "powersgd")]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hierarchical_exchanges_send_the_bytes_that_are_predicted(kind, compressor, rank):
+    """Of 4 ranks on 2 nodes: rank 0 leads its node, rank 1 does not."""
+    strategy = strategy_of(ShardPlan(Sync(kind, hierarchical=True), compressor), 4, LARGE, 2)
+    shards = compiled(strategy, LARGE)
+    sent, *_ = exchanged(shards, LARGE, 4, rank, nodes=[0, 0, 1, 1])
+    found = works(strategy, costs_for(shards))
+    assert all(len(work.node_share) == 1 + len(work.names) for work in found)
+    if rank == 0:
+        assert most_sent(found) == pytest.approx(sent, abs=4 * len(LARGE) * len(found))
+    else:  # the sum over its node is all that it sends
+        within = sum(transfer.nbytes for work in found for transfer in (*work.node_sum, *work.node_share))
+        assert within == pytest.approx(sent, abs=4 * len(LARGE) * len(found))
+
+
+def test_leaders_use_the_link_between_nodes_and_their_nodes_own():
+    part = ShardPlan(Sync("allgather", hierarchical=True), "topk(ratio=0.1)")
+    strategy = strategy_of(part, 8, [Variable("w", (1000, 1000))], 2)
+    shards = compiled(strategy, strategy.variables)
+
+    def step(inside, between, one=strategy):
+        costs = costs_for(shards, network=Levels(Links(inside), Links(between), 4), inside=Links(inside))
+        return simulate(Timeline({"w": 0.0}), works(one, costs)).step
+
+    flat = strategy_of(replace(part, sync=Sync("allgather")), 8, strategy.variables, 2)
+    assert step(1e10, 1e7) < step(1e10, 1e6)
+    assert step(1e10, 1e7) < step(1e8, 1e7)
+    assert step(1e10, 1e7) < 0.5 * step(1e10, 1e7, flat)  # which carries what all 8 ranks send
+    assert step(1e10, 1e7) == pytest.approx(step(1e10, 1e7, replace(strategy, world_size=2)), rel=0.1)  # one on each
 
 
 def test_averages_now_and_then_come_after_the_step():

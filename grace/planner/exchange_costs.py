@@ -32,8 +32,6 @@ from grace.strategy.plan import Strategy
 
 DENSE = "allreduce, none, none"
 """The codec of averages now and then."""
-MOST_KNOWN = 100_000
-"""Buckets that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,6 @@ class Costs:
     by_ring: bool = False
     concatenates: bool = False
     rows: Mapping[str, float] = field(default_factory=dict)
-    known: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """Buckets that were worked out before."""
 
 
 def codec_key(communicator: Any) -> str:
@@ -101,7 +97,6 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: int = 1) 
         ConfigError: as :func:`works`.
     """
     by_name = {shard.variable.name: shard for shard in shards}
-    described = {id(shard.communicator): shard.communicator.describe() for shard in shards}
     found, carried = [], set[bool]()
     for averaged in (False, True):
         for bucket in make_buckets([shard for shard in shards if bool(shard.period) == averaged]):
@@ -110,24 +105,10 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: int = 1) 
                 carried.add(bucket.communicator.delayed)
             own = [by_name[name] for name in bucket.names]
             names = tuple(dict.fromkeys([shard.whole.name for shard in own]))
-            led = nodes if own[0].hierarchical else 0
-            key = (
-                described[id(bucket.communicator)],
-                tuple(bucket.variables),
-                names,
-                bucket.carries,
-                averaged,
-                ranks,
-                led,
-            )
-            if key not in costs.known:
-                if len(costs.known) >= MOST_KNOWN:
-                    costs.known.clear()
-                if led:
-                    costs.known[key] = _led_work(bucket, names, ranks, led, costs)
-                else:
-                    costs.known[key] = _work(bucket, names, own[0].period, ranks, costs)
-            found.append(costs.known[key])
+            if own[0].hierarchical:
+                found.append(_led_work(bucket, names, ranks, nodes, costs))
+            else:
+                found.append(_work(bucket, names, own[0].period, ranks, costs))
     return found
 
 
@@ -233,8 +214,7 @@ def _led_work(bucket: Bucket, names: tuple[str, ...], ranks: int, nodes: int, co
             Transfer(
                 "broadcast",
                 inside.seconds("broadcast", leg.nbytes, members),
-                leg.leg.sent(leg.nbytes, members, 1),
-                0,
+                root=0,
                 root_nbytes=leg.leg.sent(leg.nbytes, members, 0),
             )
             for leg in shared
@@ -263,15 +243,13 @@ def _transfer(payload: Payloads, communicator: Any, ranks: int, network: Network
     measured = "allreduce16" if payload.half else kind
     each = network.seconds(measured, nbytes, ranks)
     if payload.rooted:
-        root, sending = communicator.destination, network.seconds(kind, nbytes, 2)
-        if kind == "gather":
-            return Transfer(kind, each, nbytes, root, sending)
-        return Transfer(kind, each, 0.0, root, sending, others * nbytes)
-    occupies = max(0.0, each - network.seconds(measured, 0.0, ranks))
+        root = communicator.destination
+        sent, of_root = (nbytes, 0.0) if kind == "gather" else (0.0, others * nbytes)
+        return Transfer(kind, each, sent, root, of_root)
     if kind == "broadcast":  # from each rank in its turn
-        return Transfer(kind, ranks * each, others * nbytes, occupies=ranks * occupies)
+        return Transfer(kind, ranks * each, others * nbytes)
     share = {"allreduce": 2 * others / ranks, "allgather": others, "alltoall": others / ranks}[kind]
-    return Transfer(kind, each, share * nbytes, occupies=occupies)
+    return Transfer(kind, each, share * nbytes)
 
 
 def _memory(bucket: Bucket, ranks: int, elements: float, payloads: Sequence[Payloads], averaged: bool) -> float:

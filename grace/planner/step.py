@@ -50,20 +50,15 @@ class Transfer:
         kind: "allreduce", "allgather", "alltoall", "broadcast", "gather" (to the root) or "scatter" (from it).
         seconds: that it takes when nothing else travels, its latency included.
         nbytes: that leave a rank; each but the root, where there is one.
-        root: the rank at which it begins or ends; -1 where it has none. Those of different roots overlap, but for what
-            passes the links of all others: ``sending`` seconds of each.
-        sending: see there.
+        root: the rank at which it begins or ends; -1 where it has none.
         root_nbytes: that leave the root.
-        occupies: seconds of these in which it uses a link up, and not only waits for messages; all, if None.
     """
 
     kind: str
     seconds: float
     nbytes: float = 0.0
     root: int = -1
-    sending: float = 0.0
     root_nbytes: float = 0.0
-    occupies: float | None = None
 
 
 @dataclass(frozen=True)

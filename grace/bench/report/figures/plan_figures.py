@@ -19,7 +19,7 @@ from grace.bench.report.figures.style import (
     panel,
     plain_ticks,
 )
-from grace.planner.scaling import Line
+from grace.bench.report.scaling import Line
 from grace.planner.step import Prediction
 
 KEYS = (

@@ -106,6 +106,7 @@ def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
     assert kept["settled"] <= GOALS["settled"] or "when it was checked" in kept["plan"]
     assert kept["uncompressed"] <= GOALS["uncompressed"]
     assert kept["planning"] > 0
+    assert "largest part of a variable's bound" in kept["plan"]
     assert found == [kept]
     before = file.read_text()
     assert SWEEP.run(settings, file, resume=True) == found

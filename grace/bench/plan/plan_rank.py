@@ -82,10 +82,11 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     began, trainer = time.perf_counter(), Trainer(model, backend)
     settled, uncompressed = trainer.train_until_settled()
     planner = trainer.session.auto.planner
+    plan = trainer.optimizer.plan  # which the turns end
     rows, missing, planning = [], dict[str, str](), 0.0
     if backend.rank == 0:
         planning = _planning_seconds(planner.problem)
-        rows, missing = _plans(settings, planner.problem, trainer.optimizer.plan)
+        rows, missing = _plans(settings, planner.problem, plan)
     strategies: list[Strategy] = backend.allgather_object([row.pop("strategy") for row in rows])[0]
     runs = [PlanRun(trainer, strategy, number) for number, strategy in enumerate(strategies)]
     _take_turns(runs, settings, trainer, emit)
@@ -94,7 +95,7 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
             row["measured_ms"] = 1e3 * run.slowest
         about: Event = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
         about["seconds"] = time.perf_counter() - began
-        about["plan"] = str(trainer.optimizer.plan)
+        about["plan"] = str(plan)
         emit({"scenario": {**about, "calibration": planner.calibration.to_dict(), "missing": missing, "plans": rows}})
 
 

@@ -142,14 +142,14 @@ def choose_costs(auto: Auto, cluster: Cluster, calibration: Calibration | None, 
         ConfigError: the calibration is of links between other nodes, or of none.
     """
     nodes = len(set(cluster.ranks))
-    measured = calibration is not None and bool(calibration.curves)
+    measured = calibration is not None and calibration.network is not None
     described = auto.bandwidth is not None or (bandwidths(cluster) is not None and not measured)
     if calibration is not None and not described:
         if auto.latency is not None:
             raise ConfigError(
                 "--latency beside a calibration needs --bandwidth: else the links are those that it measured"
             )
-        if not calibration.curves:
+        if calibration.network is None:
             raise ConfigError(
                 f"{path}: was made by one rank alone, and has no times of collectives. {AGAIN}, by all ranks; or say "
                 "--bandwidth"

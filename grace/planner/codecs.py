@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
 from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
+from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
@@ -67,11 +67,11 @@ class MeasuredMethod:
 
 def measure(
     communicator: Communicator,
-    gradients: Mapping[str, Any],
+    gradients: Mapping[str, Tensor],
     ranks: int,
     seed: int = 0,
     limit_seconds: float = 1.0,
-    synchronize: Callable[[], Any] = lambda: None,
+    synchronize: Callable[[], object] = lambda: None,
 ) -> MeasuredMethod:
     """Run real exchanges of these gradients over simulated ranks, and time what they compute.
 
@@ -118,7 +118,7 @@ def measure(
     grows_with_ranks = (False, communicator.rooted, every_rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        timed: Mapping[str, Any] = smaller
+        timed: Mapping[str, Tensor] = smaller
         try:
             whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
         except PayloadError:  # owners of ranges, which differ, cannot all send the same; those of one variable's can
@@ -142,7 +142,7 @@ def measure(
     return MeasuredMethod(method, Codec(start, middle, finish, bits), errors)
 
 
-def _cost(pieces: tuple[Mapping[str, Any], float], whole: tuple[Mapping[str, Any], float], ranks: int) -> Cost:
+def _cost(pieces: tuple[Mapping[str, Tensor], float], whole: tuple[Mapping[str, Tensor], float], ranks: int) -> Cost:
     """Return the cost of each variable and of each element by which two buckets take what they took, neither below 0.
 
     Args:
@@ -160,12 +160,12 @@ def _cost(pieces: tuple[Mapping[str, Any], float], whole: tuple[Mapping[str, Any
 class _Trials:
     """Exchanges of one method over simulated ranks, each by a copy of a communicator that remembers nothing."""
 
-    def __init__(self, communicator: Communicator, seed: int, synchronize: Callable[[], Any]):
+    def __init__(self, communicator: Communicator, seed: int, synchronize: Callable[[], object]):
         self.communicator, self.seed, self.synchronize = communicator, seed, synchronize
 
     def time_whole(
-        self, tensors: Mapping[str, Any], ranks: int, seconds: float
-    ) -> tuple[dict[str, Any], tuple[float, float, float]]:
+        self, tensors: Mapping[str, Tensor], ranks: int, seconds: float
+    ) -> tuple[dict[str, Tensor], tuple[float, float, float]]:
         """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took."""
         whole, elements = sum(map(numel, tensors.values())), PROBE
         while True:
@@ -178,7 +178,7 @@ class _Trials:
             elements *= 4
 
     def time(
-        self, tensors: Mapping[str, Any], ranks: int, seconds: float, least: int = LEAST
+        self, tensors: Mapping[str, Tensor], ranks: int, seconds: float, least: int = LEAST
     ) -> tuple[float, float, float]:
         """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
         lower quartiles of some steps, because what else a machine does makes them longer only.
@@ -211,7 +211,7 @@ class _Trials:
         return start, middle, finish
 
     def _step(
-        self, runner: StepRunner, backend: SimulatedRanks, given: list[Any], outs: list[Any]
+        self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]
     ) -> tuple[float, float, float]:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
         marks, gaps = [self._computed(backend)], 0
@@ -233,7 +233,7 @@ class _Trials:
         self.synchronize()
         return time.perf_counter()
 
-    def errors(self, tensors: Mapping[str, Any], share: float) -> dict[str, float]:
+    def errors(self, tensors: Mapping[str, Tensor], share: float) -> dict[str, float]:
         """Return |x - C(x)|^2 / |x|^2 of a share of the elements of each; 0 where x is."""
         taken = {name: shortened(x, max(SMALL, math.ceil(share * numel(x)))) for name, x in tensors.items()}
         drawn: list[dict[str, float]] = []
@@ -245,7 +245,7 @@ class _Trials:
                 break
         return {name: fmean(errors[name] for errors in drawn) for name in taken}
 
-    def bits(self, tensors: Mapping[str, Any], steps: int = 4) -> float:
+    def bits(self, tensors: Mapping[str, Tensor], steps: int = 4) -> float:
         """Return the bits of a payload per element, with the memory."""
         with _runner(self._alone(True), tensors, SimulatedRanks(1), self.seed) as runner:
             for _ in range(steps):
@@ -262,14 +262,14 @@ class _Trials:
         return build_communicator(made.compressor, made.memory, None)
 
 
-def _exchange(runner: StepRunner, tensors: Mapping[str, Any]) -> list[Outcome]:
+def _exchange(runner: StepRunner, tensors: Mapping[str, Tensor]) -> list[Outcome]:
     runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
     return runner.finish_step(lambda bucket: [None] * len(tensors))
 
 
 @contextlib.contextmanager
 def _runner(
-    communicator: Communicator, tensors: Mapping[str, Any], backend: SimulatedRanks, seed: int
+    communicator: Communicator, tensors: Mapping[str, Tensor], backend: SimulatedRanks, seed: int
 ) -> Iterator[StepRunner]:
     """Yield a runner of one bucket, which all tensors travel in."""
     variables = [_variable(name, x) for name, x in tensors.items()]
@@ -297,14 +297,14 @@ def _root(communicator: Communicator) -> int:
     return root if isinstance(root, int) else 0
 
 
-def _variable(name: str, x: Any) -> Variable:
+def _variable(name: str, x: Tensor) -> Variable:
     return Variable(name, tuple(map(int, x.shape)), kernels_of(x).dtype(x), str(getattr(x, "device", "cpu")))
 
 
 # -- gradients of any framework ------------------------------------------------------------------------
 
 
-def dense_values(name: str, gradient: Any) -> Any:
+def dense_values(name: str, gradient: Tensor | SparseRows) -> Tensor:
     """Return the values of a gradient, whether it is sparse or not.
 
     Raises:
@@ -317,7 +317,7 @@ def dense_values(name: str, gradient: Any) -> Any:
         raise ConfigError(f"the gradient of {name!r}: {error}") from None
 
 
-def is_table(gradient: Any) -> bool:
+def is_table(gradient: Tensor | SparseRows) -> bool:
     """Return True if most rows of a gradient are zero, as those of an embedding table are: no sample has used them.
 
     >>> x = np.zeros((1000, 4), np.float32)
@@ -333,19 +333,19 @@ def is_table(gradient: Any) -> bool:
     return bool(np.mean(np.any(rows != 0, axis=1)) < 0.5)
 
 
-def numel(x: Any) -> int:
+def numel(x: Tensor) -> int:
     """Return the number of elements."""
     return math.prod(map(int, x.shape))
 
 
-def shortened(x: Any, most: int) -> Any:
+def shortened(x: Tensor, most: int) -> Tensor:
     """Return the first rows of a tensor, of no more than so many elements, if a row has no more."""
     if numel(x) <= most or not len(x.shape):
         return x
     return x[: max(1, most // max(1, numel(x) // int(x.shape[0])))]
 
 
-def share_of(tensors: Mapping[str, Any], elements: int) -> dict[str, Any]:
+def share_of(tensors: Mapping[str, Tensor], elements: int) -> dict[str, Tensor]:
     """Return the first rows of each tensor, in proportion, so that all have about so many elements."""
     share = elements / sum(map(numel, tensors.values()))
     if share >= 1:
@@ -353,17 +353,17 @@ def share_of(tensors: Mapping[str, Any], elements: int) -> dict[str, Any]:
     return {name: shortened(x, max(1, int(share * numel(x)))) for name, x in tensors.items()}
 
 
-def _copied(x: Any) -> Any:
+def _copied(x: Tensor) -> Tensor:
     k = kernels_of(x)
     return k.reshape(k.join([k.flat(x)]), tuple(x.shape))
 
 
-def _array(x: Any) -> np.ndarray:
+def _array(x: Tensor) -> np.ndarray:
     x = kernels_of(x).cast(x, "float64")
     return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
 
 
-def _check_finite(name: str, x: Any) -> None:
+def _check_finite(name: str, x: Tensor) -> None:
     """Raise if a gradient is not finite.
 
     Raises:
@@ -373,7 +373,7 @@ def _check_finite(name: str, x: Any) -> None:
         raise ConfigError(f"the gradient of {name!r} holds a NaN or an infinite value; measure another step's")
 
 
-def _relative_error(x: Any, other: Any) -> float:
+def _relative_error(x: Tensor, other: Tensor) -> float:
     array = _array(x)
     square = float(np.square(array).sum())
     return float(np.square(array - _array(other)).sum()) / square if square else 0.0

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
+from grace.core.communicator import Communicator
 from grace.core.route import EngineTraits
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
@@ -56,7 +57,7 @@ class Costs:
     rows: Mapping[str, float] = field(default_factory=dict)
 
 
-def codec_key(communicator: Any) -> str:
+def codec_key(communicator: Communicator) -> str:
     """Return the key of a codec: communicator, compressor and memory, without the communicator's own parameters, which
     say who computes and when.
 
@@ -140,7 +141,7 @@ def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs
     Raises:
         ConfigError: nobody measured its method, or the bits of its elements.
     """
-    communicator: Any = bucket.communicator
+    communicator = bucket.communicator
     codec = _codec_of(DENSE if period else codec_key(communicator), names, costs)
     # averages now and then are dense
     elements = sum(variable.numel for variable in bucket.variables) if period else _elements(bucket, costs)

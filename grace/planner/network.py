@@ -1,8 +1,9 @@
 """Times of collectives: by formulas of a link's latency and bandwidth, or as they were measured."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -135,68 +136,65 @@ class Links:
 class MeasuredNetwork:
     """Network whose links were measured.
 
-    Other numbers of ranks than those measured take what the nearest number took, times the ratio of the formulas with
-    the latency and bandwidth that fit best; kinds that were not measured take what the formulas say.
+    Other numbers of ranks than that which measured take as long, times the ratio of the formulas with the latency and
+    bandwidth that fit best; kinds that were not measured take what the formulas say.
 
     Args:
-        curves: by kind and number of ranks.
-        links: latency and bandwidth; fitted to the curves if left out.
+        curves: by kind of collective.
+        ranks: how many measured.
 
     Raises:
         ConfigError: nothing was measured, or a kind that there is not.
 
     >>> curve = Curve.through([(n, 2e-5 + n / 1e9) for n in (1e3, 1e6, 1e8)])
-    >>> network = MeasuredNetwork({"allreduce": {2: curve}})
+    >>> network = MeasuredNetwork({"allreduce": curve}, ranks=2)
     >>> network.seconds("allreduce", 1e6, 2), round(network.seconds("allreduce", 1e8, 4), 4)
     (0.00102, 0.1501)
     >>> round(network.seconds("alltoall", 1e8, 2), 3)
     0.05
     """
 
-    curves: Mapping[str, Mapping[int, Curve]]
-    links: Links | None = None
-    _made: dict[tuple[str, int], Curve] = field(init=False, repr=False, compare=False, default_factory=dict)
+    curves: Mapping[str, Curve]
+    ranks: int
 
     def __post_init__(self) -> None:
         for kind in self.curves:
             steps_of(kind, 1.0, 2)
-        if self.links is None:
-            points = [
-                (kind, nbytes, ranks, seconds)
-                for kind, by_ranks in self.curves.items()
-                for ranks, curve in by_ranks.items()
-                for nbytes, seconds in curve.points
-            ]
-            object.__setattr__(self, "links", Links.fitted(points))
+        _ = self.links  # raises where there is nothing to fit to
+
+    @functools.cached_property
+    def links(self) -> Links:
+        """Latency and bandwidth that fit best."""
+        of_kinds = [(kind, point) for kind, curve in self.curves.items() for point in curve.points]
+        return Links.fitted([(kind, nbytes, self.ranks, seconds) for kind, (nbytes, seconds) in of_kinds])
+
+    @functools.cached_property
+    def _scaled(self) -> dict[tuple[str, int], Curve]:
+        """Curves of other numbers of ranks, as far as they were asked for."""
+        return {}
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
         if ranks <= 1:
             return 0.0
         if kind == "allreduce16" and kind not in self.curves:
             kind = "allreduce"
-        curve = self._made.get((kind, ranks))
-        if curve is None:
-            measured = {n: curve for n, curve in self.curves.get(kind, {}).items() if n > 1}
-            if not measured:
-                assert self.links is not None
-                return self.links.seconds(kind, nbytes, ranks)
-            curve = self._made[kind, ranks] = self._scaled(kind, ranks, measured)
-        return curve.seconds(nbytes)
+        if kind not in self.curves:
+            return self.links.seconds(kind, nbytes, ranks)
+        if (kind, ranks) not in self._scaled:
+            self._scaled[kind, ranks] = self._curve(kind, ranks)
+        return self._scaled[kind, ranks].seconds(nbytes)
 
     def times(self, factor: float) -> "MeasuredNetwork":
         """Return the network with all seconds multiplied."""
-        curves = {kind: {n: curve.times(factor) for n, curve in found.items()} for kind, found in self.curves.items()}
-        return MeasuredNetwork(curves)
+        return MeasuredNetwork({kind: curve.times(factor) for kind, curve in self.curves.items()}, self.ranks)
 
-    def _scaled(self, kind: str, ranks: int, measured: Mapping[int, Curve]) -> Curve:
+    def _curve(self, kind: str, ranks: int) -> Curve:
         """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""
-        if ranks in measured:
-            return measured[ranks]
-        assert self.links is not None
-        near = min(measured, key=lambda n: (abs(math.log(n / ranks)), n))
+        if ranks == self.ranks:
+            return self.curves[kind]
         points = []
-        for nbytes, seconds in measured[near].points:
-            usual = self.links.seconds(kind, nbytes, near)
+        for nbytes, seconds in self.curves[kind].points:
+            usual = self.links.seconds(kind, nbytes, self.ranks)
             ratio = self.links.seconds(kind, nbytes, ranks) / usual if usual > 0 else 1.0
             points.append((nbytes, max(seconds * ratio, 1e-12)))
         return Curve.through(points)

@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
+from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -32,6 +33,9 @@ from grace.planner.uniform import assigned_strategy, uniform_strategy
 from grace.strategy.builder import Cluster
 from grace.strategy.choices import AutoRequest
 from grace.strategy.resources import cluster_of
+
+if TYPE_CHECKING:  # which a request brings
+    from grace.planner.builders.auto import Auto
 
 LINK_SECONDS, CODEC_SECONDS = 2.0, 0.3
 """About how long the links are measured, and each method."""
@@ -87,9 +91,10 @@ class Planning:
         self.oversubscribed = 1.0
 
     @property
-    def options(self) -> Any:
+    def options(self) -> "Auto":
         """Parameters of the user's request."""
-        return self.request.options
+        options: Auto = self.request.options
+        return options
 
     # -- every rank -----------------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class Planning:
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
-    def prepare(self, gradients: Mapping[str, Any], timeline: Timeline, plain: float, skew: float = 0.0) -> None:
+    def prepare(self, gradients: Mapping[str, Tensor], timeline: Timeline, plain: float, skew: float = 0.0) -> None:
         """Measure no compression, the reference and the most promising methods on these gradients.
 
         Args:
@@ -184,7 +189,7 @@ class Planning:
         """Return what is known before codecs are measured: the links, and the codecs that earlier runs have kept."""
         key = Key.of(self.backend, nodes, self.framework, self.threads)
         made = Calibration(
-            key, time.time(), links.curves, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates
+            key, time.time(), links.network, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates
         )
         former = self._former(key)
         if former is None:
@@ -260,7 +265,7 @@ def by_promise(problem: Problem) -> list[Method]:
 
 
 def with_measured(
-    problem: Problem, choice: Communicator, gradients: Mapping[str, Any], oversubscribed: float = 1.0
+    problem: Problem, choice: Communicator, gradients: Mapping[str, Tensor], oversubscribed: float = 1.0
 ) -> Problem:
     """Return the problem with a method's codec and errors, measured on gradients.
 

@@ -301,13 +301,12 @@ def test_from_2_to_1024_ranks(method, kind):
 
 def test_sums_of_halves_take_what_those_were_measured_to_take():
     curves = {
-        kind: {2: Curve.through([(1e3, 1e-4), (1e6, slow)])}
-        for kind, slow in [("allreduce", 1e-3), ("allreduce16", 2e-3)]
+        kind: Curve.through([(1e3, 1e-4), (1e6, slow)]) for kind, slow in [("allreduce", 1e-3), ("allreduce16", 2e-3)]
     }
     shards = uniform([Variable("w", (500_000 - 8,))], quiet("fp16", "allreduce"))
     codecs = {"allreduce, cast, none": Codec()}
-    (halves,) = works_of(shards, 2, Costs(MeasuredNetwork(curves), codecs))
-    (unknown,) = works_of(shards, 2, Costs(MeasuredNetwork({"allreduce": curves["allreduce"]}), codecs))
+    (halves,) = works_of(shards, 2, Costs(MeasuredNetwork(curves, 2), codecs))
+    (unknown,) = works_of(shards, 2, Costs(MeasuredNetwork({"allreduce": curves["allreduce"]}, 2), codecs))
     assert halves.transfers[0].seconds == pytest.approx(2e-3, rel=0.01)
     assert unknown.transfers[0].seconds == pytest.approx(1e-3, rel=0.01)
     assert halves.transfers[0].kind == "allreduce"

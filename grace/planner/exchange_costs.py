@@ -14,7 +14,7 @@ and broadcasts within the node.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
@@ -113,24 +113,6 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: int = 1) 
     return found
 
 
-class Payloads(NamedTuple):
-    """Collective of an exchange.
-
-    Attributes:
-        kind: one of :data:`grace.planner.network.KINDS`.
-        nbytes: bytes of a rank's buffer.
-        rooted: True if it begins or ends at one rank.
-        hop: True if it is but the second half of a sum.
-        half: True if 16-bit floats are added up.
-    """
-
-    kind: str
-    nbytes: float
-    rooted: bool = False
-    hop: bool = False
-    half: bool = False
-
-
 def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs: Costs) -> Work:
     """Return what a bucket does in a step.
 
@@ -152,17 +134,18 @@ def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs
             f"{bucket.names[0]!r} is carried by {communicator.describe()}, whose bytes the data decide: its codec must "
             "say the bits that an element takes (Codec.bits), as it was measured"
         )
-    payloads = payloads_of(bytes_of(bucket, _engine(bucket, ranks, costs), codec.bits, costs.rows), ranks)
-    gaps, usual = len(payloads) - 1, sum(not payload.hop for payload in payloads) - 1
+    legs = bytes_of(bucket, _engine(bucket, ranks, costs), codec.bits, costs.rows)
+    gaps = len(legs) - 1
+    computed = gaps - sum(leg.in_parts for leg, _, _ in legs[:-1])  # behind a part of a sum comes its other half
     size = len(bucket.variables), elements, ranks
     return Work(
         names=names,
         start=codec.start.seconds(*size),
-        transfers=tuple(_transfer(payload, communicator, ranks, costs.network) for payload in payloads if ranks > 1),
-        middle=codec.middle.seconds(*size) * usual / gaps if gaps else 0.0,
+        transfers=transfers_of(legs, ranks, costs.network),
+        middle=codec.middle.seconds(*size) * computed / gaps if gaps else 0.0,
         finish=codec.finish.seconds(*size),
         delayed=communicator.delayed and not period,
-        memory=_memory(bucket, ranks, elements, payloads, averaged=period > 0),
+        memory=_memory(bucket, ranks, elements, legs, averaged=period > 0),
         period=period,
     )
 
@@ -203,57 +186,39 @@ def _led_work(bucket: Bucket, names: tuple[str, ...], ranks: int, nodes: int, co
     engine = _engine(bucket, members, costs)
     summing = row_communicator(Allreduce("none"), "") if bucket.variables[0].sparse else Allreduce("none")
     summed, shared = bytes_within_node(bucket, summing, engine, costs.rows)
-    sum_payloads = payloads_of(summed, members)
     codec, inside = _codec_of(DENSE, names, costs), costs.inside or between.network
     size = len(bucket.variables), _elements(bucket, costs), members
     return replace(
         work,
         start=work.start + codec.start.seconds(*size) + codec.finish.seconds(*size),
-        memory=work.memory + max(payload.nbytes for payload in sum_payloads),
-        node_sum=tuple(_transfer(payload, None, members, inside) for payload in sum_payloads),
-        node_share=tuple(
-            Transfer(
-                "broadcast",
-                inside.seconds("broadcast", leg.nbytes, members),
-                root=0,
-                root_nbytes=leg.leg.sent(leg.nbytes, members, 0),
-            )
-            for leg in shared
-        ),
+        memory=work.memory + max(nbytes for _, nbytes, _ in summed),
+        node_sum=transfers_of(summed, members, inside),
+        node_share=transfers_of(shared, members, inside),
     )
 
 
-def payloads_of(legs: Sequence[LegBytes], ranks: int) -> list[Payloads]:
-    """Return the collectives of a route on so many ranks. One of the user's, which no network was measured for, is
-    taken for an all-to-all that sends as much as it sends from the rank that sends most."""
-    found, in_parts = list[Payloads](), False
-    for leg, nbytes, dtype in legs:
-        kind, rooted = leg.collective.name, leg.root is not None
+def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tuple[Transfer, ...]:
+    """Return the collectives of a route on so many ranks; none of one rank. One of the user's, which no network was
+    measured for, is taken for an all-to-all that sends as much as it sends from the rank that sends most."""
+    found = []
+    for leg, nbytes, dtype in legs if ranks > 1 else ():
+        kind = leg.collective.name
         if kind not in KINDS:
             most = max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
-            kind, nbytes, rooted = "alltoall", most * ranks / max(1, ranks - 1), False
+            found.append(Transfer("alltoall", network.seconds("alltoall", most * ranks / (ranks - 1), ranks), most))
+            continue
         half = kind == "allreduce" and dtype in ("float16", "bfloat16")
-        found.append(Payloads(kind, nbytes, rooted, in_parts, half))
-        in_parts = leg.in_parts
-    return found
+        seconds = network.seconds("allreduce16" if half else kind, nbytes, ranks)
+        if leg.root is None:
+            turns = ranks if kind == "broadcast" else 1  # each rank in its turn
+            found.append(Transfer(kind, turns * seconds, leg.sent(nbytes, ranks, 0)))
+        else:
+            others = leg.sent(nbytes, ranks, leg.root + 1)
+            found.append(Transfer(kind, seconds, others, leg.root, leg.sent(nbytes, ranks, leg.root)))
+    return tuple(found)
 
 
-def _transfer(payload: Payloads, communicator: Any, ranks: int, network: Network) -> Transfer:
-    """Return a collective, as the wire sees it."""
-    kind, nbytes, others = payload.kind, payload.nbytes, ranks - 1
-    measured = "allreduce16" if payload.half else kind
-    each = network.seconds(measured, nbytes, ranks)
-    if payload.rooted:
-        root = communicator.destination
-        sent, of_root = (nbytes, 0.0) if kind == "gather" else (0.0, others * nbytes)
-        return Transfer(kind, each, sent, root, of_root)
-    if kind == "broadcast":  # from each rank in its turn
-        return Transfer(kind, ranks * each, others * nbytes)
-    share = {"allreduce": 2 * others / ranks, "allgather": others, "alltoall": others / ranks}[kind]
-    return Transfer(kind, each, share * nbytes)
-
-
-def _memory(bucket: Bucket, ranks: int, elements: float, payloads: Sequence[Payloads], averaged: bool) -> float:
+def _memory(bucket: Bucket, ranks: int, elements: float, legs: Sequence[LegBytes], averaged: bool) -> float:
     """Return the bytes that a bucket's exchange keeps on the rank that keeps most: the state of its method and
     memories twice (as it is kept, and as this step makes it); its buffers; and what comes from other ranks."""
     communicator: Any = bucket.communicator
@@ -263,10 +228,11 @@ def _memory(bucket: Bucket, ranks: int, elements: float, payloads: Sequence[Payl
         for variable in bucket.variables if part.stateful else ():
             shape = (-(-variable.numel // share),) if share > 1 else variable.shape
             kept += 8.0 * _numbers(part.keeps(shape), variable.numel / share)
-    for payload in payloads:
-        gathers = payload.kind in ("allgather", "gather") or (payload.kind == "broadcast" and not payload.rooted)
-        came = ranks * payload.nbytes if gathers else 0.0 if payload.kind == "allreduce" else payload.nbytes
-        wires = max(wires, payload.nbytes + came)
+    for leg, nbytes, _ in legs:
+        kind = leg.collective.name
+        gathers = kind in ("allgather", "gather") or (kind == "broadcast" and leg.root is None)
+        came = ranks * nbytes if gathers else 0.0 if kind == "allreduce" else nbytes
+        wires = max(wires, nbytes + came)
     if communicator.delayed:
         under_way = communicator.staleness if communicator.sync else communicator.ahead
         wires = wires * max(1, under_way) + 4.0 * elements * under_way

@@ -35,9 +35,9 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
     days = "" if age is None else f", {age / 86400:.0f} days ago"
     versions = f"{escape(key.framework)}, Python {escape(key.python)}, Grace {escape(key.grace)}"
     console.print(f"{versions}; made {when}{days}")
-    for network, ranks in ((calibration.network, "all ranks"), (calibration.inside, "a node's ranks")):
+    for network, among in ((calibration.network, "all {} ranks"), (calibration.inside, "the {} ranks of a node")):
         if network is not None:
-            title = f"milliseconds of a collective over {ranks}, which are {network.ranks}"
+            title = f"milliseconds of a collective over {among.format(network.ranks)}"
             console.print(_collectives_table(network.curves, title))
     if calibration.codecs:
         console.print(_codecs_table(calibration))

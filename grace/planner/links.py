@@ -11,11 +11,10 @@ import numpy as np
 from grace.core.backend import Backend, Handle, Tensor
 from grace.errors import ConfigError
 from grace.planner.costs import Curve
-from grace.planner.network import MeasuredNetwork
+from grace.planner.network import KINDS, MeasuredNetwork
 from grace.planner.step_timer import undisturbed
 from grace.session.agreement import gather_or_raise
 
-KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 SIZES = tuple(1024 * 4**i for i in range(10))
 """1 kB to 256 MB."""
 FIRST, ENOUGH = 3, 1 << 20

@@ -11,7 +11,7 @@ import numpy as np
 from grace.errors import ConfigError
 from grace.planner.costs import Curve
 
-KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "reduce_scatter", "broadcast", "gather", "scatter")
+KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 """``allreduce16`` is of 16-bit floats, which engines add slowly on CPUs: over gloo it takes 1.3 to 1.7 times as long as
 an all-reduce of as many bytes where links are fast."""
 MOST_A_SECOND = 1e100
@@ -29,8 +29,7 @@ class Network(Protocol):
 
         Args:
             kind: one of :data:`KINDS`.
-            nbytes: of the buffer ("allreduce", "reduce_scatter", and "alltoall": a rank's whole buffer), of the
-                root's ("broadcast"), or of one rank's ("allgather", "gather" and "scatter").
+            nbytes: of a rank's buffer; for "alltoall" its whole buffer, for "broadcast" the root's.
             ranks: how many take part.
         """
         ...
@@ -40,10 +39,9 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
     """Return the messages that wait for each other, and the bytes that go through one rank's link, in one direction.
 
         allreduce, round a ring       2 (W-1)        2 (W-1)/W n
-        reduce_scatter                W-1            (W-1)/W n
         alltoall, all at once         1              (W-1)/W n
         allgather                     1, or W-1      (W-1) n        all at once, or round a ring if it is much
-        gather, scatter               1              (W-1) n        through the root's link
+        gather, to a root             1              (W-1) n        through the root's link
         broadcast, down a tree        ceil(log2 W)   ceil(log2 W) n
 
     Raises:
@@ -57,9 +55,9 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
         return 2 * others, 2 * others / ranks * nbytes
     if kind == "allgather":
         return (1.0 if ranks > 3 and ranks * nbytes <= DIRECT_BYTES else others), others * nbytes
-    if kind in ("alltoall", "reduce_scatter"):
-        return (1.0 if kind == "alltoall" else others), others / ranks * nbytes
-    if kind in ("gather", "scatter"):
+    if kind == "alltoall":
+        return 1.0, others / ranks * nbytes
+    if kind == "gather":
         return 1.0, others * nbytes
     if kind == "broadcast":
         deep = float(math.ceil(math.log2(ranks)))

@@ -47,7 +47,7 @@ class Transfer:
     """One collective of a bucket.
 
     Attributes:
-        kind: "allreduce", "allgather", "alltoall", "broadcast", "gather" (to the root) or "scatter" (from it).
+        kind: "allreduce", "allgather", "alltoall", "broadcast" or "gather".
         seconds: that it takes when nothing else travels, its latency included.
         nbytes: that leave a rank; each but the root, where there is one.
         root: the rank at which it begins or ends; -1 where it has none.

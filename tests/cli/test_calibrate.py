@@ -13,7 +13,7 @@ import grace as ranks
 from grace.cli import calibrate
 from grace.planner.calibration import read
 from grace.planner.costs import Codec, Cost
-from grace.planner.links import KINDS
+from grace.planner.network import KINDS
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
 from tests.support.warm import REAL

@@ -10,7 +10,8 @@ import grace
 from grace.core.backend import Handle, LocalBackend
 from grace.errors import ConfigError, RankError
 from grace.planner import links
-from grace.planner.links import KINDS, measure_network
+from grace.planner.links import measure_network
+from grace.planner.network import KINDS
 from grace.planner.simulated_ranks import SimulatedRanks
 
 SMALL = (1024, 1 << 16)
@@ -158,7 +159,6 @@ def test_ranks_measure_together_and_get_the_same(ranks):
     for curve in found.network.curves.values():
         assert [nbytes for nbytes, _ in curve.points] == list(SMALL)
         assert all(1e-6 < seconds < 5 for _, seconds in curve.points)
-    assert found.network.seconds("reduce_scatter", 1e6, ranks.size) > 0
     assert found.contention >= 0
 
 

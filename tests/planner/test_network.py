@@ -21,11 +21,9 @@ BYTES, RANKS, EACH = st.floats(0, 1e9), st.integers(1, 1024), st.sampled_from(KI
     ("kind", "seconds"),
     {
         "allreduce": 6e-4 + 1.5e-3,
-        "reduce_scatter": 3e-4 + 0.75e-3,
         "allgather": 1e-4 + 3e-3,
         "alltoall": 1e-4 + 0.75e-3,
         "gather": 1e-4 + 3e-3,
-        "scatter": 1e-4 + 3e-3,
         "broadcast": 2e-4 + 2e-3,
     }.items(),
 )

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grace.core.backend import Backend
+from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, GraceError
 from grace.planner.explain import MARGIN
 from grace.planner.step import Timeline
@@ -103,7 +103,7 @@ class Driver:
         self.resumed_strategy: dict[str, Any] = {}
         """The document of the strategy that a checkpoint had."""
         self.cluster = [start.world_size, start.nodes]
-        self.gradients: dict[str, Any] = {}
+        self.gradients: dict[str, Tensor] = {}
         self.timeline: Timeline | None = None
         self.results: dict[str, float] = {}
         """Seconds of a step of each candidate on the slowest rank, of the last turns that it had."""
@@ -136,7 +136,7 @@ class Driver:
         """Note that a variable's gradient is there."""
         self.timer.ready(name)
 
-    def computed(self, gradients: Callable[[], Mapping[str, Any]]) -> None:
+    def computed(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         """Note that backward is done, and exchanges are awaited.
 
         Args:

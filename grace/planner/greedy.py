@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -21,7 +20,7 @@ from grace.planner.problem import Method, Problem, short
 from grace.planner.step import Prediction, Work
 from grace.planner.uniform import assigned_strategy, shards_of, uniform_strategy
 from grace.session.sharding import Chooser
-from grace.strategy.plan import Strategy
+from grace.strategy.plan import Strategy, VariablePlan
 
 STARTS = 2
 """Uniform plans that are refined, no compression besides."""
@@ -34,6 +33,8 @@ ALIKE = 0.01
 Progress = Callable[[str, float], None]
 Choice = tuple[int, ...]
 """The number of each variable's method."""
+PlanKey = tuple[bool, tuple[VariablePlan, ...]]
+"""Identity of a plan: True of the baseline, and what it does with each variable."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Candidate:
 
 
 def find_candidates(
-    problem: Problem, progress: Progress | None = None, names: dict[Any, str] | None = None
+    problem: Problem, progress: Progress | None = None, names: dict[PlanKey, str] | None = None
 ) -> list[Candidate]:
     """Return plans, best first by predicted steps: greedy ones, uniform ones within the bounds, and no compression.
 
@@ -84,7 +85,7 @@ class Greedy:
         names: of plans that were found before.
     """
 
-    def __init__(self, problem: Problem, methods: Sequence[Method], names: dict[Any, str] | None = None):
+    def __init__(self, problem: Problem, methods: Sequence[Method], names: dict[PlanKey, str] | None = None):
         self.problem, self.methods, self.variables = problem, list(methods), list(problem.variables)
         self.names = {} if names is None else names
         choose = Chooser()
@@ -244,7 +245,7 @@ def named(methods: Sequence[str]) -> str:
     return names[0] if names else "none"
 
 
-def with_distinct_names(found: Sequence[Candidate], names: dict[Any, str]) -> list[Candidate]:
+def with_distinct_names(found: Sequence[Candidate], names: dict[PlanKey, str]) -> list[Candidate]:
     """Return the candidates with distinct names: a number stands behind a name that another plan has. A plan keeps the
     name that it has in ``names``, to which new ones are added; the baseline keeps its own.
 
@@ -264,5 +265,5 @@ def with_distinct_names(found: Sequence[Candidate], names: dict[Any, str]) -> li
     return made
 
 
-def _key(one: Candidate) -> Any:
+def _key(one: Candidate) -> PlanKey:
     return one.baseline, one.strategy.plans

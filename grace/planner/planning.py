@@ -23,7 +23,7 @@ from grace.planner.codecs import is_table, measure
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.error_budget import ErrorModel
 from grace.planner.explain import plan_of
-from grace.planner.greedy import Candidate, find_candidates
+from grace.planner.greedy import Candidate, PlanKey, find_candidates
 from grace.planner.links import MeasuredLinks, measure_network
 from grace.planner.network import MeasuredNetwork
 from grace.planner.oversubscription import oversubscription
@@ -85,7 +85,7 @@ class Planning:
         self.left_out: dict[str, str] = {}
         """Why methods could not be measured."""
         self.found: list[Candidate] = []
-        self.plan_names: dict[Any, str] = {}
+        self.plan_names: dict[PlanKey, str] = {}
         """The name of each plan that was ever a candidate."""
         self.skew = 0.0
         self.oversubscribed = 1.0

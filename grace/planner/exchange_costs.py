@@ -1,14 +1,7 @@
-"""Costs of each bucket of a plan in a step: bytes as its exchange packs them, and seconds as they were measured.
+"""Costs of each bucket of a plan in a step: the bytes of its route's legs (:mod:`grace.exchange.route_bytes`), and
+seconds as they were measured.
 
-    allreduce                       allreduce, or alltoall and allgather of small ones where the engine's sums go round
-                                    a ring (grace.exchange.two_hops); again for each of the method's rounds
-    allgather                       (sizes,) allgather, or one of both where the engine takes unequal lengths
-    broadcast                       (sizes,) a broadcast from each rank
-    scatter_reduce, scatter_merge   alltoall, allgather
-    reduce_broadcast                (sizes,) gather, (sizes,) broadcast; again for each of the method's rounds
-
-Sizes go ahead where the data decide them. Hierarchical exchanges are these of the nodes' leaders, between an all-reduce
-and broadcasts within the node.
+Hierarchical exchanges are the leaders', between an all-reduce and broadcasts within the node.
 """
 
 import math
@@ -32,7 +25,7 @@ from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
 
 DENSE = "allreduce, none, none"
-"""The codec of averages now and then."""
+"""The codec of uncompressed sums: of averages now and then, and of those within a node."""
 
 
 @dataclass(frozen=True)

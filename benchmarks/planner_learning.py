@@ -136,6 +136,7 @@ class LoraModel(nn.Module):
     def __init__(self, spread: float) -> None:
         super().__init__()
         draws = torch.Generator().manual_seed(2)
+        self.frozen: torch.Tensor
         self.register_buffer("frozen", torch.randn(4, 256, 256, generator=draws) * (2 / 256) ** 0.5)
         self.down = nn.ParameterList([torch.randn(4, 256) / 16 for _ in range(4)])
         self.up = nn.ParameterList([spread * torch.randn(256, 4) / 2 for _ in range(4)])

@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="bit/s (default: 10e9 1e9 100e6)")
     parser.add_argument("--ranks", nargs="*", type=int, default=RANKS, help="(default: 2 4)")
     given = parser.parse_args()
-    rows = Rows(given.models, given.rates, given.ranks, **QUICK)
+    quick: dict[str, Any] = QUICK
+    rows = Rows(given.models, given.rates, given.ranks, **quick)
     rows.ends = time.monotonic() + 60 * given.minutes
     SWEEP.run(rows, given.out, resume=True, console=Console(highlight=False))
 

@@ -83,7 +83,8 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     settled, uncompressed = trainer.train_until_settled()
     planner = trainer.session.auto.planner
     plan = trainer.optimizer.plan  # which the turns end
-    rows, missing, planning = [], dict[str, str](), 0.0
+    rows, missing = list[dict[str, Any]](), dict[str, str]()
+    planning = 0.0
     if backend.rank == 0:
         planning = _planning_seconds(planner.problem)
         rows, missing = _plans(settings, planner.problem, plan)

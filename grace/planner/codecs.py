@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -22,7 +22,7 @@ from grace.errors import ConfigError, PayloadError
 from grace.exchange.bucket import Outcome
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
-from grace.planner.costs import Codec, Cost
+from grace.planner.costs import Codec, Cost, fit
 from grace.planner.exchange_costs import codec_key
 from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step_timer import undisturbed
@@ -34,7 +34,7 @@ MOST_ELEMENTS = 1 << 24
 PROBE, SAMPLED = 1 << 18, 1 << 16
 """Elements of the bucket that is timed first, and of each variable whose bits are counted."""
 PIECES, PIECE = 32, 256
-"""Variables of the bucket that tells what a variable costs, and their elements."""
+"""Variables of the bucket that tells what a variable costs, and their elements; one of them tells a bucket's cost."""
 MOST_RANKS = 8
 """Ranks that are simulated."""
 WARM, LEAST, MOST = 2, 3, 9
@@ -76,7 +76,8 @@ def measure(
     """Run real exchanges of these gradients over simulated ranks, and time what they compute.
 
     A bucket of all variables is timed, because what a method takes depends on shapes and values, and on caches that do
-    not hold them; and one of many small pieces, so that what a variable takes is told from what an element takes. Of
+    not hold them; and one of many small pieces, and one of a single piece, so that what a bucket, a variable and an
+    element take is told apart. Of
     large models a part is taken, so that it takes about ``limit_seconds`` (and, the first time, what compiling loops
     takes besides). Gradients are copied, never changed.
 
@@ -126,12 +127,13 @@ def measure(
             whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
         given = list(timed.values())
         pieces = {f"x{i}": shortened(given[i % len(given)], PIECE) for i in range(PIECES)}
-        took_pieces = took
+        runs = [(whole, took)]
         with contextlib.suppress(PayloadError):
-            took_pieces = trials.time(pieces, simulated, limit_seconds / 4)
+            for few in (pieces, {"x0": pieces["x0"]}):
+                runs.append((few, trials.time(few, simulated, limit_seconds / 8)))
         start, middle, finish = (
-            _cost((pieces, seconds), (whole, all_seconds), simulated if grows else 0)
-            for seconds, all_seconds, grows in zip(took_pieces, took, grows_with_ranks, strict=True)
+            _cost([(tensors, seconds[part]) for tensors, seconds in runs], simulated if grows else 0)
+            for part, grows in enumerate(grows_with_ranks)
         )
         each = max(1e-12, sum(took) / sum(map(numel, whole.values())))
         share = min(1.0, limit_seconds / 4 / DRAWS / (each * sum(map(numel, tensors.values()))))
@@ -142,19 +144,20 @@ def measure(
     return MeasuredMethod(method, Codec(start, middle, finish, bits), errors)
 
 
-def _cost(pieces: tuple[Mapping[str, Tensor], float], whole: tuple[Mapping[str, Tensor], float], ranks: int) -> Cost:
-    """Return the cost of each variable and of each element by which two buckets take what they took, neither below 0.
+def _cost(runs: Sequence[tuple[Mapping[str, Tensor], float]], ranks: int) -> Cost:
+    """Return the cost of a bucket, of each variable and of each element by which some buckets take what they took.
 
     Args:
-        pieces: a bucket of small variables, and its seconds.
-        whole: the same of all variables.
+        runs: buckets, and the seconds of each; of one alone the elements are taken to be all.
         ranks: of how many ranks' payloads each element is computed; 0 if it does not grow with the ranks.
     """
-    (few, some), (many, all_) = ((len(tensors), sum(map(numel, tensors.values()))) for tensors, _ in (pieces, whole))
-    both = few * all_ - many * some
-    element = max(0.0, (few * whole[1] - many * pieces[1]) / both) if both > 0 else whole[1] / all_
-    variable = max(0.0, (whole[1] - element * all_) / many)
-    return Cost(variable=variable, peer=element / ranks) if ranks else Cost(variable=variable, element=element)
+    rows = [(1, len(tensors), sum(map(numel, tensors.values()))) for tensors, _ in runs]
+    if len(runs) == 1:
+        rows = [(0, 0, rows[0][2])]
+    call, variable, element = fit(rows, [max(seconds, 1e-9) for _, seconds in runs])
+    if ranks:
+        return Cost(call, variable, peer=element / ranks)
+    return Cost(call, variable, element)
 
 
 class _Trials:

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from grace.errors import ConfigError
-from grace.planner.costs import Curve
+from grace.planner.costs import Curve, fit
 
 KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 """``allreduce16`` is of 16-bit floats, which engines add slowly on CPUs: over gloo it takes 1.3 to 1.7 times as long as
@@ -118,15 +116,7 @@ class Links:
         for (messages, through), seconds in of_several:
             if not (seconds > 0 and 0 <= max(messages, through) / seconds < MOST_A_SECOND):
                 raise ConfigError(f"{through:g} bytes in {seconds:g} s cannot have been measured of a link")
-        rows = np.array([steps for steps, _ in of_several]) / np.array([[seconds] for _, seconds in of_several])
-        scale = np.linalg.norm(rows, axis=0)
-        scale[scale == 0] = 1.0
-        found = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
-        if np.any(found < 0):  # then the other one alone explains all
-            one = int(found[0] < 0)
-            found = np.zeros(2)
-            found[one] = rows[:, one].sum() / (rows[:, one] ** 2).sum()
-        latency, per_byte = map(float, found)
+        latency, per_byte = fit([steps for steps, _ in of_several], [seconds for _, seconds in of_several])
         return cls(1 / per_byte if per_byte > 0 else math.inf, latency)
 
 

@@ -257,7 +257,7 @@ def test_calibrations_of_others_are_refused_by_name(folder, made, args, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "c.json: "), ('{"format": 2}', "c.json: is damaged: key must be an object")]
+    ("text", "said"), [("{", "c.json: "), ('{"format": 3}', "c.json: is damaged: key must be an object")]
 )
 def test_damaged_calibrations_are_refused_by_name(folder, text, said):
     (folder / "c.json").write_text(text)

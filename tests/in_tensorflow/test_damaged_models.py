@@ -172,7 +172,9 @@ def test_no_place_of_a_state_may_hold_what_it_must_not(run):
             run.tried(resealed(entry))
 
 
-@pytest.mark.parametrize(("beside", "message"), [({}, "state is missing"), ([1], "it should be a dict, and is list")])
+@pytest.mark.parametrize(
+    ("beside", "message"), [({}, "'state' is missing"), ([1], "it should be a dict, and is a list")]
+)
 def test_a_backups_part_that_is_no_state_is_refused_by_name(run, beside, message):
     store = SimpleNamespace(h5_file={BESIDE: np.frombuffer(encode(beside), np.uint8)})
     with pytest.raises(grace.ConfigError, match=f"is damaged: {message}"):

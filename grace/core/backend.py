@@ -254,12 +254,16 @@ class Backend(abc.ABC):
         said = watch.timeout_message(self.timeout) if watch.timed_out(error) else error
         return self.failure(f"{self.rank_label}: {place} failed{when}; {why}. The engine says: {said}")
 
+    def number_of(self, rank: int) -> int:
+        """Return the number in the run, by which users know it, of one of the backend's ranks."""
+        return rank if self.members is None else self.members[rank]
+
     @property
     def rank_label(self) -> str:
         """Description of this rank, by its number in the run."""
         if self.members is None:
             return f"rank {self.rank} of {self.size}"
-        return f"rank {self.members[self.rank]} of the ranks {', '.join(map(str, self.members))}"
+        return f"rank {self.number_of(self.rank)} of the ranks {', '.join(map(str, self.members))}"
 
     def at_shutdown(self, function: Callable[[], Any]) -> None:
         """Register a function that :meth:`close` calls while the ranks can still communicate."""

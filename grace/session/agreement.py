@@ -40,26 +40,30 @@ def gather_or_raise(
     """
     mine = {"grace": version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
     answers = backend.allgather_object(mine)
+    number = backend.number_of
     if error is not None:
         raise error  # after the collective: the other ranks wait in it, and have received the error
     for rank, answer in enumerate(answers):
         if not isinstance(answer, dict) or "grace" not in answer:  # from a version with another message
             raise RankError(
-                f"rank {rank} runs a Grace that rank {backend.rank}'s ({mine['grace']}) does not understand. "
+                f"rank {number(rank)} runs a Grace that rank {number(backend.rank)}'s ({mine['grace']}) does not "
+                "understand. "
                 "Install the same version on every rank"
             )
     for rank, answer in enumerate(answers):
         if answer["grace"] != answers[0]["grace"]:
             raise RankError(
-                f"{DIFFERENT}rank 0 has Grace {answers[0]['grace']}, rank {rank} has Grace {answer['grace']}. "
+                f"{DIFFERENT}rank {number(0)} has Grace {answers[0]['grace']}, rank {number(rank)} has Grace "
+                f"{answer['grace']}. "
                 "Install the same version on every rank"
             )
     for rank, answer in enumerate(answers):
         if answer["error"] is not None:
-            raise RankError(f"rank {rank} {failed}: {answer['error']}")
+            raise RankError(f"rank {number(rank)} {failed}: {answer['error']}")
         if answer["what"] != what:
             raise RankError(
-                f"rank {rank} was given {answer['what']}, rank {backend.rank} {what}: give all ranks the same"
+                f"rank {number(rank)} was given {answer['what']}, rank {number(backend.rank)} {what}: give all ranks "
+                "the same"
             )
     return [answer["value"] for answer in answers]
 
@@ -90,20 +94,25 @@ def compare_facts(
     digest = hashlib.sha256(repr(list(facts)).encode()).hexdigest()
     answers = gather_or_raise(backend, "no strategy", (digest, beside), error)
     if any(other != digest for other, _ in answers):
-        raise RankError(first_difference(backend.allgather_object(list(facts))))
+        raise RankError(first_difference(backend, list(facts)))
     return [given for _, given in answers]
 
 
 def first_difference(
-    all_facts: list[Sequence[tuple[str, str]]],
+    backend: Backend,
+    facts: Sequence[tuple[str, str]],
     begin: str = DIFFERENT,
     end: str = "Run the same script with the same arguments on every rank",
 ) -> str:
-    """Return a description of the first fact that differs between rank 0 and another rank, with both values."""
-    mine = all_facts[0]
+    """Return a description of the first fact that differs between rank 0 and another rank, with both values. Every rank
+    must call it with its facts."""
+    all_facts = backend.allgather_object(list(facts))
+    mine, first = all_facts[0], backend.number_of(0)
     for rank, theirs in enumerate(all_facts):
         for i in range(max(len(mine), len(theirs))):
-            ours, other = (facts[i] if i < len(facts) else ("nothing more", "") for facts in (mine, theirs))
+            ours, other = (each[i] if i < len(each) else ("nothing more", "") for each in (mine, theirs))
             if ours != other:
-                return f"{begin}rank 0 has {' '.join(ours).strip()}, rank {rank} has {' '.join(other).strip()}. {end}"
+                number = backend.number_of(rank)
+                said = " ".join(ours).strip(), " ".join(other).strip()
+                return f"{begin}rank {first} has {said[0]}, rank {number} has {said[1]}. {end}"
     return "the ranks were set up differently"

@@ -62,7 +62,8 @@ class DelayedRoundTrip:
 
         This rank sends nothing of variables that it has no gradient of, so their state must not change.
         """
-        own = contribution._replace(bucket=self._bucket_of_thread(contribution), traffic=Traffic())
+        like = values_of(contribution.gradients[0])
+        own = contribution._replace(bucket=self._bucket_of_thread(like), traffic=Traffic())
         # The thread updates, and commits, the memory of answers.
         kinds = self.communicator.stateful_parts.items()
         parts = [part for kind, part in kinds if not kind.startswith("answer_memory")]

@@ -227,8 +227,9 @@ class HierarchicalRoundTrip:
             )
             return [Outcome(variable, None, False) for variable in self.bucket.variables]
         if REFUSED in statuses:
+            leader = node.number_of(self.node_groups.first)
             raise PayloadError(
-                f"the rank that speaks for this node could not decode what others sent for {self.bucket.ends}"
+                f"rank {leader}, which speaks for this node, could not decode what others sent for {self.bucket.ends}"
             )
         shared = []
         for i, variable in enumerate(self.bucket.variables):

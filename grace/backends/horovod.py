@@ -191,10 +191,6 @@ class HorovodBackend(Backend):
             self.count(kernels_of(tensor).nbytes(tensor))
         return self.start(Operation("gather", tensor, root, self.size))
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        with self.checked_operation("allgather_object"):
-            return self.allgather_pickled(value)
-
     def duplicate(self) -> Any:
         other = type(self)(self.process_set)
         other.timeout = self.timeout

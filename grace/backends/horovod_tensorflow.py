@@ -122,8 +122,8 @@ class TensorFlowHorovodBackend(HorovodBackend):
         return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.checked_operation("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
-            return self.allgather_pickled(value)
+        with tf.init_scope():  # at once, also while a graph is traced
+            return super().allgather_object(value)
 
     def give_up(self) -> None:
         """Let all operations under way fail, on all ranks: operations of a graph cannot be ended one by one."""

@@ -190,9 +190,11 @@ class Backend(abc.ABC):
         """Channels that were duplicated from this backend."""
         return self.__dict__.setdefault("_channels", Channels())
 
-    @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Gather small Python objects, blocking. For start-up and checkpoints only."""
+        """Gather small Python objects, blocking. For start-up and checkpoints only. The default gathers their pickles
+        as tensors, which :meth:`tensor_of` makes."""
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def tensor_of(self, array: np.ndarray) -> Tensor:
         """Return an array as a tensor that the engine's collectives accept."""

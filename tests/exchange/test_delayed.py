@@ -10,6 +10,7 @@ import torch
 import grace
 from grace.communicators import ReduceBroadcast
 from grace.core.variable import Variable
+from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket
 from tests.support import strategies
 from tests.support.limits import HANGS
@@ -446,7 +447,7 @@ def shrunk() -> str:
             communicator.compressor.wrong = step == 4 and grace.rank() == 1  # seen by the copies for the thread
             one_step(model, optimizer, step)
 
-    return refusal(steps, kind=grace.PayloadError)
+    return refusal(steps, kind=PayloadError)
 
 
 def test_payloads_are_held_to_the_sizes_of_the_first_step_though_they_are_compared_once(two_ranks):
@@ -466,7 +467,7 @@ def drifted(staleness: int) -> str:
             one_step(model, optimizer, step)
         optimizer._grace.runner.pending()
 
-    return refusal(steps, kind=grace.StepError)
+    return refusal(steps, kind=StepError)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -11,7 +11,7 @@ import torch
 
 import grace
 from grace.core.context import Context
-from grace.errors import StepError
+from grace.errors import PayloadError, StepError
 from tests.support.by_hand import started_by_hand
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
@@ -248,6 +248,6 @@ def test_ranks_of_a_group_are_named_by_their_numbers_in_the_run():
     said = refusal(steps, f"topk(ratio=0.{grace.rank()})", kind=grace.RankError)
     assert "rank 1 has" in said
     assert "rank 2 has" in said
-    said = refusal(steps, shrinking, kind=grace.PayloadError)
+    said = refusal(steps, shrinking, kind=PayloadError)
     assert said.startswith(f"rank {grace.rank()} of the ranks 1, 2: ")
     assert grace.rank() == 2 or "rank 2 has not sent its payload" in said

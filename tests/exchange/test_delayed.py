@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -416,15 +417,16 @@ def counted(spec: str, steps: int, **how) -> tuple[list[int], int]:
     compressor = Whole() if spec == "own" else spec
     optimizer = made(ReduceBroadcast(compressor, **how), model, group_bytes=1000)
     (bucket,) = optimizer._grace.runner.buckets
-    counts = []
+    backend = optimizer._grace.runner.exchange_thread().backend
+    counts = [backend.started]
     for step in range(steps):
         one_step(model, optimizer, step)
         pending = bucket.pending[-1]
         programs.add(pending.round_trip.program)
         pending.done.wait(HANGS)
-        counts.append(optimizer._grace.runner._thread.backend.started)
+        counts.append(backend.started)
     optimizer._grace.runner.pending()
-    return [after - before for before, after in zip([0, *counts], counts, strict=False)], len(programs)
+    return [after - before for before, after in pairwise(counts)], len(programs)
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

@@ -99,7 +99,8 @@ class Component:
         if id(self) in copies:
             return copies[id(self)]
         known = None if former is None else former.get(id(self))
-        other = known if type(known) is type(self) else object.__new__(type(self))
+        reused = known is not None and type(known) is type(self)
+        other: Any = known if reused else object.__new__(type(self))
         copies[id(self)] = other
         for name, value in vars(self).items():
             object.__setattr__(other, name, _mapped(value, lambda part: part.with_context(context, copies, former)))

@@ -707,7 +707,7 @@ class RoundTrip:
 
     def _undecoded(self, error: PayloadError, name: str) -> PayloadError:
         """Return the error of a payload that cannot be decoded."""
-        sender = "another rank" if error.place is None else f"{self._rank(error.place)}"
+        sender = "another rank" if error.place is None else self._rank(error.place)
         return PayloadError(
             f"{self._who}: what {sender} sent of {name!r} at step {self.context.step} is no payload of "
             f"{self.communicator.compressor.spec}: {error}. It was damaged on its way, or that rank runs other code"
@@ -736,7 +736,7 @@ class RoundTrip:
 
     def _withheld_by(self, rank: int, name: str) -> PayloadError:
         """Return the error of a payload that a rank did not send."""
-        who = "another rank" if self.communicator.sums else f"{self._rank(rank)}"
+        who = "another rank" if self.communicator.sums else self._rank(rank)
         return self._withheld_here() or PayloadError(
             f"{self._who}: {who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out "
             "otherwise than at the first; its own error says more"

@@ -411,11 +411,11 @@ def test_a_scaler_steps_although_nothing_has_come_yet(two_ranks):
     assert two_ranks.run(scaled_ahead) == [[0, 0, -1, -2]] * 2
 
 
-def counted(spec: str, steps: int, **how) -> tuple[list[int], int]:
+def counted(spec: str, steps: int, staleness: int) -> tuple[list[int], int]:
     """How many collectives each step has started, and of how many programs."""
     model, programs = Quadratic(), set()
     compressor = Whole() if spec == "own" else spec
-    optimizer = made(ReduceBroadcast(compressor, **how), model, group_bytes=1000)
+    optimizer = made(ReduceBroadcast(compressor, staleness=staleness), model, group_bytes=1000)
     (bucket,) = optimizer._grace.runner.buckets
     backend = optimizer._grace.runner.exchange_thread().backend
     counts = [backend.started]
@@ -431,10 +431,10 @@ def counted(spec: str, steps: int, **how) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_steps_share_as_many_programs_as_are_under_way_and_compare_unknown_sizes_once(two_ranks, staleness):
-    for collectives, programs in two_ranks.run(counted, "own", 8, staleness=staleness):
+    for collectives, programs in two_ranks.run(counted, "own", 8, staleness):
         assert collectives == [3, *[2] * 7]
         assert programs == staleness + 1
-    for collectives, programs in two_ranks.run(counted, "topk(ratio=0.3)", 8, staleness=staleness):
+    for collectives, programs in two_ranks.run(counted, "topk(ratio=0.3)", 8, staleness):
         assert collectives == [2] * 8
         assert programs == staleness + 1
 

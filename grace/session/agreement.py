@@ -1,7 +1,7 @@
 """Agreement: before gradients are exchanged, the ranks compare their versions, settings and variables."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core import version
@@ -94,25 +94,28 @@ def compare_facts(
     digest = hashlib.sha256(repr(list(facts)).encode()).hexdigest()
     answers = gather_or_raise(backend, "no strategy", (digest, beside), error)
     if any(other != digest for other, _ in answers):
-        raise RankError(first_difference(backend, list(facts)))
+        raise RankError(first_difference(backend.allgather_object(list(facts)), number_of=backend.number_of))
     return [given for _, given in answers]
 
 
 def first_difference(
-    backend: Backend,
-    facts: Sequence[tuple[str, str]],
+    all_facts: list[Sequence[tuple[str, str]]],
     begin: str = DIFFERENT,
     end: str = "Run the same script with the same arguments on every rank",
+    number_of: Callable[[int], int] = int,
 ) -> str:
-    """Return a description of the first fact that differs between rank 0 and another rank, with both values. Every rank
-    must call it with its facts."""
-    all_facts = backend.allgather_object(list(facts))
-    mine, first = all_facts[0], backend.number_of(0)
+    """Return a description of the first fact that differs between the first rank and another one, with both values.
+
+    Args:
+        all_facts: the facts of all ranks.
+        begin, end: the text around it.
+        number_of: returns a rank's number in the run.
+    """
+    mine = all_facts[0]
     for rank, theirs in enumerate(all_facts):
         for i in range(max(len(mine), len(theirs))):
-            ours, other = (each[i] if i < len(each) else ("nothing more", "") for each in (mine, theirs))
+            ours, other = (facts[i] if i < len(facts) else ("nothing more", "") for facts in (mine, theirs))
             if ours != other:
-                number = backend.number_of(rank)
                 said = " ".join(ours).strip(), " ".join(other).strip()
-                return f"{begin}rank {first} has {said[0]}, rank {number} has {said[1]}. {end}"
+                return f"{begin}rank {number_of(0)} has {said[0]}, rank {number_of(rank)} has {said[1]}. {end}"
     return "the ranks were set up differently"

@@ -302,7 +302,8 @@ class StepRunner:
         for trip in trips:
             if trip.header.hyperparameters_differ:
                 mine = self.hyperparameters() if hyperparameters is None else hyperparameters
-                raise StepError(first_difference(backend, mine, *DRIFTED))
+                facts = backend.allgather_object(list(mine))
+                raise StepError(first_difference(facts, *DRIFTED, number_of=backend.number_of))
             if trip.header.out_of_step:
                 raise StepError(trip.header.out_of_step)
 

@@ -42,11 +42,10 @@ BUILT = [ROOT / "docs" / name for name in ("methods.md", "strategy-files.md", "b
 WRITTEN = sorted(set((ROOT / "docs").glob("*.md")) - set(BUILT))
 PAGES = [page for page in WRITTEN if "```python" in page.read_text()]
 KERAS = [page for page in PAGES if imports(page, "keras")]
-HOROVOD = [page for page in PAGES if imports(page, "horovod")]
-FRAMEWORKS = [page for page in PAGES if "grace.integrations." in page.read_text() and page not in KERAS + HOROVOD]
+FRAMEWORKS = [page for page in PAGES if "grace.integrations." in page.read_text() and page not in KERAS]
 EXCERPTS = [ROOT / "docs" / "clusters.md"]
 """Lines of examples that are run, see tests/integrations/test_ray.py."""
-TORCH = [page for page in PAGES if page not in KERAS + HOROVOD + FRAMEWORKS + EXCERPTS]
+TORCH = [page for page in PAGES if page not in KERAS + FRAMEWORKS + EXCERPTS]
 THERE = all(map(find_spec, ("transformers", "lightning", "accelerate")))
 LOGGERS = ("wandb", "mlflow")
 """Services that pages log to, of which the tests have stand-ins."""
@@ -196,13 +195,6 @@ def test_the_program_with_torchs_hook_trains_two_ranks_alike(tmp_path):
 @pytest.mark.parametrize("page", KERAS, **NAMED)
 def test_a_keras_pages_code_runs_on_two_ranks(page, tmp_path):
     launched("mpirun-mpi", 2, "tensorflow").run(ran, page, tmp_path, False)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.parametrize("page", HOROVOD, **NAMED)
-def test_a_pages_code_runs_over_horovod(page, tmp_path):
-    launched("horovodrun-gloo", 2).run(ran, page, tmp_path, False)
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -96,7 +96,7 @@ horovod:
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	rm -f docs/methods.md docs/benchmarks.html
+	rm -f docs/methods.md docs/strategy-files.md docs/benchmarks.html
 	find grace tests examples tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:

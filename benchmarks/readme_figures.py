@@ -50,7 +50,7 @@ PICTURED = {
     "topk(ratio=0.01)": "topk(ratio=0.01)",
     **{f"strategy {spec}": spec for spec in STRATEGIES},
 }
-"""Rows of the picture, and the method that was trained instead of each: of equal steps, one with the same bits."""
+"""Rows of the picture, and the method whose loss stands beside each; None if no such method is trained."""
 LOSSES = "train-chargpt-adamw-1gbit"
 """The part whose losses stand in the picture."""
 PANELS = {"steps-transformer-1gbit": "1 Gbit/s", "steps-transformer-100mbit": "100 Mbit/s"}

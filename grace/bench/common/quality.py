@@ -43,7 +43,7 @@ def quality_axis(settings: Settings) -> str:
 def shortfall(task: Settings, quality: float, plain: float, start: float) -> float | None:
     """Return the part of what uncompressed training gains that a method does not; negative if the method gains more.
 
-    It is (quality - plain) / (start - plain), for accuracies and losses alike, and for the logarithms of perplexities.
+    It is (plain - quality) / (plain - start), for accuracies and losses alike, and for the logarithms of perplexities.
     None if ``plain`` has gained nothing; infinite if the method diverged.
 
     Args:
@@ -52,7 +52,7 @@ def shortfall(task: Settings, quality: float, plain: float, start: float) -> flo
         plain: the final quality of ``none``.
         start: the quality of the weights that both start from.
 
-    >>> round(shortfall({"metric": "loss"}, 1.8, plain=1.7, start=4.7), 3)
+    >>> round(shortfall({"metric": "loss", "higher_is_better": False}, 1.8, plain=1.7, start=4.7), 3)
     0.033
     >>> round(shortfall({"metric": "accuracy"}, 0.95, plain=0.97, start=0.1), 3)
     0.023
@@ -61,7 +61,8 @@ def shortfall(task: Settings, quality: float, plain: float, start: float) -> flo
         quality, plain, start = (math.log(value) for value in (quality, plain, start))
     if not math.isfinite(quality):
         return math.inf
-    return (quality - plain) / (start - plain) if start != plain else None
+    gain = better(task) * (plain - start)
+    return better(task) * (plain - quality) / gain if gain > 0 else None
 
 
 def against_none(task: Settings, quality: float, plain: float, lacks: float | None) -> str:

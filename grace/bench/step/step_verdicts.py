@@ -43,7 +43,7 @@ def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | 
     Args:
         rows: the rows of the scenario.
         engine: the engine of Grace's methods.
-        shortfalls: for each method that was trained, the part of what training without compression gains that it lacks.
+        shortfalls: for each method that was trained, the part that it lacks of what training gains without compression.
             If given, only methods that were trained and lack at most 3 % are recommended.
 
     >>> def row(name, ms, kind="grace"):
@@ -56,8 +56,8 @@ def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | 
     Do not compress: no method is clearly faster than DDP (200 ms a step). Slower than DDP: qsgd. Without any
     communication it would be 4.0x as fast.
     >>> print(verdict_text([bound, plain, row("topk", 80.0), row("block", 90.0)], "torch", {"topk": 0.4, "block": 0.0}))
-    Compress: block makes a step 2.2x as fast as DDP (90 ms instead of 200 ms). Fast, but it learns too little: topk
-    (2.5x; it lacks 40 % of what training without compression gains). Without any communication it would be 4.0x.
+    Compress: block makes a step 2.2x as fast as DDP (90 ms instead of 200 ms). Fast, but not recommended: topk (2.5x;
+    lacks 40 % of what training gains without compression). Without any communication it would be 4.0x.
     """
     plain = plain_row(rows, engine)
     bound = next((row for row in rows if row["kind"] == "bound"), None)
@@ -83,8 +83,9 @@ def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | 
         sentences.append(f"Do not compress: no {such} is clearly faster than {plain['name']} ({_ms(plain)} a step).")
         if good:
             sentences.append(f"But {', '.join(_times(row, plain) for row in good)} would be.")
-    if shortfalls is not None:
-        sentences += _left_out([row for row in paying if row not in good], plain, shortfalls)
+    if shortfalls is not None and len(good) < len(paying):
+        bad = [_fast_but(row, plain, _lacks(row, shortfalls)) for row in paying if not learns(row, shortfalls)]
+        sentences.append(f"Fast, but not recommended: {', '.join(bad)}.")
     if slower:
         sentences.append(f"Slower than {plain['name']}: {_listed(slower)}.")
     most = plain["step_ms"] / bound["step_ms"]
@@ -94,7 +95,7 @@ def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | 
 
 
 def learns(row: Row, shortfalls: Mapping[str, float | None]) -> bool:
-    """Return True if a row's method was trained, and lacks at most 3 % of what training without compression gains."""
+    """Return True if a row's method was trained, and lacks at most 3 % of what training gains without compression."""
     lacks = _lacks(row, shortfalls)
     return lacks is not None and lacks <= LARGEST_SHORTFALL
 
@@ -103,18 +104,13 @@ def _lacks(row: Row, shortfalls: Mapping[str, float | None]) -> float | None:
     return shortfalls.get(row.get("method", row["name"]))
 
 
-def _left_out(rows: list[Row], plain: Row, shortfalls: Mapping[str, float | None]) -> list[str]:
-    """Return sentences about rows that are fast and not recommended."""
-    bad, untrained = [], []
-    for row in rows:
-        lacks = _lacks(row, shortfalls)
-        if lacks is None:
-            untrained.append(_times(row, plain))
-        else:
-            part = f"it lacks {100 * lacks:.0f} % of what training without compression gains"
-            bad.append(f"{row['name']} ({_speedup(row, plain)}; {part if math.isfinite(lacks) else 'it diverged'})")
-    sentences = [f"Fast, but it learns too little: {', '.join(bad)}."] if bad else []
-    return [*sentences, *([f"Fast, but not trained here: {', '.join(untrained)}."] if untrained else [])]
+def _fast_but(row: Row, plain: Row, lacks: float | None) -> str:
+    """Return a row's name, its speedup, and why it is not recommended."""
+    why = "not trained here"
+    if lacks is not None:
+        part = f"lacks {100 * lacks:.0f} % of what training gains without compression"
+        why = part if math.isfinite(lacks) else "diverged"
+    return f"{row['name']} ({_speedup(row, plain)}; {why})"
 
 
 def _listed(names: list[str]) -> str:

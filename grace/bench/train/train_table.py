@@ -61,7 +61,7 @@ def advice(rows: list[Row], results: Results) -> str:
         return text
     points = task["unit"] == "%"
     if not points:
-        text += f" Gain lacking: the part of the fall of none's {task['metric']} that the method does not reach."
+        text += " Gain lacking: the part of none's gain that the method does not reach."
     sign = -1 if task["higher_is_better"] else 1
     worst = max((row for row in rows if row["method"] != "none"), key=lambda row: sign * row["quality"])
     if sign * (worst["quality"] - plain) <= 0:

@@ -189,16 +189,16 @@ def short(text: str, length: int = 28) -> str:
 
 
 def labels(texts: Iterable[str], length: int = 28) -> dict[str, str]:
-    """Return a short form of each text, as :func:`short` makes it; longer than ``length`` where two would be equal.
+    """Return a short form of each text, as :func:`short` makes it; up to four times as long where two would be equal.
 
     >>> labels(["the first of two answers", "the third of two answers"], 15).values()
     dict_values(['the fir…answers', 'the thi…answers'])
     >>> labels(["an answer that is too long", "an answer that was too long"], 15).values()
-    dict_values(['an answer t…is too long', 'an answer t…as too long'])
+    dict_values(['an answer that is too long', 'an answer that was too long'])
     """
     names = list(dict.fromkeys(texts))
     forms = names
-    for limit in range(length, max([length, *map(len, names)]) + 1):
+    for limit in (length, 2 * length, 4 * length):
         forms = [short(name, limit) for name in names]
         if len(set(forms)) == len(names):
             break

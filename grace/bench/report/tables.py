@@ -163,7 +163,6 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
         figure_of("shortfall", "gain lacking", "% of none's", percent),
         figure_of("bits_per_element", "bits", "per element"),
         figure_of("sent_bytes_per_step", "sent", "per rank, step", of_bytes),
-        figure_of("relative_volume", "volume", "relative to none"),
         figure_of("step_ms", "step", "ms"),
         figure_of("codec_ms", "codec", "ms"),
         figure_of("samples_per_s", "throughput", "samples/s"),

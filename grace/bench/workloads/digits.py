@@ -34,4 +34,4 @@ class DigitsCNN(Digits):
     about = "scikit-learn's digits, convolutional network"
     metric, unit, scale, higher_is_better = "loss", "", 1.0, False
     target = 0.1
-    optimizer, lr, adamw_lr, warmup, quick_epochs = "adamw", 0.05, 5e-3, 0.1, 10
+    optimizer, lr, adamw_lr, warmup, quick_epochs = "adamw", 0.05, 5e-3, 0.1, 8

@@ -101,7 +101,8 @@ def learns(row: Row, shortfalls: Mapping[str, float | None]) -> bool:
 
 
 def _lacks(row: Row, shortfalls: Mapping[str, float | None]) -> float | None:
-    return shortfalls.get(row.get("method", row["name"]))
+    method = row.get("method", row["name"])
+    return None if method is None else shortfalls.get(method)
 
 
 def _fast_but(row: Row, plain: Row, lacks: float | None) -> str:

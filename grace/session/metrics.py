@@ -13,6 +13,8 @@ call is no collective: log them on one rank, or on every rank.
 - ``seconds_encode``: seconds in the codec, decoding included: compensate, compress, pack, update, decompress and
   aggregate.
 - ``seconds_wait``: seconds in which training waited for collectives; NaN if another library waits for them.
+- ``drift_norm``, where there are outer rounds: the Euclidean norm of this rank's parameters minus the anchors.
+- ``bytes_round``, where there are outer rounds: bytes that left this rank in the last round of each fragment.
 
 Seconds are of the host's clock. On a GPU they are the time to start operations, and the time that the host waited for
 the device while it encoded.
@@ -37,6 +39,7 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
     >>> sorted(metrics(None, Traffic(sent_bytes=10, dense_bytes=40)).items())[:3]
     [('bytes_dense', 40.0), ('bytes_sent', 10.0), ('ratio', 4.0)]
     """
+    rounds = {} if runner is None or not runner.rounds else runner.rounds.metrics()
     now = traffic.sent_bytes, traffic.dense_bytes, traffic.codec_seconds, traffic.wait_seconds
     sent, dense, encode, wait = (float(a - b) for a, b in zip(now, traffic.reported, strict=True))
     traffic.reported = now
@@ -47,6 +50,7 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
         "residual_norm": 0.0 if runner is None else residual_norm(runner),
         "seconds_encode": encode,
         "seconds_wait": wait if waits else math.nan,
+        **rounds,
     }
 
 
@@ -56,7 +60,7 @@ def residual_norm(runner: StepRunner) -> float:
     squares: dict[Any, list[Any]] = {}
     for shard in runner.shards.values():
         memory = shard.communicator.memory
-        for tensor in memory.residual_tensors(shard.variable.name) if memory.stateful and not shard.period else ():
+        for tensor in memory.residual_tensors(shard.variable.name) if memory.stateful else ():
             k = kernels_of(tensor)
             column = k.reshape(k.cast(tensor, "float64"), (math.prod(tensor.shape), 1))
             square = k.reshape(k.matmul(column, column, transpose=True), (1,))

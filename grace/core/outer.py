@@ -1,7 +1,7 @@
 """Local steps: the contract of outer optimizers, and the settings of rounds."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grace.core.compressor import Tensor
@@ -70,11 +70,6 @@ class Outer:
     merge: float = 0.0
     over: str = "ranks"
 
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "Outer":
-        """Return the settings of a valid document, the inverse of :meth:`to_dict`."""
-        return cls(**document)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the settings' form in a file: those that differ from their defaults, and the period.
 
@@ -128,6 +123,3 @@ class Outer:
         named = self.to_dict()
         optimizer = named.pop("optimizer")
         return f"outer {optimizer}({', '.join(f'{key}={value}' for key, value in named.items())})"
-
-
-FIELDS = tuple(field.name for field in fields(Outer))

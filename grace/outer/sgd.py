@@ -32,6 +32,9 @@ class OuterSGD(OuterOptimizer):
         self.check_number("momentum", 0, 1)
         self.check_choice("offload", (False, True))
 
+    def keeps(self, shape: tuple[int, ...]) -> Any:
+        return shape or (1,)
+
     def velocity(self, drift: Tensor, name: str) -> Any:
         """Return v = momentum v + d, and keep it if there is momentum."""
         if self.momentum == 0:

@@ -40,6 +40,9 @@ class Held(Component):
     def __init__(self, shared: bool):
         self.shared_state = shared  # type: ignore[misc]
 
+    def keeps(self, shape: tuple[int, ...]) -> Any:
+        return shape
+
 
 @dataclass(eq=False)
 class Fragment:
@@ -108,20 +111,26 @@ class OuterRounds:
                 bucket.carries = bucket is fragment.buckets[0]
                 bucket.label = f"grace.outer.{i}.{bucket.index}"
         self.fragment_of = {shard.variable.name: f for f in self.fragments for shard in f.shards}
+        self.shards = [shard for fragment in self.fragments for shard in fragment.shards]
         self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
         self._carried = {id(communicator) for communicator in self.communicators}
         self.optimizers = list({id(f.optimizer): f.optimizer for f in self.fragments}.values())
         self.delayed = any(fragment.outer.delay for fragment in self.fragments)
         """True if rounds travel while training goes on."""
-        for communicator in self.communicators:
-            if communicator.delayed:
-                raise ConfigError(
-                    f"{communicator.choice} applies means in later steps: with outer, choose outer's delay instead"
-                )
+        for shard in shards:
+            if shard.communicator.delayed:
+                what = shard.communicator.choice
+                raise ConfigError(f"{what} applies means in later steps: with outer, choose outer's delay instead")
+            outer: Any = shard.outer
+            if (shard.hierarchical and outer.delay) or (shard.whole.sparse and outer.over == "nodes"):
+                why = "has outer's delay" if outer.delay else "is sparse"
+                raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes")
         self.anchors = Held(shared=True)
         self._local = Held(shared=False)
         self._coming = Held(shared=True)
         self.at = 0
+        self.held = False
+        """True if there are anchors."""
         self._own: dict[str, Any] | None = None
         """The parameters of this rank while it has the anchors for parameters."""
         self.read: Callable[[Shard], Any] = _no_session
@@ -142,15 +151,6 @@ class OuterRounds:
         plain = id(communicator) in self._carried
         return plain or any(communicator is other.uncompressed for other in self.communicators)
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Return the facts that must be equal on all ranks."""
-        return [
-            (f"in fragment {fragment.number}, {fragment.outer.describe()}:", repr(name))
-            for fragment in self.fragments
-            for bucket in fragment.buckets
-            for name in bucket.names
-        ]
-
     # -- state -----------------------------------------------------------------------------------------
 
     def components(self) -> list[tuple[str, Component]]:
@@ -166,29 +166,22 @@ class OuterRounds:
         optimizer = {f"outer.{name}" if name else "outer": part for name, part in parts}
         return {"anchor": self.anchors, "local": self._local, "coming": self._coming, **optimizer}
 
-    @property
-    def held(self) -> bool:
-        """True if there are anchors."""
-        return len(self.anchors.state) > 0
-
     def hold(self) -> None:
-        """Take the parameters for anchors, before the first step changes them."""
-        for shard in self._all_shards():
-            self._keep(shard, _copy(self.read(shard), _wide(shard)))
+        """Take the parameters for anchors, before the first step changes them, where none were loaded."""
+        for shard in self.shards:
+            if shard.variable.name not in self.anchors.state:
+                self._keep(shard, _copy(self.read(shard), _wide(shard)))
         self.anchors.state.commit()
+        self.held = True
 
     def _keep(self, shard: Shard, anchor: Any) -> None:
         fragment = self.fragment_of[shard.variable.name]
-        offload = fragment.optimizer.offload and hasattr(anchor, "cpu")
-        self.anchors.state[shard.variable.name] = anchor.cpu() if offload else anchor
+        offload = fragment.optimizer.offload and hasattr(anchor, "to")  # torch's
+        self.anchors.state[shard.variable.name] = anchor.to("cpu") if offload else anchor
 
     def _anchor(self, shard: Shard, like: Any) -> Any:
         """Return a shard's anchor on the device of a tensor."""
-        anchor = self.anchors.state[shard.variable.name]
-        return anchor.to(like.device) if hasattr(anchor, "cpu") else anchor
-
-    def _all_shards(self) -> list[Shard]:
-        return [shard for fragment in self.fragments for shard in fragment.shards]
+        return _beside(self.anchors.state[shard.variable.name], like)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -197,14 +190,12 @@ class OuterRounds:
         for fragment in self.fragments:
             if fragment.under_way:
                 self._collect(fragment)
-            for shard in fragment.shards:
-                name = shard.variable.name
-                if self.held and self._moved(fragment):
-                    self._local.state[name] = self.read(shard) if self._own is None else self._own[name]
-                if fragment.coming is not None and name in fragment.coming:
-                    self._coming.state[name] = fragment.coming[name]
-        for part in (self._local, self._coming):
-            part.state.commit()
+            self._coming.state.update(fragment.coming or {})
+            if self.held and self._moved(fragment):
+                own = {shard.variable.name: self.read(shard) for shard in fragment.shards}
+                self._local.state.update(own if self._own is None else {name: self._own[name] for name in own})
+        self._local.state.commit()
+        self._coming.state.commit()
         try:
             yield
         finally:
@@ -218,19 +209,28 @@ class OuterRounds:
     def restore(self) -> None:
         """Continue from the state that was loaded: parameters become those of this rank, or else the anchors."""
         self.at = self.runner.context.step
+        self.held = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
         for fragment in self.fragments:
             names = [shard.variable.name for shard in fragment.shards]
-            moved = any(name in self._local.state for name in names)
-            fragment.applied_at = -1 if moved else self.at
-            fragment.under_way = []
-            coming = {name: self._coming.state[name] for name in names if name in self._coming.state}
+            fragment.applied_at = -1 if any(name in self._local.state for name in names) else self.at
             # The period says when the round that the saved run had under way was sent.
             fragment.sent_at = self.at - (self.at - fragment.until_sent(0)) % fragment.outer.period
-            fragment.coming = coming or None
+            fragment.under_way = []
+            fragment.coming = {n: self._coming.state[n] for n in names if n in self._coming.state} or None
             for shard in fragment.shards if self.held else ():
-                name = shard.variable.name
-                self.write(shard, self._local.state[name] if moved else self._anchor(shard, self.read(shard)))
+                self._restore_shard(shard, fragment.optimizer)
         self._clear_saved()
+
+    def _restore_shard(self, shard: Shard, optimizer: OuterOptimizer) -> None:
+        name = shard.variable.name
+        self._keep(shard, self.anchors.state[name])
+        for part in optimizer.named_components().values():
+            if hasattr(part.state.get(name), "shape"):
+                part.state[name] = _beside(part.state[name], self.anchors.state[name])
+            part.state.commit()
+        self.anchors.state.commit()
+        own = self._local.state.get(name)
+        self.write(shard, self._anchor(shard, self.read(shard)) if own is None else own)
 
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
@@ -238,15 +238,14 @@ class OuterRounds:
         if self._own is not None or not self.held:  # contexts may be nested, and before the first step both are equal
             yield
             return
-        shards = self._all_shards()
-        self._own = {shard.variable.name: _copy(self.read(shard)) for shard in shards}
+        self._own = {shard.variable.name: _copy(self.read(shard)) for shard in self.shards}
         try:
-            for shard in shards:
+            for shard in self.shards:
                 self.write(shard, self._anchor(shard, self.read(shard)))
             yield
         finally:
             own, self._own = self._own, None
-            for shard in shards:
+            for shard in self.shards:
                 self.write(shard, own[shard.variable.name])
 
     @property
@@ -404,8 +403,7 @@ class OuterRounds:
                     k = kernels_of(x)
                     shape, some = tuple(x.shape), _at_least_1d(x)
                     anchor = k.reshape(self.anchors.state[name], some)
-                    mean = k.reshape(means[name], some)
-                    mean = mean.to(anchor.device) if hasattr(mean, "cpu") else mean
+                    mean = _beside(k.reshape(means[name], some), anchor)
                     self._keep(shard, k.reshape(fragment.optimizer.step(anchor, mean, name), shape))
                     now = self._anchor(shard, x)
                     if merge > 0:
@@ -425,6 +423,7 @@ class OuterRounds:
         return [part for communicator in communicators for part in communicator.stateful_parts.values()]
 
     def _roll_back(self, fragment: Fragment) -> None:
+        self.context.out_of_step = ""
         for part in self._parts(fragment):
             part.state.rollback()
 
@@ -447,7 +446,7 @@ class OuterRounds:
         """Return the norm of this rank's drift from the anchors, and the bytes that it sent in the last round of each
         fragment."""
         squares = []
-        for shard in self._all_shards() if self.held and self._own is None else ():
+        for shard in self.shards if self.held and self._own is None else ():
             drift = self.drift(shard)
             k = kernels_of(drift)
             column = k.reshape(k.cast(drift, "float64"), (math.prod(drift.shape), 1))
@@ -495,6 +494,11 @@ def _copy(x: Any, dtype: str | None = None) -> Any:
     k = kernels_of(x)
     copied = k.reshape(k.join([k.flat(x)]), tuple(x.shape))
     return copied if dtype is None else k.cast(copied, dtype)
+
+
+def _beside(x: Any, like: Any) -> Any:
+    """Return a tensor on the device of another one, where the framework has several."""
+    return x.to(like.device) if hasattr(x, "to") else x
 
 
 def _finite(x: Any) -> bool:

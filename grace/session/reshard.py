@@ -261,7 +261,7 @@ class Resharding:
             here = shard.communicator.context
             a, b = equal_bounds(shard.variable.numel, here.size)[here.rank]
             shape = (b - a,)
-        why = describe_mismatch(value, component.keeps(shape))
+        why = describe_mismatch(value, component.keeps(shape), None if kind in OF_ROUNDS else "float32")
         if not why:
             return True
         whole = shard.whole.name

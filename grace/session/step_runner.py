@@ -4,6 +4,7 @@ import contextlib
 import copy
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
@@ -13,7 +14,7 @@ from grace.core.channels import Leases
 from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
-from grace.core.context import Context
+from grace.core.context import Context, SubgroupContext
 from grace.core.memory import Memory
 from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
@@ -66,12 +67,19 @@ class StepRunner:
         self.shards_of: dict[str, list[Shard]] = {variable.name: [] for variable in self.variables}
         for shard in shards:
             self.shards_of[shard.whole.name].append(shard)
-        self.buckets = make_buckets([shard for shard in shards if shard.outer is None])
+        self.within_node = Allreduce("none")
+        """Communicator of the gradients that only the ranks of a node average."""
+        here = [
+            replace(shard, communicator=self.within_node, outer=None)
+            for shard in shards
+            if shard.outer is not None and shard.outer.over == "nodes"
+        ]
+        self.buckets = make_buckets([*(shard for shard in shards if shard.outer is None), *here])
         # Ranks compare step stamps once a step, in the first bucket; delayed ones run on a thread of their own, in an
-        # order of their own, and so have stamps of their own.
-        for delayed in (False, True):
-            for bucket in [bucket for bucket in self.buckets if bucket.communicator.delayed is delayed][1:]:
-                bucket.carries = False
+        # order of their own, and so have stamps of their own; so have those of a node.
+        ways = [(bucket.communicator.delayed, bucket.communicator is self.within_node) for bucket in self.buckets]
+        for i, bucket in enumerate(self.buckets):
+            bucket.carries = ways.index(ways[i]) == i
         self.averaging = Allreduce("none")
         self.averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
         self.rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
@@ -173,6 +181,8 @@ class StepRunner:
         self.channel = self.averaging.backend = self._leases.acquire()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
+            node, names = self.hierarchy.node_groups.node, self.hierarchy.inside.context.names
+            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size, names), node)  # type: ignore[arg-type]
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:
@@ -230,8 +240,9 @@ class StepRunner:
             facts.append(
                 ("the place of gradients", "a device" if any(v.on_device for v in self.variables) else "the CPU")
             )
-        order = [(f"in bucket {bucket.index}:", repr(v.name)) for bucket in self.buckets for v in bucket.variables]
-        return [*facts, *order, *self.rounds.facts()]
+        buckets = [*self.buckets, *self.rounds.buckets]
+        order = [(f"in bucket {bucket.index}:", repr(v.name)) for bucket in buckets for v in bucket.variables]
+        return [*facts, *order]
 
     # -- a step ----------------------------------------------------------------------------------------
 

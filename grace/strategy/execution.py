@@ -160,7 +160,7 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
             # Shards with equal ``travels`` may share a bucket: those of one destination, or of one group.
             travels = key if reduced else (sync.type, sync.group)
             carrier = choose(own, made[key])
-            place["hierarchical"] = sync.hierarchical
+            place["hierarchical"] = sync.hierarchical or (outer is not None and outer.over == "nodes")
             shards.append(Shard(own, variable, carrier, travels, limits, part.priority, **place))
     return shards
 

@@ -145,7 +145,7 @@ class ShardPlan:
         return cls(
             Sync.from_dict(document["sync"]),
             **{name: document[name] for name in names if name in document},
-            outer=None if outer is None else Outer.from_dict(outer),
+            outer=outer and Outer(**outer),
         )
 
     def to_dict(self) -> dict[str, Any]:

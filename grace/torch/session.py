@@ -512,46 +512,42 @@ class Session:
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Return a context in which parameters, and buffers, are those that all ranks share."""
-        own = [buffer.clone() for buffer in self.buffers]
+        own = [buffer.clone() for buffer in self.buffers.values()]
         with torch.no_grad(), self.runner.rounds.at_anchor():
+            self._set_buffers(self.shared_buffers)
             try:
-                for buffer, shared in zip(self.buffers, self.shared_buffers, strict=False):
-                    buffer.copy_(shared)
                 with torch.enable_grad():
                     yield
             finally:
-                for buffer, before in zip(self.buffers, own, strict=True):
-                    buffer.copy_(before)
+                self._set_buffers(own)
+
+    def _set_buffers(self, values: Sequence[torch.Tensor]) -> None:
+        for buffer, value in zip(self.buffers.values(), values, strict=False):
+            buffer.copy_(value)
 
     def _find_buffers(self, model: Any) -> None:
         """Find the buffers that are averaged after rounds: a module's, of floats."""
-        self.buffers: list[torch.Tensor] = []
+        named = model.named_buffers() if self.runner.rounds and isinstance(model, torch.nn.Module) else ()
+        self.buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}
         self.shared_buffers: list[torch.Tensor] = []
         """Values of the buffers after the last round; empty before it."""
-        if not (self.runner.rounds and isinstance(model, torch.nn.Module)):
-            return
-        named = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-        self.buffers = [buffer for _, buffer in named]
-        variables = [
-            Variable(name, tuple(b.shape), str(b.dtype).removeprefix("torch."), str(b.device)) for name, b in named
-        ]
-        averaging = self.runner.averaging
-        self.buffer_buckets = make_buckets([Shard(variable, variable, averaging) for variable in variables])
-        self.buffer_of = dict(named)
-        if named and self.runner.backend.rank == 0:
+        if self.buffers and self.runner.backend.rank == 0:
             warnings.warn(
-                f"the buffers of the model ({named[0][0]}, ...) differ by rank while ranks train alone: at each round "
-                "their means over ranks replace them",
-                stacklevel=2,
+                f"the buffers of the model ({next(iter(self.buffers))}, ...) differ by rank while ranks train alone: "
+                "their means over ranks replace them at each round",
+                stacklevel=7,
             )
 
     def _average_buffers(self) -> None:
         """Replace buffers by their means over ranks."""
-        for bucket in self.buffer_buckets if self.buffers else ():
-            own = [self.buffer_of[name] for name in bucket.names]
+        kinds = {name: str(b.dtype).removeprefix("torch.") for name, b in self.buffers.items()}
+        variables = [Variable(name, tuple(b.shape), kinds[name], str(b.device)) for name, b in self.buffers.items()]
+        averaging = self.runner.averaging
+        for bucket in make_buckets([Shard(variable, variable, averaging) for variable in variables]):
+            own = [self.buffers[name] for name in bucket.names]
             for buffer, mean in zip(own, self.runner.mean(bucket, own), strict=True):
                 buffer.copy_(mean)
-        self.shared_buffers = [buffer.clone() for buffer in self.buffers]
+        self.shared_buffers = [buffer.clone() for buffer in self.buffers.values()]
 
     def before_update(self) -> None:
         """Take the parameters for anchors before the first update changes them.

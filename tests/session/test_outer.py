@@ -1,6 +1,7 @@
 """Outer rounds: what they compute, on real ranks, against the formulas and torch's own optimizers."""
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -530,3 +531,57 @@ def test_bytes_of_rounds_are_those_that_the_strategy_predicts_per_iteration(sync
     assert metrics["bytes_round"] == sent / 2
     assert metrics["drift_norm"] == 0.0
     assert traffic.steps == 6
+
+
+# -- over nodes --------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_nodes_average_gradients_in_every_step_and_drifts_now_and_then():
+    outer = Outer("nesterov(lr=0.7, momentum=0.6)", period=2, over="nodes")
+    plans = [whole(name, shape, ShardPlan(outer=outer)) for name, shape in SHAPES.items()]
+    model = Given(SHAPES)
+    optimizer = executed(model, strategy_of(*plans), lambda p: sgd(p, 1.0))  # nodes of 2 and 1 ranks
+    node = [0, 1] if grace.rank() < 2 else [2]
+    anchor = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    velocity = dict(anchor)
+    for step in range(4):
+        run_given(optimizer, model, range(step, step + 1))
+        drifts = {}
+        for name in SHAPES:
+            steps = range(step - step % 2, step + 1)
+            of_rank = [sum(made_up(SHAPES, s, rank)[name] for s in steps) for rank in range(3)]
+            drifts[name] = sum(of_rank) / 3
+            if step % 2 == 0:
+                wanted = anchor[name] - sum(of_rank[rank] for rank in node) / len(node)
+            else:
+                velocity[name] = 0.6 * velocity[name] + drifts[name]
+                wanted = anchor[name] = anchor[name] - 0.7 * (drifts[name] + 0.6 * velocity[name])
+            np.testing.assert_allclose(weights(model)[name].numpy(), wanted, rtol=1e-4, atol=1e-3)
+    return digest(weights(model))
+
+
+@on_ranks(2)
+def test_training_goes_on_while_a_fragment_travels():
+    model = net()
+    optimizer = distributed(model, strategy=fragmented(period=8, delay=3))
+    runner = optimizer._grace.runner
+    arrived, check = threading.Event(), runner.exchange_thread().check
+
+    def late(trips, backend):
+        assert arrived.wait(30)
+        check(trips, backend)
+
+    runner.exchange_thread().check = late
+    train(model, optimizer, range(1))
+    first = runner.rounds.fragments[0]
+    (pending,) = first.under_way  # sent after iteration 1, and applied after iteration 4
+    before = digest(anchors(optimizer))
+    train(model, optimizer, range(1, 3))
+    assert not pending.done.is_set()
+    assert digest(anchors(optimizer)) == before
+    arrived.set()
+    train(model, optimizer, range(3, 4))
+    assert pending.done.is_set()
+    assert digest(anchors(optimizer)) != before
+    return digest(anchors(optimizer))

@@ -12,7 +12,6 @@ all ranks: anchors, momenta and memories stay, and that rank starts anew from th
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -133,8 +132,8 @@ class OuterRounds:
         """True if there are anchors."""
         self._own: dict[str, Any] | None = None
         """The parameters of this rank while it has the anchors for parameters."""
-        self.read: Callable[[Shard], Any] = _no_session
-        self.write: Callable[[Shard, Any], None] = _no_session
+        self.read: Callable[[Shard], Any]
+        self.write: Callable[[Shard, Any], None]
         self.sync_buffers: Callable[[], Any] = lambda: None
         """Averages the model's buffers over ranks. Called after a round of the last fragment."""
 
@@ -442,17 +441,14 @@ class OuterRounds:
 
     # -- numbers ---------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
-        """Return the norm of this rank's drift from the anchors, and the bytes that it sent in the last round of each
-        fragment."""
-        squares = []
-        for shard in self.shards if self.held and self._own is None else ():
-            drift = self.drift(shard)
-            k = kernels_of(drift)
-            column = k.reshape(k.cast(drift, "float64"), (math.prod(drift.shape), 1))
-            squares += k.to_list(k.reshape(k.matmul(column, column, transpose=True), (1,)))
-        sent = sum(fragment.sent_bytes for fragment in self.fragments)
-        return {"drift_norm": math.sqrt(math.fsum(squares)), "bytes_round": float(sent)}
+    def drifts(self) -> list[Any]:
+        """Return this rank's drifts from the anchors; none if parameters are the anchors."""
+        return [self.drift(shard) for shard in self.shards] if self.held and not self.anchored else []
+
+    @property
+    def bytes_round(self) -> int:
+        """Bytes that this rank sent in the last round of each fragment."""
+        return sum(fragment.sent_bytes for fragment in self.fragments)
 
 
 def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
@@ -503,7 +499,3 @@ def _beside(x: Any, like: Any) -> Any:
 
 def _finite(x: Any) -> bool:
     return bool(kernels_of(x).all_finite(x))
-
-
-def _no_session(*arguments: Any) -> Any:
-    raise AssertionError("the session sets read and write")

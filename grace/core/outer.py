@@ -1,7 +1,7 @@
 """Local steps: the contract of outer optimizers, and the settings of rounds."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from grace.core.compressor import Tensor
@@ -63,7 +63,7 @@ class Outer:
     [('period', '5 iterations cannot be dealt to 2 fragments: it must be a multiple of fragments')]
     """
 
-    optimizer: Any = "none"
+    optimizer: Any = field(default="none", hash=False)  # a dict, or an object, may have no hash
     period: int = 1
     fragments: int = 1
     delay: int = 0
@@ -117,9 +117,10 @@ class Outer:
     def describe(self) -> str:
         """Return the settings as text.
 
-        >>> Outer("nesterov", 20, fragments=2).describe()
-        'outer nesterov(period=20, fragments=2)'
+        >>> Outer("nesterov(lr=0.5)", 20, fragments=2).describe()
+        'outer nesterov(lr=0.5, period=20, fragments=2)'
         """
         named = self.to_dict()
-        optimizer = named.pop("optimizer")
-        return f"outer {optimizer}({', '.join(f'{key}={value}' for key, value in named.items())})"
+        name, _, inside = named.pop("optimizer").removesuffix(")").partition("(")
+        settings = [*filter(None, [inside]), *(f"{key}={value}" for key, value in named.items())]
+        return f"outer {name}({', '.join(settings)})"

@@ -57,8 +57,8 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
 
 
 def residual_norm(runner: StepRunner) -> float:
-    """Return the Euclidean norm of this rank's residuals, in the units of the gradient; those of drifts are in the units
-    of parameters. One number is read back from each device."""
+    """Return the Euclidean norm of this rank's residuals, in the units of gradients, and of parameters where drifts are
+    sent. One number is read back from each device."""
     scaled, plain = list[Any](), list[Any]()
     for shard in runner.shards.values():
         memory = shard.communicator.memory

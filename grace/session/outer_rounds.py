@@ -271,6 +271,8 @@ class OuterRounds:
             PayloadError: a payload cannot be decoded. The round is dropped.
             StepError: ranks have made other numbers of iterations.
         """
+        if not self.held:  # this rank has skipped all updates
+            self.hold()
         while self.at < self.runner.context.step:
             self.at += 1
             for fragment in self.fragments:
@@ -289,8 +291,9 @@ class OuterRounds:
         Raises:
             StepError: ranks have made other numbers of iterations.
         """
-        if not self.held:
+        if self.runner.context.step == 0:
             return
+        self.hold()
         for fragment in self.fragments:
             if fragment.travels:
                 self._collect(fragment)

@@ -475,6 +475,16 @@ def test_settings_that_cannot_work_are_refused_by_name(settings, message):
         strategy_of(whole("w", (3,), ShardPlan(outer=Outer(**settings))), size=1)
 
 
+@on_ranks(2)
+def test_an_outer_optimizer_may_be_given_as_text_dict_or_object():
+    ends = []
+    for outer in ("sgd(lr=0.5)", {"name": "sgd", "lr": 0.5}, grace.make("outer", "sgd(lr=0.5)")):
+        model = Given(SHAPES)
+        run_given(distributed(model, outer=outer, period=2), model, range(2))
+        ends.append(digest(weights(model)))
+    assert len(set(ends)) == 1
+
+
 def refused(**choices):
     grace.init("local")
     try:

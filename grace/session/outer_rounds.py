@@ -52,7 +52,7 @@ class Fragment:
         number: p, from 0.
         optimizer: the outer optimizer, which all fragments of equal settings share.
         shards, buckets: the shards, and the buckets in which their drifts travel.
-        applied_at: the iteration of the last round; -1 if it is unknown.
+        applied_at: the iteration after which parameters were the anchors; -1 if it is unknown.
         sent_at: the iteration at which the round under way was sent.
         under_way: the round trips that travel while training goes on.
         coming: means that are still to be applied, by shard; None if no round is under way or has arrived.
@@ -305,7 +305,7 @@ class OuterRounds:
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""
-        return fragment.applied_at != self.runner.context.step or fragment.outer.merge > 0
+        return fragment.applied_at != self.runner.context.step
 
     def _send(self, fragment: Fragment, later: bool) -> None:
         """Send the drifts of a fragment, and receive their means.
@@ -415,7 +415,7 @@ class OuterRounds:
             for part in (self.anchors, *fragment.optimizer.named_components().values()):
                 part.state.commit()
         if means:
-            fragment.applied_at = self.runner.context.step
+            fragment.applied_at = self.runner.context.step if merge == 0 else -1
         if fragment.number == fragment.outer.fragments - 1:
             self.sync_buffers()
 

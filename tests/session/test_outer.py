@@ -595,3 +595,26 @@ def test_training_goes_on_while_a_fragment_travels():
     assert pending.done.is_set()
     assert digest(anchors(optimizer)) != before
     return digest(anchors(optimizer))
+
+
+# -- engines -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
+@on_ranks(2)
+def test_other_engines_run_the_same_rounds(engine):
+    found = []
+    plain = {"outer": "nesterov", "period": 2, "compressor": "block(bits=4)"}
+    for choices in (plain, {"outer": "none", "period": 3}, {"strategy": fragmented()}):
+        model = net()
+        optimizer = distributed(model, **choices)
+        train(model, optimizer, range(5))
+        with optimizer.anchor():
+            found.append(digest(weights(model)))
+        optimizer.flush()
+        found.append(digest(weights(model)))
+        assert engine.startswith(("mpirun", "horovodrun"))
+        optimizer.close()
+    assert len(set(found)) == 6
+    return found

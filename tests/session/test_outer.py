@@ -456,6 +456,23 @@ def test_anchors_may_lie_on_the_cpu():
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@on_ranks(2)
+def test_anchors_are_at_least_float32(dtype, wide):
+    found = []
+    for compressor in ("none", "qsgd"):
+        model, other = Given(SHAPES, dtype), Given(SHAPES, dtype)
+        optimizer = distributed(model, compressor, outer="nesterov", period=2)
+        run_given(optimizer, model, range(5))
+        assert all(value.dtype is wide for value in anchors(optimizer).values())
+        resumed = distributed(other, compressor, outer="nesterov", period=2)
+        resumed.load_state_dict(copied(optimizer.state_dict()))
+        assert digest(weights(other)) == digest(weights(model))
+        assert all(p.dtype is dtype for p in other.parameters())
+        found.append(digest(anchors(resumed)))
+    return found
+
+
 # -- refusals ----------------------------------------------------------------------------------------------
 
 

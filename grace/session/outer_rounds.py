@@ -116,14 +116,6 @@ class OuterRounds:
         self.optimizers = list({id(f.optimizer): f.optimizer for f in self.fragments}.values())
         self.delayed = any(fragment.outer.delay for fragment in self.fragments)
         """True if rounds travel while training goes on."""
-        for shard in shards:
-            if shard.communicator.delayed:
-                what = shard.communicator.choice
-                raise ConfigError(f"{what} applies means in later steps: with outer, choose outer's delay instead")
-            outer: Any = shard.outer
-            if (shard.hierarchical and outer.delay) or (shard.whole.sparse and outer.over == "nodes"):
-                why = "has outer's delay" if outer.delay else "is sparse"
-                raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes")
         self.anchors = Held(shared=True)
         self._local = Held(shared=False)
         self._coming = Held(shared=True)
@@ -462,6 +454,13 @@ def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
         ConfigError: there are fewer variables than fragments; or a setting cannot work.
     """
     outer.check()
+    for shard in shards:
+        if shard.communicator.delayed:
+            what = shard.communicator.choice
+            raise ConfigError(f"{what} applies means in later steps: with outer, choose outer's delay instead")
+        if (shard.hierarchical and outer.delay) or (shard.whole.sparse and outer.over == "nodes"):
+            why = "has outer's delay" if outer.delay else "is sparse"
+            raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes")
     if len(shards) < outer.fragments:
         raise ConfigError(
             f"outer, fragments: {len(shards)} variables (or parts) cannot be dealt to {outer.fragments} fragments"

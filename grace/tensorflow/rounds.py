@@ -32,11 +32,13 @@ def connect(session: Any) -> None:
 
 
 def _read(session: Any, shard: Shard) -> Any:
-    return session.inside(cut(shard, tf.convert_to_tensor(_variable(session, shard.whole.name))))
+    with tf.init_scope():  # a state may be loaded while a graph is traced
+        return session.inside(cut(shard, tf.convert_to_tensor(_variable(session, shard.whole.name))))
 
 
 def _write(session: Any, shard: Shard, value: Any) -> None:
-    put(shard, _variable(session, shard.whole.name), session.medium.outside(value))
+    with tf.init_scope():
+        put(shard, _variable(session, shard.whole.name), session.medium.outside(value))
 
 
 def _variable(session: Any, name: str) -> Any:

@@ -34,7 +34,13 @@ SECTIONS = {
     "Match": "`match` of a rule",
     "Shards": "`partition` of a rule",
 }
-WORDS = {"string": "text", "boolean": "true or false", "object": "an object", "integer": "a whole number", "number": "a number"}
+WORDS = {
+    "string": "text",
+    "boolean": "true or false",
+    "object": "an object",
+    "integer": "a whole number",
+    "number": "a number",
+}
 
 
 def strategy_page() -> str:

@@ -25,10 +25,11 @@ from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
-from grace.planner.calibration import Calibration, Curves, Key, default_path, read
+from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.codecs import measure
 from grace.planner.costs import Codec
 from grace.planner.links import MeasuredLinks, measure_network
+from grace.planner.network import MeasuredNetwork
 from grace.planner.oversubscription import oversubscription
 from grace.session.agreement import gather_or_raise
 
@@ -102,7 +103,7 @@ def calibrate(
     calibration = Calibration(
         key=key,
         made=time.time(),
-        curves=links.curves,
+        network=links.network,
         inside=inside,
         codecs=codecs,
         contention=links.contention,
@@ -209,7 +210,7 @@ def _measure_links(
     seconds: float,
     crowded: bool,
     progress: ShowProgress,
-) -> tuple[MeasuredLinks, Curves]:
+) -> tuple[MeasuredLinks, MeasuredNetwork | None]:
     """Measure collectives between all ranks, and between those of a node if there are several nodes."""
     options: dict[str, Any] = {"tensor_of": bench.to_tensor, "synchronize": bench.synchronize, "crowded": crowded}
 
@@ -217,12 +218,12 @@ def _measure_links(
         progress(f"network: {operation}", done / 2)
 
     links = measure_network(backend, seconds, compute=bench.compute, progress=show, **options)
-    inside: Curves = {}
+    inside = None
     if 1 < len(set(names)) < len(names) and not backend.pairs_by_name:
         error = None
         try:
             node = node_groups(backend, names).node
-            inside = measure_network(node, seconds / 2, **options).curves
+            inside = measure_network(node, seconds / 2, **options).network
         except GraceError as raised:
             error = raised
         inside = next(filter(None, gather_or_raise(backend, "times of collectives", inside, error, FAILED)))

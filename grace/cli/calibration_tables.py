@@ -1,6 +1,7 @@
 """Tables of a calibration."""
 
 import time
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
@@ -8,8 +9,8 @@ from rich.table import Table
 
 from grace.bench.common.text import of_bytes
 from grace.cli.terminal import plain_table
-from grace.planner.calibration import Calibration, Curves
-from grace.planner.costs import Codec
+from grace.planner.calibration import Calibration
+from grace.planner.costs import Codec, Curve
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 """Bytes of collectives in the table."""
@@ -34,23 +35,23 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
     days = "" if age is None else f", {age / 86400:.0f} days ago"
     versions = f"{escape(key.framework)}, Python {escape(key.python)}, Grace {escape(key.grace)}"
     console.print(f"{versions}; made {when}{days}")
-    for curves, ranks in ((calibration.curves, "all ranks"), (calibration.inside, "a node's ranks")):
-        if curves:
-            console.print(_collectives_table(curves, f"milliseconds of a collective over {ranks}"))
+    for network, among in ((calibration.network, "all {} ranks"), (calibration.inside, "the {} ranks of a node")):
+        if network is not None:
+            title = f"milliseconds of a collective over {among.format(network.ranks)}"
+            console.print(_collectives_table(network.curves, title))
     if calibration.codecs:
         console.print(_codecs_table(calibration))
     if calibration.contention:
         console.print(f"computing takes {calibration.contention:.0%} longer while a collective is under way")
 
 
-def _collectives_table(curves: Curves, title: str) -> Table:
-    headings = ["collective", "ranks", *map(of_bytes, SIZES), "MB/s beyond"]
+def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:
+    headings = ["collective", *map(of_bytes, SIZES), "MB/s beyond"]
     table = plain_table(headings, headings[:1], title=title, title_justify="left")
-    for kind, by_ranks in curves.items():
-        for ranks, curve in sorted(by_ranks.items()):
-            largest = curve.points[-1][0]
-            cells = [f"{curve.seconds(size) * 1e3:.3g}" if size <= largest else "" for size in SIZES]
-            table.add_row(kind, str(ranks), *cells, f"{1e-6 / curve.slope:,.0f}" if curve.slope > 0 else "")
+    for kind, curve in curves.items():
+        largest = curve.points[-1][0]
+        cells = [f"{curve.seconds(size) * 1e3:.3g}" if size <= largest else "" for size in SIZES]
+        table.add_row(kind, *cells, f"{1e-6 / curve.slope:,.0f}" if curve.slope > 0 else "")
     return table
 
 

@@ -25,13 +25,12 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto, timeline
 from grace.planner.calibration import AGAIN, Calibration, Key, read
-from grace.planner.codecs import is_table, measure
-from grace.planner.costs import Codec
+from grace.planner.codecs import is_table
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Levels, links_of
-from grace.planner.planning import CODEC_SECONDS, measured_by
-from grace.planner.problem import Problem, methods_of
+from grace.planner.planning import methods_to_measure, with_measured
+from grace.planner.problem import Problem
 from grace.planner.step import Timeline
 from grace.strategy.builder import Cluster, OneNode, bandwidths
 
@@ -143,14 +142,14 @@ def choose_costs(auto: Auto, cluster: Cluster, calibration: Calibration | None, 
         ConfigError: the calibration is of links between other nodes, or of none.
     """
     nodes = len(set(cluster.ranks))
-    measured = calibration is not None and bool(calibration.curves)
+    measured = calibration is not None and calibration.network is not None
     described = auto.bandwidth is not None or (bandwidths(cluster) is not None and not measured)
     if calibration is not None and not described:
         if auto.latency is not None:
             raise ConfigError(
                 "--latency beside a calibration needs --bandwidth: else the links are those that it measured"
             )
-        if not calibration.curves:
+        if calibration.network is None:
             raise ConfigError(
                 f"{path}: was made by one rank alone, and has no times of collectives. {AGAIN}, by all ranks; or say "
                 "--bandwidth"
@@ -275,18 +274,11 @@ def measure_methods(problem: Problem, framework: str, gradients: Mapping[str, An
     if not samples:
         raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
     errors = replace(problem.errors, tables={name for name, x in gradients.items() if is_table(x)})
-    methods = methods_of(problem.methods, problem.quality, problem.ranks, bool(errors.tables))
-    if problem.quality != "exact":
-        methods += methods_of([errors.reference], "feedback", problem.ranks)
-    choices = {choice.describe(): choice for choice in measured_by(methods, problem.variables)}
-    codecs: dict[str, Codec] = {}
-    losses: dict[str, Mapping[str, float]] = {}
-    for i, (described, choice) in enumerate(choices.items()):
-        progress(described, i / len(choices))
+    measured = replace(problem, costs=replace(problem.costs, codecs={}), errors=errors)
+    needed, others = methods_to_measure(measured)
+    choices = [*needed, *others]
+    for i, choice in enumerate(choices):
+        progress(choice.describe(), i / len(choices))
         with contextlib.suppress(ConfigError):  # it makes none of these gradients smaller
-            found = measure(choice, samples, problem.ranks, problem.seed, CODEC_SECONDS)
-            codecs[found.method] = found.codec
-            losses[choice.compressor.spec] = found.errors
-    if gradients:
-        errors = replace(errors, measured=losses)
-    return replace(problem, costs=replace(problem.costs, codecs=codecs), errors=errors)
+            measured = with_measured(measured, choice, samples)
+    return measured if gradients else replace(measured, errors=errors)

@@ -25,13 +25,12 @@ from grace.planner.exchange_costs import Costs
 from grace.planner.network import KINDS, MeasuredNetwork, Network
 from grace.session.versions import public
 
-FORMAT = 2
+FORMAT = 3
 MAX_AGE = 30 * 86400.0
 """Seconds after which a calibration is too old."""
 AGAIN = "Run `grace calibrate` as the training is run"
 NAMED = "GRACE_CALIBRATION"
 """The variable of the environment that names the file."""
-Curves = Mapping[str, Mapping[int, Curve]]
 T = TypeVar("T")
 PARTS = ("start", "middle", "finish")
 
@@ -105,8 +104,8 @@ class Calibration:
     Attributes:
         key: the run that they are for.
         made: when they were made, in seconds since 1970.
-        curves: what collectives over all ranks take, by kind and number of ranks.
-        inside: the same within a node; empty if there is one node, or one rank on each.
+        network: what collectives over all ranks take; None if there was one rank.
+        inside: the same within a node; None if there is one node, or one rank on each.
         codecs: what methods compute, by :func:`grace.planner.exchange_costs.codec_key`.
         contention: the part by which computing takes longer while a collective is under way.
         by_ring: True if the engine's sums go round a ring.
@@ -120,8 +119,8 @@ class Calibration:
 
     key: Key
     made: float
-    curves: Curves = field(default_factory=dict)
-    inside: Curves = field(default_factory=dict)
+    network: MeasuredNetwork | None = None
+    inside: MeasuredNetwork | None = None
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     contention: float = 0.0
     by_ring: bool = False
@@ -136,20 +135,12 @@ class Calibration:
         Raises:
             ConfigError: there is none, and there was one rank, and no link to measure.
         """
+        network = network or self.network
         if network is None:
-            if not self.curves:
-                raise ConfigError(
-                    f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
-                )
-            network = MeasuredNetwork(self.curves)
-        return Costs(
-            network,
-            self.codecs,
-            MeasuredNetwork(self.inside) if self.inside else None,
-            self.contention,
-            by_ring=self.by_ring,
-            concatenates=self.concatenates,
-        )
+            raise ConfigError(
+                f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
+            )
+        return Costs(network, self.codecs, self.inside, self.contention, self.by_ring, self.concatenates)
 
     # -- the file --------------------------------------------------------------------------------------
 
@@ -159,8 +150,8 @@ class Calibration:
             "format": FORMAT,
             **asdict(self),
             "key": {**asdict(self.key), "hosts": [list(host) for host in self.key.hosts]},
-            "curves": _curves_to(self.curves),
-            "inside": _curves_to(self.inside),
+            "network": _network_to(self.network),
+            "inside": _network_to(self.inside),
         }
 
     @classmethod
@@ -177,8 +168,8 @@ class Calibration:
             said = {name: value for name, value in _object(document, "it").items() if name != "format"}
             parts = {
                 "key": _key(_object(said.get("key"), "key")),
-                "curves": _values(said.get("curves", {}), "curves", _curves),
-                "inside": _values(said.get("inside", {}), "inside", _curves),
+                "network": _network(said.get("network"), "network"),
+                "inside": _network(said.get("inside"), "inside"),
                 "codecs": _values(said.get("codecs"), "codecs", _codec),
             }
             return documents.record(cls, said, "the calibration", **parts)  # type: ignore[no-any-return]
@@ -227,11 +218,11 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     return found
 
 
-def _curves_to(curves: Curves) -> dict[str, dict[str, list[list[float]]]]:
-    return {
-        kind: {str(ranks): [list(point) for point in curve.points] for ranks, curve in by_ranks.items()}
-        for kind, by_ranks in curves.items()
-    }
+def _network_to(network: MeasuredNetwork | None) -> dict[str, Any] | None:
+    if network is None:
+        return None
+    curves = {kind: [list(point) for point in curve.points] for kind, curve in network.curves.items()}
+    return {"ranks": network.ranks, "curves": curves}
 
 
 def _object(document: Any, where: str) -> dict[str, Any]:
@@ -257,17 +248,14 @@ def _key(document: dict[str, Any]) -> Key:
     return key
 
 
-def _curves(document: Any, where: str) -> dict[int, Curve]:
-    """Return the curves of a kind of collective, by number of ranks."""
-    if where.partition(".")[2] not in KINDS:
-        raise ConfigError(f"{where}: there is no such collective; there are {', '.join(KINDS)}")
-    curves = _values(document, where, _curve)
-    for text in curves:
-        if not (text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= 2):
-            raise ConfigError(f"{where}: {text!r} is no number of ranks from 2 on")
-    if not curves:
-        raise ConfigError(f"{where} is of no number of ranks")
-    return {int(text): curve for text, curve in curves.items()}
+def _network(document: Any, where: str) -> MeasuredNetwork | None:
+    if document is None:
+        return None
+    said = _object(document, where)
+    curves = _values(said.get("curves"), f"{where}.curves", _curve)
+    if unknown := curves.keys() - set(KINDS):
+        raise ConfigError(f"{where}.curves: {min(unknown)!r} is no collective; there are {', '.join(KINDS)}")
+    return documents.record(MeasuredNetwork, said, where, curves=curves)  # type: ignore[no-any-return]
 
 
 def _curve(points: Any, where: str) -> Curve:

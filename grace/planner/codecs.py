@@ -7,15 +7,15 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
 from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
+from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.route import ALL_GATHER, ALL_REDUCE, GATHER, EngineTraits, Leg, Route
 from grace.core.variable import Variable
@@ -23,7 +23,7 @@ from grace.errors import ConfigError, PayloadError
 from grace.exchange.bucket import Outcome
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
-from grace.planner.costs import Codec, Cost
+from grace.planner.costs import Codec, Cost, fit
 from grace.planner.exchange_costs import codec_key
 from grace.planner.network import KINDS
 from grace.planner.simulated_ranks import SimulatedRanks
@@ -36,7 +36,7 @@ MOST_ELEMENTS = 1 << 24
 PROBE, SAMPLED = 1 << 18, 1 << 16
 """Elements of the bucket that is timed first, and of each variable whose bits are counted."""
 PIECES, PIECE = 32, 256
-"""Variables of the bucket that tells what a variable costs, and their elements."""
+"""Variables of the bucket that tells what a variable costs, and their elements; one of them tells a bucket's cost."""
 MOST_RANKS = 8
 """Ranks that are simulated."""
 WARM, LEAST, MOST = 2, 3, 9
@@ -69,16 +69,17 @@ class MeasuredMethod:
 
 def measure(
     communicator: Communicator,
-    gradients: Mapping[str, Any],
+    gradients: Mapping[str, Tensor],
     ranks: int,
     seed: int = 0,
     limit_seconds: float = 1.0,
-    synchronize: Callable[[], Any] = lambda: None,
+    synchronize: Callable[[], object] = lambda: None,
 ) -> MeasuredMethod:
     """Run real exchanges of these gradients over simulated ranks, and time what they compute.
 
     A bucket of all variables is timed, because what a method takes depends on shapes and values, and on caches that do
-    not hold them; and one of many small pieces, so that what a variable takes is told from what an element takes. Of
+    not hold them; and one of many small pieces, and one of a single piece, so that what a bucket, a variable and an
+    element take is told apart. Of
     large models a part is taken, so that it takes about ``limit_seconds`` (and, the first time, what compiling loops
     takes besides). Gradients are copied, never changed.
 
@@ -120,7 +121,7 @@ def measure(
     grows_with_ranks = (False, communicator.rooted, every_rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        timed: Mapping[str, Any] = smaller
+        timed: Mapping[str, Tensor] = smaller
         try:
             whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
         except PayloadError:  # owners of ranges, which differ, cannot all send the same; those of one variable's can
@@ -128,12 +129,13 @@ def measure(
             whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
         given = list(timed.values())
         pieces = {f"x{i}": shortened(given[i % len(given)], PIECE) for i in range(PIECES)}
-        took_pieces = took
+        runs = [(whole, took)]
         with contextlib.suppress(PayloadError):
-            took_pieces = trials.time(pieces, simulated, limit_seconds / 4)
+            for few in (pieces, {"x0": pieces["x0"]}):
+                runs.append((few, trials.time(few, simulated, limit_seconds / 8)))
         start, middle, finish = (
-            _cost((pieces, seconds), (whole, all_seconds), simulated if grows else 0)
-            for seconds, all_seconds, grows in zip(took_pieces, took, grows_with_ranks, strict=True)
+            _cost([(tensors, seconds[part]) for tensors, seconds in runs], simulated if grows else 0)
+            for part, grows in enumerate(grows_with_ranks)
         )
         each = max(1e-12, sum(took) / sum(map(numel, whole.values())))
         share = min(1.0, limit_seconds / 4 / DRAWS / (each * sum(map(numel, tensors.values()))))
@@ -144,30 +146,31 @@ def measure(
     return MeasuredMethod(method, Codec(start, middle, finish, bits), errors)
 
 
-def _cost(pieces: tuple[Mapping[str, Any], float], whole: tuple[Mapping[str, Any], float], ranks: int) -> Cost:
-    """Return the cost of each variable and of each element by which two buckets take what they took, neither below 0.
+def _cost(runs: Sequence[tuple[Mapping[str, Tensor], float]], ranks: int) -> Cost:
+    """Return the cost of a bucket, of each variable and of each element by which some buckets take what they took.
 
     Args:
-        pieces: a bucket of small variables, and its seconds.
-        whole: the same of all variables.
+        runs: buckets, and the seconds of each; of one alone the elements are taken to be all.
         ranks: of how many ranks' payloads each element is computed; 0 if it does not grow with the ranks.
     """
-    (few, some), (many, all_) = ((len(tensors), sum(map(numel, tensors.values()))) for tensors, _ in (pieces, whole))
-    both = few * all_ - many * some
-    element = max(0.0, (few * whole[1] - many * pieces[1]) / both) if both > 0 else whole[1] / all_
-    variable = max(0.0, (whole[1] - element * all_) / many)
-    return Cost(variable=variable, peer=element / ranks) if ranks else Cost(variable=variable, element=element)
+    rows = [(1, len(tensors), sum(map(numel, tensors.values()))) for tensors, _ in runs]
+    if len(runs) == 1:
+        rows = [(0, 0, rows[0][2])]
+    call, variable, element = fit(rows, [max(seconds, 1e-9) for _, seconds in runs])
+    if ranks:
+        return Cost(call, variable, peer=element / ranks)
+    return Cost(call, variable, element)
 
 
 class _Trials:
     """Exchanges of one method over simulated ranks, each by a copy of a communicator that remembers nothing."""
 
-    def __init__(self, communicator: Communicator, seed: int, synchronize: Callable[[], Any]):
+    def __init__(self, communicator: Communicator, seed: int, synchronize: Callable[[], object]):
         self.communicator, self.seed, self.synchronize = communicator, seed, synchronize
 
     def time_whole(
-        self, tensors: Mapping[str, Any], ranks: int, seconds: float
-    ) -> tuple[dict[str, Any], tuple[float, float, float]]:
+        self, tensors: Mapping[str, Tensor], ranks: int, seconds: float
+    ) -> tuple[dict[str, Tensor], tuple[float, float, float]]:
         """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took."""
         whole, elements = sum(map(numel, tensors.values())), PROBE
         while True:
@@ -180,7 +183,7 @@ class _Trials:
             elements *= 4
 
     def time(
-        self, tensors: Mapping[str, Any], ranks: int, seconds: float, least: int = LEAST
+        self, tensors: Mapping[str, Tensor], ranks: int, seconds: float, least: int = LEAST
     ) -> tuple[float, float, float]:
         """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
         lower quartiles of some steps, because what else a machine does makes them longer only.
@@ -191,8 +194,8 @@ class _Trials:
             seconds: for all steps, if they are enough for some.
             least: so many.
         """
-        communicator: Any = copy.deepcopy(self.communicator)
-        communicator.legs = _SimulatedLegs(communicator)
+        communicator = copy.deepcopy(self.communicator)
+        communicator.legs = _SimulatedLegs(communicator)  # type: ignore[method-assign]
         backend = SimulatedRanks(ranks, _root(communicator))
         with _runner(communicator, tensors, backend, self.seed) as runner:
             given = list(tensors.values())
@@ -214,7 +217,7 @@ class _Trials:
         return start, middle, finish
 
     def _step(
-        self, runner: StepRunner, backend: SimulatedRanks, given: list[Any], outs: list[Any]
+        self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]
     ) -> tuple[float, float, float]:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
         marks, gaps = [self._computed(backend)], 0
@@ -236,7 +239,7 @@ class _Trials:
         self.synchronize()
         return time.perf_counter()
 
-    def errors(self, tensors: Mapping[str, Any], share: float) -> dict[str, float]:
+    def errors(self, tensors: Mapping[str, Tensor], share: float) -> dict[str, float]:
         """Return |x - C(x)|^2 / |x|^2 of a share of the elements of each; 0 where x is."""
         taken = {name: shortened(x, max(SMALL, math.ceil(share * numel(x)))) for name, x in tensors.items()}
         drawn: list[dict[str, float]] = []
@@ -248,7 +251,7 @@ class _Trials:
                 break
         return {name: fmean(errors[name] for errors in drawn) for name in taken}
 
-    def bits(self, tensors: Mapping[str, Any], steps: int = 4) -> float:
+    def bits(self, tensors: Mapping[str, Tensor], steps: int = 4) -> float:
         """Return the bits of a payload per element, with the memory."""
         with _runner(self._alone(True), tensors, SimulatedRanks(1), self.seed) as runner:
             for _ in range(steps):
@@ -289,14 +292,14 @@ class _SimulatedLegs:
         return replace(leg, collective=ALL_GATHER if leg.root is None else GATHER)
 
 
-def _exchange(runner: StepRunner, tensors: Mapping[str, Any]) -> list[Outcome]:
+def _exchange(runner: StepRunner, tensors: Mapping[str, Tensor]) -> list[Outcome]:
     runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
     return runner.finish_step(lambda bucket: [None] * len(tensors))
 
 
 @contextlib.contextmanager
 def _runner(
-    communicator: Communicator, tensors: Mapping[str, Any], backend: SimulatedRanks, seed: int
+    communicator: Communicator, tensors: Mapping[str, Tensor], backend: SimulatedRanks, seed: int
 ) -> Iterator[StepRunner]:
     """Yield a runner of one bucket, which all tensors travel in."""
     variables = [_variable(name, x) for name, x in tensors.items()]
@@ -324,14 +327,14 @@ def _root(communicator: Communicator) -> int:
     return root if isinstance(root, int) else 0
 
 
-def _variable(name: str, x: Any) -> Variable:
+def _variable(name: str, x: Tensor) -> Variable:
     return Variable(name, tuple(map(int, x.shape)), kernels_of(x).dtype(x), str(getattr(x, "device", "cpu")))
 
 
 # -- gradients of any framework ------------------------------------------------------------------------
 
 
-def dense_values(name: str, gradient: Any) -> Any:
+def dense_values(name: str, gradient: Tensor | SparseRows) -> Tensor:
     """Return the values of a gradient, whether it is sparse or not.
 
     Raises:
@@ -344,7 +347,7 @@ def dense_values(name: str, gradient: Any) -> Any:
         raise ConfigError(f"the gradient of {name!r}: {error}") from None
 
 
-def is_table(gradient: Any) -> bool:
+def is_table(gradient: Tensor | SparseRows) -> bool:
     """Return True if most rows of a gradient are zero, as those of an embedding table are: no sample has used them.
 
     >>> x = np.zeros((1000, 4), np.float32)
@@ -360,19 +363,19 @@ def is_table(gradient: Any) -> bool:
     return bool(np.mean(np.any(rows != 0, axis=1)) < 0.5)
 
 
-def numel(x: Any) -> int:
+def numel(x: Tensor) -> int:
     """Return the number of elements."""
     return math.prod(map(int, x.shape))
 
 
-def shortened(x: Any, most: int) -> Any:
+def shortened(x: Tensor, most: int) -> Tensor:
     """Return the first rows of a tensor, of no more than so many elements, if a row has no more."""
     if numel(x) <= most or not len(x.shape):
         return x
     return x[: max(1, most // max(1, numel(x) // int(x.shape[0])))]
 
 
-def share_of(tensors: Mapping[str, Any], elements: int) -> dict[str, Any]:
+def share_of(tensors: Mapping[str, Tensor], elements: int) -> dict[str, Tensor]:
     """Return the first rows of each tensor, in proportion, so that all have about so many elements."""
     share = elements / sum(map(numel, tensors.values()))
     if share >= 1:
@@ -380,17 +383,17 @@ def share_of(tensors: Mapping[str, Any], elements: int) -> dict[str, Any]:
     return {name: shortened(x, max(1, int(share * numel(x)))) for name, x in tensors.items()}
 
 
-def _copied(x: Any) -> Any:
+def _copied(x: Tensor) -> Tensor:
     k = kernels_of(x)
     return k.reshape(k.join([k.flat(x)]), tuple(x.shape))
 
 
-def _array(x: Any) -> np.ndarray:
+def _array(x: Tensor) -> np.ndarray:
     x = kernels_of(x).cast(x, "float64")
     return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
 
 
-def _check_finite(name: str, x: Any) -> None:
+def _check_finite(name: str, x: Tensor) -> None:
     """Raise if a gradient is not finite.
 
     Raises:
@@ -400,7 +403,7 @@ def _check_finite(name: str, x: Any) -> None:
         raise ConfigError(f"the gradient of {name!r} holds a NaN or an infinite value; measure another step's")
 
 
-def _relative_error(x: Any, other: Any) -> float:
+def _relative_error(x: Tensor, other: Tensor) -> float:
     array = _array(x)
     square = float(np.square(array).sum())
     return float(np.square(array - _array(other)).sum()) / square if square else 0.0

@@ -10,6 +10,30 @@ import numpy as np
 from grace.errors import ConfigError
 
 
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the coefficients, from 0 on, of sums that are nearest to measured seconds, by squares of relative errors.
+
+    Args:
+        rows: the terms of each sum.
+        seconds: what each took; above 0.
+
+    >>> rows = [(1, 10), (1, 20), (1, 40)]
+    >>> [[round(one, 9) for one in fit(rows, seconds)] for seconds in ([0.2, 0.3, 0.5], [0.4, 0.2, 0.1])]
+    [[0.1, 0.01], [0.133333333, 0.0]]
+    """
+    weighted = np.array(rows, float) / np.array(seconds, float)[:, None]
+    scale = np.linalg.norm(weighted, axis=0)
+    scale[scale == 0] = 1.0
+    found, terms = np.zeros(len(scale)), list(range(len(scale)))
+    while terms:
+        solved = np.linalg.lstsq(weighted[:, terms] / scale[terms], np.ones(len(rows)), rcond=None)[0]
+        if solved.min() >= 0:
+            found[terms] = solved / scale[terms]
+            break
+        del terms[int(solved.argmin())]  # the others explain more without it
+    return [float(one) for one in found]
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds of computing for a bucket of V variables with n elements in all, of W ranks:

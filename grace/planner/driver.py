@@ -8,7 +8,8 @@ All ranks count the same steps, so that each comes to every collective of this m
 4. the links, and the codecs of the most promising methods on this model's gradients; rank 0 plans;
 5. the best candidates and the baseline in turns; meanwhile the other methods are measured, a few between two turns;
 6. rank 0 plans again, with all methods; the best of these and of those before in turns with the baseline;
-7. the fastest once more in turns with the baseline: if it is not faster, the next best is checked so.
+7. the two fastest once more in turns with the baseline: the better one is kept; if neither is faster than the
+   baseline, the next two are checked so.
 
 It is then watched: a link that becomes slower is told, and with ``replan`` planned for at once; else it begins anew at
 2 ``replan`` steps later. Whatever fails while planning is one line, and training goes on uncompressed on all ranks.
@@ -19,7 +20,7 @@ import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grace.core.backend import Backend
+from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, GraceError
 from grace.planner.explain import MARGIN
 from grace.planner.step import Timeline
@@ -36,8 +37,8 @@ WARM, HELD, PLAIN = 2, 5, 5
 """Steps of each phase before planning."""
 SETTLED, TIMED = 1, 3
 """Steps after a switch that do not count, and steps that do."""
-TRIED = 3
-"""Candidates in the first round of turns, beside the baseline; one more in the second."""
+TRIED, FINALISTS = 3, 2
+"""Candidates in the first round of turns, beside the baseline, of which the second has one more; and in the last."""
 WATCH_SECONDS, WATCH_FIRST = 0.25, 5
 """About how much training lies between two looks at a settled run, and the steps until the first one."""
 SLOWER, MUCH_SLOWER, FELT = 2.0, 4.0, 0.2
@@ -102,7 +103,7 @@ class Driver:
         self.resumed_strategy: dict[str, Any] = {}
         """The document of the strategy that a checkpoint had."""
         self.cluster = [start.world_size, start.nodes]
-        self.gradients: dict[str, Any] = {}
+        self.gradients: dict[str, Tensor] = {}
         self.timeline: Timeline | None = None
         self.results: dict[str, float] = {}
         """Seconds of a step of each candidate on the slowest rank, of the last turns that it had."""
@@ -135,7 +136,7 @@ class Driver:
         """Note that a variable's gradient is there."""
         self.timer.ready(name)
 
-    def computed(self, gradients: Callable[[], Mapping[str, Any]]) -> None:
+    def computed(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         """Note that backward is done, and exchanges are awaited.
 
         Args:
@@ -318,23 +319,28 @@ class Driver:
         return timed
 
     def _check(self) -> Generator[int, None, tuple[str, str]]:
-        """Compare candidates that were faster than the baseline by the margin with it once more, in turns, the fastest
-        first. Return the name of the first that is faster again, or the baseline's; and what is to be said of those
-        whose check failed."""
+        """Compare the two fastest candidates, if they are faster than the baseline by the margin, with each other and
+        with it once more, in turns; if none is faster again, the next two. Return the name of the better one by this
+        and its last trial, or the baseline's; and what is to be said of faster ones whose check failed."""
         limit = (1 - MARGIN) * self.results[BASELINE]
         fast = [name for name, seconds in self.results.items() if seconds <= limit and name != BASELINE]
-        failed: list[str] = []
-        for name in sorted(fast, key=self.results.__getitem__):
-            before = self.results[name]
-            timed = yield from self._try([name, BASELINE, name])
-            now, plain = self.results[name], self.results[BASELINE]
-            if name in timed and now <= plain:
-                return name, "; ".join(failed)
-            failed.append(
-                f"{name} took {now * 1e3:.3g} ms a step when it was checked, after {before * 1e3:.3g} in its trial, "
-                f"and uncompressed sums {plain * 1e3:.3g}"
-            )
-        return BASELINE, "; ".join(failed)
+        fast.sort(key=self.results.__getitem__)
+        before, failed = dict(self.results), dict[str, str]()
+        for pair in (fast[i : i + FINALISTS] for i in range(0, len(fast), FINALISTS)):
+            timed = yield from self._try([*pair, BASELINE])
+            plain = self.results[BASELINE]
+            for name in pair:
+                if name not in timed or self.results[name] > plain:
+                    failed[name] = (
+                        f"{name} took {self.results[name] * 1e3:.3g} ms a step when it was checked, after "
+                        f"{before[name] * 1e3:.3g} in its trial, and uncompressed sums {plain * 1e3:.3g}"
+                    )
+            passed = [name for name in pair if name not in failed]
+            if passed:
+                both = {name: before[name] + self.results[name] for name in passed}
+                chosen = min(both, key=both.__getitem__)
+                return chosen, "; ".join(said for name, said in failed.items() if before[name] < before[chosen])
+        return BASELINE, "; ".join(failed.values())
 
     def _decide(self, chosen: str, note: str) -> None:
         """Go on by a candidate, and explain it."""

@@ -28,15 +28,15 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 
-_make: Any = functools.cache(make)
 CLASSES = ("exact", "half", "unbiased", "feedback")
 REFERENCE = "powersgd(rank=4)"
 """The method whose error on a matrix others may have, unless the user names another."""
@@ -56,7 +56,19 @@ SPECTRUM = math.log(0.15) / -math.log(5)
 """p of synthetic matrices, whose energy behind r directions is (1 + r)^-p: rank 4 leaves .15 of it."""
 
 
-def class_of(compressor: Any, memory: Any = None) -> str | None:
+@functools.cache
+def _compressor(spec: str) -> Compressor:
+    compressor: Compressor = make("compressor", spec)
+    return compressor
+
+
+@functools.cache
+def _memory(spec: str) -> Memory:
+    memory: Memory = make("memory", spec)
+    return memory
+
+
+def class_of(compressor: Compressor | str, memory: Memory | str | None = None) -> str | None:
     """Return the class of a method with its memory (the compressor's default if left out); None if it is in none.
 
     >>> [class_of(spec) for spec in ("none", "bf16", "qsgd", "topk", "signsgd", "dgc", "dynamic8")]
@@ -64,8 +76,8 @@ def class_of(compressor: Any, memory: Any = None) -> str | None:
     >>> class_of("dynamic8", "residual"), class_of("qsgd", "residual")
     ('feedback', None)
     """
-    made: Any = make("compressor", compressor)
-    kept: Any = make("memory", made.traits.memory if memory is None else memory)
+    made: Compressor = make("compressor", compressor)
+    kept: Memory = make("memory", made.traits.memory if memory is None else memory)
     traits = made.traits
     if made.votes or made.owns_momentum or kept.owns_momentum or (traits.needs_memory and not kept.stateful):
         return None
@@ -98,7 +110,7 @@ def check_quality(quality: str) -> None:
         raise ConfigError(f"quality must be one of {', '.join(map(repr, CLASSES))}, not {quality!r}")
 
 
-def shrinks(compressor: Any, variable: Variable) -> bool:
+def shrinks(compressor: Compressor, variable: Variable) -> bool:
     """Return True if a method makes a variable's gradient smaller; else it travels uncompressed.
 
     >>> shrinks(make("compressor", "powersgd"), Variable("bias", (64,)))
@@ -144,7 +156,7 @@ class ErrorModel:
 
     def error(self, method: str, variable: Variable) -> float:
         """Return ||x - C(x)||^2 / ||x||^2; 0 if the method does not shrink the variable, or votes."""
-        compressor = _make("compressor", method)
+        compressor = _compressor(method)
         if compressor.votes or not shrinks(compressor, variable):
             return 0.0
         found = self.measured.get(compressor.spec, {}).get(variable.name)
@@ -152,7 +164,7 @@ class ErrorModel:
 
     def bound(self, method: str, variable: Variable) -> float:
         """Return the largest relative error that a method may have on a variable."""
-        compressor, reference = _make("compressor", method), _make("compressor", self.reference)
+        compressor, reference = _compressor(method), _compressor(self.reference)
         if reference.traits.exact:
             return 0.0
         family = compressor.traits.category
@@ -168,7 +180,7 @@ class ErrorModel:
         error = self.error(method, variable)
         if not error:
             return 0.0
-        if communicator in RECOMPRESSING and not _make("memory", memory).stateful:
+        if communicator in RECOMPRESSING and not _memory(memory).stateful:
             error *= 2
         bound = self.bound(method, variable)
         return error / bound if bound else math.inf

@@ -1,20 +1,20 @@
 """Times of collectives on the very links, and of computing beside them; all ranks measure together."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from grace.core.backend import Backend, Handle
+from grace.core.backend import Backend, Handle, Tensor
 from grace.errors import ConfigError
 from grace.planner.costs import Curve
+from grace.planner.network import KINDS, MeasuredNetwork
 from grace.planner.step_timer import undisturbed
 from grace.session.agreement import gather_or_raise
 
-KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 SIZES = tuple(1024 * 4**i for i in range(10))
 """1 kB to 256 MB."""
 FIRST, ENOUGH = 3, 1 << 20
@@ -32,21 +32,21 @@ class MeasuredLinks:
     """Measurements of links, the same on all ranks.
 
     Attributes:
-        curves: seconds by bytes, as :class:`grace.planner.network.MeasuredNetwork` takes them.
+        network: what collectives take; None for one rank.
         contention: the part by which computing takes longer while a collective is under way; 0 if nothing was computed.
     """
 
-    curves: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
+    network: MeasuredNetwork | None = None
     contention: float = 0.0
 
 
 def measure_network(
     backend: Backend,
     seconds: float = 5.0,
-    compute: Callable[[], Any] | None = None,
-    progress: Callable[[str, float], Any] = lambda what, done: None,
-    tensor_of: Callable[[np.ndarray], Any] | None = None,
-    synchronize: Callable[[], Any] = lambda: None,
+    compute: Callable[[], object] | None = None,
+    progress: Callable[[str, float], object] = lambda what, done: None,
+    tensor_of: Callable[[np.ndarray], Tensor] | None = None,
+    synchronize: Callable[[], object] = lambda: None,
     crowded: bool = False,
 ) -> MeasuredLinks:
     """Time each kind of collective at rising sizes, then computing beside one. Every rank must call it, alike.
@@ -73,8 +73,8 @@ def measure_network(
         ExchangeError: the engine failed.
 
     >>> from grace.core.backend import LocalBackend
-    >>> measure_network(LocalBackend()).curves
-    {}
+    >>> measure_network(LocalBackend()).network is None
+    True
     """
     if not seconds > 0:
         raise ConfigError(f"a network is measured for more than 0 s, not {seconds}")
@@ -100,26 +100,26 @@ def measure_network(
             for (kind, nbytes), found in took.items():
                 found += timing.seconds(kind, nbytes, max(1, int(min(REPEATS, share / 16 / min(found)) / LEAST)))
         typical = median if crowded else undisturbed
-        curves: dict[str, dict[int, Curve]] = {}
+        curves: dict[str, Curve] = {}
         for kind in KINDS:
             points = [(float(nbytes), typical(found)) for (one_kind, nbytes), found in took.items() if one_kind == kind]
-            curves[kind] = {backend.size: Curve.through(points)}
+            curves[kind] = Curve.through(points)
         progress("computing beside", 0.9)
         contention = 0.0
         if compute is not None:
-            points = list(curves["allreduce"][backend.size].points)
+            points = list(curves["allreduce"].points)
             nbytes, _ = min(points, key=lambda point: abs(np.log(point[1] / BESIDE_SECONDS)))
             contention = timing.contention(compute, int(nbytes), share)
         progress("done", 1.0)
     finally:
         backend.sent_bytes = sent
-    return MeasuredLinks(curves, contention)
+    return MeasuredLinks(MeasuredNetwork(curves, backend.size), contention)
 
 
 class _Timing:
     """Collectives that are timed. All that ranks decide on was gathered from all of them."""
 
-    def __init__(self, backend: Backend, tensor_of: Callable[[np.ndarray], Any], synchronize: Callable[[], Any]):
+    def __init__(self, backend: Backend, tensor_of: Callable[[np.ndarray], Tensor], synchronize: Callable[[], object]):
         self.backend, self.tensor_of, self.synchronize = backend, tensor_of, synchronize
         self.small = tensor_of(np.zeros(1, np.float32))
 
@@ -133,7 +133,7 @@ class _Timing:
         took = self._gather([self._time(kind, tensor) for _ in range(count)])
         return [max(*each, 1e-9) for each in zip(*took, strict=True)]
 
-    def contention(self, compute: Callable[[], Any], nbytes: int, share: float) -> float:
+    def contention(self, compute: Callable[[], object], nbytes: int, share: float) -> float:
         """Return the part by which computing takes longer while an all-reduce is under way."""
         tensor, task = self._allocate("allreduce", nbytes), _Task(compute)
         task(1)
@@ -146,7 +146,7 @@ class _Timing:
         apart, during = (median(max(rank[turn][i] for rank in turns) for turn in range(rounds)) for i in (0, 1))
         return max(0.0, during / max(apart, 1e-9) - 1)
 
-    def _turn(self, task: "_Task", count: int, tensor: Any) -> tuple[float, float]:
+    def _turn(self, task: "_Task", count: int, tensor: Tensor) -> tuple[float, float]:
         """Return the seconds of computing alone, and beside an all-reduce."""
         apart = task(count)
         self._meet()
@@ -156,7 +156,7 @@ class _Timing:
         self.synchronize()
         return apart, during
 
-    def _time(self, kind: str, tensor: Any) -> float:
+    def _time(self, kind: str, tensor: Tensor) -> float:
         """Return the seconds of one collective on this rank, from when all are there."""
         self._meet()
         began = time.perf_counter()
@@ -169,7 +169,7 @@ class _Timing:
         self._start("allreduce", self.small).wait()
         self.synchronize()
 
-    def _start(self, kind: str, tensor: Any) -> Handle:
+    def _start(self, kind: str, tensor: Tensor) -> Handle:
         collective = getattr(self.backend, kind.removesuffix("16"))
         self.backend.label = f"grace.links.{kind}.{tensor.shape[0]}"  # engines that pair by name know those they saw
         try:
@@ -178,7 +178,7 @@ class _Timing:
             self.backend.label = ""
         return started
 
-    def _allocate(self, kind: str, nbytes: int) -> Any:
+    def _allocate(self, kind: str, nbytes: int) -> Tensor:
         """Return a buffer of zeros, if all ranks have room for theirs."""
         dtype = {"allreduce": np.float32, "allreduce16": np.float16}.get(kind, np.uint8)
         parts = self.backend.size if kind == "alltoall" else 1
@@ -199,7 +199,7 @@ class _Timing:
 class _Task:
     """Computing, which other ranks need not wait for in vain: once it has failed it does nothing any more."""
 
-    def __init__(self, compute: Callable[[], Any]):
+    def __init__(self, compute: Callable[[], object]):
         self.compute = compute
         self.error: Exception | None = None
 

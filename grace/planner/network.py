@@ -1,16 +1,15 @@
 """Times of collectives: by formulas of a link's latency and bandwidth, or as they were measured."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from grace.errors import ConfigError
-from grace.planner.costs import Curve
+from grace.planner.costs import Curve, fit
 
-KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "reduce_scatter", "broadcast", "gather", "scatter")
+KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 """``allreduce16`` is of 16-bit floats, which engines add slowly on CPUs: over gloo it takes 1.3 to 1.7 times as long as
 an all-reduce of as many bytes where links are fast."""
 MOST_A_SECOND = 1e100
@@ -28,8 +27,7 @@ class Network(Protocol):
 
         Args:
             kind: one of :data:`KINDS`.
-            nbytes: of the buffer ("allreduce", "reduce_scatter", and "alltoall": a rank's whole buffer), of the
-                root's ("broadcast"), or of one rank's ("allgather", "gather" and "scatter").
+            nbytes: of a rank's buffer; for "alltoall" its whole buffer, for "broadcast" the root's.
             ranks: how many take part.
         """
         ...
@@ -39,10 +37,9 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
     """Return the messages that wait for each other, and the bytes that go through one rank's link, in one direction.
 
         allreduce, round a ring       2 (W-1)        2 (W-1)/W n
-        reduce_scatter                W-1            (W-1)/W n
         alltoall, all at once         1              (W-1)/W n
         allgather                     1, or W-1      (W-1) n        all at once, or round a ring if it is much
-        gather, scatter               1              (W-1) n        through the root's link
+        gather, to a root             1              (W-1) n        through the root's link
         broadcast, down a tree        ceil(log2 W)   ceil(log2 W) n
 
     Raises:
@@ -56,9 +53,9 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
         return 2 * others, 2 * others / ranks * nbytes
     if kind == "allgather":
         return (1.0 if ranks > 3 and ranks * nbytes <= DIRECT_BYTES else others), others * nbytes
-    if kind in ("alltoall", "reduce_scatter"):
-        return (1.0 if kind == "alltoall" else others), others / ranks * nbytes
-    if kind in ("gather", "scatter"):
+    if kind == "alltoall":
+        return 1.0, others / ranks * nbytes
+    if kind == "gather":
         return 1.0, others * nbytes
     if kind == "broadcast":
         deep = float(math.ceil(math.log2(ranks)))
@@ -119,15 +116,7 @@ class Links:
         for (messages, through), seconds in of_several:
             if not (seconds > 0 and 0 <= max(messages, through) / seconds < MOST_A_SECOND):
                 raise ConfigError(f"{through:g} bytes in {seconds:g} s cannot have been measured of a link")
-        rows = np.array([steps for steps, _ in of_several]) / np.array([[seconds] for _, seconds in of_several])
-        scale = np.linalg.norm(rows, axis=0)
-        scale[scale == 0] = 1.0
-        found = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
-        if np.any(found < 0):  # then the other one alone explains all
-            one = int(found[0] < 0)
-            found = np.zeros(2)
-            found[one] = rows[:, one].sum() / (rows[:, one] ** 2).sum()
-        latency, per_byte = map(float, found)
+        latency, per_byte = fit([steps for steps, _ in of_several], [seconds for _, seconds in of_several])
         return cls(1 / per_byte if per_byte > 0 else math.inf, latency)
 
 
@@ -135,68 +124,65 @@ class Links:
 class MeasuredNetwork:
     """Network whose links were measured.
 
-    Other numbers of ranks than those measured take what the nearest number took, times the ratio of the formulas with
-    the latency and bandwidth that fit best; kinds that were not measured take what the formulas say.
+    Other numbers of ranks than that which measured take as long, times the ratio of the formulas with the latency and
+    bandwidth that fit best; kinds that were not measured take what the formulas say.
 
     Args:
-        curves: by kind and number of ranks.
-        links: latency and bandwidth; fitted to the curves if left out.
+        curves: by kind of collective.
+        ranks: how many measured.
 
     Raises:
         ConfigError: nothing was measured, or a kind that there is not.
 
     >>> curve = Curve.through([(n, 2e-5 + n / 1e9) for n in (1e3, 1e6, 1e8)])
-    >>> network = MeasuredNetwork({"allreduce": {2: curve}})
+    >>> network = MeasuredNetwork({"allreduce": curve}, ranks=2)
     >>> network.seconds("allreduce", 1e6, 2), round(network.seconds("allreduce", 1e8, 4), 4)
     (0.00102, 0.1501)
     >>> round(network.seconds("alltoall", 1e8, 2), 3)
     0.05
     """
 
-    curves: Mapping[str, Mapping[int, Curve]]
-    links: Links | None = None
-    _made: dict[tuple[str, int], Curve] = field(init=False, repr=False, compare=False, default_factory=dict)
+    curves: Mapping[str, Curve]
+    ranks: int
 
     def __post_init__(self) -> None:
         for kind in self.curves:
             steps_of(kind, 1.0, 2)
-        if self.links is None:
-            points = [
-                (kind, nbytes, ranks, seconds)
-                for kind, by_ranks in self.curves.items()
-                for ranks, curve in by_ranks.items()
-                for nbytes, seconds in curve.points
-            ]
-            object.__setattr__(self, "links", Links.fitted(points))
+        _ = self.links  # raises where there is nothing to fit to
+
+    @functools.cached_property
+    def links(self) -> Links:
+        """Latency and bandwidth that fit best."""
+        of_kinds = [(kind, point) for kind, curve in self.curves.items() for point in curve.points]
+        return Links.fitted([(kind, nbytes, self.ranks, seconds) for kind, (nbytes, seconds) in of_kinds])
+
+    @functools.cached_property
+    def _scaled(self) -> dict[tuple[str, int], Curve]:
+        """Curves of other numbers of ranks, as far as they were asked for."""
+        return {}
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
         if ranks <= 1:
             return 0.0
         if kind == "allreduce16" and kind not in self.curves:
             kind = "allreduce"
-        curve = self._made.get((kind, ranks))
-        if curve is None:
-            measured = {n: curve for n, curve in self.curves.get(kind, {}).items() if n > 1}
-            if not measured:
-                assert self.links is not None
-                return self.links.seconds(kind, nbytes, ranks)
-            curve = self._made[kind, ranks] = self._scaled(kind, ranks, measured)
-        return curve.seconds(nbytes)
+        if kind not in self.curves:
+            return self.links.seconds(kind, nbytes, ranks)
+        if (kind, ranks) not in self._scaled:
+            self._scaled[kind, ranks] = self._curve(kind, ranks)
+        return self._scaled[kind, ranks].seconds(nbytes)
 
     def times(self, factor: float) -> "MeasuredNetwork":
         """Return the network with all seconds multiplied."""
-        curves = {kind: {n: curve.times(factor) for n, curve in found.items()} for kind, found in self.curves.items()}
-        return MeasuredNetwork(curves)
+        return MeasuredNetwork({kind: curve.times(factor) for kind, curve in self.curves.items()}, self.ranks)
 
-    def _scaled(self, kind: str, ranks: int, measured: Mapping[int, Curve]) -> Curve:
+    def _curve(self, kind: str, ranks: int) -> Curve:
         """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""
-        if ranks in measured:
-            return measured[ranks]
-        assert self.links is not None
-        near = min(measured, key=lambda n: (abs(math.log(n / ranks)), n))
+        if ranks == self.ranks:
+            return self.curves[kind]
         points = []
-        for nbytes, seconds in measured[near].points:
-            usual = self.links.seconds(kind, nbytes, near)
+        for nbytes, seconds in self.curves[kind].points:
+            usual = self.links.seconds(kind, nbytes, self.ranks)
             ratio = self.links.seconds(kind, nbytes, ranks) / usual if usual > 0 else 1.0
             points.append((nbytes, max(seconds * ratio, 1e-12)))
         return Curve.through(points)
@@ -240,12 +226,20 @@ class Levels:
         return max(within, self.between.seconds(kind, nbytes, ranks))
 
 
+def between_nodes(network: Network) -> Network:
+    """Return the network as one rank of each node sees it alone, which shares its node's link with none.
+
+    >>> between_nodes(Levels(Links(1e10), Links(1e8), per_node=2)).bandwidth
+    100000000.0
+    """
+    return network.between if isinstance(network, Levels) else network
+
+
 def links_of(network: Network) -> Links | None:
     """Return latency and bandwidth of a network's links, between nodes, or as fitted; None if nobody knows them.
 
     >>> links_of(Levels(Links(1e10), Links(1e8), per_node=2)).bandwidth
     100000000.0
     """
-    if isinstance(network, Levels):
-        return links_of(network.between)
+    network = between_nodes(network)
     return network if isinstance(network, Links) else getattr(network, "links", None)

@@ -1,18 +1,20 @@
 """Measuring links and codecs, planning and explaining, which ``auto`` does between two steps of training."""
 
 import contextlib
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
+from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -21,7 +23,7 @@ from grace.planner.codecs import is_table, measure
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.error_budget import ErrorModel
 from grace.planner.explain import plan_of
-from grace.planner.greedy import Candidate, find_candidates
+from grace.planner.greedy import Candidate, PlanKey, find_candidates
 from grace.planner.links import MeasuredLinks, measure_network
 from grace.planner.network import MeasuredNetwork
 from grace.planner.oversubscription import oversubscription
@@ -31,6 +33,9 @@ from grace.planner.uniform import assigned_strategy, uniform_strategy
 from grace.strategy.builder import Cluster
 from grace.strategy.choices import AutoRequest
 from grace.strategy.resources import cluster_of
+
+if TYPE_CHECKING:  # which a request brings
+    from grace.planner.builders.auto import Auto
 
 LINK_SECONDS, CODEC_SECONDS = 2.0, 0.3
 """About how long the links are measured, and each method."""
@@ -80,15 +85,16 @@ class Planning:
         self.left_out: dict[str, str] = {}
         """Why methods could not be measured."""
         self.found: list[Candidate] = []
-        self.plan_names: dict[Any, str] = {}
+        self.plan_names: dict[PlanKey, str] = {}
         """The name of each plan that was ever a candidate."""
         self.skew = 0.0
         self.oversubscribed = 1.0
 
     @property
-    def options(self) -> Any:
+    def options(self) -> "Auto":
         """Parameters of the user's request."""
-        return self.request.options
+        options: Auto = self.request.options
+        return options
 
     # -- every rank -----------------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Planning:
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
-    def prepare(self, gradients: Mapping[str, Any], timeline: Timeline, plain: float, skew: float = 0.0) -> None:
+    def prepare(self, gradients: Mapping[str, Tensor], timeline: Timeline, plain: float, skew: float = 0.0) -> None:
         """Measure no compression, the reference and the most promising methods on these gradients.
 
         Args:
@@ -126,12 +132,8 @@ class Planning:
         problem = Problem(
             self.variables, timeline, costs, cluster, errors, options.quality, options.methods, options.seed
         )
-        usual = replace(problem, costs=replace(costs, codecs=DefaultCodecs()))
-        references = [errors.reference] if options.quality != "exact" else []
-        needed = list(measured_by(methods_of(references, options.quality, self.backend.size), self.variables))
-        order = measured_by(by_promise(usual), self.variables)
-        self.calibration, self.problem = made, problem
-        self.pending = list({choice.describe(): choice for choice in [*needed, *order]}.values())
+        needed, promising = methods_to_measure(problem)
+        self.calibration, self.problem, self.pending = made, problem, [*needed, *promising]
         for _ in range(len(needed) + PROMISING):
             self.measure_next()
         self.problem = fitted(self.problem, plain)
@@ -142,17 +144,10 @@ class Planning:
             self.gradients = {}
             return False
         choice = self.pending.pop(0)
-        assert self.calibration is not None
         try:
-            found = measure(choice, self.gradients, self.backend.size, self.options.seed, CODEC_SECONDS)
+            self.problem = with_measured(self.problem, choice, self.gradients, self.oversubscribed)
         except ConfigError as error:  # it makes none of these gradients smaller
             self.left_out[choice.describe()] = str(error)
-            return True
-        codecs = {**self.problem.costs.codecs, found.method: found.codec.times(self.oversubscribed)}
-        measured = {**self.problem.errors.measured, choice.compressor.spec: found.errors}
-        errors = replace(self.problem.errors, measured=measured)
-        self.problem = replace(self.problem, costs=replace(self.problem.costs, codecs=codecs), errors=errors)
-        self.calibration = replace(self.calibration, codecs={**self.calibration.codecs, **codecs})
         return True
 
     def candidates(self) -> list[Candidate]:
@@ -167,6 +162,8 @@ class Planning:
         """Keep what steps took, and what was measured for this run's successors."""
         assert self.calibration is not None
         self.found = [replace(one, measured=seconds.get(one.name, one.measured)) for one in self.found]
+        codecs = {**self.calibration.codecs, **self.problem.costs.codecs}
+        self.calibration = replace(self.calibration, codecs=codecs)
         if self.path is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written is none
                 self.calibration.write(self.path)
@@ -192,7 +189,7 @@ class Planning:
         """Return what is known before codecs are measured: the links, and the codecs that earlier runs have kept."""
         key = Key.of(self.backend, nodes, self.framework, self.threads)
         made = Calibration(
-            key, time.time(), links.curves, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates
+            key, time.time(), links.network, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates
         )
         former = self._former(key)
         if former is None:
@@ -214,43 +211,79 @@ class Planning:
             return None
 
 
-def measured_by(methods: Sequence[Method], variables: Sequence[Variable]) -> Iterator[Communicator]:
-    """Yield the communicators by which methods are measured: their own; where some gradients are rows, which are
-    gathered, the all-gather as well as the sum, if it can carry the method.
+def methods_to_measure(problem: Problem) -> tuple[list[Communicator], list[Communicator]]:
+    """Return the communicators by which methods are measured: no compression's and the reference's, which every plan is
+    compared with; and those of the methods that may be chosen, best first by the step of each for all variables.
 
-    >>> rows = Variable("table", (9, 2), sparse=True)
-    >>> [made.describe() for made in measured_by(methods_of([], "exact", 2), [rows])]
-    ['allreduce, none, none', 'allgather, none, none']
+    Where some gradients are rows, which are gathered, a method that is summed is measured by the all-gather as well, if
+    that can carry it.
+
+    Args:
+        problem: with the links and tables as they are; codecs are taken as they usually are.
+
+    >>> from grace.planner.builders.auto import Auto
+    >>> from grace.strategy.builder import OneNode
+    >>> rows = [Variable("table", (9, 2), sparse=True)]
+    >>> needed, others = methods_to_measure(Auto(quality="exact").problem(rows, OneNode(2)))
+    >>> [made.describe() for made in needed], others
+    (['allreduce, none, none', 'allgather, none, none'], [])
     """
-    sparse = any(variable.sparse for variable in variables)
+    references = [problem.errors.reference] if problem.quality != "exact" else []
+    needed = measured_by(methods_of(references, problem.quality, problem.ranks), problem.variables)
+    found = measured_by(by_promise(problem), problem.variables)
+    return list(needed.values()), [choice for name, choice in found.items() if name not in needed]
+
+
+def measured_by(methods: Sequence[Method], variables: Sequence[Variable]) -> dict[str, Communicator]:
+    """Return the communicators by which methods are measured, by their descriptions."""
+    sparse, found = any(variable.sparse for variable in variables), dict[str, Communicator]()
     for method in methods:
-        yield method.communicator
+        found[method.communicator.describe()] = method.communicator
         gathers = sparse and method.communicator.name == "allreduce"
         if gathers and "allgather" in legal_communicators(method.communicator.compressor):
-            yield build_communicator(method.compressor, method.memory, "allgather")
+            other = build_communicator(method.compressor, method.memory, "allgather")
+            found[other.describe()] = other
+    return found
 
 
 def by_promise(problem: Problem) -> list[Method]:
-    """Return the methods, best first by the predicted step of each for all variables that it serves.
-
-    Args:
-        problem: with the links as they are, and codecs as they usually are.
-    """
+    """Return the methods, best first by the predicted step of each for all variables that it serves, with codecs as
+    they usually are."""
+    usual = replace(problem, costs=replace(problem.costs, codecs=DefaultCodecs()))
+    methods = usual.candidates()
+    dense = methods[0].communicator
 
     def step(method: Method) -> float:
-        dense = methods[0]
-        wanted = [
-            (method if method.serves(variable, problem.errors.tables) else dense).communicator
-            for variable in problem.variables
-        ]
+        served = [method.serves(variable, problem.errors.tables) for variable in problem.variables]
+        wanted = [method.communicator if serves else dense for serves in served]
         try:
-            strategy = assigned_strategy(problem.variables, wanted, problem.ranks, problem.nodes)
-            return problem.predict(strategy).step
+            return usual.predict(assigned_strategy(problem.variables, wanted, problem.ranks, problem.nodes)).step
         except ConfigError:  # it cannot carry rows
-            return float("inf")
+            return math.inf
 
-    methods = methods_of(problem.methods, problem.quality, problem.ranks, bool(problem.errors.tables))
     return sorted(methods, key=step)
+
+
+def with_measured(
+    problem: Problem, choice: Communicator, gradients: Mapping[str, Tensor], oversubscribed: float = 1.0
+) -> Problem:
+    """Return the problem with a method's codec and errors, measured on gradients.
+
+    Args:
+        problem: the problem.
+        choice: the method.
+        gradients: by variable name.
+        oversubscribed: ranks per core, which take turns at a codec.
+
+    Raises:
+        ConfigError: the method makes none of the gradients smaller.
+    """
+    found = measure(choice, gradients, problem.ranks, problem.seed, CODEC_SECONDS)
+    codecs = {**problem.costs.codecs, found.method: found.codec.times(oversubscribed)}
+    measured = {**problem.errors.measured, choice.compressor.spec: found.errors}
+    return replace(
+        problem, costs=replace(problem.costs, codecs=codecs), errors=replace(problem.errors, measured=measured)
+    )
 
 
 def fitted(problem: Problem, plain: float) -> Problem:

@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from grace.communicators.choice import build_communicator
 from grace.core import specs
 from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
 from grace.core.registry import aliases, known, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -85,7 +87,7 @@ class Problem:
         Raises:
             ConfigError: as :meth:`predict`.
         """
-        return works_of(shards, self.ranks, self.costs)
+        return works_of(shards, self.ranks, self.costs, self.nodes)
 
     def simulate(self, found: Sequence[Work]) -> Prediction:
         """Predict a step whose buckets do this, in the order in which they start."""
@@ -130,11 +132,11 @@ class Method:
         """The name of its codec."""
         return codec_key(self.communicator)
 
-    def serves(self, variable: Variable, tables: Sequence[str] | Any = ()) -> bool:
+    def serves(self, variable: Variable, tables: Collection[str] = ()) -> bool:
         """Return True if it can carry a variable, and shrinks it if it compresses at all."""
         if self.tables_only and not (variable.sparse or variable.name in tables):
             return False
-        compressor: Any = self.communicator.compressor
+        compressor: Compressor = self.communicator.compressor
         if variable.sparse:
             return not unfit(compressor, self.communicator.memory)  # type: ignore[arg-type]
         return bool(compressor.traits.exact) or shrinks(compressor, variable)
@@ -151,7 +153,7 @@ def offers() -> Iterator[Offer]:
     """Yield the specs by which compressors offer themselves, no compression first."""
     classes = sorted(known("compressor").items(), key=lambda item: (item[0] != "none", item[0]))
     for _, cls in classes:
-        made: Any = cls
+        made: type[Compressor] = cls  # type: ignore[assignment]
         for spec in made.offered:
             yield Offer(spec, False)
         for spec in made.offered_for_tables:
@@ -194,8 +196,8 @@ def _named(entry: Named, quality: str, ranks: int) -> Method:
     spec = said.get("compressor", "none")
     if isinstance(spec, str) and specs.split(spec) is None and specs.parse(spec)[0] in known("communicator"):
         said = {"communicator": spec}
-    made: Any = make("compressor", said.get("compressor", "none"))
-    memory: Any = make("memory", said.get("memory") or made.traits.memory)
+    made: Compressor = make("compressor", said.get("compressor", "none"))
+    memory: Memory = make("memory", said.get("memory") or made.traits.memory)
     found = class_of(made.spec, memory.spec)
     if not allows(quality, found) and not (found is None and quality == CLASSES[-1]):
         raise ConfigError(

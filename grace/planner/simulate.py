@@ -7,8 +7,10 @@ The rules are those of the exchanges (:class:`grace.session.step_runner.StepRunn
 - Behind backward, all buckets that have more collectives go on, one collective each in every round: computing waits for
   the one under way, does what comes between, and the next one joins the queue. Then bucket by bucket computing waits
   for the last one and decodes. The optimizer comes after all of them.
-- What goes through a root (a parameter server) occupies that rank's link, and the others' for what they send or
-  receive; so what goes through different roots overlaps. Between a gather and its answer the root computes alone.
+- What goes through a root (a parameter server) waits in the same queue, and computing between a gather and its answer
+  is the root's: of several roots, whose links are apart, no overlap is supposed.
+- In a hierarchical exchange computing waits for the sum over the node before it encodes, and for what the leader hands
+  on after it has decoded; both use links of their own, within the node.
 - Delayed exchanges run beside training, one after the other, from the end of the step that sent them; a step takes no
   less than they do, and the link carries theirs in addition.
 - While something travels, computing takes longer by ``contention``.
@@ -18,7 +20,7 @@ None of this lets a step become faster when something in it takes longer.
 
 from collections.abc import Sequence
 
-from grace.planner.step import Prediction, Timeline, Work
+from grace.planner.step import Prediction, Timeline, Transfer, Work
 
 
 def simulate(timeline: Timeline, works: Sequence[Work], contention: float = 0.0) -> Prediction:
@@ -47,17 +49,8 @@ class _Step:
         self.free = 0.0
         """When the engine can carry one more."""
         self.time = self.codec = 0.0
-        self.barrier = 0.0
-        """When all collectives without a root are done, for which those with one wait."""
-        self.own = 0.0
-        """When the link of a rank that is no root is free."""
         self.busy = 0.0
-        """Until when something is under way, of all that was started."""
-        self.links: dict[int, float] = {}
-        """When the roots' links are free."""
-        self.roots: dict[int, float] = {}
-        """When the roots have computed what comes between."""
-        self.root_codec: dict[int, float] = {}
+        """When all that was started is done."""
         self.done = [0.0] * len(works)
         """When the last collective that a bucket has started is done."""
         self.events: list[tuple[str, int, float, float]] = []
@@ -71,15 +64,14 @@ class _Step:
         self._go_on()
         self._finish()
         self._model(self.timeline.optimizer)
-        own = sum(t.seconds for w in self.works if not (w.delayed or w.period) for t in w.transfers if t.root < 0)
+        own = sum(t.seconds for w in self.works if not (w.delayed or w.period) for t in w.transfers)
         step = max(self.time, beside, carried + own if carried else 0.0) + self._averages()
-        codec = self.codec + max(self.root_codec.values(), default=0.0)
         compute = self.timeline.compute
         return Prediction(
             step=round(step, 12),
             compute=compute,
-            codec=codec,
-            exposed=max(0.0, step - compute - codec),
+            codec=self.codec,
+            exposed=max(0.0, step - compute - self.codec),
             sent=most_sent(self.works),
             memory=sum(work.memory for work in self.works),
             events=self.events,
@@ -103,26 +95,20 @@ class _Step:
             self._compute(seconds)
             self.events.append(("compute", -1, begin, self.time))
 
+    def _encode(self, what: str, i: int, seconds: float) -> None:
+        """Let a bucket's codec compute: its "start", "middle" or "finish"."""
+        begin = self.time
+        self._compute(seconds)
+        self.codec += seconds
+        self.events.append((what, i, begin, self.time))
+
     def _wait(self, until: float) -> None:
         self.time = max(self.time, until)
 
     def _launch(self, i: int, number: int, ready: float) -> None:
         """Let a bucket's collective join the queue."""
-        transfer = self.works[i].transfers[number]
-        if transfer.root < 0:
-            begin = max(ready, self.free)
-            if self.links:
-                begin = max(begin, *self.links.values())
-            occupies = transfer.seconds if transfer.occupies is None else transfer.occupies
-            self.own = max(begin, self.own) + occupies
-            end = max(begin + transfer.seconds, self.own)
-            self.barrier = max(self.barrier, end)
-            self.free = end
-        else:
-            here = max(self.own, self.barrier, self.time)
-            begin = max(ready, here, self.links.get(transfer.root, 0.0))
-            end = self.links[transfer.root] = begin + transfer.seconds
-            self.own = here + transfer.sending
+        begin = max(ready, self.free)
+        end = self.free = begin + self.works[i].transfers[number].seconds
         self.done[i] = end
         self.busy = max(self.busy, end)
         self.events.append(("wire", i, begin, end))
@@ -155,10 +141,8 @@ class _Step:
             if need > done:
                 self._model(need - done)
                 done = need
-            begin = self.time
-            self._compute(work.start)
-            self.codec += work.start
-            self.events.append(("start", i, begin, self.time))
+            self._within_node(i, work.node_sum)
+            self._encode("start", i, work.start)
             if work.transfers and not work.delayed:
                 self._launch(i, 0, self.time)
         self._model(end - done)
@@ -173,25 +157,9 @@ class _Step:
             if not under_way:
                 return
             for i in under_way:
-                self._next(i, number)
-            self._wait(max(self.roots.values(), default=0.0))
-
-    def _next(self, i: int, number: int) -> None:
-        work = self.works[i]
-        last = work.transfers[number - 1]
-        if last.kind == "gather" and last.root >= 0:
-            begin = max(self.done[i], self.roots.get(last.root, 0.0), self.time)
-            ready = self.roots[last.root] = begin + work.middle
-            self.root_codec[last.root] = self.root_codec.get(last.root, 0.0) + work.middle
-            self.events.append(("middle", i, begin, ready))
-            self._launch(i, number, ready)
-            return
-        self._wait(self.done[i])
-        begin = self.time
-        self._compute(work.middle)
-        self.codec += work.middle
-        self.events.append(("middle", i, begin, self.time))
-        self._launch(i, number, self.time)
+                self._wait(self.done[i])
+                self._encode("middle", i, self.works[i].middle)
+                self._launch(i, number, self.time)
 
     def _finish(self) -> None:
         """Play through decoding, bucket by bucket."""
@@ -199,10 +167,15 @@ class _Step:
             if work.delayed or work.period:
                 continue
             self._wait(self.done[i])
+            self._encode("finish", i, work.finish)
+            self._within_node(i, work.node_share)
+
+    def _within_node(self, i: int, transfers: Sequence[Transfer]) -> None:
+        """Wait for collectives within the node."""
+        if transfers:
             begin = self.time
-            self._compute(work.finish)
-            self.codec += work.finish
-            self.events.append(("finish", i, begin, self.time))
+            self.time += sum(transfer.seconds for transfer in transfers)
+            self.events.append(("inside", i, begin, self.time))
 
     def _averages(self) -> float:
         """Return the seconds per step of averages now and then."""
@@ -216,9 +189,11 @@ class _Step:
 
 
 def most_sent(works: Sequence[Work]) -> float:
-    """Return the bytes that leave the rank that sends most, in a step."""
+    """Return the bytes that leave the rank that sends most, in a step; of a hierarchical exchange that is a leader."""
     usual, more = 0.0, dict[int, float]()
     for work in works:
+        usual += sum(transfer.nbytes for transfer in work.node_sum)
+        usual += sum(transfer.root_nbytes for transfer in work.node_share)
         for transfer in work.transfers:
             usual += transfer.nbytes / max(1, work.period)
             if transfer.root >= 0:

@@ -45,7 +45,7 @@ class SimulatedRanks(Backend):
         self.size, self.rank, self.local_rank = size, rank, rank
         self.spent = 0.0
         """Seconds that its collectives took."""
-        self._given: Any = None
+        self._given: Tensor | None = None
 
     @property
     def is_its_own_channel(self) -> bool:
@@ -106,7 +106,7 @@ class SimulatedRanks(Backend):
         raw = pickle.dumps(value)
         return [pickle.loads(raw) for _ in range(self.size)]
 
-    def _done(self, result: Any, began: float) -> Handle:
+    def _done(self, result: Tensor | list[Tensor], began: float) -> Handle:
         self.spent += time.perf_counter() - began
         return Handle(lambda: None, result)
 

@@ -47,23 +47,18 @@ class Transfer:
     """One collective of a bucket.
 
     Attributes:
-        kind: "allreduce", "allgather", "alltoall", "broadcast", "gather" (to the root) or "scatter" (from it).
+        kind: "allreduce", "allgather", "alltoall", "broadcast" or "gather".
         seconds: that it takes when nothing else travels, its latency included.
         nbytes: that leave a rank; each but the root, where there is one.
-        root: the rank at which it begins or ends; -1 where it has none. Those of different roots overlap, but for what
-            passes the links of all others: ``sending`` seconds of each.
-        sending: see there.
+        root: the rank at which it begins or ends; -1 where it has none.
         root_nbytes: that leave the root.
-        occupies: seconds of these in which it uses a link up, and not only waits for messages; all, if None.
     """
 
     kind: str
     seconds: float
     nbytes: float = 0.0
     root: int = -1
-    sending: float = 0.0
     root_nbytes: float = 0.0
-    occupies: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,8 @@ class Work:
         delayed: its means are applied in a later step, so that nothing waits for it as long as the link can follow.
         memory: bytes that it keeps on a rank, between steps and during one: residuals, wires, what is decoded.
         period: averaged every so many steps, after the optimizer's, while all wait; 0 if it is exchanged in every step.
+        node_sum, node_share: collectives within the node, of a hierarchical exchange: the sum before the leaders'
+            exchange, and what the leader hands on after it. Computing waits for both.
     """
 
     names: tuple[str, ...]
@@ -89,6 +86,8 @@ class Work:
     delayed: bool = False
     memory: float = 0.0
     period: int = 0
+    node_sum: tuple[Transfer, ...] = ()
+    node_share: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def plan(name, predicted, measured, **said):
 
 
 def scenario(*plans, **about):
-    known = {"model": "m", "ranks": 2, "bandwidth": 1e9, "settled": 56, "uncompressed": 12}
+    known = {"model": "m", "ranks": 2, "bandwidth": 1e9, "settled": 56, "uncompressed": 12, "planning": 0.5}
     return {**known, "plans": list(plans), **about}
 
 
@@ -59,7 +59,7 @@ def test_totals_are_the_worst_and_tables_say_what_is_missed():
     assert worst.holds("order")
     assert [goal for goal in GOALS if not worst.holds(goal)] == ["regret", "to_single", "settled"]
     text = markdown(given)
-    assert "| m | 1 Gbit/s | 2 | 2 | 1/1 | 0.0% | 0.55 | 0.55 | 56 | planned: a |" in text
+    assert "| m | 1 Gbit/s | 2 | 2 | 1/1 | 0.0% | 0.55 | 0.55 | 56 | 0.5 s | planned: a |" in text
     assert "| m | loopback | 2 | 2 |" in text
     assert "| steps until it is settled, at most | 70 (missed) | <= 60 |" in text
 
@@ -105,6 +105,8 @@ def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
     assert sum(plan["chosen"] for plan in plans.values()) == 1
     assert kept["settled"] <= GOALS["settled"] or "when it was checked" in kept["plan"]
     assert kept["uncompressed"] <= GOALS["uncompressed"]
+    assert kept["planning"] > 0
+    assert "largest part of a variable's bound" in kept["plan"]
     assert found == [kept]
     before = file.read_text()
     assert SWEEP.run(settings, file, resume=True) == found

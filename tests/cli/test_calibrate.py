@@ -13,7 +13,7 @@ import grace as ranks
 from grace.cli import calibrate
 from grace.planner.calibration import read
 from grace.planner.costs import Codec, Cost
-from grace.planner.links import KINDS
+from grace.planner.network import KINDS
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
 from tests.support.warm import REAL
@@ -121,7 +121,7 @@ def test_ranks_measure_links_and_methods(folder):
     assert done.returncode == 0, done.stderr
     made = read(folder / "c.json")
     assert (made.key.engine, made.key.ranks, made.key.threads, made.by_ring) == ("torch.distributed (gloo)", 2, 1, True)
-    assert set(made.curves) == set(KINDS)
+    assert set(made.network.curves) == set(KINDS)
     costs = made.costs()
     assert 0 < costs.network.seconds("allreduce", 1e4, 2) <= costs.network.seconds("allreduce", 1e7, 2)
     assert done.stdout.count("Wrote c.json") == 1  # rank 0 alone speaks

@@ -14,6 +14,7 @@ import pytest
 from grace.planner.calibration import Calibration, Key
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.explain import Plan
+from grace.planner.network import MeasuredNetwork
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
 
@@ -213,7 +214,7 @@ def calibrated(ranks=2, nodes=1, framework=None, curves=True, **key):
     return Calibration(
         Key(hosts, "torch.distributed (gloo)", framework, ranks, 1, **key),
         made=time.time(),
-        curves={"allreduce": {ranks: curve}} if curves else {},
+        network=MeasuredNetwork({"allreduce": curve}, ranks) if curves else None,
         codecs={"allreduce, none, none": cost, "allreduce, cast, none": cost},
         contention=0.1,
     )
@@ -256,7 +257,7 @@ def test_calibrations_of_others_are_refused_by_name(folder, made, args, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "c.json: "), ('{"format": 2}', "c.json: is damaged: key must be an object")]
+    ("text", "said"), [("{", "c.json: "), ('{"format": 3}', "c.json: is damaged: key must be an object")]
 )
 def test_damaged_calibrations_are_refused_by_name(folder, text, said):
     (folder / "c.json").write_text(text)

@@ -131,12 +131,13 @@ def test_keras_gradients_are_carried_by_it():
 
 
 def test_the_planner_reads_its_route():
-    from grace.planner.exchange_costs import payloads_of
+    from grace.planner.exchange_costs import transfers_of
+    from grace.planner.network import Links
 
     bucket = Bucket(0, Tree("none"), [Variable("w", (1000,))])
-    found = payloads_of(bytes_of(bucket, EngineTraits(4)), 4)
-    assert [payload.kind for payload in found] == ["alltoall", "broadcast"]  # measured as the nearest known collective
-    assert found[1].rooted
+    found = transfers_of(bytes_of(bucket, EngineTraits(4)), 4, Links(1e9))
+    assert [transfer.kind for transfer in found] == ["alltoall", "broadcast"]  # measured as the nearest known one
+    assert found[1].root == 0
 
 
 def test_torch_tensors_of_one_rank_stay_as_they_are():

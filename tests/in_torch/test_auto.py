@@ -259,8 +259,8 @@ def test_all_ranks_plan_or_none():
     assert "the strategy auto" in said
 
 
-def really(folder):
-    """A small network planned by the planner itself."""
+def really(folder, count=120, slower=0.0):
+    """A small network planned by the planner itself, whose last rank computes longer."""
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
     planning.Planning, step_timer.time = PLANNING, time
     planning.default_path = lambda key: Path(folder) / "calibration.json"
@@ -271,20 +271,21 @@ def really(folder):
         optimizer, model, strategy="auto(methods=['fp16', 'topk(ratio=0.01)', 'powersgd(rank=2)'])"
     )
     assert optimizer.plan is None
-    for step in range(120):
+    for step in range(count):
         torch.manual_seed(100 * step + grace.rank())
         optimizer.zero_grad()
+        time.sleep(slower * (grace.rank() == grace.size() - 1))
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
     plan, strategy = optimizer.plan, optimizer.strategy
     methods = {part.compressor for each in strategy.plans for part in each.parts}
     # on a busy machine all may have gone back to the sums that they began with
     executed = strategy.id == plan.chosen.strategy.id if plan.compresses else methods == {"none"}
-    return str(plan), digest(weights(model)), executed
+    return str(plan), digest(weights(model)), executed, plan.plain.prediction
 
 
 def test_the_planner_itself(two_ranks, tmp_path):
-    (plan, one, executed), (same, other, _) = two_ranks.run(really, str(tmp_path))
+    (plan, one, executed, _), (same, other, *_) = two_ranks.run(really, str(tmp_path))
     assert plan == same
     assert one == other
     assert executed
@@ -292,6 +293,14 @@ def test_the_planner_itself(two_ranks, tmp_path):
     assert "fp16  " in plan
     assert "measured" in plan
     assert (tmp_path / "calibration.json").stat().st_size > 1000
+
+
+def test_waiting_for_a_slower_rank_is_no_time_of_the_link(two_ranks, tmp_path):
+    for plan, *_, plain in two_ranks.run(really, str(tmp_path), 80, 0.03):
+        assert plain.compute > 0.03
+        assert plain.exposed < 0.03
+        assert "the slowest rank computes" in plan
+        assert "no compression shortens what the others wait for it" in plan
 
 
 def test_one_process_has_nothing_to_exchange(local, capfd):

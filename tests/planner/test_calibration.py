@@ -15,6 +15,7 @@ from grace.core.backend import LocalBackend
 from grace.errors import ConfigError
 from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.network import MeasuredNetwork
 from grace.planner.simulated_ranks import SimulatedRanks
 
 KEY = Key((("a", 2), ("b", 2)), "torch.distributed (gloo)", "torch 2.9.0", ranks=4, threads=1)
@@ -22,8 +23,8 @@ CURVE = Curve(((1e3, 1e-4), (1e6, 1e-3), (1e8, 0.1)))
 MADE = Calibration(
     key=KEY,
     made=1e9,
-    curves={"allreduce": {4: CURVE, 2: CURVE}, "allgather": {4: CURVE}},
-    inside={"allreduce": {2: CURVE}},
+    network=MeasuredNetwork({"allreduce": CURVE, "allgather": CURVE}, 4),
+    inside=MeasuredNetwork({"allreduce": CURVE}, 2),
     codecs={
         "allreduce, none, none": Codec(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),
         "allgather, topk, residual": Codec(Cost(1e-5), bits=1.5),
@@ -43,7 +44,7 @@ def path(tmp_path):
 def test_what_is_written_is_read(path):
     assert read(path, KEY, now=1e9 + 5) == MADE
     assert [each.name for each in path.parent.iterdir()] == ["c.json"]
-    assert json.loads(path.read_text())["format"] == 2
+    assert json.loads(path.read_text())["format"] == 3
 
 
 @pytest.mark.parametrize(
@@ -86,16 +87,19 @@ def change(document, place, value):
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (["format"], 1, r"is of format 1; this Grace reads format 2"),
+        (["format"], 2, r"is of format 2; this Grace reads format 3"),
         (["made"], None, r"is damaged: the calibration: the field 'made' is missing"),
         (["made"], "today", r"is damaged: the calibration: made must be a finite number, not 'today'"),
         (["contention"], -1, r"is damaged: contention must be a number from 0 on, not -1"),
         (["contention"], True, r"is damaged: the calibration: contention must be a finite number"),
-        (["curves", "allreduce", "4"], [], r"is damaged: curves.allreduce.4 must be a list of bytes and seconds"),
-        (["curves", "allreduce", "4", 1, 1], 1e-5, r"curves.allreduce.4 must .* both rising"),
-        (["curves", "allreduce", "4", 0, 1], -1, r"curves.allreduce.4 must be a list of bytes and seconds above 0"),
-        (["curves", "allreduce", "x"], [[1, 1]], r"curves.allreduce: 'x' is no number of ranks"),
-        (["curves", "gossip"], {"2": [[1, 1]]}, r"curves.gossip: there is no such collective"),
+        (["network", "curves", "allreduce"], [], r"network.curves.allreduce must be a list of bytes and seconds"),
+        (["network", "curves", "allreduce", 1, 1], 1e-5, r"network.curves.allreduce must .* both rising"),
+        (["inside", "curves", "allreduce", 0, 1], -1, r"inside.curves.allreduce must be a list of bytes and seconds"),
+        (["network", "ranks"], "4", r"network: ranks must be a whole number, not '4'"),
+        (["network", "ranks"], 1, r"collectives of 2 ranks or more"),
+        (["network", "links"], 1, r"network: the field 'links' is unknown"),
+        (["network", "curves"], None, r"network.curves must be an object"),
+        (["network", "curves", "gossip"], [[1, 1]], r"network.curves: 'gossip' is no collective"),
         (["codecs", "allreduce, none, none", "start", "call"], -1e-9, r"parts of a cost are seconds from 0 on"),
         (["codecs", "allreduce, none, none", "finish"], None, r"codecs.allreduce, none, none.finish must be an object"),
         (["codecs", "allreduce, none, none", "end"], 1, r"allreduce, none, none: the field 'end' is unknown"),
@@ -218,7 +222,7 @@ def test_costs_are_those_that_were_measured():
     assert (costs.contention, costs.by_ring) == (0.1, True)
     assert costs.inside.seconds("allreduce", 1e6, 2) == 1e-3
     with pytest.raises(ConfigError, match=r"has no times of collectives.*by all ranks"):
-        replace(MADE, curves={}).costs()
+        replace(MADE, network=None).costs()
 
 
 def test_where_there_is_no_home_nothing_is_kept(monkeypatch):

@@ -55,6 +55,24 @@ def test_times_are_those_that_the_method_takes():
     assert slow.finish.seconds(32, 3000, 2) > slow.start.seconds(32, 3000, 2) * 1.5
 
 
+class OncePerBucket(Slow):
+    """Takes 5 ms for a bucket: for that one of its variables which is its first."""
+
+    name = "once_per_bucket"
+
+    def compress(self, tensor, name):
+        time.sleep(5e-3 * (name in ("w0", "x0")))
+        return [tensor.astype("float16")], None
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_a_bucket_takes_is_told_from_what_its_variables_take():
+    given = {"w0": gradients()["w"], "wide": gradients()["wide"]}
+    start = measure(Allgather(OncePerBucket()), given, ranks=2, limit_seconds=0.2).codec.start
+    assert start.seconds(1, 10, 2) == pytest.approx(5e-3, rel=0.2)
+    assert start.seconds(40, 10_000, 2) == pytest.approx(5e-3, rel=0.2)
+
+
 class Uneven(Slow):
     """Takes 6 ms for a variable of 3,000 elements, but in one of ten steps, and half of one for a smaller one."""
 

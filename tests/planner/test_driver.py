@@ -154,6 +154,16 @@ def test_a_failed_check_takes_the_next_best(monkeypatch):
     )
 
 
+def test_the_two_fastest_are_compared_once_more(monkeypatch):
+    run = Run(monkeypatch, {**SECONDS, "topk": 0.029})
+    run.steps(UNTIL_CHECKED)
+    run.seconds.update(topk=0.033, qsgd=0.030)  # somebody else used the machine in the trials of qsgd
+    run.steps(CHECK + 1)
+    assert set(run.used[UNTIL_CHECKED : UNTIL_CHECKED + CHECK]) == {"topk", "qsgd", "none"}
+    assert run.used[-1] == "qsgd"
+    assert run.driver.plan == {"chosen": "qsgd", "note": ""}
+
+
 def test_a_check_compares_with_the_baseline_of_the_same_minutes(monkeypatch):
     run = Run(monkeypatch, SECONDS)
     run.steps(UNTIL_CHECKED)

@@ -13,7 +13,7 @@ from grace.planner.costs import Codec, Cost
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.error_budget import ErrorModel
 from grace.planner.exchange_costs import Costs
-from grace.planner.greedy import Greedy, find_candidates
+from grace.planner.greedy import GAIN, Greedy, find_candidates
 from grace.planner.network import Links
 from grace.planner.problem import Problem, methods_of
 from grace.planner.step import Timeline
@@ -70,7 +70,7 @@ def test_no_uniform_plan_is_better_and_none_breaks_a_bound(seed):
     problem = problem_of(seed, count=12, methods=None)
     found = find_candidates(problem)
     steps = [one.prediction.step for one in found]
-    assert min(steps) == steps[0]
+    assert steps[0] <= min(steps) * (1 + GAIN * len(problem.candidates()))
     assert len({one.name for one in found}) == len({one.strategy.id for one in found}) == len(found)
     assert [one.name for one in found if one.baseline] == ["none"]
     greedy = Greedy(problem, problem.candidates())
@@ -150,6 +150,19 @@ def test_nothing_is_compressed_that_gains_nothing():
         Problem(problem.variables, hidden, Costs(Links(1e8), free), OneNode(4), methods=["fp16"])
     )
     assert best.baseline
+
+
+@pytest.mark.parametrize(("side", "name"), [(40, "block(bits=4), rest none"), (300, "block(bits=4), fp16, rest none")])
+def test_a_method_more_must_save_a_hundredth_of_the_step(side, name):
+    """One variable may lose nothing, and another little: its 16-bit floats save .6 % of the step, or a fifth."""
+    variables = [Variable("large", (1000, 1000)), Variable("small", (side, side)), Variable("kept", (10, 10))]
+    free = ("allreduce, none, none", "allreduce, cast, none", "allgather, block(bits=4), residual")
+    costs = Costs(Links(1e6), dict.fromkeys(free, Codec()))
+    bounds = ErrorModel({"block(bits=4)": {"large": 0.01, "small": 1.0, "kept": 1.0}, "cast": {"kept": 1.0}})
+    line = Timeline(dict.fromkeys(("large", "small", "kept"), 0.0))
+    methods = ["fp16", "block(bits=4)"]
+    best, *_ = find_candidates(Problem(variables, line, costs, OneNode(2), bounds, methods=methods))
+    assert best.name == name
 
 
 def test_staleness_is_taken_only_if_it_is_named():

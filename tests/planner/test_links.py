@@ -10,8 +10,8 @@ import grace
 from grace.core.backend import Handle, LocalBackend
 from grace.errors import ConfigError, RankError
 from grace.planner import links
-from grace.planner.links import KINDS, measure_network
-from grace.planner.network import MeasuredNetwork
+from grace.planner.links import measure_network
+from grace.planner.network import KINDS
 from grace.planner.simulated_ranks import SimulatedRanks
 
 SMALL = (1024, 1 << 16)
@@ -65,7 +65,7 @@ class Wire(SimulatedRanks):
 def test_curves_say_what_collectives_take():
     found = measure_network(Wire(2), 2.0)
     for kind in ("allreduce", "allgather"):
-        curve = found.curves[kind][2]
+        curve = found.network.curves[kind]
         assert [nbytes for nbytes, _ in curve.points] == [1e3, 1e5, 1e6]
         assert curve.seconds(1_000_000) == pytest.approx(0.0101)
         assert curve.seconds(1000) < 2e-3
@@ -75,7 +75,7 @@ def test_curves_say_what_collectives_take():
 @pytest.mark.usefixtures("clock")
 def test_sizes_end_where_time_does(clock):
     found = measure_network(Wire(2), 0.5)
-    assert [nbytes for nbytes, _ in found.curves["allreduce"][2].points] == [1000, 4_000_000]
+    assert [nbytes for nbytes, _ in found.network.curves["allreduce"].points] == [1000, 4_000_000]
     assert clock.now < 5
 
 
@@ -92,7 +92,7 @@ def test_what_disturbs_for_a_while_is_not_measured():
             return super()._slow(handle, nbytes + (5_000_000 if Disturbed.calls <= 12 else 0))  # 50 ms more
 
     found = measure_network(Disturbed(2), 10.0)
-    assert found.curves["allreduce"][2].seconds(1000) < 1.5e-3
+    assert found.network.curves["allreduce"].seconds(1000) < 1.5e-3
 
 
 @only((1000,))
@@ -107,7 +107,7 @@ def test_waits_for_cores_that_ranks_share_are_measured(crowded, seconds):
             return super()._slow(handle, nbytes + (1_000_000 if Waiting.calls % 3 else 0))  # 10 ms more in two of three
 
     found = measure_network(Waiting(2), 10.0, crowded=crowded)
-    assert found.curves["allreduce"][2].seconds(1000) == pytest.approx(seconds)
+    assert found.network.curves["allreduce"].seconds(1000) == pytest.approx(seconds)
 
 
 @only((1_000_000, 2_000_000))
@@ -154,13 +154,11 @@ def test_ranks_measure_together_and_get_the_same(ranks):
     assert len({repr(found) for _, found in answers}) == 1
     sent, found = answers[0]
     assert sent == 0
-    assert set(found.curves) == set(KINDS)
-    for by_ranks in found.curves.values():
-        (curve,) = by_ranks.values()
-        assert list(by_ranks) == [ranks.size]
+    assert set(found.network.curves) == set(KINDS)
+    assert found.network.ranks == ranks.size
+    for curve in found.network.curves.values():
         assert [nbytes for nbytes, _ in curve.points] == list(SMALL)
         assert all(1e-6 < seconds < 5 for _, seconds in curve.points)
-    assert MeasuredNetwork(found.curves).seconds("reduce_scatter", 1e6, ranks.size) > 0
     assert found.contention >= 0
 
 
@@ -190,7 +188,7 @@ def test_a_rank_that_fails_ends_all(two_ranks):
 
 def test_alone_there_is_nothing_to_measure():
     found = measure_network(LocalBackend())
-    assert (found.curves, found.contention) == ({}, 0.0)
+    assert (found.network, found.contention) == (None, 0.0)
 
 
 def test_time_must_be_given():

@@ -132,7 +132,7 @@ def curve(seconds_a_byte):
 
 @pytest.mark.parametrize("plain", [0.01, 0.03, 0.05, 0.5])
 def test_collectives_are_scaled_so_that_a_plain_step_takes_what_it_took(plain):
-    costs = Costs(MeasuredNetwork({"allreduce": {2: curve(1e-7)}}), DefaultCodecs())
+    costs = Costs(MeasuredNetwork({"allreduce": curve(1e-7)}, 2), DefaultCodecs())
     problem = Problem(VARIABLES, TIMELINE, costs, OneNode(2))
     strategy = uniform_strategy(VARIABLES, 2)
     alone, found = problem.predict(strategy).step, fitted(problem, plain).predict(strategy).step

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from grace.bench.report.scaling import RANKS, RATES, over_ranks, over_rates
 from grace.communicators.choice import break_even
 from grace.core.registry import make
 from grace.core.variable import Variable
@@ -16,7 +17,6 @@ from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.greedy import find_candidates
 from grace.planner.network import MeasuredNetwork
-from grace.planner.scaling import RANKS, RATES, over_ranks, over_rates
 from grace.planner.uniform import uniform_strategy
 from grace.session.bucketing import Limits
 from grace.strategy.builder import OneNode
@@ -70,9 +70,9 @@ def test_measured_links_of_few_ranks_tell_of_many():
     def curve(seconds_a_byte):
         return Curve.through([(n, 2e-5 + n * seconds_a_byte) for n in (1e3, 1e5, 1e7)])
 
-    curves = {"allreduce": {2: curve(1e-9), 4: curve(1.5e-9)}, "allgather": {2: curve(1e-9), 4: curve(3e-9)}}
+    curves = {"allreduce": curve(1.5e-9), "allgather": curve(3e-9)}
     problem = problem_of()
-    problem = replace(problem, costs=Costs(MeasuredNetwork(curves), DefaultCodecs()))
+    problem = replace(problem, costs=Costs(MeasuredNetwork(curves, 4), DefaultCodecs()))
     lines = {name: dict(line) for name, line in over_ranks(problem, ["none", "topk"]).items()}
     for line in lines.values():
         assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(p.step for p in line.values()))

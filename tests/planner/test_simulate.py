@@ -115,34 +115,37 @@ def test_collectives_that_follow_wait_for_backward_and_go_round_by_round():
     assert found.codec == pytest.approx(0.875)
 
 
-def through(root, seconds=1.0, sending=0.25):
-    there = Transfer("gather", seconds, 100.0, root, sending)
-    return there, Transfer("broadcast", seconds, 0.0, root, sending, root_nbytes=300.0)
+def through(root, seconds=1.0):
+    there = Transfer("gather", seconds, 100.0, root)
+    return there, Transfer("broadcast", seconds, 0.0, root, 300.0)
 
 
-def test_one_root_is_a_bottleneck_and_several_share():
-    same = [Work(("a",), transfers=through(0)) for _ in range(4)]
+def test_what_goes_through_roots_waits_in_one_queue():
+    same = [Work(("a",), transfers=through(0), middle=0.5) for _ in range(4)]
     apart = [Work(("a",), transfers=through(root)) for root in range(4)]
+    # gathers travel from 5 to 9; the first answer is computed while the second does, and the last two answers follow
     assert step(same).step == 5 + 4 * 2.0 + 0.5
-    # 4 gathers begin as soon as a rank has sent what came before: at 5, 5.25, 5.5 and 5.75; answers likewise
-    gathers = [event[2:] for event in step(apart).events if event[0] == "wire"][:4]
-    assert gathers == [(5.0, 6.0), (5.25, 6.25), (5.5, 6.5), (5.75, 6.75)]
-    assert step(apart).step == 6.75 + 1.0 + 0.5
+    assert step(same).codec == 2.0
+    assert step(same[:1]).step == 5 + 1.0 + 0.5 + 1.0 + 0.5
     assert (step(same).sent, step(apart).sent) == (1200.0, 600.0)
     assert (sent_by(same, 0), sent_by(same, 1), sent_by(apart, 3)) == (1200.0, 400.0, 600.0)
 
 
-def test_each_root_computes_its_own_answers():
-    same = [Work(("a",), transfers=through(0, 0.5, 0.0), middle=1.0) for _ in range(2)]
-    apart = [Work(("a",), transfers=through(root, 0.5, 0.0), middle=1.0) for root in range(2)]
-    assert (step(same).step, step(same).codec) == (5 + 0.5 + 2.0 + 0.5 + 0.5, 2.0)
-    assert (step(apart).step, step(apart).codec) == (5 + 0.5 + 1.0 + 0.5 + 0.5, 1.0)
-
-
-def test_what_has_no_root_waits_for_all_links():
-    works = [Work(("a",), transfers=through(0)[:1]), Work(("a",), transfers=sends(1.0))]
-    assert step(works).step == 5 + 2 + 0.5
-    assert step(works[::-1]).step == 5 + 2 + 0.5
+def test_nodes_sum_before_leaders_exchange_and_share_afterwards():
+    within = {"node_sum": sends(0.5), "node_share": (Transfer("broadcast", 0.25, root=0, root_nbytes=50.0),)}
+    works = [
+        Work(("c",), 0.25, sends(1.0), finish=0.25, **within),
+        Work(("a",), 0.25, sends(1.0), finish=0.25, **within),
+    ]
+    found = step(works)
+    # at 2 the node sums, and backward waits: it ends at 5.75; then the other bucket, and both finish
+    assert [event[1:] for event in found.events if event[0] == "inside"] == [
+        *((0, 2, 2.5), (1, 5.75, 6.25)),
+        *((0, 6.75, 7.0), (1, 7.75, 8.0)),
+    ]
+    assert found.step == 8.5
+    assert (found.codec, found.exposed) == (1.0, 2.0)
+    assert found.sent == 2 * (100.0 + 50.0 + 50.0)
 
 
 def test_delayed_exchanges_are_free_as_long_as_the_link_can_follow():
@@ -166,8 +169,7 @@ def test_averages_are_shared_by_the_steps_between():
 # -- what holds of all steps -------------------------------------------------------------------------------
 
 QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
-PART = st.sampled_from([0.25, 0.5, 1.0])
-KINDS = ["sum", "rounds", "root", "delayed", "average"]
+KINDS = ["sum", "rounds", "root", "delayed", "average", "nodes"]
 
 
 @st.composite
@@ -175,12 +177,13 @@ def a_work(draw):
     kind = draw(st.sampled_from(KINDS))
     names = tuple(draw(st.sets(st.sampled_from("abc"), min_size=1)))
     seconds = [draw(QUARTERS) for _ in range(1 if kind in ("sum", "average") else draw(st.integers(1, 3)))]
-    transfers = tuple(dataclasses.replace(t, occupies=t.seconds * draw(PART)) for t in sends(*seconds))
+    transfers = sends(*seconds)
     if kind in ("root", "delayed"):
-        root, part = draw(st.integers(0, 2)), draw(PART)
-        kinds = ("gather", "broadcast", "broadcast")
-        transfers = tuple(Transfer(k, s, 1, root, part * s) for k, s in zip(kinds, seconds, strict=False))
+        root, kinds = draw(st.integers(0, 2)), ("gather", "broadcast", "broadcast")
+        transfers = tuple(Transfer(k, s, 1, root) for k, s in zip(kinds, seconds, strict=False))
     more = {"delayed": kind == "delayed", "period": 3 * (kind == "average")}
+    if kind == "nodes":
+        more.update(node_sum=sends(draw(QUARTERS)), node_share=sends(draw(QUARTERS)))
     return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS), **more)
 
 
@@ -195,11 +198,7 @@ def longer(draw, works):
     what = draw(st.sampled_from(["start", "middle", "finish", "transfer"]))
     if what == "transfer" and work.transfers:
         j = draw(st.integers(0, len(work.transfers) - 1))
-        transfer = work.transfers[j]
-        part = more if transfer.root >= 0 and draw(st.booleans()) else 0.0
-        slow = dataclasses.replace(transfer, seconds=transfer.seconds + more, sending=transfer.sending + part)
-        if transfer.root < 0 and draw(st.booleans()):
-            slow = dataclasses.replace(slow, occupies=transfer.occupies + more)
+        slow = dataclasses.replace(work.transfers[j], seconds=work.transfers[j].seconds + more)
         work = dataclasses.replace(work, transfers=(*work.transfers[:j], slow, *work.transfers[j + 1 :]))
     elif what != "transfer":
         work = dataclasses.replace(work, **{what: getattr(work, what) + more})
@@ -236,7 +235,8 @@ def test_the_parts_add_up(works, contention):
     found = step(works, contention=contention)
     assert found.step >= found.compute + found.codec - 1e-9
     assert found.step == pytest.approx(found.compute + found.codec + found.exposed)
-    bound = found.compute + found.codec + sum(t.seconds for w in works for t in w.transfers)
+    bound = found.compute + found.codec
+    bound += sum(t.seconds for w in works for t in (*w.transfers, *w.node_sum, *w.node_share))
     if not any(w.delayed for w in works) and not contention:
         assert found.step <= bound + sum(w.middle * len(w.transfers) for w in works) + 1e-9
     assert all(begin <= end for _, _, begin, end in found.events)

@@ -66,7 +66,6 @@ class Exchanges:
         for way in self.ways:
             build_communicator(*way)
         self._made: dict[Any, Any] = {}
-        self._costs: dict[int, Costs] = {}  # by id(network); costs keep the network alive
 
     def seconds(self, variables: Sequence[Variable], replicas: int, network: Network) -> float:
         """Return the seconds of an exchange that begins when all gradients are there, while nothing is computed."""
@@ -92,9 +91,7 @@ class Exchanges:
 
     def _work_by_method(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
         """Return the work of the exchange, for each method that may be chosen."""
-        if id(network) not in self._costs:
-            self._costs[id(network)] = dataclasses.replace(self.costs, network=network, inside=None)
-        costs = self._costs[id(network)]
+        costs = dataclasses.replace(self.costs, network=network, inside=None)
         if self.strategy is not None and variables[0] is not LEAST:  # no document names it
             own = of_stage(self.strategy, [variable.name for variable in variables])
             resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks

@@ -41,12 +41,11 @@ def over_ranks(
     >>> lines["qsgd"][1][1].step < lines["none"][1][1].step
     True
     """
-    costs = dataclasses.replace(problem.costs)  # which forgets buckets of other numbers of ranks in the end
     plans = {name: plan for name, plan in (plans or {}).items() if plan.nodes == 1}
 
     def predict(name: str, count: float) -> Prediction:
         n = int(count)
-        there = dataclasses.replace(problem, cluster=OneNode(n), costs=costs)
+        there = dataclasses.replace(problem, cluster=OneNode(n))
         if name in plans:
             return there.predict(dataclasses.replace(plans[name], world_size=n))
         return there.predict(uniform_strategy(problem.variables, n, name))

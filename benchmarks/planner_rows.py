@@ -1,0 +1,67 @@
+"""Rows of the planner: ``python -m benchmarks.planner_rows``.
+
+Runs ``grace bench plan`` over three models, three links, and 2 and 4 ranks, the short scenarios first. The rows go
+into ``benchmarks/results/plan.jsonl``, and the table, in Markdown, is printed. A scenario that is in the file is not
+measured again, so that a run that was stopped, or ran out of time, goes on where it was.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from grace.bench.plan.plan_command import SWEEP
+from grace.bench.plan.plan_settings import QUICK, PlanSettings
+
+MODELS = {"mlp": 1.2, "resnet": 11.2, "transformer": 16.9}
+"""Models, and their millions of parameters."""
+RATES = [10e9, 1e9, 100e6]
+RANKS = [2, 4]
+OUT = Path("benchmarks/results/plan.jsonl")
+
+
+def cost(scenario: dict[str, Any]) -> float:
+    """Return about how long an uncompressed step travels, in seconds.
+
+    >>> cost({"model": "mlp", "ranks": 2, "bandwidth": 100e6}) < cost({"model": "mlp", "ranks": 4, "bandwidth": 100e6})
+    True
+    """
+    ranks = scenario["ranks"]
+    return float(2 * (ranks - 1) / ranks * 32e6 * MODELS.get(scenario["model"], 1.0) / (scenario["bandwidth"] or 20e9))
+
+
+class Rows(PlanSettings):
+    """Settings of ``grace bench plan`` whose scenarios, short ones first, end with the time."""
+
+    ends = math.inf
+    """When no scenario begins any more, on the monotonic clock."""
+
+    @property
+    def scenarios(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        """Scenarios until the time is over."""
+        for scenario in sorted(super().scenarios, key=cost):
+            if time.monotonic() < self.ends:
+                yield scenario
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT, help=f"(default: {OUT})")
+    parser.add_argument("--minutes", type=float, default=20, help="how long scenarios are begun (default: 20)")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help=f"(default: {' '.join(MODELS)})")
+    parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="bit/s (default: 10e9 1e9 100e6)")
+    parser.add_argument("--ranks", nargs="*", type=int, default=RANKS, help="(default: 2 4)")
+    given = parser.parse_args()
+    quick: dict[str, Any] = QUICK
+    rows = Rows(given.models, given.rates, given.ranks, **quick)
+    rows.ends = time.monotonic() + 60 * given.minutes
+    SWEEP.run(rows, given.out, resume=True, console=Console(highlight=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,7 @@ class Fragment:
         number: p, from 0.
         optimizer: the outer optimizer, which all fragments of equal settings share.
         shards, buckets: the shards, and the buckets in which their drifts travel.
-        applied_at: the iteration of the last round; -1 if it is unknown.
+        applied_at: the iteration after which parameters were the anchors; -1 if it is unknown.
         sent_at: the iteration at which the round under way was sent.
         under_way: the round trips that travel while training goes on.
         coming: means that are still to be applied, by shard; None if no round is under way or has arrived.
@@ -116,14 +116,6 @@ class OuterRounds:
         self.optimizers = list({id(f.optimizer): f.optimizer for f in self.fragments}.values())
         self.delayed = any(fragment.outer.delay for fragment in self.fragments)
         """True if rounds travel while training goes on."""
-        for shard in shards:
-            if shard.communicator.delayed:
-                what = shard.communicator.choice
-                raise ConfigError(f"{what} applies means in later steps: with outer, choose outer's delay instead")
-            outer: Any = shard.outer
-            if (shard.hierarchical and outer.delay) or (shard.whole.sparse and outer.over == "nodes"):
-                why = "has outer's delay" if outer.delay else "is sparse"
-                raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes")
         self.anchors = Held(shared=True)
         self._local = Held(shared=False)
         self._coming = Held(shared=True)
@@ -305,7 +297,7 @@ class OuterRounds:
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""
-        return fragment.applied_at != self.runner.context.step or fragment.outer.merge > 0
+        return fragment.applied_at != self.runner.context.step
 
     def _send(self, fragment: Fragment, later: bool) -> None:
         """Send the drifts of a fragment, and receive their means.
@@ -415,7 +407,7 @@ class OuterRounds:
             for part in (self.anchors, *fragment.optimizer.named_components().values()):
                 part.state.commit()
         if means:
-            fragment.applied_at = self.runner.context.step
+            fragment.applied_at = self.runner.context.step if merge == 0 else -1
         if fragment.number == fragment.outer.fragments - 1:
             self.sync_buffers()
 
@@ -462,6 +454,13 @@ def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
         ConfigError: there are fewer variables than fragments; or a setting cannot work.
     """
     outer.check()
+    for shard in shards:
+        if shard.communicator.delayed:
+            what = shard.communicator.choice
+            raise ConfigError(f"{what} applies means in later steps: with outer, choose outer's delay instead")
+        if (shard.hierarchical and outer.delay) or (shard.whole.sparse and outer.over == "nodes"):
+            why = "has outer's delay" if outer.delay else "is sparse"
+            raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes")
     if len(shards) < outer.fragments:
         raise ConfigError(
             f"outer, fragments: {len(shards)} variables (or parts) cannot be dealt to {outer.fragments} fragments"

@@ -99,7 +99,7 @@ class UniformPlan:
         chosen = self._build()
         named = None if chosen.by_default else chosen
         parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": named}
-        options = {kind: None if part is None else part.to_dict() for kind, part in parts.items()}
+        options: dict[str, Any] = {kind: None if part is None else part.to_dict() for kind, part in parts.items()}
         if self.outer is not None:
             options |= {"outer": self.outer.to_dict()["optimizer"], "period": self.outer.period}
         return options

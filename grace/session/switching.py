@@ -88,9 +88,8 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
     )
     for name in FOLLOWED:
         setattr(made, name, getattr(former, name))
-    made.rounds.read = former.rounds.read
-    made.rounds.write = former.rounds.write
-    made.rounds.sync_buffers = former.rounds.sync_buffers
+    if former.rounds:
+        made.rounds.read, made.rounds.write = former.rounds.read, former.rounds.write
     return made
 
 

@@ -1,6 +1,8 @@
 """Outer rounds, in TensorFlow, of variables that ranks train alone."""
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -24,9 +26,19 @@ def run_rounds(session: Any) -> None:
 
 def connect(session: Any) -> None:
     """Let rounds read and write a session's variables, eagerly."""
-    rounds = session.runner.rounds
-    rounds.read = lambda shard: session.inside(cut(shard, tf.convert_to_tensor(_variable(session, shard.whole.name))))
-    rounds.write = lambda shard, value: put(shard, _variable(session, shard.whole.name), session.medium.outside(value))
+    me = weakref.proxy(session)  # the runner must not keep the session alive
+    session.runner.rounds.read = partial(_read, me)
+    session.runner.rounds.write = partial(_write, me)
+
+
+def _read(session: Any, shard: Shard) -> Any:
+    with tf.init_scope():  # a state may be loaded while a graph is traced
+        return session.inside(cut(shard, tf.convert_to_tensor(_variable(session, shard.whole.name))))
+
+
+def _write(session: Any, shard: Shard, value: Any) -> None:
+    with tf.init_scope():
+        put(shard, _variable(session, shard.whole.name), session.medium.outside(value))
 
 
 def _variable(session: Any, name: str) -> Any:

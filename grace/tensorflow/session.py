@@ -190,6 +190,8 @@ class Session:
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
         else:
             self._load(*self.saved)
+            # in the middle of a period ranks have parameters of their own, which were loaded
+            self.needs_broadcast = self.needs_broadcast and not runner.rounds.held
         # where a graph initializes variables, it also starts them equal: they have no values yet
         if all(rank_initialized for *_, rank_initialized in received):
             self.start_equal()

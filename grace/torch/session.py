@@ -125,10 +125,12 @@ class Session:
             settings.compress_after,
         )
         self._check_plan(self.runner)
-        self.runner.rounds.read = self._parameters_of
-        self.runner.rounds.write = self._set_parameters
-        self.runner.rounds.sync_buffers = self._average_buffers
-        self._find_buffers(parameters)
+        named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
+        self.buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}
+        """Buffers of a module, which are averaged after outer rounds."""
+        self.shared_buffers: list[torch.Tensor] = []
+        """Values of the buffers after the last round; empty before it."""
+        self._connect_rounds()
         self.runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         recorder.note(updates_follow=True)
         self._index_buckets()
@@ -162,9 +164,6 @@ class Session:
         if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
             broadcast_parameters(start, 0, backend)
         self.auto: Any = None if self.asked is None else driver_of(self)
-        if grad_scaler is not None and self.runner.rounds:
-            # A rank whose scaler skips the step runs the rounds after the scaler's update.
-            self.hooks.append(ScalerHook(grad_scaler, self.run_rounds))
 
     def _list_variables(
         self,
@@ -320,6 +319,7 @@ class Session:
         self.runner = runner
         self.plan = plan
         self._index_buckets()
+        self._connect_rounds()
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Return copies of the dense gradients that exist."""
@@ -525,12 +525,18 @@ class Session:
         for buffer, value in zip(self.buffers.values(), values, strict=False):
             buffer.copy_(value)
 
-    def _find_buffers(self, model: Any) -> None:
-        """Find the buffers that are averaged after rounds: a module's, of floats."""
-        named = model.named_buffers() if self.runner.rounds and isinstance(model, torch.nn.Module) else ()
-        self.buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}
-        self.shared_buffers: list[torch.Tensor] = []
-        """Values of the buffers after the last round; empty before it."""
+    def _connect_rounds(self) -> None:
+        """Let outer rounds read and write parameters."""
+        rounds = self.runner.rounds
+        if not rounds:
+            return
+        me = weakref.proxy(self)  # the runner must not keep the session alive
+        rounds.read = partial(Session._parameters_of, me)
+        rounds.write = partial(Session._set_parameters, me)
+        rounds.sync_buffers = partial(Session._average_buffers, me)
+        if self.grad_scaler is not None and not any(isinstance(hook, ScalerHook) for hook in self.hooks):
+            # A rank whose scaler skips the step runs the rounds after the scaler's update.
+            self.hooks.append(ScalerHook(self.grad_scaler, self.run_rounds))
         if self.buffers and self.runner.backend.rank == 0:
             warnings.warn(
                 f"the buffers of the model ({next(iter(self.buffers))}, ...) differ by rank while ranks train alone: "
@@ -538,6 +544,7 @@ class Session:
                 stacklevel=7,
             )
 
+    @torch.no_grad()
     def _average_buffers(self) -> None:
         """Replace buffers by their means over ranks."""
         kinds = {name: str(b.dtype).removeprefix("torch.") for name, b in self.buffers.items()}

@@ -22,7 +22,7 @@ class SparseLoCo(DiLoCo):
     'residual(beta=0.95)'
     """
 
-    compressor: Any = "topk(ratio=0.0625, chunk=4096) | efsignsgd"
+    compressor: Any = "topk(ratio=0.0625, chunk=4096) | block(bits=2, scale='rms')"
     memory: Any = "residual(beta=0.95)"
     period: int = 15
     optimizer: Any = "sgd(lr=1.0)"

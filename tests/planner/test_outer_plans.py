@@ -6,8 +6,9 @@ import pytest
 
 from grace.core.registry import make
 from grace.core.variable import Variable
+from grace.planner.costs import Codec, Cost
 from grace.planner.default_costs import DefaultCodecs
-from grace.planner.exchange_costs import Costs
+from grace.planner.exchange_costs import DENSE, Costs
 from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates
 from grace.planner.network import Links
@@ -62,9 +63,15 @@ def test_an_outer_plan_that_is_much_faster_is_mentioned_and_not_taken():
         assert all(part.outer is None for each in candidate.strategy.plans for part in each.parts)
 
 
-def test_nothing_is_said_of_outer_plans_over_a_fast_link_or_of_unknown_cost():
+def test_nothing_is_said_of_outer_plans_over_a_fast_link():
     fast = problem_of(1e12 / 8)
     assert plan_of(fast, find_candidates(fast)).remarks == ()
-    slow = problem_of(1e9 / 8)
-    unknown = dataclasses.replace(slow, costs=dataclasses.replace(slow.costs, codecs={}))
-    assert outer_plans(unknown) == []
+
+
+def test_what_was_not_measured_takes_as_long_as_elsewhere():
+    problem = problem_of(1e9 / 8)
+    measured = {DENSE: Codec(start=Cost(1.0))}
+    plain, block = outer_plans(dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, codecs=measured)))
+    usual, usual_block = outer_plans(problem)
+    assert plain.prediction.codec > usual.prediction.codec + 1 / PERIOD - 1e-9
+    assert block.prediction.codec == usual_block.prediction.codec

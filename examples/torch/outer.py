@@ -1,4 +1,4 @@
-"""Train on scikit-learn's digits with local steps and an outer optimizer (DiLoCo). Eight lines are Grace's: `# +`.
+"""Train on scikit-learn's digits with local steps and an outer optimizer (DiLoCo). Nine lines are Grace's: `# +`.
 
 torchrun --nproc-per-node 2 examples/torch/outer.py --compressor "block(bits=4)" --period 10
 """
@@ -31,7 +31,7 @@ loader = DataLoader(train, batch_size=32, sampler=DistributedSampler(train, grac
 
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-how = {"compressor": args.compressor, "outer": args.outer, "period": args.period}
+how = {"compressor": args.compressor, "outer": args.outer, "period": args.period}  # +
 optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), **how)  # +
 
 for epoch in range(args.epochs):

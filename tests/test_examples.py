@@ -58,7 +58,9 @@ def need(example):
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("launcher", "example", "method", "engine"), RUNS, ids=["python", "torchrun", "outer", "keras", "tape"])
+@pytest.mark.parametrize(
+    ("launcher", "example", "method", "engine"), RUNS, ids=["python", "torchrun", "outer", "keras", "tape"]
+)
 def test_an_example_trains_and_prints_once_which_engine_it_is_on(launcher, example, method, engine):
     need(example)
     done = run(launcher, "--compressor", method, "--epochs", "10", example=example)

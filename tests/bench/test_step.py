@@ -1,5 +1,6 @@
 """``grace bench step``, run as a user does."""
 
+import math
 import re
 import subprocess
 import sys
@@ -290,6 +291,27 @@ def test_the_verdict(others, words):
     said = verdict_text(compare_with_plain(rows, "torch"), "torch")
     assert words in said
     assert "Without any communication it would be 4.0x" in said
+
+
+@pytest.mark.parametrize(
+    ("shortfalls", "words"),
+    [
+        ({"topk": 0.03, "qsgd": 0.0}, "Compress: topk makes a step 2.0x as fast as DDP"),
+        ({"topk": 0.031, "qsgd": 0.0}, "Compress: qsgd makes a step 1.4x as fast as DDP"),
+        (
+            {"topk": 0.4, "qsgd": 0.0},
+            "not recommended: DDP fp16 hook (2.5x; not trained here), topk (2.0x; lacks 40 % of",
+        ),
+        ({"topk": math.inf, "qsgd": 0.0}, ", topk (2.0x; diverged)."),
+        ({"topk": 0.4, "qsgd": 0.4}, "Do not compress: no method that learns as well is clearly faster than DDP"),
+        ({"qsgd": 0.0}, "Compress: qsgd"),
+        ({"qsgd": 0.0}, "DDP fp16 hook (2.5x; not trained here), topk (2.0x; not trained here)."),
+    ],
+)
+def test_the_verdict_recommends_no_method_that_learns_less(shortfalls, words):
+    rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), row("DDP fp16 hook", 40, "baseline")]
+    rows += [row("topk", 50), row("qsgd", 70)]
+    assert words in verdict_text(compare_with_plain(rows, "torch"), "torch", shortfalls)
 
 
 @pytest.mark.alone

@@ -247,7 +247,7 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["describe", "topk |"], "a composition has two parts"),
         (
             ["bench", "train", "--task", "mnist"],
-            "unknown task 'mnist'; known: chargpt, charlm, digits, recommender, or module:function",
+            "unknown task 'mnist'; known: chargpt, charlm, digits, digits-cnn, recommender, or module:function",
         ),
         (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
         (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),

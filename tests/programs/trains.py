@@ -8,8 +8,6 @@ raise         a ValueError that nobody catches
 leave         training ends as if its data did, and the program ends well
 skip          no optimizer.step() after its backward pass
 miss          neither a backward pass nor a step
-
-OUTER names an outer optimizer, if ranks are to train alone and exchange drifts after every fourth step.
 """
 
 import os
@@ -44,8 +42,7 @@ def train_torch(method: str, fault: str) -> None:
     grace.init()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rounds = {"outer": os.environ["OUTER"], "period": 4} if "OUTER" in os.environ else {}
-    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=method, **rounds)
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=method)
     for step in range(STEPS):
         struck = step == STEP and grace.rank() == 1
         optimizer.zero_grad()

@@ -181,8 +181,8 @@ class StepRunner:
         self.channel = self.averaging.backend = self._leases.acquire()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
-            node, names = self.hierarchy.node_groups.node, self.hierarchy.inside.context.names
-            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size, names), node)  # type: ignore[arg-type]
+            node = self.hierarchy.node_groups.node
+            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)  # type: ignore[arg-type]
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:

@@ -47,6 +47,7 @@ TOPK, ALONE = "topk(ratio=0.01)", "local, rank 0 of 1"
 RUNS = [
     (PLAIN, EXAMPLE, TOPK, ALONE),
     (TORCHRUN, EXAMPLE, "powersgd(rank=2)", "torch.distributed (gloo), rank 0 of 2"),
+    (TORCHRUN, EXAMPLE.with_name("outer.py"), "block(bits=4)", "torch.distributed (gloo), rank 0 of 2"),
     *((PLAIN, example, TOPK, ALONE) for example in TENSORFLOW),
 ]
 
@@ -57,7 +58,9 @@ def need(example):
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("launcher", "example", "method", "engine"), RUNS, ids=["python", "torchrun", "keras", "tape"])
+@pytest.mark.parametrize(
+    ("launcher", "example", "method", "engine"), RUNS, ids=["python", "torchrun", "outer", "keras", "tape"]
+)
 def test_an_example_trains_and_prints_once_which_engine_it_is_on(launcher, example, method, engine):
     need(example)
     done = run(launcher, "--compressor", method, "--epochs", "10", example=example)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,9 +23,13 @@ from grace.planner.builders.auto import Auto
 from grace.planner.error_budget import REFERENCE
 from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates
+from grace.planner.outer_plans import OuterPlan, outer_plans
+from grace.planner.step import Prediction
 
 FORMAT = 1
 """Version of the file that --json writes."""
+OUTER_FIGURES = ("step", "compute", "codec", "exposed", "sent", "memory")
+"""Figures of outer plans in that file."""
 
 
 def plan(
@@ -132,7 +136,8 @@ def plan(
         problem, sources = build_problem(trained, auto, cluster, measurements, calibration, given, codecs, progress)
         candidates = find_candidates(problem, lambda operation, done: progress(operation, 0.8 + 0.2 * done))
         found = plan_of(problem, candidates)
-    print_plan(found, sources, console)
+    outer = outer_plans(problem)
+    print_plan(found, sources, console, outer)
     builder = auto.strategy((), cluster).builder
     strategy = dataclasses.replace(found.chosen.strategy, builder=builder)
     written = []
@@ -153,6 +158,9 @@ def plan(
             "seed": problem.seed,
             "strategy": strategy.to_dict(),
             "plan": found.to_dict(),
+            "outer": [
+                {"name": one.name, **{key: getattr(one.prediction, key) for key in OUTER_FIGURES}} for one in outer
+            ],
         }
         with atomic_write(json_file) as draft:
             draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -166,22 +174,28 @@ def plan(
         console.print(f"Wrote {escape(line)}", soft_wrap=True)
 
 
-def print_plan(plan: Plan, sources: Mapping[str, str], console: Console) -> None:
+def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: Sequence[OuterPlan]) -> None:
     """Print a plan as tables.
 
     Args:
         plan: the plan.
         sources: facts about the problem, and sources of figures, in words.
         console: the console to print to.
+        outer: plans whose ranks train alone, which are shown beside the others.
     """
     for heading, source in sources.items():
         console.print(f"{heading + ':':<9}{escape(source)}", soft_wrap=True, style="dim")
     console.print()
-    console.print(_candidates_table(plan))
+    console.print(_candidates_table(plan, outer))
     console.print(
         "ms of a step as expected; exposed: communication that the step waits for; sent: by the rank that sends most;\n"
         "memory: of exchanges, on a rank; error: largest part of a variable's bound (matrices: the error of "
-        f"{escape(plan.reference)}), at most 1; quality: {plan.quality}",
+        f"{escape(plan.reference)}), at most 1; quality: {plan.quality}"
+        + (
+            "\ndiloco: ranks train alone, and exchange drifts; it changes training, and is never chosen"
+            if outer
+            else ""
+        ),
         style="dim",
         soft_wrap=True,
     )
@@ -190,22 +204,30 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console) -> None
         console.print(_variables_table(plan))
     console.print()
     console.print(escape(plan.why), style="bold", soft_wrap=True)
+    for remark in plan.remarks:
+        console.print(escape(remark), soft_wrap=True)
 
 
-def _candidates_table(plan: Plan) -> Table:
+def _candidates_table(plan: Plan, outer: Sequence[OuterPlan]) -> Table:
     numbers = ("step", "x plain", "compute", "codec", "exposed", "sent", "memory", "error")
     table = plain_table(["", "plan", *numbers], ("", "plan"))
     plain = plan.plain.prediction.step
     for candidate in plan.candidates:
-        p = candidate.prediction
         chosen = candidate is plan.chosen
-        name = escape("plain all-reduce" if candidate is plan.plain else candidate.name)
-        faster = f"{plain / p.step:.2f}" if p.step > 0 else ""
-        parts = [digits(round(1e3 * seconds, 6)) for seconds in (p.compute, p.codec, p.exposed)]
-        sizes = [of_bytes(p.sent), of_bytes(p.memory)]
-        cells = ["*" if chosen else "", name, digits(1e3 * p.step), faster, *parts, *sizes, digits(candidate.share, 2)]
-        table.add_row(*cells, style="bold" if chosen else "")
+        name = "plain all-reduce" if candidate is plan.plain else candidate.name
+        cells = _figures(name, candidate.prediction, plain)
+        table.add_row("*" if chosen else "", *cells, digits(candidate.share, 2), style="bold" if chosen else "")
+    for one in outer:
+        table.add_row("", *_figures(one.name, one.prediction, plain), "", style="dim")
     return table
+
+
+def _figures(name: str, prediction: Prediction, plain: float) -> list[str]:
+    """Return the cells of a plan: its name, and what its step takes beside the seconds of a plain one."""
+    p = prediction
+    faster = f"{plain / p.step:.2f}" if p.step > 0 else ""
+    parts = [digits(round(1e3 * seconds, 6)) for seconds in (p.compute, p.codec, p.exposed)]
+    return [escape(name), digits(1e3 * p.step), faster, *parts, of_bytes(p.sent), of_bytes(p.memory)]
 
 
 def _variables_table(plan: Plan) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
+from grace.planner.outer_plans import outer_plans, outer_remarks
 from grace.planner.problem import Problem, short
 from grace.planner.step import Prediction
 from grace.strategy.plan import FIELDS, ShardPlan, Strategy, Sync, VariablePlan
@@ -54,7 +55,8 @@ class Plan:
         rows: the variables.
         margin: the part of a step by which it had to be faster than no compression.
         note: the check that failed, where that decided, and not the fastest trial.
-        remarks: methods that nobody measured, and ranks that compute longer than others.
+        remarks: methods that nobody measured, ranks that compute longer than others, and an outer plan that would be
+            much faster.
     """
 
     candidates: tuple[Candidate, ...]
@@ -177,7 +179,8 @@ def plan_of(
     number = next(i for i, one in enumerate(candidates) if one is taken)
     rows = tuple(_rows(problem, taken))
     reference = problem.errors.reference
-    return Plan(tuple(candidates), number, problem.quality, reference, rows, note=note, remarks=tuple(remarks))
+    said = (*remarks, *outer_remarks(outer_plans(problem), taken.prediction))
+    return Plan(tuple(candidates), number, problem.quality, reference, rows, note=note, remarks=said)
 
 
 def _seconds(one: Candidate, plain: Candidate) -> tuple[str, float, float]:

@@ -26,6 +26,7 @@ from grace.planner.explain import plan_of
 from grace.planner.greedy import Candidate, PlanKey, find_candidates
 from grace.planner.links import MeasuredLinks, measure_network
 from grace.planner.network import MeasuredNetwork
+from grace.planner.outer_plans import outer_plans, outer_remarks
 from grace.planner.oversubscription import oversubscription
 from grace.planner.problem import Method, Problem, methods_of
 from grace.planner.step import Timeline
@@ -183,7 +184,8 @@ class Planning:
                 "compression shortens what the others wait for it"
             )
         plan = plan_of(self.problem, self.found, chosen=chosen, note=note, remarks=remarks)
-        return plan.to_dict(), plan.why
+        outer = outer_remarks(outer_plans(self.problem), plan.chosen.prediction)
+        return plan.to_dict(), "; ".join([plan.why, *outer])
 
     def _calibration(self, nodes: Sequence[str], links: MeasuredLinks) -> Calibration:
         """Return what is known before codecs are measured: the links, and the codecs that earlier runs have kept."""

@@ -11,7 +11,7 @@ from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
-from grace.tensorflow.callbacks import BroadcastCallback, MetricAverageCallback, TrafficCallback
+from grace.tensorflow.callbacks import AnchorCallback, BroadcastCallback, MetricAverageCallback, TrafficCallback
 from grace.tensorflow.collectives import allgather, allreduce, broadcast
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.saving import load_model, save_model
@@ -22,6 +22,7 @@ from grace.tensorflow.warmup import LearningRateWarmupCallback
 __all__ = [
     "Allgather",
     "Allreduce",
+    "AnchorCallback",
     "Broadcast",
     "BroadcastCallback",
     "Communicator",

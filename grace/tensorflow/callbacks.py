@@ -1,5 +1,6 @@
 """Keras callbacks for training on several ranks."""
 
+import contextlib
 import math
 from numbers import Real
 from typing import Any
@@ -185,3 +186,55 @@ class TrafficCallback(keras.callbacks.Callback):
         numbers["ratio"] = numbers["bytes_dense"] / numbers["bytes_sent"] if numbers["bytes_sent"] else math.nan
         numbers["residual_norm"] = math.hypot(*(one["residual_norm"] for one in each))
         return numbers
+
+
+class AnchorCallback(keras.callbacks.Callback):
+    """Callback for outer rounds: the model has the variables that all ranks share while it is evaluated, and while the
+    callbacks behind this one act at the end of an epoch; in between it has this rank's own.
+
+    Put it before callbacks that save (``ModelCheckpoint``), stop or restore weights (``EarlyStopping``). At the end of
+    training it runs a last round (``flush()``), after which all ranks have equal variables. Without outer rounds it
+    changes nothing. Give it to all ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._anchored = contextlib.ExitStack()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check the model's optimizer.
+
+        Raises:
+            ConfigError: nothing is exchanged.
+        """
+        if not distributed_in(self.model.optimizer):
+            raise ConfigError(
+                "AnchorCallback gives a model what the ranks of a distributed optimizer share, and the model's is not "
+                "distributed: compile it with grace.DistributedOptimizer(..., outer=...)"
+            )
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Take the anchors before an evaluation."""
+        self._enter()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Return to this rank's variables after an evaluation."""
+        self._anchored.close()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Take the anchors, which later callbacks save."""
+        self._enter()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Return to this rank's variables, which training goes on with."""
+        self._anchored.close()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Run a last round."""
+        self._anchored.close()
+        for optimizer in distributed_in(self.model.optimizer):
+            optimizer.flush()
+
+    def _enter(self) -> None:
+        for optimizer in distributed_in(self.model.optimizer):
+            self._anchored.enter_context(optimizer.anchor())

@@ -38,10 +38,11 @@ def all_reduce_loss(loss: Any, session: Session) -> Any:
     """Return the mean of the ranks' losses (their sum, where gradients are summed), the same bits on every rank.
 
     A line search compares losses: with a loss of its own each rank would take its own path. The type of the loss is
-    kept. A loss that is not a single number, such as None, is returned unchanged and is left out of the mean.
+    kept. A loss that is not a single number, such as None, is returned unchanged and is left out of the mean. Without
+    gradients that are exchanged in every step the loss stays this rank's.
     """
     channel = session.runner.channel
-    if channel.size == 1:
+    if channel.size == 1 or not session.runner.buckets:  # ranks that train alone take paths of their own
         return loss
     is_tensor = isinstance(loss, torch.Tensor)
     counts = loss.numel() == 1 if is_tensor else isinstance(loss, Real)

@@ -133,6 +133,27 @@ def test_results_record_how_they_were_made(short):
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "report.html"}
 
 
+def test_methods_that_train_alone_send_in_rounds_and_are_evaluated_at_the_anchor(tmp_path):
+    alone = "diloco(period=4, compressor='block(bits=4)')"
+    out, err = run("--epochs", "1", "--seeds", "1", "--methods", f"none,{alone}", "--out", str(tmp_path))
+    assert err == ""
+    assert alone[:8] in out
+    none, outer = results.load(tmp_path).rows
+    steps = outer["runs"][0]["steps"]
+    assert (none["runs"][0]["steps"], steps) == (22, 22)
+    bits = grace.make("compressor", "block(bits=4)").wire_bits
+    payload = sum(bits(tuple(p.shape)) * p.numel() / 8 for p in torch_tasks.network(0).parameters())
+    rounds = 22 // 4 + 1  # and the last one, at the end
+    assert outer["sent_bytes_per_step"] * steps == pytest.approx(rounds * payload, rel=0.01)
+    assert outer["bits_per_element"] == pytest.approx(rounds / steps * 4.07, rel=0.01)
+    qualities = [point[-1] for point in outer["runs"][0]["curve"]]
+    assert len(set(qualities[:3])) == 1  # the anchor stays where it was until the first round
+    assert qualities[-1] == outer["quality"] > qualities[0]
+    report = (tmp_path / "report.html").read_text()
+    assert "against bytes" in report
+    assert "against seconds" in report
+
+
 SHORTER = """
 from grace.bench.workloads.torch_tasks import CharacterModel
 

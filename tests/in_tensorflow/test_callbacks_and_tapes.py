@@ -1,5 +1,7 @@
 """Callbacks, tapes, XLA, and many steps in one call of a graph, over 2 real ranks of two engines."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -52,6 +54,59 @@ def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(two):
             mean = (own[epoch][name] + others_own[epoch][name]) / 2
             assert history[name][epoch] == pytest.approx(mean, rel=1e-6)
         assert own[epoch]["loss"] != others_own[epoch]["loss"]
+
+
+def alone_with_anchors(folder):
+    """Digests of weights in batches, evaluations and ends of epochs, after training, and of the checkpoint."""
+    found = {"batch": [], "test": [], "epoch": []}
+    model = network()
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer = grace.DistributedOptimizer(optimizer, outer="nesterov(lr=0.7, momentum=0.6)", period=3)
+    model.compile(optimizer, LOSS)
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            found["batch"].append(digest(model.get_weights()))
+
+        def on_test_begin(self, logs=None):
+            found["test"].append(digest(model.get_weights()))
+
+        def on_epoch_end(self, epoch, logs=None):
+            found["epoch"].append(digest(model.get_weights()))
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch:
+                assert digest(model.get_weights()) == found["batch"][-1]  # training goes on from its own
+
+    x, y = samples(32, grace.rank())
+    path = f"{folder}/rank{grace.rank()}.weights.h5"
+    saver = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    callbacks = [grace.tensorflow.AnchorCallback(), Look(), saver]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="save_weights leaves out")
+        model.fit(x, y, validation_data=(x, y), epochs=2, batch_size=8, verbose=0, callbacks=callbacks)
+    last = digest(model.get_weights())
+    model.load_weights(path)
+    return found, last, digest(model.get_weights())
+
+
+def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(two, tmp_path):
+    (mine, last, saved), (others, others_last, others_saved) = two.run(alone_with_anchors, str(tmp_path))
+    assert len(mine["batch"]) == 8
+    assert mine["batch"][2] == others["batch"][2]  # the first round
+    assert all(mine["batch"][i] != others["batch"][i] for i in (0, 1, 3, 4))
+    assert mine["test"] == mine["epoch"] == others["test"] == others["epoch"]
+    assert len({*mine["epoch"]}) == 2
+    assert last == others_last
+    assert last not in mine["epoch"]
+    assert saved == others_saved == mine["epoch"][-1]
+
+
+def test_anchors_want_a_distributed_optimizer():
+    model = network()
+    model.compile(keras.optimizers.SGD(0.1), LOSS)
+    with pytest.raises(grace.ConfigError, match="AnchorCallback gives a model what the ranks of a distributed"):
+        model.fit(*samples(8), verbose=0, callbacks=[grace.tensorflow.AnchorCallback()])
 
 
 def uneven():

@@ -194,3 +194,14 @@ def test_what_trials_took_is_in_the_plan(quick, gradients):
     plan, line = made.explained(found[0].name, "")
     assert plan["candidates"][0]["measured"] == 1e-3
     assert line.startswith(f"{found[0].name}: 1 ms measured") or found[0].baseline
+
+
+def test_the_line_names_an_outer_plan_that_would_be_much_faster(quick, gradients):
+    made = prepared(gradients)
+    made.problem = replace(made.problem, costs=replace(made.problem.costs, network=Links(1e3, 1e-3)))
+    found = made.candidates()
+    plan, line = made.explained(found[0].name, "")
+    (remark,) = (remark for remark in plan["remarks"] if "outer=" in remark)
+    assert line.endswith(f"; {remark}")
+    assert "it changes training, see docs/outer.md" in line
+    assert not any("diloco" in one["name"] for one in plan["candidates"])

@@ -216,6 +216,24 @@ def test_layers_may_be_frozen_or_unused_on_one_rank():
     return digest(anchors(optimizer))
 
 
+@on_ranks(2)
+def test_a_closures_loss_stays_that_of_a_rank_which_trains_alone():
+    model = net()
+    optimizer = distributed(model, outer="none", period=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        own = loss_of(model, step).item()
+        assert optimizer.step(closure).item() == own
+    assert optimizer._grace.runner.context.step == 3
+    return digest(weights(model))
+
+
 # -- nothing is lost ---------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,14 @@ every step all ranks compare:
 - a step that overflowed on one rank changes no memory and no weight;
 - what memories hold is finite.
 
+Where ranks train alone (outer rounds), their anchors are compared in place of weights, and weights after the last
+round.
+
 :func:`trained` with ``stop`` saves everything at that step and goes on with new objects: the weights of all later steps
 must be those of the run that was not stopped.
 """
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -23,6 +27,7 @@ import torch
 
 import grace
 from grace.core.registry import legal_communicators, legal_memories, make
+from grace.strategy.builders import StreamingDiLoCo
 from tests.support.training import digest
 
 STEPS = 7
@@ -60,11 +65,18 @@ class Scenario:
     group_bytes: int
     full: bool
     stop: int
+    outer: str
+    period: int
+    fragments: int
+    delay: int
+    merge: float
 
     @property
     def has_identity(self) -> bool:
         """Whether the mean follows from what ranks had and have: one compression and residuals, or none at all."""
         made = make("compressor", self.compressor)
+        if self.outer:
+            return False  # drifts are exchanged, and not gradients
         if made.votes or "staleness=" in self.communicator or self.memory not in ("none", "residual"):
             return False
         if self.communicator not in ("allreduce", "allgather", "broadcast") and not made.traits.exact:
@@ -92,7 +104,7 @@ def drawn(seed: int) -> Scenario:
     closure = optimizer in ("closure", "lbfgs")
     scale = choose.choice([0.0, 0.0, 1024.0, 65536.0]) if not closure else 0.0
     delayed = "staleness" in communicator
-    return Scenario(
+    rest = Scenario(
         seed=seed,
         compressor=compressor,
         memory=memory,
@@ -113,6 +125,24 @@ def drawn(seed: int) -> Scenario:
         group_bytes=choose.choice([1, 1500, 25 << 20]),
         full=choose.random() < 0.5,
         stop=choose.randrange(1, STEPS),
+        outer="",
+        period=1,
+        fragments=1,
+        delay=0,
+        merge=0.0,
+    )
+    if closure or delayed or once or made.votes or choose.random() < 0.7:  # drawn last: other seeds stay what they were
+        return rest
+    fragments = choose.choice([1, 2])
+    return dataclasses.replace(
+        rest,
+        op="average",
+        predivide=1.0,
+        outer=choose.choice(["none", "sgd(lr=0.8, momentum=0.5)", "nesterov(lr=0.7, momentum=0.6)"]),
+        period=choose.choice([1, 2, 3]) if fragments == 1 else 4,
+        fragments=fragments,
+        delay=choose.choice([0, 1]) if fragments == 2 else 0,
+        merge=choose.choice([0.0, 0.5]) if fragments == 2 else 0.0,
     )
 
 
@@ -178,6 +208,17 @@ def _optimizer(s: Scenario, parameters: list[Any]) -> torch.optim.Optimizer:
     return kinds[s.optimizer]()
 
 
+def _exchange(s: Scenario) -> dict[str, Any]:
+    """The arguments that say how gradients, or drifts, are exchanged."""
+    how = {"compressor": s.compressor, "memory": s.memory, "communicator": s.communicator}
+    if not s.outer:
+        return how
+    if s.fragments == 1:
+        return {**how, "outer": s.outer, "period": s.period}
+    rounds = {"period": s.period, "fragments": s.fragments, "delay": s.delay, "merge": s.merge}
+    return {"strategy": StreamingDiLoCo(**how, optimizer=s.outer, **rounds)}
+
+
 class Script:
     """One rank's run of a scenario: model, optimizers, schedulers and scaler."""
 
@@ -201,9 +242,7 @@ class Script:
                     grace.DistributedOptimizer(
                         plain,
                         self.model,
-                        s.compressor,
-                        s.memory,
-                        s.communicator,
+                        **_exchange(s),
                         backward_passes_per_step=1 if s.pausing else s.passes,
                         op=s.op,
                         gradient_predivide_factor=s.predivide if s.op == "average" else 1.0,
@@ -223,7 +262,7 @@ class Script:
         """One step, and its checks; a digest of the weights after it."""
         before, weights = self.memories(), digest(self.model.state_dict())
         brought = self._closure(step) if self.s.optimizer in ("closure", "lbfgs") else self._plain(step)
-        skipped = self.s.overflow == step
+        skipped = self.s.overflow == step and not self.s.outer  # the rank whose gradients overflow skips alone
         after, now = self.memories(), digest(self.model.state_dict())
         if skipped:
             self.expect(now == weights, "an overflow reached the weights")
@@ -236,13 +275,27 @@ class Script:
                 scheduler.step()
         for name, value in after.items():
             self.expect(torch.isfinite(value).all(), f"the memory {name} is not finite")
-        everyone = self.gather((now, self.wrong))  # so that no rank waits for one that has failed
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.anchor())
+            self.compare(f"step {step}")
+        return now
+
+    def compare(self, when: str) -> None:
+        """Fail on all ranks if something is wrong on one, or the ranks' weights differ."""
+        everyone = self.gather((digest(self.model.state_dict()), self.wrong))  # no rank waits for one that has failed
         wrong = sorted({one for _, found in everyone for one in found})
         if len({bits for bits, _ in everyone}) > 1:
             parts = self.gather({name: digest(value) for name, value in self.model.state_dict().items()})
             wrong += [f"the ranks' {name} differs" for name in parts[0] if len({part[name] for part in parts}) > 1]
-        assert not wrong, f"step {step}: {'; '.join(wrong)}"
-        return now
+        assert not wrong, f"{when}: {'; '.join(wrong)}"
+
+    def flush(self) -> str:
+        """The last round, where ranks train alone; a digest of the weights after it."""
+        for optimizer in self.optimizers:
+            optimizer.flush()
+        self.compare("after the last round")
+        return digest(self.model.state_dict())
 
     def expect(self, right: Any, otherwise: str) -> None:
         """Remember what is wrong until the end of the step."""
@@ -378,7 +431,7 @@ def trained(s: Scenario, stop: int = 0) -> list[str]:
             script = Script(s)
             script.load(saved)
         found.append(script.step(step))
-    return found
+    return [*found, script.flush()] if s.outer else found
 
 
 def compared(seed: int) -> str:

@@ -35,13 +35,15 @@ def command(
     order. Methods whose aggregate is not on the scale of a gradient (the votes
     of signsgd and signum) need a learning rate of their own: give it with --lr.
     The time of evaluations does not count. What is finished is kept, Ctrl-C
-    included.
+    included. Builders whose ranks train alone (diloco) are evaluated at the
+    anchor, and end with a last round.
 
     \b
     Examples:
       grace bench train --methods none,topk --seeds 3
       grace bench train --task chargpt --optimizer adamw,sgd --methods none,qsgd
       grace bench train --task recommender --bandwidth 100mbit --quick
+      grace bench train --methods 'block(bits=4),diloco(period=20)'
     """
     settings = TrainSettings(**{**({"seeds": [0]} if quick else {}), **given})
     if quick:

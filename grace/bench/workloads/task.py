@@ -168,8 +168,12 @@ class Trainer(abc.ABC):
         """Make one training step, and wait until it has ended."""
 
     @abc.abstractmethod
+    def flush(self) -> None:
+        """Run a last outer round, where ranks train alone."""
+
+    @abc.abstractmethod
     def quality(self) -> float:
-        """Return the task's quality of the model as it is."""
+        """Return the task's quality of the parameters that all ranks share."""
 
 
 def task_class(name: str, framework: str | None = None, size: int | None = None) -> Callable[[], Task]:

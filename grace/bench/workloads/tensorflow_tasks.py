@@ -242,5 +242,9 @@ class FrameworkTrainer(Trainer):
     def step(self, share: np.ndarray) -> None:
         self._step(tf.constant(share))
 
+    def flush(self) -> None:
+        self.optimizer.flush()
+
     def quality(self) -> float:
-        return float(self._quality())
+        with self.optimizer.anchor():
+            return float(self._quality())

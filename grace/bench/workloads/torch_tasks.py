@@ -206,5 +206,9 @@ class FrameworkTrainer(Trainer):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
         self.optimizer.step()
 
+    def flush(self) -> None:
+        self.optimizer.flush()
+
     def quality(self) -> float:
-        return self.task.quality(self.model)
+        with self.optimizer.anchor():
+            return self.task.quality(self.model)

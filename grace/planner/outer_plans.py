@@ -1,0 +1,94 @@
+"""Outer plans: what a step takes if ranks train alone, and exchange their drifts now and then.
+
+They change training, so that they are shown beside other plans, and are never chosen unasked.
+"""
+
+from collections import ChainMap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grace.communicators.choice import build_communicator
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.problem import Problem
+from grace.planner.simulate import most_sent
+from grace.planner.step import Prediction
+from grace.planner.uniform import shards_of
+from grace.session.sharding import Chooser
+from grace.strategy.builders import DiLoCo
+
+PERIOD = 20
+"""Iterations between two rounds."""
+CARRIERS = ("none", "block(bits=4)")
+"""Compressors of drifts."""
+COPY_BYTES = 8
+"""Bytes of an anchor and a momentum, for each element of a parameter."""
+MUCH_FASTER = 2.0
+"""Ratio of steps from which on an outer plan is mentioned."""
+
+
+@dataclass(frozen=True)
+class OuterPlan:
+    """Plan whose ranks train alone.
+
+    Attributes:
+        name: spec of the strategy's builder.
+        prediction: the mean step of a period.
+    """
+
+    name: str
+    prediction: Prediction
+
+
+def outer_plans(problem: Problem) -> list[OuterPlan]:
+    """Return the outer plans of a problem.
+
+    All of a round is exposed: T = compute + (codec + transfers) / H. What a codec takes is as measured elsewhere if it
+    was not measured here: so small a part of a step.
+
+    >>> from grace.core.variable import Variable
+    >>> from grace.planner.costs import Codec
+    >>> from grace.planner.exchange_costs import DENSE, Costs
+    >>> from grace.planner.network import Links
+    >>> from grace.planner.step import Timeline
+    >>> from grace.strategy.builder import OneNode
+    >>> costs = Costs(Links(1e6), {DENSE: Codec()})
+    >>> plan, _ = outer_plans(Problem([Variable("w", (1000, 500))], Timeline({"w": 0.1}, 0, 0.1), costs, OneNode(2)))
+    >>> plan.name, round(plan.prediction.step, 3), round(plan.prediction.sent)
+    ('diloco(period=20)', 0.2, 100002)
+    """
+    variables = [replace(variable, sparse=False) for variable in problem.variables]  # drifts are dense
+    codecs: Any = ChainMap(problem.costs.codecs, DefaultCodecs())  # type: ignore[arg-type]  # which nothing writes to
+    problem = replace(problem, costs=replace(problem.costs, codecs=codecs))
+    compute = problem.timeline.compute
+    found = []
+    for compressor in CARRIERS:
+        carrier = build_communicator(compressor, None, None, problem.ranks)
+        works = problem.works_of(shards_of(variables, [carrier] * len(variables), Chooser()))
+        codec = sum(one.start + one.finish + one.middle * max(0, len(one.transfers) - 1) for one in works) / PERIOD
+        exposed = sum(transfer.seconds for one in works for transfer in one.transfers) / PERIOD
+        memory = sum(one.memory for one in works) + COPY_BYTES * sum(variable.numel for variable in variables)
+        step = round(compute + codec + exposed, 12)
+        prediction = Prediction(step, compute, codec, exposed, most_sent(works) / PERIOD, memory)
+        found.append(OuterPlan(DiLoCo(compressor, period=PERIOD).spec, prediction))
+    return found
+
+
+def outer_remarks(plans: Sequence[OuterPlan], taken: Prediction) -> list[str]:
+    """Return one line about the fastest outer plan if it is much faster than the plan that is taken; else nothing.
+
+    >>> slow, fast = Prediction(0.6, 0.15, 0, 0.45, 1e6), Prediction(0.15, 0.15, 0, 0, 1e4)
+    >>> outer_remarks([OuterPlan("diloco(period=20)", fast)], slow)
+    ['training over this link would take 4 times less with outer= (diloco(period=20)); it changes training, see
+    docs/outer.md']
+    >>> outer_remarks([OuterPlan("diloco(period=20)", fast)], fast)
+    []
+    """
+    best = min(plans, key=lambda plan: plan.prediction.step, default=None)
+    if best is None or best.prediction.step <= 0 or taken.step < MUCH_FASTER * best.prediction.step:
+        return []
+    times = taken.step / best.prediction.step
+    return [
+        f"training over this link would take {times:.2g} times less with outer= ({best.name}); it changes training, "
+        "see docs/outer.md"
+    ]

@@ -29,6 +29,7 @@ from grace.session.sharding import Shard, cut_into_buckets
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
+from grace.torch.copied import InertState
 from grace.torch.ddp_buckets import (
     bucket_gradients,
     bucket_limits,
@@ -56,6 +57,10 @@ class EarlyState:
     """Stand-in for a hook's state, which a framework registers before ``register_ddp_hook`` is called for the model."""
 
     state: Any = None
+
+    def __reduce__(self) -> Any:
+        """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
+        return InertState, ()
 
 
 def grace_hook(state, bucket):  # DDP checks the annotations, which must be real types or absent
@@ -133,6 +138,10 @@ class DDPState(PythonReducerMixin):
         self.hooks = [] if optimizer is None else around_steps(optimizer, None, self._after_step)
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
         runner.hyperparameters = self._describe_hyperparameters
+
+    def __reduce__(self) -> Any:
+        """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
+        return InertState, ()
 
     def _describe_hyperparameters(self) -> Any:
         """Return the hyperparameters of the last step, as facts for the ranks to compare."""

@@ -25,6 +25,7 @@ from grace.session.by_hand import WholeTensorPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
+from grace.torch.copied import InertState
 from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, replica_states, subscribe_to_steps
 from grace.torch.parameters import scaler_enabled
 from grace.torch.state_dict import move_to_devices, pack_state, unpack_state
@@ -61,6 +62,10 @@ class ReduceScatterState:
         self.uses = GradientUses(params, None, "compress_reduce_scatter")
         self.unhook = subscribe_to_steps(self, params.values())
         self.former_comms = [fsdp_param_groups(layout.module)[0]._reduce_scatter_comm for layout in layouts]
+
+    def __reduce__(self) -> Any:
+        """Return the parts of a copy or a pickle, which is inert."""
+        return InertState, ()
 
     def before_step(self, optimizer: Any) -> None:
         """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so

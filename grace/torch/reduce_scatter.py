@@ -12,7 +12,6 @@ from torch.distributed import ReduceOp
 
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
-from grace.communicators.choice import build_communicator
 from grace.core.api_names import REDUCE_SCATTER
 from grace.core.context import Context
 from grace.core.variable import Variable
@@ -25,14 +24,14 @@ from grace.session.by_hand import WholeTensorPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
-from grace.torch.copied import InertState
 from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, replica_states, subscribe_to_steps
 from grace.torch.parameters import scaler_enabled
-from grace.torch.state_dict import move_to_devices, pack_state, unpack_state
+from grace.torch.shard_group import ShardGroupState, build_method, from_file_format
+from grace.torch.state_dict import move_to_devices
 from grace.torch.uses import GradientUses
 
 
-class ReduceScatterState:
+class ReduceScatterState(ShardGroupState):
     """The state of compressed reduce-scatters between steps: the residuals of each module, for each other rank of the
     shard group, of the part that was sent to it. Together they have the size of the unsharded gradients, in float32.
 
@@ -42,30 +41,17 @@ class ReduceScatterState:
     """
 
     def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner, grad_scaler: Any):
-        self.layouts = layouts
-        self.runner = runner
+        super().__init__(layouts, runner)
         self.grad_scaler = grad_scaler
-        self.backend: Any = runner.channel
-        self.context = runner.context
-        (self.communicator,) = runner.communicators
-        self.compressor = self.communicator.compressor
-        self.memory = self.communicator.memory
         self.stateful_parts = list(self.communicator.stateful_parts.values())
         runner.follows_scaler = partial(scaler_enabled, grad_scaler)
-        self.sent_bytes = 0
-        """Number of bytes that this rank has sent so far."""
         self.overflow = False
         self.seen: set[str] = set()
-        self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "compress_reduce_scatter")
         self.unhook = subscribe_to_steps(self, params.values())
         self.former_comms = [fsdp_param_groups(layout.module)[0]._reduce_scatter_comm for layout in layouts]
-
-    def __reduce__(self) -> Any:
-        """Return the parts of a copy or a pickle, which is inert."""
-        return InertState, ()
 
     def before_step(self, optimizer: Any) -> None:
         """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so
@@ -108,7 +94,7 @@ class ReduceScatterState:
         """True if gradients were reduced that no optimizer has used yet, and state depends on them."""
         return self.uses.unused and self.runner.stateful and not self._dropped()
 
-    def _close_settled_step(self, saves: bool) -> None:
+    def settle(self, saves: bool) -> None:
         """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
         if self.in_progress:
             raise ExchangeError(
@@ -116,21 +102,6 @@ class ReduceScatterState:
                 f"made yet: {'save' if saves else 'load'} after optimizer.step()"
             )
         self.close_step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads the
-        bytes whole. Every rank must call it.
-
-        Raises:
-            ExchangeError: gradients were reduced, and no optimizer has used them yet.
-        """
-        self._close_settled_step(saves=True)
-        return {self._key: pack_state(_to_file_format(checkpoint.save(self.runner)))}
-
-    @property
-    def _key(self) -> str:
-        """Key of this rank in a saved state."""
-        return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
 
     def load_state_dict(self, given: dict[str, Any], memory: str = "strict") -> None:
         """Restore a result of :meth:`state_dict`: of the same rank of as many ranks. If ``given`` has the entries of
@@ -145,11 +116,11 @@ class ReduceScatterState:
 
         def read() -> dict[str, Any]:
             """Return the state to load for this rank."""
-            self._close_settled_step(saves=False)
-            own = _from_file_format(given.get(self._key)) if isinstance(given, dict) else None
+            self.settle(saves=False)
+            own = self.own_entry(given)
             if own is not None:
                 state_schema.check(own)
-                self._check_choice(own, memory)
+                self.check_choice(own, memory)
                 if (own["rank"], own["size"]) == (self.backend.rank, self.backend.size):
                     return own  # type: ignore[no-any-return]
             return self._redistribute(given, memory)
@@ -157,14 +128,6 @@ class ReduceScatterState:
         device = self.layouts[0].params[0].sharded_param.device
         replicas = [state.runner.backend for state in replica_states(self.layouts)]
         checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, {}, device), replicas)
-
-    def _check_choice(self, saved: dict[str, Any], memory: str) -> None:
-        """Refuse a state that was saved with another method."""
-        if memory == "strict" and saved["components"] != self.runner.name:
-            raise ConfigError(
-                f"this state was saved with choice {saved['components']!r}, and here it is {self.runner.name!r}: "
-                f"what was left out belongs to the method. Start without it, {self.context.api_names.otherwise}"
-            )
 
     def _redistribute(self, given: Any, memory: str) -> dict[str, Any]:
         """Return a state for this rank, made of the states of all ranks of another run. Each sender of a part gets an
@@ -175,14 +138,14 @@ class ReduceScatterState:
         count = int(found[0].rpartition("_")[2]) if found else 0
         if count != len(found) or set(found) != {f"rank_{rank}_of_{count}" for rank in range(count)} or not count:
             raise ConfigError(
-                f"this rank needs what {self._key} remembered in a shard group of {size}, or what all ranks of another "
+                f"this rank needs what {self.key} remembered in a shard group of {size}, or what all ranks of another "
                 f"run did, to be dealt out anew, and there is {', '.join(map(str, given)) or 'nothing'}: load all of "
                 "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
             )
         calls = self.context.api_names
-        opened = [_from_file_format(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
+        opened = [from_file_format(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
         states, dropped = zip(*[checkpoint.undamaged(one, memory, calls) for one in opened], strict=True)
-        self._check_choice(states[0], memory)
+        self.check_choice(states[0], memory)
         for key in ("step", "size", "components", "seed"):
             if len({state[key] for state in states}) > 1:
                 raise ConfigError(f"these ranks' states are not of one save: they differ in {key!r}. Load those of one")
@@ -276,22 +239,6 @@ class ReduceScatterState:
         payload, ctx = self.compressor.compress(x, key)
         self.memory.update(x, key, self.compressor, payload, ctx)
         return payload, ctx
-
-
-def _to_file_format(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state under the names that saved files have: "choice", and "memory" by module and receiver."""
-    state = dict(saved["state"])
-    kept = {"choice": saved["components"], "memory": state.pop("memory", {}), "state": state}
-    return {**{key: value for key, value in saved.items() if key != "components"}, **kept}
-
-
-def _from_file_format(packed: Any) -> Any:
-    """Return a state that :func:`_to_file_format` has renamed, from bytes. Damage is checked later."""
-    saved = unpack_state(packed)
-    if isinstance(saved, dict) and isinstance(saved.get("state"), dict) and {"choice", "memory"} <= saved.keys():
-        saved = {**saved, "components": saved["choice"], "state": {**saved["state"], "memory": saved["memory"]}}
-        del saved["choice"], saved["memory"]
-    return saved
 
 
 def _shard_numel(layout: ModuleLayout) -> int:
@@ -451,21 +398,13 @@ def _build_method(block: Any, memory: Any, size: int) -> Any:
     Raises:
         ConfigError: the method or the memory cannot serve a reduce-scatter.
     """
-    if size == 1:
+    instead = (
+        "nothing is reduced and scattered: compress what the copies exchange, grace.torch.register_fsdp_hook(model, "
+        "...)"
+    )
+    built = build_method(block, memory, size, "compress_reduce_scatter", instead)
+    if built.memory.owns_momentum or built.memory.needs_lr:
         raise ConfigError(
-            "every rank holds a whole copy of the model, so that nothing is reduced and scattered: compress what the "
-            "copies exchange, grace.torch.register_fsdp_hook(model, ...)"
-        )
-    built = build_communicator(block, memory, "allgather", size)
-    traits = built.compressor.traits
-    built_memory = built.memory
-    if not traits.shardable or traits.rounds > 1 or traits.fixed_size != "by shape" or built.compressor.votes:
-        raise ConfigError(
-            f"compress_reduce_scatter: {built.compressor.spec} cannot compress the parts of a gradient alike; use "
-            "block, or qsgd, natural, terngrad, dynamic8"
-        )
-    if built_memory.owns_momentum or built_memory.needs_lr:
-        raise ConfigError(
-            f"compress_reduce_scatter: memory {built_memory.spec} needs the optimizer; use residual or loco"
+            f"compress_reduce_scatter: memory {built.memory.spec} needs the optimizer; use residual or loco"
         )
     return built

@@ -165,9 +165,10 @@ class StepRunner:
         Raises:
             RankError: they differ; the message names the first difference.
         """
-        mine = self._leases.free_channels(), secrets.token_hex(4)
+        mine = self._leases.free_channels(), secrets.token_hex(4), node_name()
         received = compare_facts(self.backend, [*self.settings, *self.facts()], beside=mine)
-        self._leases.free_of_ranks = [free for free, _ in received]
+        self._leases.free_of_ranks = [free for free, _, _ in received]
+        self._nodes = self._nodes or [node for _, _, node in received]
         self.run = received[0][1]  # rank 0's, on all ranks
         self.channel = self.averaging.backend = self._leases.acquire()
         if self.hierarchical:
@@ -243,17 +244,20 @@ class StepRunner:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
         if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
             bucket = bucket.at_step(self.context.step)
-        contribution = Contribution(bucket, gradients, present, self.stateful, self.traffic)
-        trip: AnyRoundTrip
-        if self.hierarchy is not None and id(bucket.communicator) in self._led:
-            trip = HierarchicalRoundTrip(contribution, self.hierarchy)
-        elif bucket.communicator.delayed:
-            trip = DelayedRoundTrip(contribution, self.exchange_thread())
-        else:
-            trip = start_round_trip(contribution)
+        trip = self.start_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
         trip.deferred = True  # finish_step() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
+
+    def start_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
+        """Start the round trip of a contribution: by nodes first, or on the exchange thread, if its communicator's
+        exchanges are hierarchical or delayed."""
+        communicator = contribution.bucket.communicator
+        if self.hierarchy is not None and id(communicator) in self._led:
+            return HierarchicalRoundTrip(contribution, self.hierarchy)
+        if communicator.delayed:
+            return DelayedRoundTrip(contribution, self.exchange_thread())
+        return start_round_trip(contribution)
 
     def finish_step(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
         """Finish all round trips under way, in order, and end the step: commit state, or roll it back.

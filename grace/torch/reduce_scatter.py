@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from grace.backends.runtime import check_group
+from grace.backends.topology import two_hops
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.api_names import REDUCE_SCATTER
+from grace.core.backend import Backend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
@@ -34,6 +36,8 @@ from grace.torch.uses import GradientUses
 class ReduceScatterState(ShardGroupState):
     """The state of compressed reduce-scatters between steps: the residuals of each module, for each other rank of the
     shard group, of the part that was sent to it. Together they have the size of the unsharded gradients, in float32.
+    Where nodes have equally many ranks, and several, parts are added up inside each node first, exactly, and residuals
+    are those of the sums that a rank sends to its peers on other nodes.
 
     A step ends when an optimizer steps, or when a module comes a second time. If a gradient of any rank of the shard
     group was not finite, all of them get NaN, and keep their former state; so does every replica that gets this NaN by
@@ -45,6 +49,11 @@ class ReduceScatterState(ShardGroupState):
         self.grad_scaler = grad_scaler
         self.stateful_parts = list(self.communicator.stateful_parts.values())
         runner.follows_scaler = partial(scaler_enabled, grad_scaler)
+        self.hops = two_hops(self.backend, runner.node_names())
+        self.peers: Backend = self.backend if self.hops is None else self.hops.peers
+        """Backend over the ranks that compressed parts are exchanged with."""
+        self.peer_ranks = list(range(self.backend.size)) if self.hops is None else self.hops.peer_ranks
+        """Numbers in the shard group of the ranks of ``peers``."""
         self.overflow = False
         self.seen: set[str] = set()
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
@@ -121,7 +130,11 @@ class ReduceScatterState(ShardGroupState):
             if own is not None:
                 state_schema.check(own)
                 self.check_choice(own, memory)
-                if (own["rank"], own["size"]) == (self.backend.rank, self.backend.size):
+                senders = {f"{layout.name}/to_{to}" for layout in self.layouts for to in self.peer_ranks}
+                same = (own["rank"], own["size"]) == (self.backend.rank, self.backend.size)
+                if (
+                    same and own["state"].get("memory", {}).keys() <= senders
+                ):  # else nodes were others, and residuals, too
                     return own  # type: ignore[no-any-return]
             return self._redistribute(given, memory)
 
@@ -151,9 +164,10 @@ class ReduceScatterState(ShardGroupState):
                 raise ConfigError(f"these ranks' states are not of one save: they differ in {key!r}. Load those of one")
         residuals: dict[str, Any] = {}
         for layout in self.layouts:
-            # A residual counted 1 / count in the old mean, and counts 1 / size in the new; a part has size - 1 senders.
-            sums, template = _sum_residuals(layout, states, size / count / (size - 1))
-            for to in range(size) if sums else ():
+            # A residual counted 1 / count in the old mean, and counts 1 / size in the new; a part has as many senders
+            # as this rank has peers.
+            sums, template = _sum_residuals(layout, states, size / count / (self.peers.size - 1))
+            for to in self.peer_ranks if sums else ():
                 if to != self.backend.rank:
                     row = torch.cat([_shard_of(tensor, to, size) for tensor in sums])
                     entry = {key: row if value is None else value for key, value in template.items()}
@@ -183,26 +197,30 @@ class ReduceScatterState(ShardGroupState):
             self._reduce_uncompressed(given, output, mean)
             self._record_mean(name, output)
             return
-        rank = self.backend.rank
-        size = self.backend.size
-        rows = given.view(size, -1).float().unbind()
         k = kernels_of(given)
         finite = bool(k.all_finite(given))
+        rows = given.view(self.backend.size, -1)
+        if self.hops is None:
+            sums = rows.float()
+        else:
+            sums, finite = self._sum_in_node(name, rows, finite)
+        rank = self.peers.rank
         payloads = {}
-        for to, row in enumerate(rows):
-            if to != rank:
-                payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
+        for peer, to in enumerate(self.peer_ranks):
+            if peer != rank:
+                payloads[peer], ctx = self._encode(f"{name}/to_{to}", sums[peer], finite)
         if name not in self.wires:  # sizes follow from shapes, so one layout and one buffer serve all steps
             wire = Layout.from_payloads(k, [next(iter(payloads.values()))], sums=False)
-            self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
+            buffer = torch.zeros(self.peers.size * wire.length, dtype=torch.uint8, device=given.device)
+            self.wires[name] = wire, buffer
         wire, buffer = self.wires[name]
-        for to, payload in payloads.items():
-            row_buffer = buffer[to * wire.length : (to + 1) * wire.length]
+        for peer, payload in payloads.items():
+            row_buffer = buffer[peer * wire.length : (peer + 1) * wire.length]
             wire.pack([payload], [PRESENT if finite else OVERFLOW], out=row_buffer)
-        self.sent_bytes += (size - 1) * wire.length
+        self.sent_bytes += (self.peers.size - 1) * wire.length
         with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {name!r}"):
-            arrived = self.backend.alltoall(buffer).wait()
-        total = rows[rank].clone()  # this rank's own part is exact
+            arrived = self.peers.alltoall(buffer).wait()
+        total = sums[rank].clone()  # this rank's own part is exact
         all_finite = finite
         for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
             if sender != rank:
@@ -213,7 +231,29 @@ class ReduceScatterState(ShardGroupState):
             self.overflow = True
             total.fill_(torch.nan)  # every rank of the group does so, and a GradScaler skips the step on all of them
         self._record_mean(name, total)
-        output.copy_(total.div_(size) if mean else total)
+        output.copy_(total.div_(self.backend.size) if mean else total)
+
+    def _sum_in_node(self, name: str, rows: torch.Tensor, finite: bool) -> tuple[torch.Tensor, bool]:
+        """Return the sums over this rank's node of the parts of its peers, in float32, and True if all gradients of the
+        node and these sums are finite.
+
+        Args:
+            rows: this rank's gradient, of each rank of the shard group the part that it keeps.
+            finite: True if they are finite.
+        """
+        assert self.hops is not None
+        node = self.hops.node
+        sent = rows.new_empty((node.size, len(self.peer_ranks) * rows.shape[1] + 1))
+        for receiver, column in enumerate(self.hops.columns):
+            sent[receiver, :-1] = rows[column].view(-1)
+        sent[:, -1] = 0.0 if finite else torch.inf  # all ranks of the node must know, and tell their peers
+        self.sent_bytes += (node.size - 1) * sent[0].nbytes
+        with self.backend.waiting_for_ranks(lambda: f"the sums of module {name!r} over this node"):
+            arrived = node.alltoall(sent.view(-1).view(torch.uint8)).wait()  # engines may not know the dtype
+        total = torch.zeros_like(sent[0], dtype=torch.float32)
+        for part in arrived:  # in the order of ranks
+            total += part.view(sent.dtype)
+        return total[:-1].view(len(self.peer_ranks), -1), bool(kernels_of(total).all_finite(total))
 
     def _reduce_uncompressed(self, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
         """Reduce and scatter by torch's own collective, before the compression begins."""
@@ -333,9 +373,14 @@ def compress_reduce_scatter(
     """Compress the reduce-scatter of gradients within the shard groups of a sharded model.
 
     Each rank sends to every other one the part of its gradient that the other keeps, compressed, and adds up the
-    received parts in float32; its own part is exact. With :func:`register_fsdp_hook` these are the two levels of ZeRO++
-    and SDP4Bit. Residuals take the size of the unsharded gradients in float32 on every rank; ``memory="none"`` saves
-    that memory.
+    received parts in float32; its own part is exact. Where nodes have equally many ranks, and several, it takes two
+    hops: parts are summed inside each node, exactly, and these sums are sent, compressed, between the ranks of equal
+    number on all nodes, so that with N nodes a node's link carries (N - 1) / N of one payload of the model, and not
+    one for each of its ranks. Ranks are on one node if their hosts' names (or GRACE_NODE) are the same.
+
+    With :func:`register_fsdp_hook` these are the two levels of ZeRO++ and SDP4Bit. Residuals take the size of what a
+    rank sends, in float32: that of the unsharded gradients, and of a node's part of them with two hops;
+    ``memory="none"`` saves that memory.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on.

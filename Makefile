@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-room thorough check coverage docs soak fuzz device horovod clean
+.PHONY: help demo test test-room thorough check coverage docs soak fuzz outside device horovod clean
 
 help:
 	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
@@ -18,6 +18,7 @@ help:
 	@echo "make coverage  all tests, and the lines and branches of grace/ that they run: out/coverage/report.txt"
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
 	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
+	@echo "make outside  tests of torch and Accelerate, with Grace's hook in their DistributedDataParallel models"
 	@echo "make device  tries and measures Grace on a GPU, with the Python that is there: tables in OUT=out/device"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
 	@echo "make clean   remove .venv and everything else that was made here"
@@ -80,6 +81,11 @@ soak: $(VENV)/test.stamp
 
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python -m tests.fuzzing --minutes $(or $(MINUTES),10)
+
+# torch's own tests need one package more.
+outside: $(VENV)/test.stamp
+	@$(PIP) expecttest
+	$(BIN)/python -m tools.outside
 
 # Nothing is installed: it is for a machine that is lent for minutes. ARGS="--only bandwidth" and the like.
 device:

@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-room thorough check coverage docs soak fuzz outside device horovod clean
+.PHONY: help demo test test-room thorough check coverage docs soak fuzz versions outside device horovod clean
 
 help:
 	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
@@ -18,6 +18,7 @@ help:
 	@echo "make coverage  all tests, and the lines and branches of grace/ that they run: out/coverage/report.txt"
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
 	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
+	@echo "make versions  tries TORCH='2.6.0 2.14.1' and PYTHONS='python3.10': an environment (gigabytes) and a log for each in out/versions"
 	@echo "make outside  tests of torch and Accelerate, with Grace's hook in their DistributedDataParallel models"
 	@echo "make device  tries and measures Grace on a GPU, with the Python that is there: tables in OUT=out/device"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
@@ -82,6 +83,9 @@ soak: $(VENV)/test.stamp
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python -m tests.fuzzing --minutes $(or $(MINUTES),10)
 
+versions: $(VENV)/test.stamp
+	$(BIN)/python tools/versions.py --torch $(TORCH) --python $(PYTHONS)
+
 # torch's own tests need one package more.
 outside: $(VENV)/test.stamp
 	@$(PIP) expecttest
@@ -98,7 +102,7 @@ horovod:
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	rm -f docs/methods.md docs/benchmarks.html
+	rm -f docs/methods.md docs/strategy-files.md docs/benchmarks.html
 	find grace tests examples tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:

@@ -100,13 +100,15 @@ def exists(path):
 
 
 def build_pages(app):
-    """Write the pages that are made from the code and from recorded runs: methods.md and benchmarks.html."""
+    """Write the pages that are made from the code and from recorded runs."""
     from grace.bench.common.results import load
     from grace.bench.report.page import write_report
     from tools.methods_page import methods_page
+    from tools.strategy_page import strategy_page
 
     docs = Path(app.srcdir)
     (docs / "methods.md").write_text(methods_page())
+    (docs / "strategy-files.md").write_text(strategy_page())
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     write_report(docs / "benchmarks.html", [load(path) for path in results])
 

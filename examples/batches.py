@@ -14,11 +14,11 @@ TEACHER = 20210707
 """The seed of all that stays the same from batch to batch."""
 
 Arrays = tuple[tuple[np.ndarray, ...], np.ndarray]
-"""A batch: what the model gets, and what it is to answer."""
+"""A batch: the inputs of the model, and the targets."""
 
 
 def arrays(name: str, seed: int, size: int, **sizes: int) -> Arrays:
-    """The batch of a model.
+    """Return a batch of a model.
 
     Args:
         name: one of ``NAMES``.

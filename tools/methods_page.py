@@ -11,13 +11,17 @@ from grace.core.registry import known
 
 HEAD = """# Methods
 
-Made from the code by `make docs`.
+This page has the formula, parameters, source and cost of every method. `make docs` makes it from the code.
+[Choosing a method](choosing.md) compares the methods.
 
-A spec is text, `topk(ratio=0.01)`, or a dict, `{"name": "topk", "ratio": 0.01}`; a sparsifier and a value compressor
-compose: `topk(ratio=0.01) | qsgd(levels=7)`. "Size" is what the size of a payload depends on. Where the data decide it,
-ranks send their sizes first; in a warm-up, `topk(warmup_steps=1000)`, it is "by shape and step", which all ranks know.
-"Bits" are wire bits per element of a 1000 x 1000 gradient. Where a number of ranks is given, `scatter_reduce` is the
-default from so many on, because it then sends less than `allgather`; say `communicator=` to have another.
+A spec is text, `topk(ratio=0.01)`, or a dict, `{"name": "topk", "ratio": 0.01}`. A sparsifier and a value compressor
+compose: `topk(ratio=0.01) | qsgd(levels=7)`.
+
+- "Size" says what the size of a payload depends on. If it depends on the data, ranks send their sizes first. In a
+  warm-up, `topk(warmup_steps=1000)`, it is "by shape and step", which all ranks know.
+- "Bits" are bits on the wire per element of a 1000 x 1000 gradient.
+- If a number of ranks is given, `scatter_reduce` is the default from that number on, because it then sends less than
+  `allgather`. `communicator=` chooses another.
 """
 SHAPE = (1000, 1000)
 

@@ -1,4 +1,4 @@
-"""The page of strategy files, from their schema: ``python -m tools.strategy_page > docs/strategy-files.md``."""
+"""The page of strategy files, made from their schema. ``make docs`` writes it to docs/strategy-files.md."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from grace.strategy.schema import json_schema
 
 HEAD = """# Strategy files, field by field
 
-Made by `python -m tools.strategy_page > docs/strategy-files.md` from the code; a test keeps it current.
-[Strategies](strategies.md) has examples and explains what they are for.
+This page lists every field of a strategy file. [Strategies](strategies.md) has examples and explains their purpose.
+`make docs` makes this page from the code.
 
-A file is YAML, or JSON if its name ends in `.json`. It has an entry for every variable, which `grace strategy build`
-writes, or rules for variables of any model; where both are there, entries count first. Only `version` must be there. A
-field or word that is not on this page is refused by name, and so is what does not go together.
+A file is YAML, or JSON if its name ends in `.json`. It has an entry for every variable, as `grace strategy build`
+writes it, or rules for the variables of any model. If it has both, entries count first. Only `version` is required.
+Fields and words that are not on this page are refused, and so are fields that contradict each other.
 
-`grace strategy schema -o strategy.schema.json` writes the JSON Schema, by which editors complete and check files. With
-the YAML language server, a file's first line names it:
+`grace strategy schema -o strategy.schema.json` writes the JSON Schema. Editors use it to complete and check files. With
+the YAML language server, the first line of a file names it:
 
     # yaml-language-server: $schema=strategy.schema.json
 """
@@ -84,7 +84,3 @@ def _named(field: dict[str, Any]) -> str:
     title = SECTIONS[field["$ref"].rpartition("/")[2]]
     anchor = title.lower().replace("`", "").replace(",", "").replace(" ", "-")
     return f"[an object](#{anchor})"
-
-
-if __name__ == "__main__":
-    print(strategy_page(), end="")

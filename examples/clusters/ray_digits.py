@@ -1,5 +1,7 @@
-"""Train on scikit-learn's digits under Ray Train, with compressed gradients. A worker that dies is started anew, and
-all go on from the last checkpoint, with the memories of all: to the same weights as if nothing had happened.
+"""Train on scikit-learn's digits under Ray Train, with compressed gradients.
+
+If a worker dies, Ray starts all workers anew. They continue from the last checkpoint, which holds the memories of all
+workers, and end with the same weights as a run without a failure.
 
 python examples/clusters/ray_digits.py --workers 2
 python examples/clusters/ray_digits.py --workers 8 --gpu --storage /shared/runs    # on a cluster of Ray's
@@ -22,7 +24,7 @@ import grace
 
 
 def train(config):
-    """What every worker does."""
+    """Train on one worker."""
     grace.init()  # joins the process group that Ray has made
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -60,7 +62,7 @@ def train(config):
 
 
 def main(argv=None):
-    """Start the workers, and say what came out."""
+    """Start the workers and print the result."""
     parser = argparse.ArgumentParser(description="Train on digits under Ray Train, with compressed gradients.")
     parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20)

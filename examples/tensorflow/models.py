@@ -1,4 +1,4 @@
-"""Five small Keras models, randomly initialised, with something to train them on: for trials, strategies and tests.
+"""Five small Keras models, randomly initialised, with data to train them on: for trials, strategies and tests.
 
 grace strategy build --model examples.tensorflow.models:ncf --builder parallax -n 2 -o s.yaml  # from the repository
 
@@ -24,7 +24,7 @@ Batch = tuple[tuple[tf.Tensor, ...], tf.Tensor]
 
 
 def batch(name: str, seed: int, size: int, **sizes: int) -> Batch:
-    """What the model of this name trains on: always the same for a seed, and of the same kind for all seeds.
+    """Return a batch for the model of this name. The same seed gives the same batch.
 
     The numbers are those of examples/torch/models.py; images have their channels last.
 
@@ -45,7 +45,7 @@ def batch(name: str, seed: int, size: int, **sizes: int) -> Batch:
 
 
 def loss(name: str, model: keras.Model, batch: Batch) -> tf.Tensor:
-    """The mean loss of the model of this name: a float32 scalar, in nats.
+    """Return the mean loss of the model of this name: a float32 scalar, in nats.
 
     That is the cross-entropy per sample (``mlp``, ``resnet``), character (``lstm``, ``transformer``), or rating.
     """

@@ -1,9 +1,10 @@
-"""Train on scikit-learn's digits under torchrun's restarts: where a rank dies, torchrun starts all ranks anew, and they
-go on from the last checkpoint with what compression had left out.
+"""Train on scikit-learn's digits, and continue after a rank has died.
+
+torchrun starts all ranks anew. They continue from the last checkpoint, which holds what compression had left out.
 
 torchrun --nproc-per-node 2 --max-restarts 3 examples/torch/elastic.py --checkpoint digits.pt
 torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-    examples/torch/elastic.py                     # on each of two machines; one alone goes on where the other is gone
+    examples/torch/elastic.py                     # on each of two machines; if one fails, the other continues
 """
 
 import argparse

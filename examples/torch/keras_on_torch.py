@@ -1,4 +1,4 @@
-"""Train a Keras model on Keras's torch backend by Keras's own fit, with an optimizer of torch's: `# +` is Grace's.
+"""Train a Keras model on Keras's torch backend by Keras's own fit and a torch optimizer. Lines of Grace: `# +`.
 
 torchrun --nproc-per-node 2 examples/torch/keras_on_torch.py --compressor "topk(ratio=0.01)"
 python examples/torch/keras_on_torch.py
@@ -17,12 +17,12 @@ import grace  # +
 
 
 class Classifier(keras.Sequential):
-    """Its train_step is what https://keras.io/guides/custom_train_step_in_torch makes of it, but for the optimizer."""
+    """The train_step of https://keras.io/guides/custom_train_step_in_torch, with a torch optimizer."""
 
     steps_by: torch.optim.Optimizer
 
     def train_step(self, data):
-        """One step of fit."""
+        """Make one step of fit."""
         images, labels = data
         self.steps_by.zero_grad()
         outputs = self(images, training=True)

@@ -1,4 +1,4 @@
-"""Five small models, randomly initialised, with something to train them on: for trials, strategies and tests.
+"""Five small models, randomly initialised, with data to train them on: for trials, strategies and tests.
 
 grace strategy build --model examples.torch.models:lstm --builder parallax -n 2 -o s.yaml      # from the repository
 
@@ -21,7 +21,7 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def batch(name: str, seed: int, size: int, **sizes: int) -> Batch:
-    """What the model of this name trains on: always the same for a seed, and of the same kind for all seeds.
+    """Return a batch for the model of this name. The same seed gives the same batch.
 
     Args:
         name: ``mlp``, ``resnet``, ``lstm``, ``transformer`` or ``ncf``.
@@ -38,7 +38,7 @@ def batch(name: str, seed: int, size: int, **sizes: int) -> Batch:
 
 
 def loss(name: str, model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The mean loss of the model of this name: a float32 scalar, in nats.
+    """Return the mean loss of the model of this name: a float32 scalar, in nats.
 
     That is the cross-entropy per sample (``mlp``, ``resnet``), character (``lstm``, ``transformer``), or rating.
     """

@@ -1,5 +1,5 @@
-"""Train a small GPT with a large vocabulary in stages that are cut automatically, whose replicas exchange compressed
-gradients.
+"""Train a small GPT with a large vocabulary in stages, which Grace cuts automatically and whose replicas
+exchange compressed gradients.
 
 torchrun --nproc-per-node 4 examples/torch/pipeline.py --stages 2 --compressor "topk(ratio=0.01)"
 torchrun --nproc-per-node 3 examples/torch/pipeline.py --replicas 1 2
@@ -46,7 +46,7 @@ class GPT(nn.Module):
 
 
 def sentences(step, rows):
-    """Tokens that each follow from the one before, and what follows them."""
+    """Return tokens, each of which follows from the one before, and the token after each."""
     draw = torch.Generator().manual_seed(step)
     first = torch.randint(0, 64, (rows, 1), generator=draw)
     x = (first + 7 * torch.arange(LENGTH + 1)) % 64
@@ -54,7 +54,7 @@ def sentences(step, rows):
 
 
 def cross_entropy(logits, targets):
-    """Of the next tokens, in nats."""
+    """Return the cross-entropy of the next tokens, in nats."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

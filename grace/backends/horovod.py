@@ -1,13 +1,16 @@
 """Common parts of the backends over torch's and TensorFlow's Horovod."""
 
+import abc
 import enum
 import math
 import os
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grace.core.backend import Backend
+from grace.core.backend import Backend, Handle, Tensor
 from grace.core.waits import timeout_for
 from grace.errors import ConfigError
+from grace.kernels import kernels_of
 
 HOROVOD_ATTRIBUTES = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}
 """Attributes of the classes that Horovod makes of torch's and of Keras's optimizers: each class has one of them."""
@@ -80,8 +83,36 @@ INSTEAD = {
 """Replacements for names of Horovod's that Grace does not have."""
 
 
-class OverHorovod(Backend):
-    """Base class of Horovod's backends for torch and for TensorFlow.
+@dataclass
+class Operation:
+    """Collective of an exchange, with its input and output.
+
+    Attributes:
+        kind: the engine's operation: "allreduce", "allgather", "alltoall", "gather" or "broadcast".
+        tensor: the tensor that this rank sends.
+        root: the rank that broadcasts, or gathers.
+        rows: number of equal parts that the result is cut into; 0 if it is not cut.
+        received: the output, once it is there.
+    """
+
+    kind: str
+    tensor: Tensor
+    root: int = 0
+    rows: int = 0
+    received: Any = None
+
+    def result(self) -> Any:
+        """Return the result for the backend's caller."""
+        if not self.rows:
+            return self.received
+        length = self.received.shape[0] // self.rows
+        if not length:
+            return []
+        return [self.received[i * length : (i + 1) * length] for i in range(self.rows)]
+
+
+class HorovodBackend(Backend):
+    """Collectives of one Horovod process set; subclasses run them on torch's and on TensorFlow's tensors.
 
     Args:
         process_set: the process set; all ranks if left out.
@@ -118,7 +149,7 @@ class OverHorovod(Backend):
         self.members = None if everyone or not self.included else self.process_set.ranks
 
     @classmethod
-    def join(cls) -> Any:
+    def join(cls) -> "HorovodBackend":
         """Return a backend over all ranks; initialize Horovod if it is not initialized yet."""
         owns = not cls.hvd.is_initialized()
         if owns:
@@ -129,6 +160,42 @@ class OverHorovod(Backend):
     def describe(self) -> str:
         engine = "MPI" if self.hvd.mpi_enabled() else "Gloo"
         return f"Horovod ({engine}), rank {self.rank} of {self.size}"
+
+    @abc.abstractmethod
+    def start(self, operation: Operation) -> Handle:
+        """Start an operation; its output becomes ``operation.received``."""
+
+    def allreduce(self, tensor: Tensor) -> Handle:
+        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
+        return self.start(Operation("allreduce", tensor))
+
+    def allgather(self, tensor: Tensor) -> Handle:
+        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        return self.start(Operation("allgather", tensor, rows=self.size))
+
+    def concatenate(self, tensor: Tensor) -> Handle:
+        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        return self.start(Operation("allgather", tensor)).map(lambda whole: [whole])
+
+    def alltoall(self, tensor: Tensor) -> Handle:
+        self.count((self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
+        return self.start(Operation("alltoall", tensor, rows=self.size))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        if root == self.rank:
+            self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        return self.start(Operation("broadcast", tensor, root))
+
+    def gather(self, tensor: Tensor, root: int) -> Handle:
+        if root != self.rank:
+            self.count(kernels_of(tensor).nbytes(tensor))
+        return self.start(Operation("gather", tensor, root, self.size))
+
+    def duplicate(self) -> Any:
+        other = type(self)(self.process_set)
+        other.timeout = self.timeout
+        other._calls_are = f"{self._calls_are}.duplicate"
+        return other
 
     def shutdown(self) -> None:
         if self.owns and self.hvd.is_initialized():

@@ -4,49 +4,19 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.backends.horovod import OverHorovod, alltoall_output
+from grace.backends.horovod import HorovodBackend, Operation, alltoall_output
 from grace.core.backend import Handle
 from grace.errors import ConfigError
-from grace.kernels import kernels_of
 from grace.kernels.tensorflow.interop import as_array, as_tensor
 
 
-@dataclass
-class Operation:
-    """Collective of an exchange, with its input and output.
-
-    Attributes:
-        kind: the engine's operation: "allreduce", "allgather", "alltoall", "gather" or "broadcast".
-        tensor: the tensor that this rank sends.
-        root: the rank that broadcasts, or gathers.
-        rows: number of equal parts that the result is cut into; 0 if it is not cut.
-        received: the output, once it is there.
-    """
-
-    kind: str
-    tensor: Any
-    root: int = 0
-    rows: int = 0
-    received: Any = None
-
-    def result(self) -> Any:
-        """Return the result for the backend's caller."""
-        if not self.rows:
-            return self.received
-        length = self.received.shape[0] // self.rows
-        if not length:
-            return []
-        return [self.received[i * length : (i + 1) * length] for i in range(self.rows)]
-
-
-class HorovodBackend(OverHorovod):
+class TensorFlowHorovodBackend(HorovodBackend):
     """Collectives of one Horovod process set.
 
     Eagerly an operation is run at once, and its handle is complete. In a step that a graph runs, the parts of an
@@ -86,7 +56,7 @@ class HorovodBackend(OverHorovod):
         finally:
             self._recorded = outer
 
-    def _start(self, operation: Operation) -> Handle:
+    def start(self, operation: Operation) -> Handle:
         if self._recorded is not None:
             self._recorded.append(operation)
         else:
@@ -98,35 +68,8 @@ class HorovodBackend(OverHorovod):
                 operation.received = run(operation, operation.tensor, name)
         return Handle(lambda: None, later=operation.result)
 
-    def allreduce(self, tensor: tf.Tensor) -> Handle:
-        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
-        return self._start(Operation("allreduce", tensor))
-
-    def allgather(self, tensor: tf.Tensor) -> Handle:
-        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
-        return self._start(Operation("allgather", tensor, rows=self.size))
-
-    def concatenate(self, tensor: tf.Tensor) -> Handle:
-        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
-        return self._start(Operation("allgather", tensor)).map(lambda whole: [whole])
-
-    def alltoall(self, tensor: tf.Tensor) -> Handle:
-        self.count((self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
-        return self._start(Operation("alltoall", tensor, rows=self.size))
-
-    def broadcast(self, tensor: tf.Tensor, root: int) -> Handle:
-        if root == self.rank:
-            self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
-        return self._start(Operation("broadcast", tensor, root))
-
-    def gather(self, tensor: tf.Tensor, root: int) -> Handle:
-        if root != self.rank:
-            self.count(kernels_of(tensor).nbytes(tensor))
-        return self._start(Operation("gather", tensor, root, self.size))
-
-    def duplicate(self) -> "HorovodBackend":
-        other = HorovodBackend(self.process_set)
-        other._calls_are = f"{self._calls_are}.duplicate"
+    def duplicate(self) -> "TensorFlowHorovodBackend":
+        other: TensorFlowHorovodBackend = super().duplicate()
         other._functions = {}
         return other
 
@@ -158,11 +101,11 @@ class HorovodBackend(OverHorovod):
             return self._sum_bfloats(tensor, options)
         return hvd.allreduce(tensor, op=hvd.Sum, **options)
 
-    def sum_of(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    def run_allreduce(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the sum over ranks, eagerly or in a graph."""
         return self.run(Operation("allreduce", tensor), tensor, name)
 
-    def all_of(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    def run_allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return all ranks' 1-d tensors, joined, eagerly or in a graph."""
         return self.run(Operation("allgather", tensor), tensor, name)
 
@@ -179,8 +122,8 @@ class HorovodBackend(OverHorovod):
         return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.checked_operation("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
-            return self.allgather_pickled(value)
+        with tf.init_scope():  # at once, also while a graph is traced
+            return super().allgather_object(value)
 
     def give_up(self) -> None:
         """Let all operations under way fail, on all ranks: operations of a graph cannot be ended one by one."""

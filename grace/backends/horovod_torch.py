@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from grace.backends.horovod import OverHorovod, alltoall_output
+from grace.backends.horovod import HorovodBackend, Operation, alltoall_output
 from grace.core.backend import Handle
 from grace.core.watch import Patience
 from grace.errors import ConfigError, ExchangeError
@@ -24,7 +24,7 @@ class HorovodExchangeError(ExchangeError, HorovodInternalError):
     """Error of a collective from which Horovod's elastic mode recovers."""
 
 
-class HorovodBackend(OverHorovod):
+class TorchHorovodBackend(HorovodBackend):
     """Collectives of one Horovod process set."""
 
     hvd = hvd
@@ -37,7 +37,7 @@ class HorovodBackend(OverHorovod):
         self._calls = 0
 
     @classmethod
-    def named(cls, calls_are: str) -> "HorovodBackend":
+    def named(cls, calls_are: str) -> "TorchHorovodBackend":
         """Return a backend over all ranks, for one call from outside of Grace, whose operations have this name."""
         backend = cls()
         backend._calls_are = calls_are
@@ -73,97 +73,51 @@ class HorovodBackend(OverHorovod):
         self._calls += 1
         return f"{self._calls_are}{self._calls}"
 
-    def allreduce(self, tensor: torch.Tensor) -> Handle:
-        self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
-        if tensor.dtype == torch.bfloat16:
-            return self._sum_bfloats(tensor)
-        work = hvd.allreduce_async_(tensor, name=self._name(), op=hvd.Sum, process_set=self.process_set)
-        return Handle(Operation(self, work, lambda output: None), tensor)
+    def start(self, operation: Operation) -> Handle:
+        return Handle(Pending(self, operation), later=operation.result)
 
-    def _sum_bfloats(self, tensor: torch.Tensor) -> Handle:
-        """Sum bfloat16, which Horovod does not know: each rank sums a part of the tensor in float32, and gathers the
-        others'."""
-        name = self._name()
-        length = -(-tensor.numel() // self.size)
-        padded = tensor.new_zeros(self.size * length)
-        padded[: tensor.numel()] = tensor.view(-1)
-        work = hvd.alltoall_async(padded.view(torch.uint8), name=name, process_set=self.process_set)
+    def begin(self, operation: Operation, name: str) -> int:
+        """Begin an operation under a name, and return Horovod's handle."""
+        options = {"name": name, "process_set": self.process_set}
+        tensor = operation.tensor
+        if operation.kind == "allreduce" and tensor.dtype == torch.bfloat16:
+            # Horovod does not know bfloat16: each rank sums a part in float32, and gathers the others'
+            padded = tensor.new_zeros(self.size * -(-tensor.numel() // self.size))
+            padded[: tensor.numel()] = tensor.view(-1)
+            return hvd.alltoall_async(padded.view(torch.uint8), **options)
+        if operation.kind == "allreduce":
+            return hvd.allreduce_async_(tensor, op=hvd.Sum, **options)
+        sent = _as_bytes(tensor)
+        if operation.kind == "broadcast":
+            return hvd.broadcast_async_(sent, self._global(operation.root), **options)
+        if operation.kind == "allgather":
+            return hvd.allgather_async(sent, **options)
+        splits = None
+        if operation.kind == "gather":
+            splits = torch.zeros(self.size, dtype=torch.int32)
+            splits[operation.root] = sent.numel()
+        return hvd.alltoall_async(sent, splits, **options)
 
-        def gather(output: Any) -> None:
-            parts = alltoall_output(output).view(torch.bfloat16).view(self.size, length)
+    def receive(self, operation: Operation, name: str, output: Any) -> None:
+        """Set the received tensor of an operation from Horovod's output."""
+        tensor = operation.tensor
+        output = alltoall_output(output)
+        if operation.kind == "allreduce" and tensor.dtype == torch.bfloat16:
+            parts = output.view(torch.bfloat16).view(self.size, -(-tensor.numel() // self.size))
             total = parts.sum(0, dtype=torch.float32).to(torch.bfloat16).view(torch.uint8)
             whole = hvd.allgather(total, name=f"{name}.totals", process_set=self.process_set)
             tensor.view(-1).copy_(whole.view(torch.bfloat16)[: tensor.numel()])
+        in_place = operation.kind in ("allreduce", "broadcast")
+        operation.received = tensor if in_place else output.view(tensor.dtype)
 
-        return Handle(Operation(self, work, gather), tensor)
-
-    def allgather(self, tensor: torch.Tensor) -> Handle:
-        self.count((self.size - 1) * tensor.nbytes)
-        work = hvd.allgather_async(_as_bytes(tensor), name=self._name(), process_set=self.process_set)
-        gathered: list[torch.Tensor] = []
-
-        def collect(output: Any) -> None:
-            gathered.extend(output.view(tensor.dtype).view(self.size, -1).unbind())
-
-        return Handle(Operation(self, work, collect), gathered)
-
-    def concatenate(self, tensor: torch.Tensor) -> Handle:
-        self.count((self.size - 1) * tensor.nbytes)
-        work = hvd.allgather_async(tensor, name=self._name(), process_set=self.process_set)
-        gathered: list[torch.Tensor] = []
-        return Handle(Operation(self, work, gathered.append), gathered)
-
-    def alltoall(self, tensor: torch.Tensor) -> Handle:
-        self.count((self.size - 1) / self.size * tensor.nbytes)
-        work = hvd.alltoall_async(_as_bytes(tensor), name=self._name(), process_set=self.process_set)
-        parts: list[torch.Tensor] = []
-
-        def collect(output: Any) -> None:
-            parts.extend(alltoall_output(output).view(tensor.dtype).view(self.size, -1).unbind())
-
-        return Handle(Operation(self, work, collect), parts)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        if root == self.rank:
-            self.count((self.size - 1) * tensor.nbytes)
-        work = hvd.broadcast_async_(
-            _as_bytes(tensor), self._global(root), name=self._name(), process_set=self.process_set
-        )
-        return Handle(Operation(self, work, lambda output: None), tensor)
-
-    def gather(self, tensor: torch.Tensor, root: int) -> Handle:
-        if root != self.rank:
-            self.count(tensor.nbytes)
-        splits = torch.zeros(self.size, dtype=torch.int32)
-        sent = _as_bytes(tensor)
-        splits[root] = sent.numel()
-        work = hvd.alltoall_async(sent, splits, name=self._name(), process_set=self.process_set)
-        gathered: list[torch.Tensor] = []
-
-        def collect(output: Any) -> None:
-            if root == self.rank:
-                gathered.extend(alltoall_output(output).view(tensor.dtype).view(self.size, -1).unbind())
-
-        return Handle(Operation(self, work, collect), gathered)
-
-    def duplicate(self) -> "HorovodBackend":
-        other = HorovodBackend(self.process_set)
-        other.timeout = self.timeout
-        other._calls_are = f"{self._calls_are}.duplicate"
-        return other
-
-    def split(self, ranks: Sequence[int]) -> "HorovodBackend | None":
+    def split(self, ranks: Sequence[int]) -> "TorchHorovodBackend | None":
         process_set = _process_set(tuple(self._global(rank) for rank in ranks))
         if self.rank not in ranks:
             return None
-        other = HorovodBackend(process_set)
+        other = TorchHorovodBackend(process_set)
         other.timeout = self.timeout
         other._calls_are = f"grace.split{other.count_optimizer()}.call"  # there may be others over the same set
         return other
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        with self.checked_operation("allgather_object"):
-            return self.allgather_pickled(value)
 
     def tensor_of(self, array: Any) -> torch.Tensor:
         return torch.tensor(array)
@@ -182,31 +136,30 @@ def _process_set(ranks: tuple[int, ...]) -> Any:
         ) from error
 
 
-class Operation:
-    """Waiting for a Horovod operation, whose output is passed on once.
+class Pending:
+    """Wait for an operation that was begun; only the first call waits.
 
     Args:
         backend: the operation's backend.
-        work: Horovod's handle.
-        done: called with the output.
+        operation: the operation.
     """
 
-    def __init__(self, backend: HorovodBackend, work: int, done: Any):
+    def __init__(self, backend: TorchHorovodBackend, operation: Operation):
         self.backend = backend
-        self.work = work
-        self.done = done
+        self.operation = operation
+        self.name = backend._name()
+        self.work: int | None = backend.begin(operation, self.name)
 
     def __call__(self) -> None:
-        if self.done is None:
+        if self.work is None:
             return
         patience = Patience(self.backend)
         while not hvd.poll(self.work):
             time.sleep(POLL_SECONDS)
             patience()
-        output = hvd.synchronize(self.work)
-        done = self.done
-        self.done = None  # a second call must not wait for Horovod's handle again
-        done(output)
+        work = self.work
+        self.work = None  # a second call must not wait for Horovod's handle again
+        self.backend.receive(self.operation, self.name, hvd.synchronize(work))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -166,10 +166,6 @@ class MPIBackend(Backend):
         comm.Free()
         return made
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        with self.checked_operation("allgather_object"):
-            return self.allgather_pickled(value)
-
     def _handle(
         self, request: Any, received: "_Staged", *alive: Any, finish: Callable[[], None] | None = None
     ) -> Handle:

@@ -1,12 +1,10 @@
 """The run that this process is part of: ``grace.init()``, ``rank()``, ``size()``, ``shutdown()``."""
 
 import atexit
-import importlib
 import importlib.util
 import os
 import sys
 from importlib.metadata import entry_points
-from typing import Any
 
 from grace.backends import alone, initialized, launchers, topology
 from grace.backends.initialized import FRAMEWORKS
@@ -298,8 +296,13 @@ def _horovod(framework: str | None) -> Backend:
             "this needs Horovod, whose released source does not build against today's frameworks as it is; "
             "`make horovod` in a checkout of Grace builds and installs it (or use grace.init('mpi') under mpirun)"
         )
-    backends: Any = importlib.import_module(f"grace.backends.horovod_{chosen}")
-    return backends.HorovodBackend.join()
+    if chosen == "torch":
+        from grace.backends.horovod_torch import TorchHorovodBackend
+
+        return TorchHorovodBackend.join()
+    from grace.backends.horovod_tensorflow import TensorFlowHorovodBackend
+
+    return TensorFlowHorovodBackend.join()
 
 
 def _mpi() -> Backend:

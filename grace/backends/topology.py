@@ -164,10 +164,10 @@ def node_groups(backend: Backend, names: Sequence[str], leader: int | None = Non
     """
     members = Topology(names).members(leader)
     leaders = sorted(node[0] for node in members)
-    over_leaders = backend.split(leaders)
+    over_leaders = _split(backend, leaders)
     node_of = {rank: node for node in members for rank in node}
     # split is a collective: all ranks call it for all nodes
-    backends = [backend.split(sorted(node)) for node in members]
+    backends = [_split(backend, sorted(node)) for node in members]
     node_backend = next(made for made in backends if made is not None)
     mine = node_of[backend.rank]
     leader_of = [leaders.index(node_of[rank][0]) for rank in range(backend.size)]
@@ -179,3 +179,11 @@ def node_groups(backend: Backend, names: Sequence[str], leader: int | None = Non
         leader_of=leader_of,
         own=leader_of[backend.rank],
     )
+
+
+def _split(backend: Backend, ranks: list[int]) -> Backend | None:
+    """Return a backend over some ranks, which knows their numbers in the run even if a user's class does not say it."""
+    made = backend.split(ranks)
+    if made is not None and made.members is None and len(ranks) < backend.size:
+        made.members = list(map(backend.number_of, ranks))
+    return made

@@ -160,10 +160,6 @@ class TorchBackend(Backend):
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        with self.checked_operation("allgather_object"):
-            return self.allgather_pickled(value)
-
     def tensor_of(self, array: Any) -> torch.Tensor:
         group: Any = self.group or dist.group.WORLD
         cpu = torch.device("cpu") in group._device_types

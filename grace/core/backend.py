@@ -190,9 +190,11 @@ class Backend(abc.ABC):
         """Channels that were duplicated from this backend."""
         return self.__dict__.setdefault("_channels", Channels())
 
-    @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Gather small Python objects, blocking. For start-up and checkpoints only."""
+        """Gather small Python objects, blocking. For start-up and checkpoints only. The default gathers their pickles
+        as tensors, which :meth:`tensor_of` makes."""
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def tensor_of(self, array: np.ndarray) -> Tensor:
         """Return an array as a tensor that the engine's collectives accept."""
@@ -254,12 +256,16 @@ class Backend(abc.ABC):
         said = watch.timeout_message(self.timeout) if watch.timed_out(error) else error
         return self.failure(f"{self.rank_label}: {place} failed{when}; {why}. The engine says: {said}")
 
+    def number_of(self, rank: int) -> int:
+        """Return the number in the run, by which users know it, of one of the backend's ranks."""
+        return rank if self.members is None else self.members[rank]
+
     @property
     def rank_label(self) -> str:
         """Description of this rank, by its number in the run."""
         if self.members is None:
             return f"rank {self.rank} of {self.size}"
-        return f"rank {self.members[self.rank]} of the ranks {', '.join(map(str, self.members))}"
+        return f"rank {self.number_of(self.rank)} of the ranks {', '.join(map(str, self.members))}"
 
     def at_shutdown(self, function: Callable[[], Any]) -> None:
         """Register a function that :meth:`close` calls while the ranks can still communicate."""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from grace.core.context import Context
@@ -77,8 +77,18 @@ class Component:
                     todo.append((f"{prefix}{name}.", part))
         return found
 
-    def with_context(self, context: Context, copies: "dict[int, Component] | None" = None) -> Any:
+    def with_context(
+        self,
+        context: Context,
+        copies: "dict[int, Component] | None" = None,
+        former: "Mapping[int, Component] | None" = None,
+    ) -> Any:
         """Return a copy of the component and its parts in another context. The copy shares their state.
+
+        Args:
+            context: the context.
+            copies: takes the copies of all parts, by the ids of the originals.
+            former: the ``copies`` of an earlier call; they are brought up to date instead of copies being made.
 
         >>> from grace.compressors.dgc import DGC
         >>> dgc = DGC(ratio=0.01, warmup_steps=4)
@@ -88,9 +98,12 @@ class Component:
         copies = {} if copies is None else copies
         if id(self) in copies:
             return copies[id(self)]
-        copies[id(self)] = other = object.__new__(type(self))
+        known = None if former is None else former.get(id(self))
+        reused = known is not None and type(known) is type(self)
+        other: Any = known if reused else object.__new__(type(self))
+        copies[id(self)] = other
         for name, value in vars(self).items():
-            object.__setattr__(other, name, _mapped(value, lambda part: part.with_context(context, copies)))
+            object.__setattr__(other, name, _mapped(value, lambda part: part.with_context(context, copies, former)))
         object.__setattr__(other, "context", context)
         return other
 

@@ -1,7 +1,7 @@
 """The context of a run, which components read."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from grace.core.api_names import TORCH, ApiNames
@@ -28,7 +28,7 @@ class Context:
         left_out: number of times that gradients were cleared again without any use of the optimizer in between.
         settings: a digest of the hyperparameters of the last step.
         out_of_step: the reason why ranks that this leader represents cannot go on; empty if they can.
-        names: numbers of the ranks in the whole run, if only some of all ranks take part; else empty.
+        partial: True if only some of all ranks take part.
         api_names: names of the user's framework for API calls, for messages.
         device_step: the step in a tensor on a device, where a CUDA graph reads it; else None.
     """
@@ -44,7 +44,7 @@ class Context:
     left_out: int = 0
     settings: int = 0
     out_of_step: str = ""
-    names: Sequence[int] = ()
+    partial: bool = False
     api_names: ApiNames = TORCH
     device_step: Any = None
 
@@ -55,11 +55,11 @@ class Context:
 
 
 class SubgroupContext:
-    """Context of components that only some of all ranks take part in. It has its own rank, size and names; all other
+    """Context of components that only some of all ranks take part in. It has its own rank and size; all other
     attributes are read from, and written to, the context of the whole run.
 
     >>> whole = Context(rank=3, size=4)
-    >>> some = SubgroupContext(whole, rank=1, size=2, names=[0, 3])
+    >>> some = SubgroupContext(whole, rank=1, size=2)
     >>> some.loss_scale = 8.0
     >>> some.rank, some.size, whole.rank, whole.loss_scale
     (1, 2, 3, 8.0)
@@ -67,8 +67,8 @@ class SubgroupContext:
 
     stream = Context.stream
 
-    def __init__(self, whole: Context, rank: int, size: int, names: Sequence[int]):
-        vars(self).update(_whole=whole, rank=rank, size=size, names=names)
+    def __init__(self, whole: Context, rank: int, size: int):
+        vars(self).update(_whole=whole, rank=rank, size=size, partial=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_whole"], name)

@@ -236,5 +236,9 @@ def _yaml(text: str) -> Any:
 
     try:
         return yaml.load(text, Plain)
+    except yaml.MarkedYAMLError as error:  # its own text quotes the line, which may be long, or private
+        said = ": ".join(filter(None, (error.context, error.problem)))
+        mark = error.problem_mark or error.context_mark
+        raise ValueError(said if mark is None else f"{said} (line {mark.line + 1})") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None

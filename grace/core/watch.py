@@ -118,15 +118,21 @@ class Watch:
                 for message in [{"ended": 0, "how": LOST}] if messages is None else messages:
                     with contextlib.suppress(Exception):  # a message of another version of Grace is skipped
                         self._handle_message(message)
-            for wait in list(waits.values()):
-                seconds = time.monotonic() - wait.began
-                if not wait.warned and seconds > WARN_SECONDS:
-                    wait.warned = True
-                    threading.Thread(target=self._warn, args=(wait,), daemon=True).start()
-                if seconds > wait.timeout:
-                    wait.timeout = math.inf
-                    threading.Thread(target=self._give_up, args=(wait,), daemon=True).start()
+            self._check_waits()
         self.line.close()
+
+    def _check_waits(self) -> None:
+        """Warn of waits that take long, and end those that take too long.
+
+        A function of its own: a local variable of the loop above would keep the last wait's exchange alive."""
+        for wait in list(waits.values()):
+            seconds = time.monotonic() - wait.began
+            if not wait.warned and seconds > WARN_SECONDS:
+                wait.warned = True
+                threading.Thread(target=self._warn, args=(wait,), daemon=True).start()
+            if seconds > wait.timeout:
+                wait.timeout = math.inf
+                threading.Thread(target=self._give_up, args=(wait,), daemon=True).start()
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "where" in message:

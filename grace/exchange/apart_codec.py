@@ -103,10 +103,9 @@ class ApartCodec(PerVariableCodec):
             backend.label = ""
 
     def _failed(self, method: Callable[..., Any], name: str, why: str) -> ExchangeError:
-        context = self.context
         return ExchangeError(
-            f"rank {context.rank} of {context.size}: {type(self.communicator).__name__}.{method.__name__}() of "
-            f"{name!r} at step {context.step}: {why}"
+            f"{self.communicator.backend.rank_label}: {type(self.communicator).__name__}.{method.__name__}() of "
+            f"{name!r} at step {self.context.step}: {why}"
         )
 
     def decode(

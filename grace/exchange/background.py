@@ -12,7 +12,7 @@ from typing import Any
 
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
-from grace.exchange.bucket import Outcome, Traffic
+from grace.exchange.bucket import Bucket, Outcome, Traffic
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.sparse_rows import in_units
 from grace.exchange.tracing import recorder
@@ -23,9 +23,11 @@ PATIENCE_AT_EXIT = 5.0
 """Seconds to wait for them in a script that failed."""
 NEVER = "it has not come back. All ranks must make as many steps"
 
-Check = Callable[[Sequence[Any], Any], None]
-"""Function that raises an error if the ranks of completed round trips were not at one step; the second argument is
-their backend."""
+Facts = Sequence[tuple[str, str]]
+"""Names and values that are equal on all ranks; see :func:`grace.session.agreement.compare_facts`."""
+Check = Callable[[Sequence[Any], Any, Facts], None]
+"""Function that raises an error if the ranks of completed round trips were not at one step. Its arguments are the round
+trips, their backend, and the hyperparameters of their step."""
 
 
 class ExchangeThread:
@@ -125,16 +127,27 @@ class Pending:
         round_trip: the round trip; None once its outcomes were collected, which frees its buffers, and if it was
             loaded.
         loss_scale: the loss scale of its gradients, and so of its means.
+        hyperparameters: the optimizer's hyperparameters that its step stamp has a digest of.
+        idle: the list that takes the round trip's bucket when the next round trip may use it.
         done: event that is set when the thread has finished the round trip.
         outcomes: the outcomes; None until the thread has finished, and if it failed.
         traffic: the bytes that the round trip sent, once its outcomes were collected.
         dropped: True if its step was discarded, so that its means are never applied.
     """
 
-    def __init__(self, round_trip: RoundTrip | None, thread: ExchangeThread | None, loss_scale: float):
+    def __init__(
+        self,
+        round_trip: RoundTrip | None,
+        thread: ExchangeThread | None,
+        loss_scale: float,
+        hyperparameters: Facts = (),
+        idle: list[Bucket] | None = None,
+    ):
         self.round_trip = round_trip
         self.thread = thread
         self.loss_scale = loss_scale
+        self.hyperparameters = hyperparameters
+        self.idle = [] if idle is None else idle
         self.done = threading.Event()
         self.outcomes: list[Outcome] | None = None
         self.traffic = Traffic()
@@ -156,7 +169,7 @@ class Pending:
         states = [] if second is None else [part.state for part in second[1].named_components().values()]
         try:
             self.outcomes = round_trip.finish([None] * len(round_trip.names))
-            check([round_trip], round_trip.backend)
+            check([round_trip], round_trip.backend, self.hyperparameters)
         except (PayloadError, StepError):
             for state in states:
                 state.rollback()
@@ -179,8 +192,15 @@ class Pending:
             self.thread.failure_raised = True
             raise self.thread.reason(self.round_trip) from self.thread.failure
         if self.round_trip is not None:
-            self.traffic, self.round_trip = self.round_trip.traffic, None
+            self.traffic = self.round_trip.traffic
+            self.release()
         return self.outcomes
+
+    def release(self) -> None:
+        """Let the next round trip use this one's bucket, whose buffers nobody reads any more."""
+        assert self.round_trip is not None
+        self.idle.append(self.round_trip.bucket)
+        self.round_trip = None
 
     def values(self, loss_scale: float) -> dict[str, Any]:
         """Return the means by the shards' names, in the units of a loss scale; empty if the step was discarded."""

@@ -31,6 +31,10 @@ class Bucket:
     """The bucket's :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
     pending: deque[Any] = field(default_factory=deque, init=False)
     """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
+    idle: "list[Bucket]" = field(default_factory=list, init=False)
+    """Copies of this bucket, each with a program of its own, that no delayed round trip uses at the moment."""
+    parts: dict[int, Any] = field(default_factory=dict, init=False)
+    """In such a copy, the communicator's parts by the ids of those that they are copies of."""
     plain: "Bucket | None" = field(default=None, init=False)
     """The bucket of the same variables in the steps before its communicator compresses."""
     node: "Bucket | None" = field(default=None, init=False)

@@ -254,6 +254,7 @@ class PerVariableCodec:
         rounds update it in :meth:`decode`."""
         if self.withheld is None and self.traits.rounds == 1:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
+            self.inputs = []  # copies of all gradients, which nobody reads any more
 
     def _update(self, tensor: Tensor, encoded: tuple[Any, Any], name: str) -> None:
         self.memory.update(tensor, name, self.pieces or self.compressor, *encoded)

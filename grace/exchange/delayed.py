@@ -7,9 +7,10 @@ from typing import Any
 
 from grace.core.compressor import Tensor
 from grace.errors import PayloadError
-from grace.exchange.background import ExchangeThread, Pending
-from grace.exchange.bucket import Contribution, Outcome, Traffic
+from grace.exchange.background import ExchangeThread, Facts, Pending
+from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.header import Header
+from grace.exchange.program import BucketProgram
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.sparse_rows import add, values_of
 from grace.kernels import kernels_of
@@ -28,6 +29,7 @@ class DelayedRoundTrip:
     Args:
         contribution: this rank's gradients.
         thread: runs the collectives, over a backend of its own.
+        hyperparameters: the optimizer's hyperparameters that this step's stamp has a digest of.
     """
 
     error: PayloadError | None = None
@@ -35,7 +37,7 @@ class DelayedRoundTrip:
     deferred = next_step = False
     """False, whatever the session wants: the thread reads the headers of its round trips itself."""
 
-    def __init__(self, contribution: Contribution, thread: ExchangeThread):
+    def __init__(self, contribution: Contribution, thread: ExchangeThread, hyperparameters: Facts = ()):
         self.bucket, gradients, self.present, _, self.traffic = contribution
         self.communicator: Any = self.bucket.communicator
         self.kernels = kernels_of(values_of(gradients[0]))
@@ -44,8 +46,14 @@ class DelayedRoundTrip:
         # A header that stays empty: the thread fills in the inner round trip's while the step ends.
         self.header = Header(inner.program, self.present)
         self.describe_wait = inner.describe_wait
-        self.pending = Pending(inner, thread, self.communicator.context.loss_scale)
+        scale = self.communicator.context.loss_scale
+        self.pending = Pending(inner, thread, scale, hyperparameters, self.bucket.idle)
         self.bucket.pending.append(self.pending)
+        self.compares = not self.bucket.compared and inner.program.sizes_unknown
+        """True if this round trip compares the sizes of payloads. It does so for all later ones: if sizes differ the
+        thread fails, and runs no other."""
+        if self.compares:
+            self.bucket.compared = True
 
     # -- encoding --------------------------------------------------------------------------------------
 
@@ -54,7 +62,8 @@ class DelayedRoundTrip:
 
         This rank sends nothing of variables that it has no gradient of, so their state must not change.
         """
-        own = contribution._replace(bucket=self._bucket_of_thread(), traffic=Traffic())
+        like = values_of(contribution.gradients[0])
+        own = contribution._replace(bucket=self._bucket_of_thread(like), traffic=Traffic())
         # The thread updates, and commits, the memory of answers.
         kinds = self.communicator.stateful_parts.items()
         parts = [part for kind, part in kinds if not kind.startswith("answer_memory")]
@@ -69,15 +78,35 @@ class DelayedRoundTrip:
             part.state.commit()
         return inner
 
-    def _bucket_of_thread(self) -> Any:
-        """Return a bucket over the thread's backend, with a context that stays at this step: payloads must be decoded
-        at the step at which they were encoded, whatever step this rank is at when all of them have arrived.
+    def _bucket_of_thread(self, like: Tensor) -> Bucket:
+        """Return a copy of the bucket over the thread's backend, for gradients like this one.
 
-        It has a codec of its own, because the buffers of the step before may still be in use.
-        """
-        communicator = self.communicator.with_context(dataclasses.replace(self.communicator.context))
-        communicator.backend = self.thread.backend
-        return dataclasses.replace(self.bucket, communicator=communicator)
+        Each round trip under way has a copy with a program of its own, because its buffers may still be in use when the
+        next one encodes. The copy's context stays at this step: payloads must be decoded at the step at which they were
+        encoded, whatever step this rank is at when all of them have arrived."""
+        bucket, context = self.bucket, self.communicator.context
+        own = bucket.idle.pop() if bucket.idle else dataclasses.replace(bucket, communicator=None)
+        former, own.parts = own.parts, {}
+        if former:
+            vars(own.communicator.context).update(vars(context))  # its program reads this object
+        of_step = own.communicator.context if former else dataclasses.replace(context)
+        # Attributes of users' parts may have changed since the last step.
+        own.communicator = self.communicator.with_context(of_step, own.parts, former)
+        own.communicator.backend = self.thread.backend
+        own.compared = bucket.compared
+        if own.program is None or not own.program.fits(like):
+            own.program = BucketProgram(own, like)
+            if own.program.sizes_unknown:
+                self._share_layouts(own.program, like)
+        return own
+
+    def _share_layouts(self, program: BucketProgram, like: Tensor) -> None:
+        """Hold the payloads of all copies of the bucket to the layouts of the first step."""
+        first = self.bucket.program
+        if first is not None and first.fits(like):
+            program.share_layouts(first)
+        else:
+            self.bucket.program = program
 
     def _overflowed(self, in_range: Sequence[Any]) -> list[str]:
         """Return the variables whose gradients are not in range on this rank."""
@@ -102,6 +131,9 @@ class DelayedRoundTrip:
     def cancel(self) -> None:
         """Drop the payloads, which were not enqueued."""
         self.bucket.pending.remove(self.pending)
+        self.pending.release()
+        if self.compares:
+            self.bucket.compared = False
 
     # -- receiving -------------------------------------------------------------------------------------
 

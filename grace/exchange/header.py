@@ -188,11 +188,11 @@ class Header:
         if self.received == self.stamp * (len(self.received) // STAMP_SIZE):
             return False
         stamps = [self.received[i : i + STAMP_SIZE] for i in range(0, len(self.received), STAMP_SIZE)]
-        why, differ = compare_stamps(stamps, context)
-        self.hyperparameters_differ = differ and not context.names  # names: not all ranks are here
+        number_of = self.program.communicator.backend.number_of
+        why, differ = compare_stamps(stamps, context, number_of)
+        self.hyperparameters_differ = differ and not context.partial
         if why and not self.hyperparameters_differ:
-            name = context.names[context.rank] if context.names else context.rank
-            self.out_of_step = context.out_of_step or f"rank {name}: {why}"
+            self.out_of_step = context.out_of_step or f"rank {number_of(context.rank)}: {why}"
         return bool(self.out_of_step)
 
     # -- statuses --------------------------------------------------------------------------------------

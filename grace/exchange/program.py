@@ -1,5 +1,7 @@
 """The program of a bucket: the facts that are the same for all of its round trips."""
 
+import copy
+
 from grace.core.compressor import Tensor
 from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route, route_of
 from grace.exchange.apart_codec import ApartCodec
@@ -78,18 +80,21 @@ class BucketProgram:
         return fused_codec(setup, plain, like) or plain
 
     def fits(self, like: Tensor) -> bool:
-        """Return True if the program was made for this kind of gradient, these ranks, and payload sizes of this step.
-
-        A delayed round trip may still be under way when the next one encodes, so each has a program of its own."""
+        """Return True if the program was made for this kind of gradient, these ranks, and payload sizes of this
+        step."""
         communicator, context = self.bucket.communicator, self.communicator.context
         return (
             self.communicator is communicator
-            and not communicator.delayed
             and self.type is type(like)
             and self.device == getattr(like, "device", None)
             and (self.size, self.rank) == (context.size, context.rank)
             and (self.sizes_by_shape or self.size_key == communicator.compressor.size_key(context.step))
         )
+
+    def share_layouts(self, other: "BucketProgram") -> None:
+        """Hold payloads to the layouts of another copy of the bucket, whose payloads were the first."""
+        # Layouts keep their last results: two threads must not use one.
+        self.codec.known = [found and list(map(copy.copy, found)) for found in other.codec.known]
 
     def route(self) -> Route:
         """Return the legs of the next round trip."""

@@ -231,11 +231,11 @@ class RoundTrip:
             if theirs != received[0]:
                 i = next(i for i, (a, b) in enumerate(zip(received[0], theirs, strict=True)) if a != b) // 2
                 first, other = received[0][2 * i], theirs[2 * i]
-                sizes = "other shapes" if first == other else f"{first:.0f} bytes on rank 0, and {other:.0f}"
+                sizes = "other shapes" if first == other else f"{first:.0f} bytes on {self._rank(0)}, and {other:.0f}"
                 self.bucket.program = None
                 self.error = PayloadError(
-                    f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has {sizes} on rank "
-                    f"{rank}. {VARIES}"
+                    f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has {sizes} on "
+                    f"{self._rank(rank)}. {VARIES}"
                 )
                 return False
         self.bucket.compared = True
@@ -699,11 +699,15 @@ class RoundTrip:
 
     @property
     def _who(self) -> str:
-        return f"rank {self.context.rank} of {self.context.size}"
+        return self.backend.rank_label
+
+    def _rank(self, rank: int) -> str:
+        """Return the name of one of the ranks of this exchange, by its number in the run."""
+        return f"rank {self.backend.number_of(rank)}"
 
     def _undecoded(self, error: PayloadError, name: str) -> PayloadError:
         """Return the error of a payload that cannot be decoded."""
-        sender = "another rank" if error.place is None else f"rank {error.place}"
+        sender = "another rank" if error.place is None else self._rank(error.place)
         return PayloadError(
             f"{self._who}: what {sender} sent of {name!r} at step {self.context.step} is no payload of "
             f"{self.communicator.compressor.spec}: {error}. It was damaged on its way, or that rank runs other code"
@@ -715,8 +719,8 @@ class RoundTrip:
             self.error
             or self._withheld_here()
             or PayloadError(
-                f"{self._who}: rank {rank} could not decode what it was sent of {name!r} at step {self.context.step}; "
-                "its own error says more"
+                f"{self._who}: {self._rank(rank)} could not decode what it was sent of {name!r} at "
+                f"step {self.context.step}; its own error says more"
             )
         )
 
@@ -732,7 +736,7 @@ class RoundTrip:
 
     def _withheld_by(self, rank: int, name: str) -> PayloadError:
         """Return the error of a payload that a rank did not send."""
-        who = "another rank" if self.communicator.sums else f"rank {rank}"
+        who = "another rank" if self.communicator.sums else self._rank(rank)
         return self._withheld_here() or PayloadError(
             f"{self._who}: {who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out "
             "otherwise than at the first; its own error says more"

@@ -8,7 +8,7 @@ with a wrong check sum is damaged and ignored: its payload is damaged, too, and 
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core.context import Context
@@ -44,9 +44,16 @@ def _check(numbers: Sequence[int]) -> int:
     return 1 + (a + 2 * b + 3 * c + 4 * d) % CYCLE
 
 
-def compare_stamps(stamps: Sequence[Sequence[float]], context: Context) -> tuple[str, bool]:
+def compare_stamps(
+    stamps: Sequence[Sequence[float]], context: Context, number_of: Callable[[int], int] = int
+) -> tuple[str, bool]:
     """Return the reason why the ranks are out of step, and True if only their hyperparameters differ; ("", False) if
     the stamps are equal.
+
+    Args:
+        stamps: the stamps of all ranks.
+        context: this rank's context.
+        number_of: returns a rank's number in the run, for messages.
 
     >>> here = Context(step=6, rank=0, size=3)
     >>> behind = step_stamp(Context(step=5, updates=-1))
@@ -57,14 +64,13 @@ def compare_stamps(stamps: Sequence[Sequence[float]], context: Context) -> tuple
     if all([theirs == mine for theirs in stamps]):
         return "", False
     found = {rank: [int(n) for n in theirs] for rank, theirs in enumerate(stamps)}
-    out_of_step = [rank for rank, theirs in found.items() if context.names and theirs == [OUT_OF_STEP] * STAMP_SIZE]
+    out_of_step = [rank for rank, theirs in found.items() if context.partial and theirs == [OUT_OF_STEP] * STAMP_SIZE]
     found = {rank: theirs for rank, theirs in found.items() if rank in out_of_step or _check(theirs[:-1]) == theirs[-1]}
     if all(theirs == mine for theirs in found.values()):
         return "", False
-    names = context.names or range(context.size)
 
     def call(ranks: Sequence[int]) -> str:
-        return describe_ranks([names[rank] for rank in ranks], len(stamps) == context.size)
+        return describe_ranks(list(map(number_of, ranks)), len(stamps) == context.size)
 
     if out_of_step:
         return f"ranks that exchange through {call(out_of_step)} went different ways; their own errors say how", False

@@ -122,6 +122,7 @@ class Payloads(NamedTuple):
         rooted: True if it begins or ends at one rank.
         hop: True if it is but the second half of a sum.
         half: True if 16-bit floats are added up.
+        root: the rank that a rooted one begins or ends at.
     """
 
     kind: str
@@ -129,6 +130,7 @@ class Payloads(NamedTuple):
     rooted: bool = False
     hop: bool = False
     half: bool = False
+    root: int = 0
 
 
 def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs: Costs) -> Work:
@@ -168,7 +170,7 @@ def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs
     return Work(
         names=names,
         start=codec.start.seconds(*size),
-        transfers=tuple(_transfer(payload, communicator, ranks, costs.network) for payload in payloads if ranks > 1),
+        transfers=tuple(_transfer(payload, ranks, costs.network) for payload in payloads if ranks > 1),
         middle=codec.middle.seconds(*size) * usual / gaps if gaps else 0.0,
         finish=codec.finish.seconds(*size),
         delayed=communicator.delayed and not period,
@@ -187,18 +189,18 @@ def payloads_of(legs: Sequence[LegBytes], ranks: int) -> list[Payloads]:
             most = max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
             kind, nbytes, rooted = "alltoall", most * ranks / max(1, ranks - 1), False
         half = kind == "allreduce" and dtype in ("float16", "bfloat16")
-        found.append(Payloads(kind, nbytes, rooted, in_parts, half))
+        found.append(Payloads(kind, nbytes, rooted, in_parts, half, leg.root or 0))
         in_parts = leg.in_parts
     return found
 
 
-def _transfer(payload: Payloads, communicator: Any, ranks: int, network: Network) -> Transfer:
+def _transfer(payload: Payloads, ranks: int, network: Network) -> Transfer:
     """Return a collective, as the wire sees it."""
     kind, nbytes, others = payload.kind, payload.nbytes, ranks - 1
     measured = "allreduce16" if payload.half else kind
     each = network.seconds(measured, nbytes, ranks)
     if payload.rooted:
-        root, sending = communicator.destination, network.seconds(kind, nbytes, 2)
+        root, sending = payload.root, network.seconds(kind, nbytes, 2)
         if kind == "gather":
             return Transfer(kind, each, nbytes, root, sending)
         return Transfer(kind, each, 0.0, root, sending, others * nbytes)

@@ -1,7 +1,7 @@
 """Agreement: before gradients are exchanged, the ranks compare their versions, settings and variables."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core import version
@@ -40,26 +40,30 @@ def gather_or_raise(
     """
     mine = {"grace": version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
     answers = backend.allgather_object(mine)
+    number = backend.number_of
     if error is not None:
         raise error  # after the collective: the other ranks wait in it, and have received the error
     for rank, answer in enumerate(answers):
         if not isinstance(answer, dict) or "grace" not in answer:  # from a version with another message
             raise RankError(
-                f"rank {rank} runs a Grace that rank {backend.rank}'s ({mine['grace']}) does not understand. "
+                f"rank {number(rank)} runs a Grace that rank {number(backend.rank)}'s ({mine['grace']}) does not "
+                "understand. "
                 "Install the same version on every rank"
             )
     for rank, answer in enumerate(answers):
         if answer["grace"] != answers[0]["grace"]:
             raise RankError(
-                f"{DIFFERENT}rank 0 has Grace {answers[0]['grace']}, rank {rank} has Grace {answer['grace']}. "
+                f"{DIFFERENT}rank {number(0)} has Grace {answers[0]['grace']}, rank {number(rank)} has Grace "
+                f"{answer['grace']}. "
                 "Install the same version on every rank"
             )
     for rank, answer in enumerate(answers):
         if answer["error"] is not None:
-            raise RankError(f"rank {rank} {failed}: {answer['error']}")
+            raise RankError(f"rank {number(rank)} {failed}: {answer['error']}")
         if answer["what"] != what:
             raise RankError(
-                f"rank {rank} was given {answer['what']}, rank {backend.rank} {what}: give all ranks the same"
+                f"rank {number(rank)} was given {answer['what']}, rank {number(backend.rank)} {what}: give all ranks "
+                "the same"
             )
     return [answer["value"] for answer in answers]
 
@@ -90,7 +94,7 @@ def compare_facts(
     digest = hashlib.sha256(repr(list(facts)).encode()).hexdigest()
     answers = gather_or_raise(backend, "no strategy", (digest, beside), error)
     if any(other != digest for other, _ in answers):
-        raise RankError(first_difference(backend.allgather_object(list(facts))))
+        raise RankError(first_difference(backend.allgather_object(list(facts)), number_of=backend.number_of))
     return [given for _, given in answers]
 
 
@@ -98,12 +102,20 @@ def first_difference(
     all_facts: list[Sequence[tuple[str, str]]],
     begin: str = DIFFERENT,
     end: str = "Run the same script with the same arguments on every rank",
+    number_of: Callable[[int], int] = int,
 ) -> str:
-    """Return a description of the first fact that differs between rank 0 and another rank, with both values."""
+    """Return a description of the first fact that differs between the first rank and another one, with both values.
+
+    Args:
+        all_facts: the facts of all ranks.
+        begin, end: the text around it.
+        number_of: returns a rank's number in the run.
+    """
     mine = all_facts[0]
     for rank, theirs in enumerate(all_facts):
         for i in range(max(len(mine), len(theirs))):
             ours, other = (facts[i] if i < len(facts) else ("nothing more", "") for facts in (mine, theirs))
             if ours != other:
-                return f"{begin}rank 0 has {' '.join(ours).strip()}, rank {rank} has {' '.join(other).strip()}. {end}"
+                said = " ".join(ours).strip(), " ".join(other).strip()
+                return f"{begin}rank {number_of(0)} has {said[0]}, rank {number_of(rank)} has {said[1]}. {end}"
     return "the ranks were set up differently"

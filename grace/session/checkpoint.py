@@ -23,6 +23,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from grace.communicators.choice import took_default
@@ -265,7 +266,12 @@ def compare_everywhere(
 
 
 def compare(
-    backend: Backend, saved: Any, memory: str, error: BaseException | None = None, one_save: bool = True
+    backend: Backend,
+    saved: Any,
+    memory: str,
+    error: BaseException | None = None,
+    one_save: bool = True,
+    beside: Sequence[Any] = (),
 ) -> None:
     """Compare the checkpoints that ranks are about to load. Every rank must call it, with its error if it refused.
 
@@ -276,6 +282,7 @@ def compare(
         error: this rank's error, if it refused the checkpoint.
         one_save: True if the ranks exchange with each other, so that their states have one id; else only the step
             must be equal.
+        beside: checkpoints of other runners in the same save, which were checked before.
 
     Raises:
         RankError: another rank refused its checkpoint, or the checkpoints are not of one save.
@@ -290,14 +297,18 @@ def compare(
         known = [f"of step {saved['step']}"]
         if one_save:
             known += [f"of {saved['size']} ranks", f"of the save {saved['id']}"]
-        facts = [f"a checkpoint {fact}" for fact in (*known, f"with memory={memory!r}")]
+        known.append(f"with memory={memory!r}")
+        for other in beside:
+            known += [f"of step {other['step']}", f"of the save {other['id']}"]
+        facts = [f"a checkpoint {fact}" for fact in known]
     received = gather_or_raise(backend, "a checkpoint", facts, error, "did not load its checkpoint")
     for rank, other in enumerate(received):
-        for mine, theirs in zip(received[0], other, strict=False):
+        for mine, theirs in zip_longest(received[0], other, fillvalue="a checkpoint of fewer stages"):
             if mine != theirs:
+                first, other_rank = backend.number_of(0), backend.number_of(rank)
                 raise RankError(
-                    f"rank 0 loads {mine}, rank {rank} {theirs}. Let every rank load what was saved at the same "
-                    "moment: the same file, or its own of one save"
+                    f"rank {first} loads {mine}, rank {other_rank} {theirs}. Let every rank load what was saved at the "
+                    "same moment: the same file, or its own of one save"
                 )
 
 

@@ -48,18 +48,12 @@ class Hierarchy:
         self.weight = node.size * self.node_groups.nodes / backend.size
         """Weight of this node's mean in the mean over nodes, with which that is the mean over all ranks."""
         self.inside = Allreduce("none")
-        members = [rank for rank, leader in enumerate(self.node_groups.leader_of) if leader == self.node_groups.own]
-        self.inside.bind(Context(rank=node.rank, size=node.size, names=members), node)
-
-    @property
-    def leaders_of_nodes(self) -> list[int]:
-        """Ranks that lead the nodes, by node."""
-        return [self.node_groups.leader_of.index(number) for number in range(self.node_groups.nodes)]
+        self.inside.bind(Context(rank=node.rank, size=node.size, partial=True), node)
 
     def context(self, whole: Context) -> Any:
         """Return the context of exchanges between leaders, which are numbered among themselves; other ranks are
         alone."""
-        return SubgroupContext(whole, self.backend.rank, self.backend.size, self.leaders_of_nodes)
+        return SubgroupContext(whole, self.backend.rank, self.backend.size)
 
     @property
     def leads(self) -> bool:
@@ -251,8 +245,9 @@ class HierarchicalRoundTrip:
             )
             return [Outcome(variable, None, False) for variable in self.bucket.variables]
         if REFUSED in statuses:
+            leader = node.number_of(self.node_groups.first)
             raise PayloadError(
-                f"the rank that speaks for this node could not decode what others sent for {self.bucket.ends}"
+                f"rank {leader}, which speaks for this node, could not decode what others sent for {self.bucket.ends}"
             )
         shared = []
         for i, variable in enumerate(self.bucket.variables):

@@ -210,6 +210,8 @@ TENSORS = _listed(_listed(_tensor))
 """Form of the tensors that a communicator exchanged by hand: lists of tensors that were exchanged together."""
 MODEL = _record({"options": _record({}, _options), "state": lambda value, where: value}, {})
 """Form of a model's file: the choices, and a state, which is checked when it is loaded."""
+BESIDE_WEIGHTS = _record({"state": lambda value, where: value}, {})
+"""Form of the part of a file of weights: a state, which is checked when it is loaded."""
 
 
 def check(saved: Any) -> None:

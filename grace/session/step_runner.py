@@ -19,7 +19,7 @@ from grace.core.memory import Memory
 from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
-from grace.exchange.background import ExchangeThread, Pending
+from grace.exchange.background import ExchangeThread, Facts, Pending
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.header import resolve
@@ -252,11 +252,13 @@ class StepRunner:
     def start_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
         """Start the round trip of a contribution: by nodes first, or on the exchange thread, if its communicator's
         exchanges are hierarchical or delayed."""
-        communicator = contribution.bucket.communicator
-        if self.hierarchy is not None and id(communicator) in self._led:
+        bucket = contribution.bucket
+        if self.hierarchy is not None and id(bucket.communicator) in self._led:
             return HierarchicalRoundTrip(contribution, self.hierarchy)
-        if communicator.delayed:
-            return DelayedRoundTrip(contribution, self.exchange_thread())
+        if bucket.communicator.delayed:
+            # When ranks compare this step's stamps, the optimizer may have stepped on.
+            facts = list(self.hyperparameters()) if bucket.carries else ()
+            return DelayedRoundTrip(contribution, self.exchange_thread(), facts)
         return start_round_trip(contribution)
 
     def finish_step(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
@@ -286,9 +288,16 @@ class StepRunner:
         while any([trip.advance() for trip in self._begun]):
             pass
 
-    def check_step_stamps(self, trips: Sequence[AnyRoundTrip], backend: Backend) -> None:
+    def check_step_stamps(
+        self, trips: Sequence[AnyRoundTrip], backend: Backend, hyperparameters: Facts | None = None
+    ) -> None:
         """Raise StepError if the headers of completed round trips say that ranks are out of step. Every rank calls it
         with the same round trips.
+
+        Args:
+            trips: the round trips.
+            backend: their backend.
+            hyperparameters: the hyperparameters of their step; those of the last step if left out.
 
         Raises:
             StepError: the ranks are at different steps, or their optimizers have different hyperparameters.
@@ -296,7 +305,9 @@ class StepRunner:
         resolve(trips)
         for trip in trips:
             if trip.header.hyperparameters_differ:
-                raise StepError(first_difference(backend.allgather_object(list(self.hyperparameters())), *DRIFTED))
+                mine = self.hyperparameters() if hyperparameters is None else hyperparameters
+                facts = backend.allgather_object(list(mine))
+                raise StepError(first_difference(facts, *DRIFTED, number_of=backend.number_of))
             if trip.header.out_of_step:
                 raise StepError(trip.header.out_of_step)
 

@@ -78,8 +78,6 @@ class GraphSums:
         Returns:
             The received wire of step stamps, and the pairs of all shards by name.
         """
-        from grace.backends.horovod_tensorflow import Operation  # here, because it needs Horovod
-
         backend: Any = self.runner.backend
         predivide = self.runner.context.predivide
         stamps.set_shape([None])
@@ -94,9 +92,9 @@ class GraphSums:
                 parts.append(stamps)
             buffer = tf.concat(parts, 0)
             label = f"{bucket.label}.sum"
-            total = backend.run(Operation("allreduce", buffer), buffer, label)
+            total = backend.run_allreduce(buffer, label)
             if i == 0 and not rides:
-                received = backend.run(Operation("allreduce", stamps), stamps, f"{label}.places")
+                received = backend.run_allreduce(stamps, f"{label}.places")
             sizes = [variable.numel for variable in bucket.variables]
             total_numel, count = sum(sizes), len(sizes)
             if rides:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.session.checkpoint import warn_own_state
-from grace.session.state_schema import MODEL, damage_error
+from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, damage_error
 from grace.tensorflow.variables import is_overwritten
 
 FILE = "grace_state.npz"
@@ -122,10 +122,16 @@ class Remembered(tf.train.experimental.PythonState):
             warnings.warn(WEIGHTS_ALONE, stacklevel=3)
 
     def load_beside(self, store: Any) -> None:
-        """Continue from the state that :meth:`save_beside` wrote, if the file has one."""
+        """Continue from the state that :meth:`save_beside` wrote, if the file has one.
+
+        Raises:
+            ConfigError: that part of the file is damaged.
+        """
         file: Any = getattr(store, "h5_file", ())
         if BESIDE in file:
-            self.session.restore(decode(bytes(file[BESIDE]))["state"])
+            decoded = decode(bytes(file[BESIDE]))
+            BESIDE_WEIGHTS(decoded, "")
+            self.session.restore(decoded["state"])
 
 
 def _saver_of_weights() -> str:

@@ -27,7 +27,8 @@ def broadcast_adapted_layers(model: Any, root: int, backend: Backend) -> None:
     received = gather_or_raise(backend, "layers to adapt alike", (kinds, states if backend.rank == root else None))
     every_kinds = [rank_kinds for rank_kinds, _ in received]
     if any(rank_kinds != kinds for rank_kinds in every_kinds):
-        raise RankError(first_difference(every_kinds, DIFFERENT, "Make the same model on every rank"))
+        remedy = "Make the same model on every rank"
+        raise RankError(first_difference(every_kinds, DIFFERENT, remedy, backend.number_of))
     stale = False
     for layer, mine, roots in zip(layers, states, received[root][1], strict=True):
         if not mine or mine != roots:

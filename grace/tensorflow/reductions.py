@@ -16,10 +16,10 @@ def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backen
         return current() if backend is None else backend
     if backend is not None:
         raise ConfigError("give a process_set or a backend, not both")
-    from grace.backends.horovod_tensorflow import HorovodBackend
+    from grace.backends.horovod_tensorflow import TensorFlowHorovodBackend
 
-    check_group(HorovodBackend())
-    return HorovodBackend(process_set)
+    check_group(TensorFlowHorovodBackend())
+    return TensorFlowHorovodBackend(process_set)
 
 
 def summed(backend: Any, tensor: tf.Tensor, label: str) -> tf.Tensor:
@@ -29,7 +29,7 @@ def summed(backend: Any, tensor: tf.Tensor, label: str) -> tf.Tensor:
         label: the operation's name, where the engine pairs operations by name.
     """
     if backend.pairs_by_name:
-        return backend.sum_of(tensor, label)
+        return backend.run_allreduce(tensor, label)
     return _on_host(lambda own: backend.allreduce(tf.identity(own)).wait(), tensor)
 
 
@@ -37,7 +37,7 @@ def largest(backend: Any, tensors: Sequence[tf.Tensor], label: str) -> list[tf.T
     """Return the maximum over ranks of each element of each tensor."""
     flat = tf.concat([tf.cast(tf.reshape(tensor, [-1]), tf.float64) for tensor in tensors], 0)
     if backend.pairs_by_name:
-        everyone = backend.all_of(flat, label)
+        everyone = backend.run_allgather(flat, label)
     else:
         everyone = _on_host(lambda own: tf.concat(backend.allgather(tf.identity(own)).wait(), 0), flat)
     parts = tf.split(

@@ -208,7 +208,8 @@ def _compare(names: list[str], kinds: list[str], root: int, backend: Backend) ->
     facts: list[Any] = [
         [("root", str(r)), *((f"the variable {n}", k) for n, k in zip(*both, strict=True))] for r, *both in received
     ]
-    raise RankError(first_difference(facts, DIFFERENT, "Make the same model and optimizer on every rank"))
+    remedy = "Make the same model and optimizer on every rank"
+    raise RankError(first_difference(facts, DIFFERENT, remedy, backend.number_of))
 
 
 DIFFERENT = "the ranks are about to broadcast other variables; the first difference: "

@@ -110,7 +110,7 @@ class LearningRateWarmupCallback(OnRanks):
         everyone = gather_or_raise(self.ranks, "a warm-up", [*own, ("steps_per_epoch", f"{steps}")], error)
         if any(other != everyone[0] for other in everyone):
             facts: list[Any] = [[(f"{name} =", value) for name, value in other] for other in everyone]
-            raise RankError(first_difference(facts, DIFFERENT))
+            raise RankError(first_difference(facts, DIFFERENT, number_of=self.ranks.number_of))
         self.steps = steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
-from grace.backends.horovod_torch import HorovodBackend
+from grace.backends.horovod_torch import TorchHorovodBackend
 from grace.torch import lifecycle, parameters
 
 
@@ -25,7 +25,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         params: a dict, a list of tensors or of pairs, as for Horovod; or a module.
         root_rank: the rank whose values count.
     """
-    parameters.broadcast_parameters(params, root_rank, HorovodBackend.named("hvd.broadcast_parameters"))
+    parameters.broadcast_parameters(params, root_rank, TorchHorovodBackend.named("hvd.broadcast_parameters"))
 
 
 def join(device: int = -1) -> int:
@@ -63,7 +63,7 @@ class BroadcastableState:
         if caller.f_code is not functions.broadcast_optimizer_state.__code__:
             return super().state_dict()  # type: ignore[misc]
         optimizer = caller.f_locals["optimizer"]
-        backend = HorovodBackend.named("hvd.broadcast_optimizer_state")
+        backend = TorchHorovodBackend.named("hvd.broadcast_optimizer_state")
         fresh = not optimizer.state
         parameters.broadcast_optimizer_state(optimizer, caller.f_locals["root_rank"], backend)
         session = optimizer._grace

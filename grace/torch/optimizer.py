@@ -386,10 +386,10 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
     if process_group is not None and process_set is not None:
         raise ConfigError("give a process_group (torch.distributed) or a process_set (Horovod), not both")
     if process_set is not None:
-        from grace.backends.horovod_torch import HorovodBackend
+        from grace.backends.horovod_torch import TorchHorovodBackend
 
-        check_group(HorovodBackend())
-        return HorovodBackend(process_set)
+        check_group(TorchHorovodBackend())
+        return TorchHorovodBackend(process_set)
     if process_group is None:
         return current()
     check_group(TorchBackend())

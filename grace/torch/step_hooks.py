@@ -67,6 +67,18 @@ def within_step(ids: Collection[int]) -> bool:
     return levels == 2
 
 
+def is_stepping(thread: int) -> bool:
+    """Return True if a thread runs the ``step()`` of an optimizer, or a closure that it evaluates.
+
+    Args:
+        thread: the thread's ``ident``.
+    """
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not HOOKED:
+        frame = frame.f_back
+    return frame is not None
+
+
 def initializing(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``step()`` was called only to make the optimizer's state, with zeros for gradients, as
     ``torch.distributed.checkpoint`` does before it reads or fills a state dict."""

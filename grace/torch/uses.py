@@ -5,12 +5,15 @@ cleared instead (a GAN's discriminator, whose gradients the generator's loss fil
 gradient must not return by way of a residual.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+
+from grace.torch.step_hooks import is_stepping
 
 UNKNOWN = (
     "gradients were cleared, and Grace saw no optimizer that used them, nor that the parameters changed: what a memory "
@@ -43,8 +46,9 @@ class GradientUses:
         self.warned = False
         self.arrived: set[str] = set()
         """Names of parameters that received a gradient from a backward pass since the last exchange."""
-        self.stepping: dict[int, set[str]] = {}
-        """Parameter names of optimizers whose ``step()`` is running, which may evaluate a closure; by id."""
+        self.stepping: dict[int, tuple[int, set[str]]] = {}
+        """The thread, and the parameter names, of optimizers whose ``step()`` is running, which may evaluate a closure;
+        by id."""
         self._reset()
 
     def _reset(self) -> None:
@@ -75,7 +79,9 @@ class GradientUses:
     def record_exchange(self, names: Iterable[str]) -> None:
         """Record that gradients of these parameters were handed over. Gradients of a closure are used by the step that
         evaluates the closure, so they do not wait for a step."""
-        evaluated = set().union(*self.stepping.values())
+        if self.stepping:  # without those that raised: torch calls no hook after them
+            self.stepping = {key: one for key, one in self.stepping.items() if is_stepping(one[0])}
+        evaluated = set().union(*(held for _, held in self.stepping.values()))
         for name in names:
             if name not in evaluated:
                 self.waiting[name] = self.parameters[name]._version
@@ -98,7 +104,7 @@ class GradientUses:
         held = self._names_held_by(optimizer)
         self.held_parameters |= held
         self.optimizer_seen = True
-        self.stepping[id(optimizer)] = held
+        self.stepping[id(optimizer)] = threading.get_ident(), held
         for name in held & self.waiting.keys():
             if self.parameters[name].grad is None:  # it was cleared, so this step cannot use it
                 self.discarded.add(name)

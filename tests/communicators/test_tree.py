@@ -1,7 +1,9 @@
 """A communicator is one file: a tree, which says its route, is carried, counted, planned, described and traced."""
 
+import dataclasses
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import grace
 import grace.torch
+from grace.compressors.cast import Cast
 from grace.core.route import EngineTraits
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
@@ -140,13 +143,52 @@ def test_torch_tensors_of_one_rank_stay_as_they_are():
     assert Tree("none").step(torch.tensor([1.0, 2.0]), "w").tolist() == [1.0, 2.0]
 
 
-def test_grace_describe_says_what_its_legs_cost():
+class Halved(Cast):
+    """Half precision, which the tree carries unless another communicator is named."""
+
+    name = "halved"
+    traits = dataclasses.replace(Cast.traits, communicator="tree")
+
+    def payload_spec(self, shape, step):
+        return super().payload_spec(shape, step)
+
+
+def planned_model():
+    model = torch.nn.Linear(512, 256)
+    return model, lambda model: model(torch.ones(4, 512)).sum(), 4
+
+
+def command(*words) -> str:
+    """What a ``grace`` command prints."""
     pytest.importorskip("typer", reason="typer is not installed")
     from typer.testing import CliRunner
 
     from grace.cli.main import app
 
-    with registered(Tree):
-        shown = CliRunner().invoke(app, ["describe", "tree"])
-    assert shown.exit_code == 0
-    assert "p; (W-1)p in and out of the destination" in shown.output
+    with registered(Tree, Halved):
+        ran = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "200"})
+    assert ran.exit_code == 0, ran.output
+    return " ".join(ran.output.split())
+
+
+MODEL = ("--model", "tests.communicators.test_tree:planned_model")
+GIVEN = ("--forward", "1ms", "--backward", "2ms", "--optimizer", "1ms", "--bandwidth", "100mbit", "--ranks", 4)
+
+
+@pytest.mark.parametrize("codecs", ["measure", "usual"])
+def test_grace_plan_predicts_it(codecs):
+    said = command("plan", *MODEL, *GIVEN, "--methods", "halved", "--codecs", codecs)
+    assert re.search(r" halved (?:[\d.]+ ){5}[\d.]+ MB ", said), said  # a row of the table, with its bytes
+
+
+def test_grace_strategy_show_tells_what_it_sends(tmp_path):
+    rule = {"match": {}, "sync": {"type": "tree"}, "compressor": "halved"}
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps({"version": 1, "cluster": {"world_size": 4}, "rules": [rule]}))
+    said = command("strategy", "show", file, *MODEL)
+    assert "tree: counted as tree, broadcast" in said
+    assert "rank 0 sends, and receives, 788 kB a step" in said
+
+
+def test_grace_describe_says_what_its_legs_cost():
+    assert "p; (W-1)p in and out of the destination" in command("describe", "tree")

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,11 @@ import pytest
 
 import grace
 from grace.core import watch, watch_server
+from grace.core.waits import Wait
+from grace.core.waits import waits as current_waits
 from grace.core.watch_server import LOST, Line, WatchServer
 from tests.support import warm
+from tests.support.limits import HANGS
 from tests.support.pools import ranks_of
 
 
@@ -88,6 +92,35 @@ def test_a_rank_that_is_stopped_is_said_not_to_answer():
     pool.stop()  # others may answer later
     assert any(re.search(r"\b1 does not answer \(stopped, or its machine hangs\)", said) for said in absent), absent
     assert there == []
+
+
+class Looked(float):
+    """A time that says when somebody has looked at it."""
+
+    def __rsub__(self, other):
+        self.seen.set()
+        return other - float(self)
+
+
+def test_a_wait_that_is_over_is_not_kept(monkeypatch):
+    monkeypatch.setattr(watch, "WARN_SECONDS", 0.04)  # of which a quarter passes between two looks
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = Line(socket.create_connection(server.getsockname()))
+    here = watch.Watch(0, line, None)
+    began = Looked(time.monotonic())
+    began.seen = threading.Event()
+    wait = Wait(lambda: "a place", began=began, warned=True)
+    gone = weakref.ref(wait)
+    try:
+        current_waits["a test"] = wait
+        assert began.seen.wait(HANGS)
+        del current_waits["a test"], wait
+        ends = time.monotonic() + 5
+        while gone() is not None and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        here.disconnect()
 
 
 def trained(pipe):

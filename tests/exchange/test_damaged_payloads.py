@@ -250,8 +250,8 @@ def by_nodes() -> str:
 def test_a_node_hears_that_its_leader_could_not_decode(three_ranks):
     leader, follower, sender = three_ranks.run(by_nodes)
     for error in (leader, sender):
-        assert "what rank 1 sent of 'weight'" in error
-    assert follower == "the rank that speaks for this node could not decode what others sent for weight"
+        assert "of the ranks 0, 2: what rank 2 sent of 'weight'" in error
+    assert follower == "rank 0, which speaks for this node, could not decode what others sent for weight"
 
 
 def delayed() -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 import grace
 from grace.communicators import ReduceBroadcast
 from grace.core.variable import Variable
+from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket
 from tests.support import strategies
 from tests.support.limits import HANGS
-from tests.support.training import Given, copied, digest, distributed, plain_sgd
+from tests.support.own_parts import Shrinking, Whole
+from tests.support.training import Given, copied, digest, distributed, plain_sgd, refusal
 
 pytestmark = pytest.mark.ranks
 LR = 0.1
@@ -406,3 +409,72 @@ def scaled_ahead():
 
 def test_a_scaler_steps_although_nothing_has_come_yet(two_ranks):
     assert two_ranks.run(scaled_ahead) == [[0, 0, -1, -2]] * 2
+
+
+def counted(spec: str, steps: int, staleness: int) -> tuple[list[int], int]:
+    """How many collectives each step has started, and of how many programs."""
+    model, programs = Quadratic(), set()
+    compressor = Whole() if spec == "own" else spec
+    optimizer = made(ReduceBroadcast(compressor, staleness=staleness), model, group_bytes=1000)
+    (bucket,) = optimizer._grace.runner.buckets
+    backend = optimizer._grace.runner.exchange_thread().backend
+    counts = [backend.started]
+    for step in range(steps):
+        one_step(model, optimizer, step)
+        pending = bucket.pending[-1]
+        programs.add(pending.round_trip.program)
+        pending.done.wait(HANGS)
+        counts.append(backend.started)
+    optimizer._grace.runner.pending()
+    return [after - before for before, after in pairwise(counts)], len(programs)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_steps_share_as_many_programs_as_are_under_way_and_compare_unknown_sizes_once(two_ranks, staleness):
+    for collectives, programs in two_ranks.run(counted, "own", 8, staleness):
+        assert collectives == [3, *[2] * 7]
+        assert programs == staleness + 1
+    for collectives, programs in two_ranks.run(counted, "topk(ratio=0.3)", 8, staleness):
+        assert collectives == [2] * 8
+        assert programs == staleness + 1
+
+
+def shrunk() -> str:
+    model = Quadratic()
+    communicator = ReduceBroadcast(Shrinking(), staleness=1)
+    optimizer = made(communicator, model)
+
+    def steps():
+        for step in range(8):
+            communicator.compressor.wrong = step == 4 and grace.rank() == 1  # seen by the copies for the thread
+            one_step(model, optimizer, step)
+
+    return refusal(steps, kind=PayloadError)
+
+
+def test_payloads_are_held_to_the_sizes_of_the_first_step_though_they_are_compared_once(two_ranks):
+    here, there = two_ranks.run(shrunk)
+    assert "rank 1 has not sent its payload of 'w' at step 4, which is laid out otherwise than at the first" in here
+    assert "the payload of 'w' has the shapes" in there
+
+
+def drifted(staleness: int) -> str:
+    """The learning rate of one rank is another for one step, and right again before anybody knows."""
+    model = Quadratic()
+    optimizer = made(ReduceBroadcast("topk(ratio=0.3)", staleness=staleness), model)
+
+    def steps():
+        for step in range(3 + staleness):
+            optimizer.param_groups[0]["lr"] = 2 * LR if step == 1 and grace.rank() == 1 else LR
+            one_step(model, optimizer, step)
+        optimizer._grace.runner.pending()
+
+    return refusal(steps, kind=StepError)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_an_error_about_hyperparameters_names_those_of_the_step_that_differed(two_ranks, staleness):
+    for said in two_ranks.run(drifted, staleness):
+        assert (
+            "rank 0 has optimizer SGD, param group 0, lr 0.1, rank 1 has optimizer SGD, param group 0, lr 0.2" in said
+        )

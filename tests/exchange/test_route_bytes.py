@@ -14,22 +14,24 @@ from grace.communicators import Allgather, Allreduce, Broadcast
 from grace.communicators.choice import build_communicator
 from grace.communicators.sparse import row_communicator
 from grace.core.registry import known, legal_communicators, make
-from grace.core.route import EngineTraits
+from grace.core.route import Carries, EngineTraits
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Traffic
+from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.route_bytes import bytes_of, bytes_within_node
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
+from tests.support.limits import HANGS
 from tests.support.own_parts import InPieces, registered
 from tests.support.pools import ranks_of
 
 pytestmark = pytest.mark.ranks
 
 SHAPES = ((12, 25), (301,))
-OPTIONS: list[dict[str, Any]] = [{}, {"staleness": 1}, {"local_replication": True}]
+OPTIONS: list[dict[str, Any]] = [{}, {"staleness": 1}, {"sync": False}, {"local_replication": True}]
 """Options of communicators by which other bytes travel, or bytes travel later."""
 
 
@@ -122,8 +124,6 @@ def case(name: str, method: str, communicator: dict[str, Any], sparse: bool) -> 
     with contextlib.suppress(grace.ConfigError), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         built = build_communicator(method, None, communicator)
-        if len(communicator) > 1 and built.compressor.traits.varies:
-            return []  # a rank may send its own payload and hand on the means, and only their sum is counted
         if sparse:
             row_communicator(built, name)  # raises if rows cannot be compressed so
         return [Case(words, variables, built)]
@@ -131,10 +131,10 @@ def case(name: str, method: str, communicator: dict[str, Any], sparse: bool) -> 
 
 
 class Counted(NamedTuple):
-    """What a rank has counted of a bucket: bytes of its own payload, of all that it has sent, and what left it."""
+    """What a rank has counted of a bucket: bytes of its own payload, of means that it has sent, and of all it sent."""
 
     own: int
-    payload: int
+    means: int
     sent: int
 
 
@@ -150,22 +150,32 @@ def gradient(variable: Variable, hierarchical: bool) -> Any:
     return SparseRows(torch.randn(len(rows), *variable.shape[1:]), rows)
 
 
+def payload_bytes(traffic: Traffic) -> int:
+    return sum(traffic.payload_bytes.values())
+
+
 def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
-    """Exchange all buckets, twice, since some means come a step later: the counts of the second step."""
-    counts = []
-    for _ in range(2):
-        counts.clear()
+    """Exchange all buckets, twice, since some means come a step later: the counts of what the second step brings."""
+    steps: list[list[tuple[int, Traffic]]] = [[], []]
+    for step in steps:
         for bucket in runner.buckets:
             bucket.carries = bucket.index % 2 == 0  # with step stamps, and without
             traffic = runner.traffic = Traffic()
             gradients = [gradient(variable, hierarchical) for variable in bucket.variables]
-            runner.start(bucket, gradients, [True] * len(gradients))
-            counts.append((sum(traffic.payload_bytes.values()), traffic))
+            trip = runner.start(bucket, gradients, [True] * len(gradients))
+            own = trip.pending.round_trip.traffic if isinstance(trip, DelayedRoundTrip) else traffic
+            step.append((payload_bytes(own), traffic))
             if hierarchical:
                 runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         if not hierarchical:
             runner.finish_step(lambda bucket: [None] * len(bucket.variables))
-    return [Counted(own, sum(traffic.payload_bytes.values()), traffic.sent_bytes) for own, traffic in counts]
+        for bucket in runner.buckets:  # without sync a step brings what has come
+            assert all(pending.done.wait(HANGS) for pending in bucket.pending)
+    counts = []
+    for bucket, (first, _), (own, traffic) in zip(runner.buckets, *steps, strict=True):
+        sent = first if bucket.communicator.delayed else own  # of the step whose means came
+        counts.append(Counted(sent, payload_bytes(traffic) - sent, traffic.sent_bytes))
+    return counts
 
 
 def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical: bool) -> float:
@@ -178,6 +188,7 @@ def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical
     elements = sum(v.numel // v.shape[0] * rows[v.name] if sparse else v.numel for v in bucket.variables)
     rank, total = channel.rank, 0.0
     within = 0
+    root = communicator.root if communicator.rooted else 0
     if hierarchical:
         groups = runner.hierarchy.node_groups
         inside: Any = row_communicator(Allreduce("none"), "") if sparse else Allreduce("none")
@@ -188,13 +199,13 @@ def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical
             return total
         rank, engine = groups.leaders.rank, dataclasses.replace(engine, ranks=groups.nodes)
         within = 4 * (elements + numbers)  # what the ranks of the node have summed is counted with it
-    payload = max(count.own for count in counts)
-    if communicator.rooted and communicator.root == rank:  # which sends means alone
-        payload = counts[channel.rank].payload - counts[channel.rank].own + within
-    bits = 8 * (payload - within - 4 * numbers) / elements
-    return total + sum(
-        round(one.leg.sent(one.nbytes, engine.ranks, rank)) for one in bytes_of(bucket, engine, bits, rows)
-    )
+        root = groups.leader_of.index(root)
+    sizes = max(count.own for count in counts) - within, counts[root].means
+    bits = [8 * max(0, nbytes - 4 * numbers) / elements for nbytes in sizes]
+    for own, mean in zip(*(bytes_of(bucket, engine, of_one, rows) for of_one in bits), strict=True):
+        one = mean if own.leg.carries is Carries.MEANS else own
+        total += round(one.leg.sent(one.nbytes, engine.ranks, rank))
+    return total
 
 
 def differences(hierarchical: bool, own: bool = False) -> tuple[int, list[str]]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grace
+from grace.tensorflow.optimizer_state import BESIDE, encode
 from tests.support.damaged_states import each, loads_or_changes_nothing, mutated, resealed
 from tests.support.limits import HANGS
 
@@ -168,6 +170,15 @@ def test_no_place_of_a_state_may_hold_what_it_must_not(run):
     for i, entry in enumerate(each(run.entry)):
         if i % every == 0:
             run.tried(resealed(entry))
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"), [({}, "'state' is missing"), ([1], "it should be a dict, and is a list")]
+)
+def test_a_backups_part_that_is_no_state_is_refused_by_name(run, beside, message):
+    store = SimpleNamespace(h5_file={BESIDE: np.frombuffer(encode(beside), np.uint8)})
+    with pytest.raises(grace.ConfigError, match=f"is damaged: {message}"):
+        run.model.optimizer.grace_state.load_beside(store)
 
 
 @given(data=st.data())

@@ -208,6 +208,7 @@ def test_a_mistake_is_named_with_its_place_and_what_would_be_right(tmp_path, tex
     ("name", "text", "message"),
     [
         ("a.yaml", "nodes: [", "is not YAML: while parsing a flow node"),
+        ("a.yaml", "ssh: {}\nnodes: [secret", "is not YAML: while parsing a flow sequence"),
         ("a.yaml", "nodes: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
         ("a.yaml", "a: !!timestamp x", "is not YAML: "),
         ("a.yaml", "[" * 10_000, "is not YAML: "),
@@ -222,6 +223,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
         Resources.load(path)
     assert str(error.value).startswith(f"{path}: {message}")
     assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)  # the place is named, and the line is not quoted
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path):

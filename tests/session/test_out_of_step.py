@@ -11,10 +11,11 @@ import torch
 
 import grace
 from grace.core.context import Context
-from grace.errors import StepError
+from grace.errors import PayloadError, StepError
 from tests.support.by_hand import started_by_hand
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
+from tests.support.own_parts import Shrinking
 from tests.support.pools import launched, on_ranks
 from tests.support.strategies import uneven
 from tests.support.training import ddp, digest, distributed, loss_of, net, refusal, sgd, state_of, weights
@@ -222,3 +223,31 @@ def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_mpi():
     assert ran.returncode != 0
     assert f"{STALE} failed at step 5" in ran.stdout
     assert "rank 1 has left" in ran.stdout
+
+
+@on_ranks(3)
+def test_ranks_of_a_group_are_named_by_their_numbers_in_the_run():
+    """Ranks 1 and 2 train together; rank 0 does not."""
+    group = torch.distributed.new_group([1, 2])
+    if grace.rank() == 0:
+        return
+
+    shrinking = Shrinking()
+
+    def steps(choice, left_out=-1):
+        model = net()
+        optimizer = distributed(model, choice, process_group=group)
+        for step in range(4):
+            shrinking.wrong = step == 2 and grace.rank() == 2
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize() if step == left_out else optimizer.step()
+
+    said = refusal(steps, "topk(ratio=0.1)", 1 if grace.rank() == 2 else -1, kind=StepError)
+    assert said.startswith(f"rank {grace.rank()}: rank 2 is at step 1, rank 1 is at step 2: rank 2 left out")
+    said = refusal(steps, f"topk(ratio=0.{grace.rank()})", kind=grace.RankError)
+    assert "rank 1 has" in said
+    assert "rank 2 has" in said
+    said = refusal(steps, shrinking, kind=PayloadError)
+    assert said.startswith(f"rank {grace.rank()} of the ranks 1, 2: ")
+    assert grace.rank() == 2 or "rank 2 has not sent its payload" in said

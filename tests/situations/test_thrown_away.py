@@ -118,6 +118,22 @@ def test_a_discriminator_under_ddps_hook_does_not_learn_to_be_fooled():
     assert not any(said for _, said in answers.values())
 
 
+@on_ranks(2)
+def test_nor_after_a_step_that_raised():
+    model, forward, optimizer, state = made("hook")
+    x = batch()
+    for _ in range(10):
+        optimizer.zero_grad()
+        (forward(x) * OWN).sum().backward()
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        forward(x).sum().backward()
+    optimizer.zero_grad()
+    state.close()
+    assert moved(model) < 1e-4
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("way", ["replicas", "shards", "both"])
 @on_ranks(4)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import Function, FunctionMeta, _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.nn.modules import module as module_hooks
@@ -25,6 +25,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from grace.errors import ConfigError
 
+APPLY_IS_NATIVE = vars(Function).get("apply") is vars(torch._C._FunctionBase)["apply"]
+"""True from torch 2.14 on, whose ``Function.apply`` calls no method written in Python."""
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 INSTEAD = (
     "a pipeline's stages run forward's operations and differentiate these, so it would train with another gradient. "
@@ -97,8 +99,8 @@ class CarriedFunctions:
         if issubclass(cls, CheckpointFunction):  # its backward is forward's derivative, so the operations will do
             function, _, *arguments = args
             return function(*arguments)
-        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
-        original = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+        tracing = _tracing()
+        original = vars(torch._C._FunctionBase)["apply"].__get__(None, cls)
         if tracing is None or self.within:
             return original(*args)
         for one in pytree.tree_leaves(args):
@@ -145,10 +147,21 @@ class CarriedFunctions:
             ConfigError: the model registers a hook on a tensor, or changes what autograd saves, in the context.
         """
         entered = saved_tensors_hooks.__enter__
+        attribute = FunctionMeta.__getattribute__
 
         def apply(cls: Any, *args: Any) -> Any:
             """Apply a Function, and record it. Replaces ``Function.apply``."""
             return self._apply(cls, *args)
+
+        def find(cls: Any, name: str) -> Any:
+            """Return an attribute of a Function; refuse a forward that :meth:`_apply` is not running. Replaces
+            ``FunctionMeta.__getattribute__``."""
+            if name == "forward" and not self.within and _tracing() is not None:
+                raise ConfigError(
+                    f"the autograd.Function {cls.__name__} is applied{_model_location()} by a name that kept its "
+                    f"apply, where torch {torch.__version__} shows it to nobody: write {cls.__name__}.apply(...)"
+                )
+            return attribute(cls, name)
 
         def register(tensor: torch.Tensor, hook: Any, *ignored: Any, **keywords: Any) -> Any:
             """Refuse a hook on a tensor. Replaces ``Tensor.register_hook``."""
@@ -174,8 +187,11 @@ class CarriedFunctions:
             return entered(context)
 
         with contextlib.ExitStack() as stack:
-            # Function.apply calls this method, even if a program saved `reverse = Reversal.apply` before
-            stack.enter_context(_patched(_SingleLevelFunction, "apply", classmethod(apply)))
+            if APPLY_IS_NATIVE:
+                stack.enter_context(_patched(Function, "apply", classmethod(apply)))
+                stack.enter_context(_patched(FunctionMeta, "__getattribute__", find))
+            else:  # Function.apply calls this method, even if a program saved `reverse = Reversal.apply` before
+                stack.enter_context(_patched(_SingleLevelFunction, "apply", classmethod(apply)))
             stack.enter_context(_patched(torch.Tensor, "register_hook", register))
             stack.enter_context(_patched(torch.Tensor, "grad_fn", property(grad_fn)))
             stack.enter_context(_patched(saved_tensors_hooks, "__enter__", enter))
@@ -205,6 +221,11 @@ def check_hooks(model: torch.nn.Module) -> None:
         for hook in (*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()):  # type: ignore
             if not getattr(hook, "__module__", "").startswith("grace."):  # hooks of an earlier pipeline stay
                 raise ConfigError(f"the parameter {name!r} has a hook ({_describe(hook)}): {CLIPPED}")
+
+
+def _tracing() -> Any:
+    """Return the mode in which ``torch.export`` records operations; None if it records none."""
+    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
 
 
 @contextlib.contextmanager

@@ -247,7 +247,7 @@ class PipelineState:
         except Exception as raised:
             error = raised
         # All ranks get one document. They compare it, and then the ranks of each stage load their part of it.
-        checkpoint.compare(backend, kinds[0] if kinds else None, memory, error)
+        checkpoint.compare(backend, kinds[0] if kinds else None, memory, error, beside=kinds[1:])
         if self.gradients.has_optimizer:
             part = own_state["grace"]
             name = optimizer._grace.runner.name

@@ -15,6 +15,7 @@ from grace.pipeline.planning.blocks import blocks
 from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.atomic_subcomponents import Atoms
 from grace.pipeline.torch.capture import capture
+from grace.pipeline.torch.own_backward import APPLY_IS_NATIVE
 from tests.support.pipelines import run_stages, sgd
 from tests.support.pools import ranks_of
 
@@ -157,9 +158,12 @@ def normed(norm):
     return lambda net: setattr(net, "a", norm(net.a))
 
 
+def of_kept_apply(net, x):
+    return reversal(net.a(x))
+
+
 CARRIED = {
     "reversal": (lambda net, x: Reversal.apply(net.a(x), 0.3), None),
-    "a function that was kept": (lambda net, x: reversal(net.a(x)), None),
     "straight-through": (lambda net, x: Rounding.apply(3 * net.a(x)), None),
     "of a weight": (lambda net, x: F.linear(x, Rounding.apply(4 * net.a.weight) / 4), None),
     "several tensors": (several, None),
@@ -176,6 +180,8 @@ CARRIED = {
     "spectral norm by hooks": (plain, normed(nn.utils.spectral_norm)),
     "pruned": (plain, lambda net: prune.l1_unstructured(net.a, "weight", 0.5)),
 }
+if not APPLY_IS_NATIVE:
+    CARRIED["a function that was kept"] = (of_kept_apply, None)
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -237,6 +243,8 @@ REFUSED = [
     (plain, lambda net: net.a.weight.register_hook(doubled), r"'a.weight' has a hook \(doubled, .*:\d+\).*clip_grad"),
     (plain, lambda net: net.a.bias.register_post_accumulate_grad_hook(doubled), "'a.bias' has a hook"),
 ]
+if APPLY_IS_NATIVE:
+    REFUSED.append((of_kept_apply, None, r"Reversal is applied at test_own_backward.py:\d+ by a name that kept its"))
 
 
 @pytest.mark.parametrize(("part", "change", "message"), REFUSED)

@@ -12,6 +12,7 @@ from grace.planner import driver
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from tests.support.pipelines import ROWS, batch, loss_fn, made, rows, sgd
 from tests.support.pools import ranks_of
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
 NAME = "TiedEmbedding"
@@ -65,6 +66,25 @@ def test_a_strategy_of_the_whole_model_is_its_methods():
     same_bits(answers)
     for one, other in zip(expected, answers, strict=True):
         assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def of_two_saves():
+    """Rank 1 loads the second stage's part of an earlier save."""
+    engine = engine_of(strategy=RULES)
+    saves = []
+    for step in range(2):
+        steps(engine, [step])
+        saves.append(copy.deepcopy(engine.optimizer_state_dict()))
+    first, second = saves
+    assert len(second["grace"]) == 2
+    mixed = {**second, "grace": [second["grace"][0], first["grace"][1]]}
+    given = mixed if engine.backend.rank == 1 else second
+    return refusal(engine.load_optimizer_state_dict, given, kind=grace.RankError)
+
+
+def test_parts_of_a_state_that_are_of_another_save_are_refused_whichever_stage_they_are_of():
+    for said in ranks_of(4).run(of_two_saves):
+        assert said.startswith("rank 0 loads a checkpoint of step 2, rank 1 a checkpoint of step 1. ")
 
 
 def test_documents_are_cut_for_stages_and_checked():

@@ -13,12 +13,13 @@ from grace.core.context import Context
 from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
+from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.header import resolve
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
-from grace.session.hierarchy import advise_hierarchy
+from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
 from grace.session.momentum import momentum_owners
@@ -26,7 +27,7 @@ from grace.session.plan import ExchangePlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, cut_into_buckets
-from grace.session.step_runner import AnyRoundTrip, StepRunner
+from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.torch.copied import InertState
@@ -98,7 +99,7 @@ class BucketTrips(NamedTuple):
         wait_key: the key of its entry in ``waits``.
     """
 
-    trips: list[AnyRoundTrip]
+    trips: list[RoundTrip | HierarchicalRoundTrip]
     views: dict[str, torch.Tensor]
     buffer: torch.Tensor
     wait_key: tuple[int, int]
@@ -137,7 +138,7 @@ class DDPState(PythonReducerMixin):
         runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
-        self.trips: list[AnyRoundTrip] = []
+        self.trips: list[RoundTrip | HierarchicalRoundTrip] = []
         """Round trips of this step; their headers hold the ranks' step stamps."""
         self.begun: list[tuple[torch.futures.Future, BucketTrips]] = []
         """Buckets of this step that :meth:`_finish_begun` finishes, if nodes reduce first."""
@@ -369,11 +370,13 @@ class DDPState(PythonReducerMixin):
             self.uses.arrived.clear()
         guard = self.runner.stateful
         traffic = self.runner.traffic
-        trips: list[AnyRoundTrip] = []
+        trips: list[RoundTrip | HierarchicalRoundTrip] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
             gradients = [gradient_to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
-            trips.append(self.runner.start_round_trip(Contribution(bucket, gradients, present, guard, traffic)))
+            trip = self.runner.start_round_trip(Contribution(bucket, gradients, present, guard, traffic))
+            assert not isinstance(trip, DelayedRoundTrip)  # register_ddp_hook refuses methods that delay
+            trips.append(trip)
         exchange = BucketTrips(trips, views, grad_bucket.buffer(), (id(self), grad_bucket.index()))
         # Messages say where this rank waits until the futures are done.
         waits[exchange.wait_key] = Wait(trips[0].describe_wait)
@@ -456,7 +459,7 @@ class DDPState(PythonReducerMixin):
         return exchange.buffer
 
     @torch.no_grad()
-    def _write(self, trip: AnyRoundTrip, views: dict[str, torch.Tensor]) -> None:
+    def _write(self, trip: RoundTrip | HierarchicalRoundTrip, views: dict[str, torch.Tensor]) -> None:
         """Finish a round trip, and write its means into the views of the bucket."""
         exact = trip.communicator.compressor.traits.exact
         outs = []

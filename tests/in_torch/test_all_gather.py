@@ -306,7 +306,7 @@ def test_a_run_with_differences_goes_on_from_its_state():
 
 
 def checkpointed(folder):
-    mesh = mesh_of()["shard"]
+    mesh = mesh_of(1, 4)["shard"]
     net = built(mesh)
     with gathered(net, delta=True) as state:
         trained(net, 3)

@@ -19,6 +19,7 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, TensorSpec, Traits
 from grace.core.context import Context
 from grace.core.memory import Memory
+from grace.core.outer import OuterOptimizer
 from grace.core.registry import known, make, register
 from grace.core.state import State
 from grace.core.variable import Variable
@@ -48,6 +49,7 @@ __all__ = [
     "Kernels",
     "Memory",
     "MissingExtraError",
+    "OuterOptimizer",
     "RankError",
     "State",
     "Sum",

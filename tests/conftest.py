@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that ranks find tests.*
 from tests.support import warm
 
 warm.install()  # before others read sys.executable
+sys.dont_write_bytecode = False  # or pytest would rewrite all tests' assertions each time
 
 from tests.support import drawing  # noqa: E402
 from tests.support.engine_pools import DRAWN  # noqa: E402

@@ -10,7 +10,7 @@ FLOORS = [
     ["errors"],
     ["kernels"],
     ["core"],
-    ["compressors", "memories", "backends", "launch"],
+    ["compressors", "memories", "outer", "backends", "launch"],
     ["exchange"],
     ["communicators"],
     ["session"],

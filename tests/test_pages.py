@@ -333,6 +333,7 @@ IN_REFERENCE = {
     "compressor": "compressors",
     "memory": "memories",
     "communicator": "communicators",
+    "outer": "outer",
     "builder": "strategies",
     "rule": "strategies",
 }

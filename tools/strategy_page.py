@@ -28,12 +28,19 @@ SECTIONS = {
     "Collective": "`sync` of type `allreduce`, `allgather`, `broadcast`, `scatter_reduce` or `scatter_merge`",
     "ReduceBroadcast": "`sync` of type `reduce_broadcast`",
     "Alone": "`sync` of type `none`",
+    "Rounds": "`outer`",
     "Own": "`sync` of another type",
     "Rule": "An entry of `rules`",
     "Match": "`match` of a rule",
     "Shards": "`partition` of a rule",
 }
-WORDS = {"string": "text", "boolean": "true or false", "object": "an object", "integer": "a whole number"}
+WORDS = {
+    "string": "text",
+    "boolean": "true or false",
+    "object": "an object",
+    "integer": "a whole number",
+    "number": "a number",
+}
 
 
 def strategy_page() -> str:

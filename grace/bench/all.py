@@ -27,9 +27,12 @@ class AllSettings:
     """Settings of the three benchmarks; None is the default of each."""
 
     model: str = option("transformer", "What steps are timed of; see grace bench step.")
-    task: str = option("digits", "What is trained; see grace bench train.")
+    task: str = option("digits-cnn", "What is trained; see grace bench train.")
     methods: list[str] | None = option(
-        None, "Compressor specs, separated by commas, or all.", parse=options.methods, show_default="each part's own"
+        None,
+        "Compressor specs, separated by commas, or all.",
+        parse=options.methods,
+        show_default="those of grace bench step, and more of kernels; or four with --quick",
     )
     ranks: int = option(2, "Processes to train on.", "--ranks", "-n")
     bandwidths: list[float | None] | None = option(
@@ -54,10 +57,11 @@ def command(
 ) -> None:
     """Run the three benchmarks, and put them into one report.
 
-    step: whether a training step gets faster, over networks of given bandwidths.
-    train: whether the model still learns. kernels: what encoding and decoding
-    cost and lose, without a network. Each part can be run by itself, with more
-    options: grace bench step, train, kernels.
+    train: whether the model still learns. step: whether a training step gets
+    faster, over networks of given bandwidths; its verdict recommends no method
+    that learns clearly less. kernels: what encoding and decoding cost and lose,
+    without a network. Each part can be run by itself, with more options: grace
+    bench train, step, kernels.
     """
     _run("grace bench all", "", AllSettings(**given), out, quick)
 
@@ -68,16 +72,16 @@ def demo(
         "out/demo"
     ),
 ) -> None:
-    """Show in about a minute what gradient compression costs, and when it pays.
+    """Show in a minute or two what gradient compression costs, and when it pays.
 
-    It is grace bench all --quick: two processes train a small transformer over
-    an emulated slow network, with and without Grace; a small network learns
-    handwritten digits with each method; and the methods are timed by themselves.
+    It is grace bench all --quick: a small network learns handwritten digits with
+    each method; two processes train a small transformer over an emulated slow
+    network, with and without Grace; and the methods are timed by themselves.
     """
     introduction = (
         "Processes that train one model together exchange their gradients at every step; over a slow network they "
         "wait for that. Grace compresses the gradients. Three small experiments on this machine show when that pays "
-        "and what it costs; they take about a minute."
+        "and what it costs; they take a minute or two."
     )
     _run("grace demo", introduction, AllSettings(ranks=ranks), out, quick=True)
 
@@ -87,9 +91,10 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
     console = Console(highlight=False)
     need_report()
     rates, note = _bandwidths(settings.bandwidths, quick)
+    methods = settings.methods or list(step_settings.QUICK_METHODS if quick else step_settings.METHODS)
     steps = step_settings.StepSettings(
         model=settings.model,
-        methods=settings.methods or list(step_settings.QUICK_METHODS if quick else step_settings.METHODS),
+        methods=methods,
         ranks=[settings.ranks],
         bandwidths=rates,
         rounds=step_settings.QUICK_ROUNDS if quick else step_settings.ROUNDS,
@@ -97,31 +102,35 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
     )
     trained = train_settings.TrainSettings(
         task=settings.task,
-        methods=settings.methods or list(train_settings.METHODS),
+        methods=methods,
         ranks=settings.ranks,
         seeds=settings.seeds or ([0] if quick else [0, 1, 2]),
     )
     if quick:
         trained.use_quick_epochs()
-    methods = None if settings.methods is None else ",".join(settings.methods)
     tensors = ("captured",) if quick else kernels_command.TENSORS
-    coded = kernels_command.settings(methods=methods, quick=quick, tensors=",".join(tensors))
+    coded = kernels_command.settings(
+        methods=",".join(methods) if quick or settings.methods else None, quick=quick, tensors=",".join(tensors)
+    )
     results.make_folder(out)
     if introduction:
         console.print(introduction, markup=False)
         console.print()
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
+    finished: list[Results] = []
     parts: list[tuple[str, Callable[[], BenchmarkRun]]] = [
-        (f"Does a training step get faster, {where}?", lambda: step_command.run(steps, out / "step")),
         ("Does the model still learn?", lambda: train_command.run(trained, out / "train")),
+        (
+            f"Does a training step get faster, {where}?",
+            lambda: step_command.run(steps, out / "step", shortfalls=_shortfalls(finished[0])),
+        ),
         ("What does compressing cost and lose?", lambda: kernels_command.run(coded, out / "kernels")),
     ]
-    finished: list[Results] = []
     for number, (question, part) in enumerate(parts, start=1):
         if number > 1:
             console.print()
         console.rule(f"[bold]{number}. {question}[/]", align="left")
-        if number == 1 and note:
+        if number == 2 and note:
             console.print(note, markup=False)
         running = part()
         running.name = name
@@ -138,6 +147,17 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
         console.print(f"With {scenario}: {words}\n", markup=False)
     seconds = time.monotonic() - began
     console.print(f"The report, with pictures, is {report} ({seconds:.0f} s).", soft_wrap=True)
+
+
+def _shortfalls(trained: Results) -> dict[str, float | None] | None:
+    """Return the largest shortfall of each method, over optimizers; None if there is no ``none`` to compare with."""
+    if all(row["method"] != "none" for row in trained.rows):
+        return None
+    found: dict[str, float | None] = {}
+    for row in trained.rows:
+        known = [each for each in (found.get(row["method"]), row["shortfall"]) if each is not None]
+        found[row["method"]] = max(known, default=None)
+    return found
 
 
 def _bandwidths(given: list[float | None] | None, quick: bool) -> tuple[list[float | None], str]:

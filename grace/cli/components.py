@@ -16,7 +16,7 @@ from grace.cli.terminal import plain_table, standard_output
 from grace.communicators.choice import break_even
 from grace.core import specs
 from grace.core.composition import Composed
-from grace.core.registry import KINDS, aliases, known, legal_communicators, make, unusable
+from grace.core.registry import KINDS, aliases, known, legal_communicators, make, noun, unusable
 from grace.core.schema_words import hint
 from grace.errors import ConfigError
 
@@ -89,6 +89,7 @@ def _print_long_tables(console: Console) -> None:
     others: list[tuple[str, tuple[str, ...], Callable[[Any], list[str]]]] = [
         ("memory", ("memory",), lambda cls: [signature(cls)]),
         ("communicator", ("communicator", "cost per rank"), lambda cls: [cls.name, cls.cost or "?"]),
+        ("outer", ("outer optimizer",), lambda cls: [signature(cls)]),
         ("builder", ("strategy builder",), lambda cls: [cls.name]),
         ("rule", ("rule of strategies",), lambda cls: [signature(cls)]),
     ]
@@ -133,7 +134,7 @@ def describe(
     spec: Annotated[
         str,
         typer.Argument(
-            help="A compressor, memory, communicator, builder or rule: topk, 'topk(ratio=0.05)', 'topk | qsgd'."
+            help="A component of any kind: topk, 'topk(ratio=0.05)', 'topk | qsgd', residual, nesterov, parallax."
         ),
     ],
 ) -> None:
@@ -169,7 +170,8 @@ def _unknown(name: str) -> ConfigError:
 
 def _print_component(console: Console, component: Any, note: str = "") -> None:
     cls = type(component)
-    console.print(f"[bold cyan]{escape(component.spec)}[/], a {component.kind}{note}\n")
+    article = "an" if component.kind == "outer" else "a"
+    console.print(f"[bold cyan]{escape(component.spec)}[/], {article} {noun(component.kind)}{note}\n")
     console.print(escape(_reflow(_doc(cls), console.width)) + "\n", soft_wrap=True)
     if cls.parameters() and cls is not Composed:
         _print_section(console, "Parameters", [_parameter(component, key) for key in cls.parameters()])

@@ -163,8 +163,8 @@ def _rows(strategy: Strategy) -> Iterator[list[str]]:
 
 def _destination(part: ShardPlan) -> str:
     sync = part.sync
-    if sync.type == "none":
-        return f"average every {sync.period}"
+    if part.rounds is not None:
+        return part.rounds.describe()
     if sync.type != "reduce_broadcast":
         return ", ".join([f"group {sync.group}", *(f"{key}={value}" for key, value in sync.options.items())])
     extra = "" if sync.sync and not sync.staleness else f", {sync.staleness if sync.sync else sync.ahead} ahead"

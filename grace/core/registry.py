@@ -1,10 +1,10 @@
-"""The registry of compressors, memories, communicators, strategy builders and rules.
+"""The registry of compressors, memories, communicators, outer optimizers, strategy builders and rules.
 
-Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators``,
+Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators``, ``grace/outer``,
 ``grace/strategy/builders``, ``grace/planner/builders`` and ``grace/strategy/rules``, found by importing these folders'
 modules (a file may hold a compressor and its memory); others register themselves (:func:`register`) or are
 found through entry points, whose groups have the folders' names: ``grace.compressors``, ``grace.memories``,
-``grace.communicators``, ``grace.strategy.builders`` and ``grace.strategy.rules``.
+``grace.communicators``, ``grace.outer``, ``grace.strategy.builders`` and ``grace.strategy.rules``.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ KINDS = {
     "compressor": "compressors",
     "memory": "memories",
     "communicator": "communicators",
+    "outer": "outer",
     "builder": "strategy.builders",
     "rule": "strategy.rules",
 }
@@ -59,12 +60,21 @@ def register(cls: type[Component]) -> type[Component]:
 
 
 def known(kind: str) -> dict[str, type[Component]]:
-    """Return all components of a kind ("compressor", "memory", "communicator", "builder", "rule"), by name.
+    """Return all components of a kind ("compressor", "memory", "communicator", "outer", "builder", "rule"), by name.
 
     >>> sorted(known("memory"))
     ['dgc', 'efsignsgd', 'loco', 'none', 'residual']
     """
     return dict(sorted({**_discover(kind)[0], **_registered[kind]}.items()))
+
+
+def noun(kind: str) -> str:
+    """Return the noun for components of a kind.
+
+    >>> noun("memory"), noun("outer")
+    ('memory', 'outer optimizer')
+    """
+    return "outer optimizer" if kind == "outer" else kind
 
 
 def aliases(kind: str) -> dict[str, dict[str, Any]]:
@@ -153,7 +163,7 @@ def _class(kind: str, name: str) -> type[Component]:
         raise ConfigError(str(why)) from why.__cause__
     if name not in components:
         names = sorted([*components, *_discover(kind)[1]])
-        raise ConfigError(f"unknown {kind} {name!r}{hint(name, names)}; known: {', '.join(names)}")
+        raise ConfigError(f"unknown {noun(kind)} {name!r}{hint(name, names)}; known: {', '.join(names)}")
     return components[name]
 
 

@@ -113,7 +113,11 @@ def partitions_of(runner: StepRunner) -> Partitions:
             "shape": list(shards[0].whole.shape),
             "sizes": [shard.stop - shard.start for shard in shards],
             "methods": [shard.communicator.describe() for shard in shards],
-            "memories": [shard.communicator.memory.spec for shard in shards],
+            "memories": [
+                # of another scale than a gradient's residual, which must not become that of drifts
+                shard.communicator.memory.spec + ("" if shard.outer is None else " of drifts")
+                for shard in shards
+            ],
             "destinations": [getattr(shard.communicator, "destination", None) for shard in shards],
         }
         for name, shards in runner.shards_of.items()
@@ -124,7 +128,7 @@ def shared(runner: StepRunner) -> dict[str, list[str]]:
     """Return, by kind of state, the shards whose state is the same on all ranks; see ``Component.shared_state``."""
     found: dict[str, list[str]] = {}
     for name, shard in runner.shards.items():
-        for kind, component in shard.communicator.stateful_parts.items():
+        for kind, component in runner.stateful_parts(shard).items():
             names = found.setdefault(kind, [])
             if component.shared_state:
                 names.append(name)
@@ -392,7 +396,7 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            runner.shards[name].communicator.stateful_parts[kind].state[name] = value
+            runner.stateful_parts(runner.shards[name])[kind].state[name] = value
     for _, component in runner.components:
         component.state.commit()
     if loaded.step is None:

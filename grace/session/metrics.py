@@ -13,12 +13,15 @@ call is no collective: log them on one rank, or on every rank.
 - ``seconds_encode``: seconds in the codec, decoding included: compensate, compress, pack, update, decompress and
   aggregate.
 - ``seconds_wait``: seconds in which training waited for collectives; NaN if another library waits for them.
+- ``drift_norm``, where there are outer rounds: the Euclidean norm of this rank's parameters minus the anchors.
+- ``bytes_round``, where there are outer rounds: bytes that left this rank in the last round of each fragment.
 
 Seconds are of the host's clock. On a GPU they are the time to start operations, and the time that the host waited for
 the device while it encoded.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from grace.exchange.bucket import Traffic
@@ -40,7 +43,7 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
     now = traffic.sent_bytes, traffic.dense_bytes, traffic.codec_seconds, traffic.wait_seconds
     sent, dense, encode, wait = (float(a - b) for a, b in zip(now, traffic.reported, strict=True))
     traffic.reported = now
-    return {
+    found = {
         "bytes_sent": sent,
         "bytes_dense": dense,
         "ratio": dense / sent if sent else math.nan,
@@ -48,18 +51,29 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
         "seconds_encode": encode,
         "seconds_wait": wait if waits else math.nan,
     }
+    if runner is not None and runner.rounds:
+        found |= {"drift_norm": norm(runner.rounds.drifts()), "bytes_round": float(runner.rounds.bytes_round)}
+    return found
 
 
 def residual_norm(runner: StepRunner) -> float:
-    """Return the Euclidean norm of this rank's residuals, in the units of the gradient. One number is read back from
-    each device."""
-    squares: dict[Any, list[Any]] = {}
+    """Return the Euclidean norm of this rank's residuals, in the units of gradients, and of parameters where drifts are
+    sent. One number is read back from each device."""
+    scaled, plain = list[Any](), list[Any]()
     for shard in runner.shards.values():
         memory = shard.communicator.memory
-        for tensor in memory.residual_tensors(shard.variable.name) if memory.stateful and not shard.period else ():
-            k = kernels_of(tensor)
-            column = k.reshape(k.cast(tensor, "float64"), (math.prod(tensor.shape), 1))
-            square = k.reshape(k.matmul(column, column, transpose=True), (1,))
-            squares.setdefault(str(getattr(tensor, "device", "cpu")), []).append(square)
+        if memory.stateful:
+            (scaled if shard.outer is None else plain).extend(memory.residual_tensors(shard.variable.name))
+    return math.hypot(norm(scaled) / runner.context.loss_scale, norm(plain))
+
+
+def norm(tensors: Iterable[Any]) -> float:
+    """Return the Euclidean norm of all elements of some tensors."""
+    squares: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        k = kernels_of(tensor)
+        column = k.reshape(k.cast(tensor, "float64"), (math.prod(tensor.shape), 1))
+        square = k.reshape(k.matmul(column, column, transpose=True), (1,))
+        squares.setdefault(str(getattr(tensor, "device", "cpu")), []).append(square)
     found = [math.fsum(kernels_of(own[0]).to_list(kernels_of(own[0]).join(own))) for own in squares.values()]
-    return math.sqrt(math.fsum(found)) / runner.context.loss_scale
+    return math.sqrt(math.fsum(found))

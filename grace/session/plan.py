@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
+from grace.core.outer import Outer
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import Shard, uniform
@@ -58,6 +59,7 @@ class UniformPlan:
             number of ranks (:func:`~grace.communicators.choice.break_even`).
         limits: limits of a bucket; None for one bucket of all variables.
         together: returns names of variables that may share a collective; called once the variables are known.
+        outer: the settings of rounds, if ranks train alone.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class UniformPlan:
         communicator: Any,
         limits: Limits | None = None,
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
+        outer: Outer | None = None,
     ):
         self.choices = compressor, memory, communicator
         self.limits = limits
         self.together = together
+        self.outer = outer
         self.name = ""
         self.strategy = None
         self.communicator: Communicator | None = None
@@ -84,8 +88,8 @@ class UniformPlan:
     def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
         """Return a shard for each whole variable: compressed if the compressor makes it smaller, else dense."""
         self.communicator = self._build(ranks)
-        self.name = self.communicator.describe()
-        return uniform(variables, self.communicator, self.limits, self.together())
+        self.name = self.communicator.describe() + ("" if self.outer is None else f", {self.outer.describe()}")
+        return uniform(variables, self.communicator, self.limits, self.together(), self.outer)
 
     def _build(self, ranks: int = 1) -> Communicator:
         return build_communicator(*self.choices, ranks) if self.communicator is None else self.communicator
@@ -95,4 +99,7 @@ class UniformPlan:
         chosen = self._build()
         named = None if chosen.by_default else chosen
         parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": named}
-        return {kind: None if part is None else part.to_dict() for kind, part in parts.items()}
+        options: dict[str, Any] = {kind: None if part is None else part.to_dict() for kind, part in parts.items()}
+        if self.outer is not None:
+            options |= {"outer": self.outer.to_dict()["optimizer"], "period": self.outer.period}
+        return options

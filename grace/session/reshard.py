@@ -23,6 +23,8 @@ Partition = dict[str, Any]
 Partitions = dict[str, Partition]
 KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 """Kinds of state that every run knows."""
+OF_ROUNDS = ("anchor", "outer", "local", "coming")
+"""Kinds of state of outer rounds (:mod:`grace.session.outer_rounds`)."""
 
 
 class Misfit(ConfigError):
@@ -83,7 +85,7 @@ class Resharding:
         known = set().union(*parts_of.values())
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
             self._try(self._check_shape, "something", name)
-        kept = {kind for shard in self.runner.shards.values() for kind in shard.communicator.stateful_parts}
+        kept = {kind for shard in self.runner.shards.values() for kind in self.runner.stateful_parts(shard)}
         for kind, names in held.items():
             if kind.partition(".")[0] not in KINDS and kind not in kept:
                 self._try(self._refuse_kind, kind)
@@ -148,11 +150,11 @@ class Resharding:
             self._check_memory(kind, name, old, cut)
         if base == "answer_memory":
             values = self._answer_memory(kind, name, old, cut)
-        elif base == "memory":
+        elif base in ("memory", *OF_ROUNDS):
             values = {part: self._select(kind, part) for part in _part_names(name, old)}
             values = {part: value for part, value in values.items() if value is not None}
             if not _same_partition(old, cut, "axis", "sizes"):
-                values = _repartition(name, old, cut, values, f"the {kind}")
+                values = _repartition(name, old, cut, values, f"the {kind}", base in OF_ROUNDS)
         elif base == "shard_memory" and not self._same_shards(old, cut):
             self.cut_anew.append((kind, name))
             return {}
@@ -251,7 +253,7 @@ class Resharding:
             Misfit: the value does not fit for another reason.
         """
         shard = self.runner.shards[part]
-        component = shard.communicator.stateful_parts.get(kind)
+        component = self.runner.stateful_parts(shard).get(kind)
         if component is None or not getattr(component, "stateful", True):
             raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {shard.communicator.describe()} has none")
         shape = shard.variable.shape
@@ -259,7 +261,7 @@ class Resharding:
             here = shard.communicator.context
             a, b = equal_bounds(shard.variable.numel, here.size)[here.rank]
             shape = (b - a,)
-        why = describe_mismatch(value, component.keeps(shape))
+        why = describe_mismatch(value, component.keeps(shape), None if kind in OF_ROUNDS else "float32")
         if not why:
             return True
         whole = shard.whole.name
@@ -306,7 +308,7 @@ class Resharding:
                 "otherwise. Use the same partition for it"
             )
         else:
-            values = _repartition(name, old, cut, step, "a mean")
+            values = _repartition(name, old, cut, step, "a mean", any_dtype=True)
         for part, value in values.items():
             variable = self.runner.shards[part].variable
             if variable.sparse:
@@ -350,7 +352,9 @@ def _mean_value(values: list[Any], count: int, what: str) -> Any:
     return sum(values[1:], start=values[0]) / count
 
 
-def _repartition(name: str, old: Partition, cut: Partition, values: dict[str, Any], what: str) -> dict[str, Any]:
+def _repartition(
+    name: str, old: Partition, cut: Partition, values: dict[str, Any], what: str, any_dtype: bool = False
+) -> dict[str, Any]:
     """Return values of a variable's old parts as values of its new parts.
 
     Raises:
@@ -361,7 +365,7 @@ def _repartition(name: str, old: Partition, cut: Partition, values: dict[str, An
     if all(value is None for value in kept):
         return {}
     shape, some = list(cut["shape"]), next(value for value in kept if value is not None)
-    nested, dtype = isinstance(some, dict), kernels_of(some).dtype(some) if what == "a mean" else "float32"
+    nested, dtype = isinstance(some, dict), kernels_of(some).dtype(some) if any_dtype else "float32"
     for part, value, n in zip(parts, kept, old["sizes"] or [0], strict=False):
         own = shape if old["axis"] is None else [*shape[: old["axis"]], n, *shape[old["axis"] + 1 :]]
         wanted = {key: own if hasattr(one, "shape") else float for key, one in some.items()} if nested else own

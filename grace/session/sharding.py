@@ -1,13 +1,14 @@
 """Shards: the parts of variables that are exchanged, their communicators, and their buckets."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.communicator import Communicator
+from grace.core.outer import Outer
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.exchange.sparse_codec import RowCompressor
@@ -23,11 +24,12 @@ class Shard:
     Attributes:
         variable: the shard: the variable itself, or ``name/part_i``.
         whole: the whole variable.
-        communicator: the communicator of its gradients; that of its averages, if ``period`` is set.
+        communicator: the communicator of its gradients; that of its drifts, if ``outer`` is set.
         travels: key of shards that may share a collective: they have equal keys.
         limits: limits of a bucket; None for none.
         priority: shards of a lower priority start first.
-        period: 0 if gradients are exchanged; else the variable itself is averaged each time after ``period`` steps.
+        outer: None if gradients are exchanged in every step; else the settings of the rounds in which ranks that train
+            alone exchange their drifts.
         hierarchical: True if the ranks of a node reduce first; equal for all shards of a communicator.
         axis, start, stop: the range of the shard in the variable; axis is None if the shard is the whole variable.
     """
@@ -38,11 +40,16 @@ class Shard:
     travels: Hashable = None
     limits: Limits | None = None
     priority: int = 0
-    period: int = 0
+    outer: Outer | None = None
     axis: int | None = None
     start: int = 0
     stop: int = 0
     hierarchical: bool = False
+
+    @property
+    def period(self) -> int:
+        """Number of iterations between two rounds; 0 if gradients are exchanged."""
+        return 0 if self.outer is None else self.outer.period
 
     @property
     def wire_bytes(self) -> float:
@@ -87,6 +94,7 @@ def uniform(
     communicator: Communicator,
     limits: Limits | None = None,
     together: Sequence[Sequence[str]] | None = None,
+    outer: Outer | None = None,
 ) -> list[Shard]:
     """Return shards of whole variables: with one communicator for all variables that its compressor makes smaller, and
     dense for the others, together.
@@ -96,14 +104,16 @@ def uniform(
         communicator: the user's communicator.
         limits: limits of a bucket; None for one bucket.
         together: sets of names of variables that may share a bucket; all variables may, if left out.
+        outer: the settings of rounds, if ranks train alone.
     """
     place = {name: i for i, names in enumerate(together or []) for name in names}
     choose = Chooser()
     shards = []
     for variable in variables:
-        chosen = choose(variable, communicator)
-        own = None if variable.sparse else limits  # a sparse gradient has few rows, whatever the variable's size
-        shards.append(Shard(variable, variable, chosen, place.get(variable.name), own))
+        exchanged = variable if outer is None else replace(variable, sparse=False)  # drifts are dense
+        chosen = choose(exchanged, communicator)
+        own = None if exchanged.sparse else limits  # a sparse gradient has few rows, whatever the variable's size
+        shards.append(Shard(exchanged, variable, chosen, place.get(variable.name), own, outer=outer))
     return shards
 
 

@@ -193,6 +193,8 @@ _options = {
     "seed": _seed,
     **dict.fromkeys(("bucket_bytes", "group_bytes"), _or_none(_integer(1))),
     "compress_after": _integer(0),
+    "outer": _spec,
+    "period": _or_none(_integer(1)),
 }
 
 

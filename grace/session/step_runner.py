@@ -2,9 +2,9 @@
 
 import contextlib
 import copy
-import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
@@ -14,7 +14,7 @@ from grace.core.channels import Leases
 from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
-from grace.core.context import Context
+from grace.core.context import Context, SubgroupContext
 from grace.core.memory import Memory
 from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
@@ -29,6 +29,7 @@ from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, compare_facts, first_difference
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
+from grace.session.outer_rounds import OuterRounds
 from grace.session.sharding import Shard, hierarchical, make_buckets, uncompressed
 from grace.session.versions import versions
 
@@ -51,7 +52,7 @@ class StepRunner:
         shards: shards by name.
         shards_of: shards by the name of the whole variable.
         buckets: buckets of shards whose gradients are exchanged.
-        averages: buckets of shards that are averaged periodically.
+        rounds: the rounds of shards that ranks train alone.
     """
 
     def __init__(
@@ -66,16 +67,22 @@ class StepRunner:
         self.shards_of: dict[str, list[Shard]] = {variable.name: [] for variable in self.variables}
         for shard in shards:
             self.shards_of[shard.whole.name].append(shard)
-        self.buckets = make_buckets([shard for shard in shards if not shard.period])
+        self.within_node = Allreduce("none")
+        """Communicator of the gradients that only the ranks of a node average."""
+        here = [
+            replace(shard, communicator=self.within_node, outer=None)
+            for shard in shards
+            if shard.outer is not None and shard.outer.over == "nodes"
+        ]
+        self.buckets = make_buckets([*(shard for shard in shards if shard.outer is None), *here])
         # Ranks compare step stamps once a step, in the first bucket; delayed ones run on a thread of their own, in an
-        # order of their own, and so have stamps of their own.
-        for delayed in (False, True):
-            for bucket in [bucket for bucket in self.buckets if bucket.communicator.delayed is delayed][1:]:
-                bucket.carries = False
+        # order of their own, and so have stamps of their own; so have those of a node.
+        ways = [(bucket.communicator.delayed, bucket.communicator is self.within_node) for bucket in self.buckets]
+        for i, bucket in enumerate(self.buckets):
+            bucket.carries = ways.index(ways[i]) == i
         self.averaging = Allreduce("none")
         self.averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
-        alone = make_buckets([shard for shard in shards if shard.period])
-        self.averages = [dataclasses.replace(bucket, communicator=self.averaging) for bucket in alone]
+        self.rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
         self.channel = backend
         """Backend of the exchanges, once the ranks have agreed; ``backend`` is for comparisons of all ranks."""
         self._leases = Leases(backend)
@@ -103,7 +110,6 @@ class StepRunner:
         self._begun: list[AnyRoundTrip] = []
         self.resolve: Callable[[Sequence[Any]], None] = resolve
         """Reads the headers of a step's round trips. CUDA graphs, which cannot read, replace it."""
-        self._averaged_at = 0
         self._committed_parts: list[Component] | None = None
         self.waits_for_step = False
         """True until a caller knows that a step's means are used, and commits its state."""
@@ -121,15 +127,17 @@ class StepRunner:
 
     def _bind(self, backend: Backend) -> None:
         """Bind all communicators to a backend; those of hierarchical reduction to the one over the leaders of nodes."""
-        self.context.rank = backend.rank
-        self.context.size = backend.size
+        for context in (self.context, self.rounds.context):
+            context.rank = backend.rank
+            context.size = backend.size
         for communicator in self._all_communicators():
             hierarchy = self.hierarchy_of(communicator)
+            context = self.rounds.context if self.rounds.carries(communicator) else self.context
             if hierarchy is not None:
                 communicator.use_leaders(hierarchy.node_groups.leader_of)
-                communicator.bind(hierarchy.context(self.context), hierarchy.backend)
+                communicator.bind(hierarchy.context(context), hierarchy.backend)
             else:
-                communicator.bind(self.context, backend)
+                communicator.bind(context, backend)
 
     def _all_communicators(self) -> list[Communicator]:
         """Return the communicators, and those that exchange their variables uncompressed in the first steps."""
@@ -145,19 +153,20 @@ class StepRunner:
     def components(self) -> list[tuple[str, Component]]:
         """Parts that may keep state, each once, with their kinds: "compressor", "memory", ..."""
         found = [item for communicator in self.communicators for item in communicator.stateful_parts.items()]
+        found += self.rounds.components()
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return copies of the components' committed state, by kind and shard's name."""
         merged: dict[str, dict[str, Any]] = {}
-        for kind, component in self.components:
-            merged.setdefault(kind, {}).update(component.state.committed)
-        return copy.deepcopy(merged)
+        with self.rounds.saving():
+            for kind, component in self.components:
+                merged.setdefault(kind, {}).update(component.state.committed)
+            return copy.deepcopy(merged)
 
-    def views(self, bucket: Bucket, tensors: Callable[[str], Any]) -> list[Any]:
-        """Return the shards of a bucket, cut out of the whole variables' tensors."""
-        shards = [self.shards[variable.name] for variable in bucket.variables]
-        return [shard.slice_of(tensors(shard.whole.name)) for shard in shards]
+    def stateful_parts(self, shard: Shard) -> dict[str, Component]:
+        """Return the parts that may keep state of a shard, by the names that it is saved under."""
+        return {**shard.communicator.stateful_parts, **self.rounds.parts_of(shard)}
 
     def agree(self) -> None:
         """Compare settings, variables and buckets with the other ranks, then acquire what the exchanges need.
@@ -173,12 +182,16 @@ class StepRunner:
         self.channel = self.averaging.backend = self._leases.acquire()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
+            node = self.hierarchy.node_groups.node
+            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)  # type: ignore[arg-type]
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:
             bucket.compared = False
         for communicator in self._all_communicators():
             self._prepare_communicator(communicator)
+        if self.rounds.delayed:
+            self.exchange_thread()
 
     def _prepare_communicator(self, communicator: Communicator) -> None:
         """Start the exchange thread and open the node groups that a communicator needs. Every rank calls it at the
@@ -228,7 +241,8 @@ class StepRunner:
             facts.append(
                 ("the place of gradients", "a device" if any(v.on_device for v in self.variables) else "the CPU")
             )
-        order = [(f"in bucket {bucket.index}:", repr(v.name)) for bucket in self.buckets for v in bucket.variables]
+        buckets = [*self.buckets, *self.rounds.buckets]
+        order = [(f"in bucket {bucket.index}:", repr(v.name)) for bucket in buckets for v in bucket.variables]
         return [*facts, *order]
 
     # -- a step ----------------------------------------------------------------------------------------
@@ -242,17 +256,17 @@ class StepRunner:
 
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
-        if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
-            bucket = bucket.at_step(self.context.step)
         trip = self.start_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
         trip.deferred = True  # finish_step() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
 
     def start_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
-        """Start the round trip of a contribution: by nodes first, or on the exchange thread, if its communicator's
-        exchanges are hierarchical or delayed."""
+        """Start a round trip of the kind that the bucket's communicator needs."""
         bucket = contribution.bucket
+        if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
+            bucket = bucket.at_step(self.context.step)
+            contribution = contribution._replace(bucket=bucket)
         if self.hierarchy is not None and id(bucket.communicator) in self._led:
             return HierarchicalRoundTrip(contribution, self.hierarchy)
         if bucket.communicator.delayed:
@@ -311,19 +325,24 @@ class StepRunner:
             if trip.header.out_of_step:
                 raise StepError(trip.header.out_of_step)
 
-    def due_averages(self) -> list[Bucket]:
-        """Return the buckets that are averaged after this step; none at a second call in the same step."""
-        if self.context.step == self._averaged_at:
-            return []
-        self._averaged_at = self.context.step
-        return [b for b in self.averages if self.context.step % self.shards[b.variables[0].name].period == 0]
+    def round_trips(self, contributions: Sequence[Contribution]) -> list[Outcome]:
+        """Run round trips between two steps, and return their outcomes; blocks. The caller commits state.
+
+        Raises:
+            PayloadError: a payload cannot be decoded.
+            StepError: the ranks are at different steps.
+        """
+        trips = [self.start_round_trip(contribution) for contribution in contributions]
+        while any([trip.advance() for trip in trips]):  # a list, so that ranks start the same collectives in one order
+            pass
+        outcomes = [outcome for trip in trips for outcome in trip.finish([None] * len(trip.names))]
+        self.check_step_stamps(trips, self.channel)
+        return outcomes
 
     def mean(self, bucket: Bucket, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over ranks of tensors, one for each shard of a bucket, in their own dtype; blocks."""
         bucket.communicator.context.step = self.context.step
-        trip = RoundTrip(Contribution(bucket, values, [True] * len(values), False, self.traffic))
-        outcomes = trip.finish([None] * len(values))
-        self.check_step_stamps([trip], self.channel)
+        outcomes = self.round_trips([Contribution(bucket, values, [True] * len(values), False, self.traffic)])
         return [outcome.value for outcome in outcomes]
 
     def add_carried_over(self, outcomes: Sequence[Outcome]) -> None:
@@ -449,14 +468,16 @@ class StepRunner:
         Raises:
             ConfigError: a component has another owner.
         """
-        for communicator in self.communicators:
-            communicator.set_owner(self)
+        for component in [*self.communicators, *self.rounds.optimizers]:
+            component.set_owner(self)
 
     def close(self) -> None:
         """Release the components and channels, so that another runner may use them."""
         for communicator in self.communicators:
             communicator.release(self)
             communicator.compress_after = 0
+        for optimizer in self.rounds.optimizers:
+            optimizer.release(self)
         # a busy thread keeps this runner, and its channels, until it ends
         if self._thread is None or self._thread.drain(0):
             self._leases.release()
@@ -465,7 +486,8 @@ class StepRunner:
         """Return the parts whose state is committed or rolled back at the end of a step."""
         if self._committed_parts is not None:
             return self._committed_parts
-        parts = [part for c in self.communicators if not c.delayed for part in c.stateful_parts.values()]
+        own = [c for c in self.communicators if not (c.delayed or self.rounds.carries(c))]
+        parts = [part for c in own for part in c.stateful_parts.values()]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
             self._committed_parts = parts
@@ -489,7 +511,10 @@ class StepRunner:
         """Convert memories, and means that are still to be applied, to a new loss scale."""
         if loss_scale != self.context.loss_scale:
             factor = loss_scale / self.context.loss_scale
+            alone = {id(part) for c in self.rounds.communicators for part in c.stateful_parts.values()}
             for kind, component in self.components:
+                if id(component) in alone:  # drifts are in the units of parameters
+                    continue
                 # A destination rescales the memory of its answers when it compresses the next ones.
                 if isinstance(component, Memory) and not kind.startswith("answer_memory"):
                     component.rescale(factor)
@@ -503,4 +528,5 @@ class StepRunner:
         if not self.follows_scaler():
             self.rescale(1.0)
         for communicator in self.communicators:
-            communicator.on_resume(loaded)
+            communicator.on_resume(1.0 if self.rounds.carries(communicator) else loaded)
+        self.rounds.restore()

@@ -88,6 +88,8 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
     )
     for name in FOLLOWED:
         setattr(made, name, getattr(former, name))
+    if former.rounds:
+        made.rounds.read, made.rounds.write = former.rounds.read, former.rounds.write
     return made
 
 
@@ -100,7 +102,7 @@ def _lost_residuals(
         before = {without_parameters(memory.spec) for memory in map(_feedback, parts) if memory is not None}
         after = {without_parameters(shard.communicator.memory.spec) for shard in made.shards_of[name]}
         if before and before != after and not parts[0].variable.sparse:  # checkpoints carry all parts' or none
-            own = [shard for shard in made.shards_of[name] if not shard.period]
+            own = [shard for shard in made.shards_of[name] if shard.outer is None]
             lost.update({name: own} if own else {})
     whole = [dataclasses.replace(former.shards_of[name][0].whole, dtype="float32") for name in lost]
     found: dict[str, Any] = {}
@@ -113,7 +115,8 @@ def _lost_residuals(
 
 def _feedback(shard: Shard) -> ErrorFeedback | None:
     memory = shard.communicator.memory
-    return memory if isinstance(memory, ErrorFeedback) else None
+    # what is left of drifts is no part of a gradient
+    return memory if isinstance(memory, ErrorFeedback) and shard.outer is None else None
 
 
 def _residual(shards: Sequence[Shard], like: Any) -> Any:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from grace.core.outer import Outer
 from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
@@ -39,6 +40,28 @@ class Choices(NamedTuple):
     communicator: Any = None
     strategy: Any = None
     resources: Any = None
+    outer: Any = None
+    period: int | None = None
+
+    def rounds(self) -> Outer | None:
+        """Return the settings of rounds; None if gradients are exchanged in every step.
+
+        Raises:
+            ConfigError: a setting cannot work.
+
+        >>> Choices(outer="nesterov(lr=0.7)", period=20).rounds().describe()
+        'outer nesterov(period=20)'
+        """
+        if self.outer is None and self.period is None:
+            return None
+        if self.outer is None or self.period is None:
+            raise ConfigError(
+                "outer= and period= go together: the outer optimizer ('none' averages, 'nesterov'), and the number of "
+                "iterations between two rounds"
+            )
+        outer = Outer(self.outer, self.period)
+        outer.check()
+        return outer
 
     def auto_request(self) -> AutoRequest | None:
         """Return the request for ``strategy="auto"``, as a spec, dict or builder, or in the environment; None if the
@@ -90,7 +113,8 @@ class Choices(NamedTuple):
             ConfigError: a strategy, and one method for all as well; or resources, and no strategy to build for them.
         """
         strategy = self.strategy
-        given = [key for key in ("compressor", "memory", "communicator") if getattr(self, key) is not None]
+        named = ("compressor", "memory", "communicator", "outer", "period")
+        given = [key for key in named if getattr(self, key) is not None]
         source = "strategy="
         if strategy is None and os.environ.get(STRATEGY):
             strategy = os.environ[STRATEGY]
@@ -98,7 +122,7 @@ class Choices(NamedTuple):
         if strategy is None and self.resources is not None:
             raise ConfigError("resources= is what a strategy's builder builds for: give strategy= too")
         if strategy is None:
-            return UniformPlan(self.compressor, self.memory, self.communicator, limits, together)
+            return UniformPlan(self.compressor, self.memory, self.communicator, limits, together, self.rounds())
         if given:
             raise ConfigError(
                 f"{source} says how each variable is exchanged, and {given[0]}= for all of them: leave one of them out"

@@ -132,7 +132,7 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     """Return the shards of all variables; parts with equal exchanges share one communicator."""
     made: dict[Any, Communicator] = {}
     keys: dict[Any, Any] = {}
-    choosers = {hierarchical: Chooser() for hierarchical in (False, True)}
+    choosers: dict[Any, Chooser] = {}
     shards = []
     for plan, variable in zip(strategy.plans, variables, strict=True):
         if plan.variable != variable:
@@ -142,24 +142,25 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
             # Keys are found by identity first: parts of a large model are often one object, and specs take long.
             key = keys.get(id(part))
             if key is None:
-                chosen = part.sync, str(part.compressor), str(part.memory), part.compress_after
+                chosen = part.sync, str(part.compressor), str(part.memory), part.compress_after, part.outer
                 if chosen not in keys:
                     keys[chosen] = _key(part)
                 key = keys[id(part)] = keys[chosen]
             if key not in made:
                 made[key] = communicator_of(part)
             sync = part.sync
-            choose = choosers[sync.hierarchical]
-            place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop}
-            if sync.type == "none":
-                shards.append(Shard(own, variable, made[key], sync.period, period=sync.period, **place))
-                continue
+            outer = part.rounds
+            if outer is not None:
+                own = dataclasses.replace(own, sparse=False)  # drifts are dense
+            # Drifts and gradients share no communicator: their steps, and units, are not the same.
+            choose = choosers.setdefault((sync.hierarchical, outer), Chooser())
+            place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop, "outer": outer}
             reduced = sync.type == "reduce_broadcast"
             limits = Limits() if reduced and not own.sparse else None
             # Shards with equal ``travels`` may share a bucket: those of one destination, or of one group.
             travels = key if reduced else (sync.type, sync.group)
             carrier = choose(own, made[key])
-            place["hierarchical"] = sync.hierarchical
+            place["hierarchical"] = sync.hierarchical or (outer is not None and outer.over == "nodes")
             shards.append(Shard(own, variable, carrier, travels, limits, part.priority, **place))
     return shards
 
@@ -171,4 +172,5 @@ def _key(part: ShardPlan) -> Any:
         make("compressor", part.compressor).spec,
         None if part.memory is None else make("memory", part.memory).spec,
         part.compress_after,
+        part.rounds,
     )

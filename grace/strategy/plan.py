@@ -14,6 +14,7 @@ from grace.communicators.choice import build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import specs
 from grace.core.communicator import Communicator
+from grace.core.outer import Outer
 from grace.core.registry import checked, known, make, unusable
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -117,6 +118,7 @@ class ShardPlan:
         compressor, memory: specs; the compressor's default memory if None.
         priority: parts of a lower priority start first; among equals those whose gradients are ready first.
         compress_after: steps that are exchanged uncompressed first.
+        outer: the rounds in which ranks that train alone exchange their drifts; None if gradients are exchanged.
     """
 
     sync: Sync = field(default_factory=Sync)
@@ -124,15 +126,30 @@ class ShardPlan:
     memory: Any = None
     priority: int = 0
     compress_after: int = 0
+    outer: Outer | None = None
+
+    @property
+    def rounds(self) -> Outer | None:
+        """Settings of the rounds; those of averages for ``sync`` of type "none"; None if gradients are exchanged.
+
+        >>> ShardPlan(Sync("none", period=4)).rounds
+        Outer(optimizer='none', period=4, fragments=1, delay=0, merge=0.0, over='ranks')
+        """
+        return Outer(period=self.sync.period) if self.sync.type == "none" else self.outer
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ShardPlan":
         """Return the plan of a valid document, the inverse of :meth:`to_dict`."""
         names = ("compressor", "memory", "priority", "compress_after")
-        return cls(Sync.from_dict(document["sync"]), **{name: document[name] for name in names if name in document})
+        outer = document.get("outer")
+        return cls(
+            Sync.from_dict(document["sync"]),
+            **{name: document[name] for name in names if name in document},
+            outer=outer and Outer(**outer),
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the part's form in a file, specs in their shortest form; ``compress_after`` only where it is not 0."""
+        """Return the part's form in a file, specs in their shortest form, and what is set of the other keys."""
         compressor = make("compressor", self.compressor)
         memory = make("memory", compressor.traits.memory if self.memory is None else self.memory)
         return {
@@ -141,6 +158,7 @@ class ShardPlan:
             "memory": memory.spec,
             "priority": self.priority,
             **({"compress_after": self.compress_after} if self.compress_after else {}),
+            **({"outer": self.outer.to_dict()} if self.outer else {}),
         }
 
 
@@ -345,6 +363,11 @@ def part_faults(
         yield "sync.staleness", "goes with sync: true only; without it the bound is ahead"
     if sync.sync and sync.ahead != AHEAD:
         yield "sync.ahead", "goes with sync: false only; with sync: true the bound is staleness"
+    if part.outer is not None:
+        if sync.type == "none":
+            yield "outer", "sync none has a period of its own: choose another sync, which carries the drifts"
+            return
+        yield from ((f"outer.{key}", message) for key, message in part.outer.faults())
     if sync.type == "none":
         if part.compressor != "none" or part.memory not in (None, "none"):
             yield "compressor", "ranks that train on their own average variables, uncompressed: use none"
@@ -374,7 +397,7 @@ def part_faults(
         of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
         yield ("sync" if of_sync else "compressor"), str(error)
         return
-    if variable.sparse and unfit(communicator.compressor, communicator.memory):
+    if part.outer is None and variable.sparse and unfit(communicator.compressor, communicator.memory):
         yield "compressor", f"the variable is sparse, and {unfit(communicator.compressor, communicator.memory)}"
 
 

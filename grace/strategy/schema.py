@@ -75,6 +75,23 @@ class Alone(Strict):
     """Steps between two averages."""
 
 
+class Rounds(Strict):
+    """Rounds in which ranks that train alone exchange how far they have drifted; `sync` carries the drifts."""
+
+    optimizer: Spec = "none"
+    """The outer optimizer's spec: `none` averages."""
+    period: Positive
+    """Iterations between two rounds."""
+    fragments: Positive = 1
+    """Number of fragments, which travel at different times."""
+    delay: Natural = 0
+    """Iterations for which a fragment may travel while training goes on."""
+    merge: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of its own drift that a rank keeps."""
+    over: Literal["ranks", "nodes"] = "ranks"
+    """`nodes`: the ranks of a node average gradients in every iteration."""
+
+
 class Own(Strict):
     """Synchronization by another communicator, which is registered; its parameters are further keys."""
 
@@ -135,6 +152,8 @@ class PartEntry(Method):
 
     sync: Synchronization
     """The part's synchronization."""
+    outer: Rounds | None = None
+    """The rounds, if ranks train alone; else gradients are exchanged in every step."""
 
 
 class Cut(Strict):
@@ -165,6 +184,8 @@ class VariableEntry(Method):
     """The parts, one for each size of the partition."""
     sync: Synchronization | None = None
     """The synchronization of a variable that is not cut, as are its method, `priority` and `compress_after`."""
+    outer: Rounds | None = None
+    """The rounds, if ranks train alone; else gradients are exchanged in every step."""
 
     def plan(self, name: str) -> VariablePlan:
         """Return the variable's plan as an object.

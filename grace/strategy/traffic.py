@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from grace.core.route import Carries, EngineTraits, Leg
@@ -22,12 +23,12 @@ class PartTraffic(NamedTuple):
 def legs_of(part: ShardPlan, variable: Variable, world: int) -> list[LegBytes]:
     """Return the legs of a part on so many ranks, and their bytes.
 
-    For a part that is averaged periodically they are those of a step that averages. A part that its compressor would
-    not shrink is summed, dense.
+    For a part that ranks train alone they are those of a round. A part that its compressor would not shrink is summed,
+    dense.
     """
-    carrier = communicator_of(part)
-    if part.sync.type != "none":
-        carrier = Chooser()(variable, carrier)
+    if part.rounds is not None:
+        variable = replace(variable, sparse=False)  # drifts are dense
+    carrier = Chooser()(variable, communicator_of(part))
     return bytes_of(Bucket(0, carrier, [variable]), EngineTraits(world), headers=False)
 
 
@@ -44,8 +45,9 @@ def payload(part: ShardPlan, variable: Variable, world: int) -> PartTraffic:
     """
     own = (Carries.GRADIENTS, Carries.ROUND)
     nbytes = sum(nbytes for leg, nbytes, _ in legs_of(part, variable, world) if leg.carries in own)
-    known = not variable.sparse and communicator_of(part).compressor.wire_bits(variable.shape) is not None
-    return PartTraffic(math.ceil(nbytes), known or part.sync.type == "none")
+    dense = not variable.sparse or part.rounds is not None
+    known = dense and communicator_of(part).compressor.wire_bits(variable.shape) is not None
+    return PartTraffic(math.ceil(nbytes), known)
 
 
 def links(strategy: Strategy) -> list[list[float]]:
@@ -98,4 +100,4 @@ def _legs(strategy: Strategy) -> Iterator[tuple[Leg, float]]:
     for plan in strategy.plans:
         for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
             for leg, nbytes, _ in legs_of(part, variable, strategy.world_size):
-                yield leg, nbytes / part.sync.period
+                yield leg, nbytes / (1 if part.rounds is None else part.rounds.period)

@@ -50,7 +50,7 @@ class PlannedRun(HostRun):
 
         def step(*tensors: Any) -> list[tf.Tensor]:
             session = self.session
-            if session.runner.averages or traced.averages or session.late != late:  # which the graph has around this
+            if session.runner.rounds or traced.rounds or session.late != late:  # which the graph has around this
                 check_current(session, traced)
             session.start_equal()
             run = PlannedRun(session, session.runner, self.present)

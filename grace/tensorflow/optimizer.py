@@ -1,5 +1,6 @@
 """The distributed optimizer for Keras 3: the user's own, whose gradients are exchanged compressed."""
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -114,7 +115,7 @@ class DistributedMixin(Once):
         filled = [gradient_of[_key(v)] if _key(v) in gradient_of else self._missing_gradient(v) for v in variables]
         try:
             self._call_checked("apply", super().apply, filled, variables)  # type: ignore[misc]
-            self._grace.average()
+            self._grace.run_rounds()
         finally:
             object.__setattr__(self, "_step", _Step())
 
@@ -153,6 +154,7 @@ class DistributedMixin(Once):
         # Keras may pass some variables only. The exchange takes all of them at every step, in one order.
         gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
         exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
+        self._grace.hold()
         if self._grace.late - gradient_of.keys():  # their means come in a later step, which this call would lose
             raise delayed_variables_left_out(self)
         means = dict(zip(map(_key, variables), exchanged, strict=True))
@@ -252,6 +254,20 @@ class DistributedMixin(Once):
         """
         use_strategy(self._grace, strategy, resources)
 
+    def anchor(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which variables are the anchors of the last outer round, which all ranks share. Evaluate
+        and save in it. Without outer rounds it changes nothing. No collective."""
+        return self._grace.at_anchor()
+
+    def flush(self) -> None:
+        """Run a last outer round, after which all ranks have equal variables. Every rank must call it, after as many
+        iterations. Without outer rounds it does nothing.
+
+        Raises:
+            StepError: ranks have made other numbers of iterations.
+        """
+        self._grace.flush()
+
     @property
     def traffic(self) -> Traffic:
         """Counts of all that was exchanged so far."""
@@ -302,6 +318,8 @@ def DistributedOptimizer(
     memory: Any = None,
     communicator: Any = None,
     *,
+    outer: Any = None,
+    period: int | None = None,
     strategy: Any = None,
     resources: Any = None,
     op: Any = "average",
@@ -332,6 +350,10 @@ def DistributedOptimizer(
         communicator: spec, dict or object, or a Communicator object that holds all three; the compressor's default
             for so many ranks (:func:`~grace.communicators.choice.break_even`). Such an object may also be given as in
             GRACE: as the second argument, or as ``grace=``.
+        outer: spec or object of an outer optimizer ("nesterov(lr=0.7, momentum=0.6)"; "none" averages): ranks train
+            alone, and exchange how far they have drifted, by these three, instead of gradients. See ``anchor()`` and
+            ``flush()`` of the optimizer.
+        period: iterations between two such exchanges.
         strategy: the exchange of each variable, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.
@@ -385,7 +407,7 @@ def DistributedOptimizer(
     optimizer_ref: Any = weakref.ref(inner)  # the optimizer holds the session: no circle
     cls: Any = type(inner)
     session = Session(
-        Choices(compressor, memory, communicator, strategy, resources),
+        Choices(compressor, memory, communicator, strategy, resources, outer, period),
         backend,
         Settings(
             ReduceOp(op, gradient_predivide_factor),

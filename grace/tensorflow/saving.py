@@ -88,7 +88,7 @@ def _loaded(
             "distributed, or pass memory_state='reset'"
         )
     if saved is not None:
-        parts = {"compressor", "memory", "communicator", "strategy"}
+        parts = {"compressor", "memory", "communicator", "outer", "period", "strategy"}
         # The user chooses all of these, or none: a saved memory may not fit another compressor.
         chosen = {*parts, "resources"} if choices or options.keys() & parts else set()
         options = {**{key: value for key, value in saved["options"].items() if key not in chosen}, **options}

@@ -1,10 +1,11 @@
 """The session of one model in TensorFlow: its variables, the runner of its steps, and the exchange of its gradients,
 eagerly and in graphs."""
 
+import contextlib
 import functools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +32,8 @@ from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
+from grace.tensorflow import rounds
 from grace.tensorflow.auto import PlannedRun, driver_of
-from grace.tensorflow.averaging import average
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
 from grace.tensorflow.reductions import largest, summed
@@ -72,7 +73,7 @@ class Session:
         backend: the engine.
         settings: the user's other choices.
         check: raises if a communicator does not suit the optimizer.
-        averages: True if :meth:`average` is called after each step.
+        averages: True if :meth:`hold` is called before each update, and :meth:`run_rounds` after it.
         beside: returns further variables that start from rank 0's, where ranks have different ones.
         facts: returns further facts that all ranks must share; called at the first exchange.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
@@ -114,8 +115,6 @@ class Session:
         self.plan: ExchangePlan | None = None
         self.asked: Any = None
         self.auto: Any = None
-        self.due: list[int] = []
-        """Ids of the buckets that are averaged after this step."""
         self.late: set[int] = set()
         """Ids of variables whose means are delayed: a step may bring no mean of them yet."""
         self.missing_everywhere: list[bool] = []
@@ -193,6 +192,8 @@ class Session:
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
         else:
             self._load(*self.saved)
+            # in the middle of a period ranks have parameters of their own, which were loaded
+            self.needs_broadcast = self.needs_broadcast and not runner.rounds.held
         # where a graph initializes variables, it also starts them equal: they have no values yet
         if all(rank_initialized for *_, rank_initialized in received):
             self.start_equal()
@@ -200,9 +201,9 @@ class Session:
     def check_plan(self, runner: StepRunner) -> None:
         """Raise ConfigError if the runner of a plan does not suit this session."""
         self.settings.check_votes(runner.communicators)
-        if runner.averages and not self.averages:
+        if runner.rounds and not self.averages:
             raise ConfigError(
-                "sync none(period) averages variables after the optimizer's step, which a tape does not know: use "
+                "outer rounds, and sync none(period), come after the optimizer's step, which a tape does not know: use "
                 "grace.DistributedOptimizer"
             )
 
@@ -217,6 +218,9 @@ class Session:
         self.late = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
         for bucket in runner.buckets:  # Horovod's errors name operations: put a variable's name into theirs
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
+        for i, bucket in enumerate(runner.rounds.buckets):
+            bucket.label = f"{self.label}.outer.{i}"
+        rounds.connect(self)
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
         wanted = self.asked = self.choices.auto_request()
@@ -346,9 +350,29 @@ class Session:
         return tf.cast(value, variable.dtype), found
 
     @tf.autograph.experimental.do_not_convert
-    def average(self) -> None:
-        """Average the variables that ranks train on their own, if it is time to. Called after the optimizer's step."""
-        average(self)
+    def hold(self) -> None:
+        """Take the variables that ranks train alone for anchors, before their first update."""
+        rounds.hold(self)
+
+    @tf.autograph.experimental.do_not_convert
+    def run_rounds(self) -> None:
+        """Run the outer rounds that are due. Called after the optimizer's step."""
+        rounds.run_rounds(self)
+
+    def flush(self) -> None:
+        """Run a last round, so that all ranks have equal variables."""
+        if self.runner is not None:
+            with self.medium.computing():
+                self.runner.rounds.flush()
+
+    @contextlib.contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """Return a context in which variables are those that all ranks share."""
+        if self.runner is None:
+            yield
+            return
+        with self.runner.rounds.at_anchor():
+            yield
 
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
         """Return, on all ranks, True if the flag (a scalar) is true on all ranks."""

@@ -88,8 +88,8 @@ def check_capturable(session: Any) -> None:
         reason = f"{backend.describe()} is not NCCL, whose collectives alone a CUDA graph can hold"
     elif session.passes > 1 or session.grad_scaler is not None or session.auto is not None:
         reason = "backward_passes_per_step, a grad_scaler and strategy='auto' decide on the host what a step does"
-    elif runner.hierarchical or runner.averages or any(v.sparse for v in runner.variables):
-        reason = "hierarchical exchanges, sync none(period) and sparse gradients decide on the host what a step does"
+    elif runner.hierarchical or runner.rounds or any(v.sparse for v in runner.variables):
+        reason = "hierarchical exchanges, outer rounds and sparse gradients decide on the host what a step does"
     elif any(runner.context.step < communicator.compress_after for communicator in runner.communicators):
         reason = "compression has not begun (compress_after), and a graph's collectives are the same at every step"
     elif any(group.get("capturable") is False for group in session.optimizer.param_groups):

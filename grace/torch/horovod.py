@@ -52,6 +52,8 @@ class HorovodSession(Session):
         number = backend.count_optimizer()  # only now that the ranks agree: a refused optimizer counts on no rank
         for bucket in self.runner.buckets:
             bucket.label = f"grace.{number}.{bucket.index}"
+        for i, bucket in enumerate(self.runner.rounds.buckets):
+            bucket.label = f"grace.{number}.outer.{i}"
         gathered = [bucket.communicator for bucket in self.runner.buckets if not bucket.communicator.sums]
         self.unsummed = gathered[0].describe() if gathered else ""
         """Description of an exchange by other means than Horovod's all-reduce; empty without one."""
@@ -218,7 +220,7 @@ class HorovodSession(Session):
         self.context.size = backend.size
         for bucket in [
             *self.runner.buckets,
-            *self.runner.averages,
+            *self.runner.rounds.buckets,
         ]:  # the sizes of wires follow from the number of ranks
             bucket.program = None
         for kind, part in self.runner.components:

@@ -263,6 +263,8 @@ def DistributedOptimizer(
     memory: Any = None,
     communicator: Any = None,
     *,
+    outer: Any = None,
+    period: int | None = None,
     strategy: Any = None,
     resources: Any = None,
     backward_passes_per_step: int = 1,
@@ -299,6 +301,10 @@ def DistributedOptimizer(
         communicator: spec, dict or object; an object holds all three. If left out, the compressor's default for so many
             ranks (:func:`~grace.communicators.choice.break_even`). Such an object may also be given as in GRACE: in
             the second place, or as ``grace=``.
+        outer: spec or object of an outer optimizer ("nesterov(lr=0.7, momentum=0.6)"; "none" averages): ranks train
+            alone, and exchange how far they have drifted, by these three, instead of gradients. See ``anchor()`` and
+            ``flush()`` of the optimizer.
+        period: iterations between two such exchanges.
         strategy: a method for each variable, instead of one for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             strategy counts. If left out, the file that ``grace launch --strategy`` names.
@@ -366,7 +372,7 @@ def DistributedOptimizer(
             reduction, bucket_bytes, group_bytes, seed, sparse_as_dense, broadcast, hierarchical, compress_after
         ),
     }
-    choices = Choices(compressor, memory, communicator, strategy, resources)
+    choices = Choices(compressor, memory, communicator, strategy, resources, outer, period)
     if backend.name == "horovod":
         from grace.torch.horovod import distribute
 
@@ -397,14 +403,13 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
 
 
 def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> None:
-    """Count the optimizer's step, and average the parameters that ranks train on their own if an averaging is due."""
+    """Count the optimizer's step, and run the outer rounds that are due."""
     if inner or initializing(optimizer):
         return
     if recorder.run is not None:
         recorder.run.update_ends()
     optimizer._grace.after_step()
-    if optimizer._grace.runner.averages:
-        optimizer._grace.average()
+    optimizer._grace.run_rounds()
     if recorder.run is not None:
         recorder.run.end_step()
     if optimizer._grace.auto is not None:
@@ -417,6 +422,7 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     if initializing(optimizer):
         return None
     session = optimizer._grace
+    session.before_update()
     stepping, *arguments = args  # torch passes step()'s arguments to the hook with the optimizer first
     closure = kwargs.get("closure", arguments[0] if arguments else None)
     if closure is None:

@@ -2,6 +2,7 @@
 leave it."""
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.errors import ConfigError, ExchangeError, PayloadError
+from grace.errors import ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.step_stamp import digest
@@ -25,7 +26,7 @@ from grace.session.momentum import momentum_owners
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard
+from grace.session.sharding import Shard, make_buckets
 from grace.session.step_runner import StepRunner
 from grace.session.switching import build_replacement, switch_plan
 from grace.session.versions import public
@@ -47,6 +48,7 @@ from grace.torch.parameters import (
     named_trainable_parameters,
     scaler_enabled,
 )
+from grace.torch.step_hooks import ScalerHook
 from grace.torch.uses import UnusedMeans
 from grace.torch.wrappers import check_unwrapped
 
@@ -126,6 +128,12 @@ class Session:
         if not backend.elastic:  # whose ranks have not met yet
             advise_hierarchy(self.runner)
         self._check_plan(self.runner)
+        named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
+        self.buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}
+        """Buffers of a module, which are averaged after outer rounds."""
+        self.shared_buffers: list[torch.Tensor] = []
+        """Values of the buffers after the last round; empty before it."""
+        self._connect_rounds()
         self.runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         recorder.note(updates_follow=True)
         self._index_buckets()
@@ -279,31 +287,28 @@ class Session:
             # and elastic ranks may change before it.
             if not (bucket.variables[0].sparse or self.runner.backend.elastic):
                 self.runner.prepare(bucket, contents[0][2].detach())
-        self.momenta = momentum_owners(self.runner.communicators)
+        gradients = [c for c in self.runner.communicators if not self.runner.rounds.carries(c)]
+        self.momenta = momentum_owners(gradients)
         """Memories and compressors that apply momentum."""
         reduction = self.settings.reduction
         size = self.runner.backend.size
         self.factors = {id(c): reduction.factor(c.compressor.votes, size) for c in self.runner.communicators}
         """Factor that aggregates are multiplied with, by the communicator's id."""
-        rows = [(name, parts) for name, parts in self.runner.shards_of.items() if parts[0].variable.sparse]
+        rows = [(name, parts) for name, parts in self.runner.shards_of.items() if parts[0].whole.sparse]
         self.partly_exchanged = [
-            name for name, parts in rows if 0 < sum(shard.period > 0 for shard in parts) < len(parts)
+            name for name, parts in rows if 0 < sum(shard.outer is not None for shard in parts) < len(parts)
         ]
         """Names of sparse variables that have exchanged and unexchanged parts."""
 
     def _check_plan(self, runner: StepRunner) -> None:
-        """Refuse a runner whose plan does not go with the settings or the grad_scaler."""
+        """Refuse a runner whose plan does not go with the settings."""
         self.settings.check_votes(runner.communicators)
-        if self.grad_scaler is not None and runner.averages:
-            raise ConfigError(
-                "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "
-                "Leave it out, or synchronize every step"
-            )
 
     def switch(self, plan: ExchangePlan) -> None:
         """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""
         checkpoint.check_settled(self)
         self.commit_used_means()
+        self.flush()
         own = self.parameters.__getitem__
         self.switch_runner(switch_plan(self.runner, plan, own, self._check, self._check_plan), plan)
 
@@ -317,6 +322,7 @@ class Session:
         self.runner = runner
         self.plan = plan
         self._index_buckets()
+        self._connect_rounds()
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Return copies of the dense gradients that exist."""
@@ -437,7 +443,7 @@ class Session:
         too."""
         rows = {}
         for name in self.partly_exchanged:
-            own = [shard for shard in self.runner.shards_of[name] if shard.period]
+            own = [shard for shard in self.runner.shards_of[name] if shard.outer is not None]
             p = self.parameters[name]
             if p.grad is not None:
                 rows[name] = [shard.to_whole(shard.slice_of(gradient_rows(name, p))) for shard in own]
@@ -468,6 +474,8 @@ class Session:
         """Update the counters and the digest of hyperparameters that the next exchange compares. Called after
         ``step()``."""
         self.idle = False
+        if self.grad_scaler is not None and self.runner.rounds:
+            return  # ranks that train alone skip different steps: iterations are compared, and not updates
         self.context.updates += 1
         source = immutable_settings(self.optimizer)
         if source is None or source != self.hyperparameter_source:  # reading and digesting them costs more than this
@@ -488,14 +496,87 @@ class Session:
             self.context.left_out += 1
         self.idle = True
 
+    # -- parameters that ranks train alone -------------------------------------------------------------
+
     @torch.no_grad()
-    def average(self) -> None:
-        """Average the parameters that ranks train on their own, if an averaging is due. Called after the optimizer's
-        step."""
-        for bucket in self.runner.due_averages():
-            views = self.runner.views(bucket, lambda name: self.parameters[name].data)
-            for view, mean in zip(views, self.runner.mean(bucket, views), strict=True):
-                view.copy_(mean)
+    def run_rounds(self) -> None:
+        """Run the outer rounds that are due after this iteration."""
+        if self.runner.rounds and not self.in_progress:
+            with self.abandoning_on_error():
+                self.runner.rounds.run_due()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Run a last round, so that all ranks have equal parameters."""
+        if self.runner.rounds:
+            with self.abandoning_on_error():
+                self.runner.rounds.flush()
+
+    @contextlib.contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """Return a context in which parameters, and buffers, are those that all ranks share."""
+        own = [buffer.clone() for buffer in self.buffers.values()]
+        with torch.no_grad(), self.runner.rounds.at_anchor():
+            self._set_buffers(self.shared_buffers)
+            try:
+                with torch.enable_grad():
+                    yield
+            finally:
+                self._set_buffers(own)
+
+    def _set_buffers(self, values: Sequence[torch.Tensor]) -> None:
+        for buffer, value in zip(self.buffers.values(), values, strict=False):
+            buffer.copy_(value)
+
+    def _connect_rounds(self) -> None:
+        """Let outer rounds read and write parameters."""
+        rounds = self.runner.rounds
+        if not rounds:
+            return
+        me = weakref.proxy(self)  # the runner must not keep the session alive
+        rounds.read = partial(Session._parameters_of, me)
+        rounds.write = partial(Session._set_parameters, me)
+        rounds.sync_buffers = partial(Session._average_buffers, me)
+        if self.grad_scaler is not None and not any(isinstance(hook, ScalerHook) for hook in self.hooks):
+            # A rank whose scaler skips the step runs the rounds after the scaler's update.
+            self.hooks.append(ScalerHook(self.grad_scaler, self.run_rounds))
+        if self.buffers and self.runner.backend.rank == 0:
+            warnings.warn(
+                f"the buffers of the model ({next(iter(self.buffers))}, ...) differ by rank while ranks train alone: "
+                "their means over ranks replace them at each round",
+                stacklevel=7,
+            )
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Replace buffers by their means over ranks."""
+        kinds = {name: str(b.dtype).removeprefix("torch.") for name, b in self.buffers.items()}
+        variables = [Variable(name, tuple(b.shape), kinds[name], str(b.device)) for name, b in self.buffers.items()]
+        averaging = self.runner.averaging
+        for bucket in make_buckets([Shard(variable, variable, averaging) for variable in variables]):
+            own = [self.buffers[name] for name in bucket.names]
+            for buffer, mean in zip(own, self.runner.mean(bucket, own), strict=True):
+                buffer.copy_(mean)
+        self.shared_buffers = [buffer.clone() for buffer in self.buffers.values()]
+
+    def before_update(self) -> None:
+        """Take the parameters for anchors before the first update changes them.
+
+        Raises:
+            ExchangeError: parameters are the anchors now.
+        """
+        rounds = self.runner.rounds
+        if rounds.anchored:
+            raise ExchangeError("step() under `with optimizer.anchor():` would be undone: step outside of it")
+        if rounds and not rounds.held:
+            rounds.hold()
+
+    def _parameters_of(self, shard: Shard) -> Any:
+        """Return the view of a parameter that a shard is."""
+        return shard.slice_of(self.parameters[shard.whole.name].data)
+
+    def _set_parameters(self, shard: Shard, value: torch.Tensor) -> None:
+        self._parameters_of(shard).copy_(value)
 
     def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this

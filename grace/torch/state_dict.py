@@ -150,6 +150,29 @@ class StateMixin:
         if self._grace.auto is not None:
             self._grace.auto.stop()
 
+    @contextlib.contextmanager
+    def anchor(self) -> Iterator[None]:
+        """Return a context in which the model has the parameters that all ranks share: the anchors of the last round.
+        Evaluate and save in it. Without outer rounds it changes nothing. No collective.
+
+        Raises:
+            ExchangeError: a step is in progress.
+        """
+        checkpoint.check_settled(self._grace)
+        with self._grace.at_anchor():
+            yield
+
+    def flush(self) -> None:
+        """Run a last outer round, after which all ranks have equal parameters. Every rank must call it, after as many
+        iterations. Without outer rounds it does nothing.
+
+        Raises:
+            ExchangeError: a step is in progress.
+            StepError: ranks have made other numbers of iterations.
+        """
+        checkpoint.check_settled(self._grace)
+        self._grace.flush()
+
     @property
     def traffic(self) -> Traffic:
         """The traffic counted so far."""

@@ -48,6 +48,34 @@ def around_steps(optimizer: torch.optim.Optimizer, before: Callable | None, afte
     return handles
 
 
+class ScalerHook:
+    """Call after each ``update()`` of a gradient scaler, which every rank makes, also one whose step was skipped.
+
+    Args:
+        scaler: the ``torch.amp.GradScaler``.
+        call: the method to call; it does not keep its object alive.
+    """
+
+    def __init__(self, scaler: Any, call: Callable[[], Any]):
+        self.scaler = scaler
+        method = weakref.WeakMethod(call)  # type: ignore[arg-type]
+        inner = scaler.update
+
+        @functools.wraps(inner)
+        def update(*args: Any, **kwargs: Any) -> None:
+            inner(*args, **kwargs)
+            alive = method()
+            if alive is not None:
+                alive()
+
+        scaler.update = self.update = update
+
+    def remove(self) -> None:
+        """Take the call off, unless another one was put around it since."""
+        if vars(self.scaler).get("update") is self.update:
+            del self.scaler.update
+
+
 def within_step(ids: Collection[int]) -> bool:
     """Return True if the calling hook runs at an inner level of ``step()``.
 

@@ -18,6 +18,8 @@ from grace.bench.report.figures import bars, style
 from grace.bench.report.figures.step_figures import figures as step_figures
 from grace.bench.report.figures.train_figures import figures as train_figures
 from grace.bench.report.page import methods_looks, page, write_report
+from grace.bench.report.plan_page import CANDIDATES, VARIABLES
+from grace.bench.report.tables import KERNELS, step_columns, train_columns
 from grace.errors import ConfigError
 from tests.support.bench_results import METHODS, kernels, results, step, train
 from tests.support.command import grace_command
@@ -27,6 +29,10 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome is installed")
 QUIET = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
 NASTY = "<script>document.body.dataset.bad=1</script>\"'><img src=x onerror=alert(1)> $\\frac{1}{2}$ & \x00${title}"
+
+WRAPPER = """<!DOCTYPE html><html><body><iframe src="{page}" width="{width}" height="2000" style="border: 0"></iframe>
+<script>window.onmessage = event => document.body.append(event.data)</script></body></html>"""
+"""A page in a frame: a window of Chromium is never narrower than 500 pixels."""
 
 PROBE = """<script>
 const table = document.querySelector("table");
@@ -41,7 +47,25 @@ const words = [...document.querySelectorAll("svg")].flatMap(svg => {
     return own.left < box.left - 2 || own.right > box.right + 2 || own.top < box.top - 2 || own.bottom > box.bottom + 2;
   }).map(text => text.textContent);
 });
-window.onload = () => document.body.append(JSON.stringify({
+const lines = word => new Set([...word.getClientRects()].map(box => Math.round(box.top))).size;
+const boxes = [...document.querySelectorAll("h2, h3, h4, th, td, dt, .caption, .keys, .verdict")];
+const broken = () => boxes.flatMap(box => {
+  const texts = document.createTreeWalker(box, NodeFilter.SHOW_TEXT), found = [];
+  while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[^\\s\\/-]+/g)) {
+    const range = document.createRange();
+    range.setStart(texts.currentNode, word.index);
+    range.setEnd(texts.currentNode, word.index + word[0].length);
+    if (lines(range) > 1) found.push(word[0]);
+  }
+  return found;
+});
+const smallest = () => Math.min(...[...document.querySelectorAll("svg text")].map(text => {
+  const svg = text.closest("svg");
+  return parseFloat(getComputedStyle(text).fontSize) * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+}));
+const give = text => parent === window ? document.body.append(text) : parent.postMessage(text, "*");
+window.onload = () => give(JSON.stringify({
+  broken: broken(), smallest: smallest(),
   loads: performance.getEntriesByType("resource").length, scripts: document.scripts.length, up, down, words,
   images: document.images.length, bad: "bad" in document.body.dataset, svgs: document.querySelectorAll("svg").length,
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
@@ -86,6 +110,10 @@ def probed(path, text, *flags, width=1280):
     import json
 
     path.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    if width < 500:
+        frame = path.with_suffix(".frame.html")
+        frame.write_text(WRAPPER.format(page=path.as_uri(), width=width))
+        path, flags = frame, (*flags, "--virtual-time-budget=5000")
     shown, said = browse(path, *flags, width=width)
     found = re.findall(r"FOUND:(.*?):END", shown, re.DOTALL)
     return json.loads(html.unescape(found[-1])), said
@@ -230,6 +258,33 @@ def test_bars_are_as_long_as_what_was_measured():
     assert cut.patches[-1].get_width() == pytest.approx(20.4) == cut.get_xlim()[1]
 
 
+def test_figures_and_tables_scroll_where_they_do_not_fit(whole):
+    drawings = re.findall(r'<div class="drawing"><svg viewBox="0 0 (\d+) \d+" class="(k\d+)"', whole)
+    assert len(drawings) == whole.count("<svg")
+    for width, name in drawings:
+        assert f".{name}{{min-width: {style.SMALLEST * int(width):.0f}px}}" in whole
+    assert len(re.findall(r'<div class="scroll"[^>]*><table>', whole)) == whole.count("<table>") == 3
+    assert re.search(r"^\.drawing \{ overflow-x: auto;", whole, re.MULTILINE)
+    assert re.search(r"^\.scroll \{ overflow: auto;", whole, re.MULTILINE)
+    assert re.findall(r"^t[hd]\b.*anywhere", whole, re.MULTILINE) == []  # it would break words of a narrow column
+
+
+def test_labels_and_headings_differ():
+    names = [f"topk(ratio=0.01, chunk={size}) | qsgd(levels=127, norm=max)" for size in (1024, 1025)]
+    assert len({short(name) for name in names}) == 1
+    look = style.Look("#123456")
+    axes = bars.horizontal([bars.Bar(name, [(1, "full")], "1", look) for name in names], "ms").axes[0]
+    assert len({label.get_text() for label in axes.get_yticklabels()}) == 2
+    for columns in (step_columns([]), train_columns({"optimizers": ["sgd", "adamw"]}), KERNELS, CANDIDATES, VARIABLES):
+        titles = [column.title for column in columns]
+        assert len(set(titles)) == len(titles)
+    few = ["none", "qsgd"]
+    twice = page([step(few, [1e9], [2]), step(few, [1e8], [2])])
+    assert re.findall(r"<h2>(.*?)</h2>", twice) == ["Step time: resnet50 (1)", "Step time: resnet50 (2)"]
+    for spoken in (r'<div class="scroll"[^>]*aria-label="([^"]+)"', r'<a href="#[^>]*>([^<]+)<'):
+        assert len(set(re.findall(spoken, twice))) == 2
+
+
 @pytest.mark.parametrize("kind", ["kernels", "step"])
 def test_one_method_far_from_the_others_does_not_stretch_the_axis(kind):
     some = results(kind, methods=["none", "cast", "natural", "qsgd"])
@@ -321,6 +376,8 @@ def test_a_browser_shows_it_without_errors_and_without_a_network(whole, tmp_path
     assert found["overflow"] <= 0
     assert found["hidden"] <= 0  # no table is cut
     assert found["words"] == []  # no text leaves its figure
+    assert found["broken"] == []
+    assert found["smallest"] >= 11
     numbers = [float(text.replace(",", "")) for text in found["up"]]
     assert numbers == sorted(numbers)
     assert [float(text.replace(",", "")) for text in found["down"]] == sorted(numbers, reverse=True)
@@ -329,10 +386,13 @@ def test_a_browser_shows_it_without_errors_and_without_a_network(whole, tmp_path
 
 @browser
 @pytest.mark.ranks
-def test_a_narrow_browser_in_the_dark_shows_it_too(whole, tmp_path):
-    found, said = probed(tmp_path / "whole.html", whole, "--blink-settings=preferredColorScheme=0", width=500)
+def test_a_phone_in_the_dark_shows_it_too(whole, tmp_path):
+    found, said = probed(tmp_path / "whole.html", whole, "--blink-settings=preferredColorScheme=0", width=390)
     assert said == []
     assert found["overflow"] <= 0
+    assert found["hidden"] > 0  # tables scroll
+    assert found["broken"] == []
+    assert found["smallest"] >= 9.3  # pixels of the smallest letters of figures, which scroll
     assert (found["card"], found["ink"]) == ("rgb(23, 27, 33)", "rgb(154, 164, 175)")
 
 

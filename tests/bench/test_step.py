@@ -1,5 +1,6 @@
 """``grace bench step``, run as a user does."""
 
+import math
 import re
 import subprocess
 import sys
@@ -71,9 +72,12 @@ def rows(slow):
     return {row["name"]: row for row in slow[2].rows if (row["engine"], row["bandwidth"]) == ("torch", 1e8)}
 
 
-def exchanged(row):
-    """What an undisturbed step takes besides computing: other load on the machine makes some steps longer."""
-    return min(row["times_ms"]) - row["compute_ms"]
+def check_fills_the_link(row):
+    """Check that the least disturbed step takes as long as its bytes over the bandwidth; load makes steps longer only,
+    and not twice as long, as bytes would be that wait for each other in both directions.
+    """
+    shortest, wire = min(row["times_ms"]), row["wire_ms"]
+    assert 0.9 * wire < shortest < row["compute_ms"] + 1.8 * wire, row["name"]
 
 
 @pytest.mark.alone
@@ -83,7 +87,7 @@ def test_a_step_is_as_long_as_its_bytes_over_the_bandwidth(rows):
         assert row["sent_bytes"] == pytest.approx(BYTES / ratio, rel=0.01)
         assert row["received_bytes"] == pytest.approx(BYTES / ratio, rel=0.01)
         assert row["wire_ms"] == pytest.approx(8e3 * BYTES / ratio / 1e8, rel=0.01)
-        assert exchanged(row) == pytest.approx(row["wire_ms"], rel=0.15), name
+        check_fills_the_link(row)
 
 
 @pytest.mark.alone
@@ -141,7 +145,7 @@ def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
     own = {row["name"]: row for row in slow[2].rows if (row["engine"], row["bandwidth"]) == ("horovod", 1e8)}
     assert set(own) == {BOUND, "Horovod", "Horovod fp16"}
     assert own["Horovod"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
-    assert exchanged(own["Horovod"]) == pytest.approx(own["Horovod"]["wire_ms"], rel=0.15)
+    check_fills_the_link(own["Horovod"])
     assert own["Horovod fp16"]["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)
 
 
@@ -169,7 +173,7 @@ def test_grace_over_other_engines(folder, engine):
     rows = {row["name"]: row for row in results.rows}
     assert {row["engine"] for row in results.rows} == {engine}
     assert rows["none"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
-    assert 0.95 < exchanged(rows["none"]) / rows["none"]["wire_ms"] < 1.5  # both directions are in use at once
+    check_fills_the_link(rows["none"])
     assert rows["topk"]["sent_bytes"] < 0.03 * BYTES
     assert rows["topk"]["pays"]
     assert ("Horovod" in rows) == (engine == "horovod")
@@ -290,6 +294,27 @@ def test_the_verdict(others, words):
     said = verdict_text(compare_with_plain(rows, "torch"), "torch")
     assert words in said
     assert "Without any communication it would be 4.0x" in said
+
+
+@pytest.mark.parametrize(
+    ("shortfalls", "words"),
+    [
+        ({"topk": 0.03, "qsgd": 0.0}, "Compress: topk makes a step 2.0x as fast as DDP"),
+        ({"topk": 0.031, "qsgd": 0.0}, "Compress: qsgd makes a step 1.4x as fast as DDP"),
+        (
+            {"topk": 0.4, "qsgd": 0.0},
+            "not recommended: DDP fp16 hook (2.5x; not trained here), topk (2.0x; lacks 40 % of",
+        ),
+        ({"topk": math.inf, "qsgd": 0.0}, ", topk (2.0x; diverged)."),
+        ({"topk": 0.4, "qsgd": 0.4}, "Do not compress: no method that learns as well is clearly faster than DDP"),
+        ({"qsgd": 0.0}, "Compress: qsgd"),
+        ({"qsgd": 0.0}, "DDP fp16 hook (2.5x; not trained here), topk (2.0x; not trained here)."),
+    ],
+)
+def test_the_verdict_recommends_no_method_that_learns_less(shortfalls, words):
+    rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), row("DDP fp16 hook", 40, "baseline")]
+    rows += [row("topk", 50), row("qsgd", 70)]
+    assert words in verdict_text(compare_with_plain(rows, "torch"), "torch", shortfalls)
 
 
 @pytest.mark.alone

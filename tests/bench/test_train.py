@@ -123,6 +123,8 @@ def test_results_record_how_they_were_made(short):
     assert (saved.settings["ranks"], saved.settings["epochs"], saved.settings["seeds"]) == (2, 2, [0, 1])
     made = saved.rows[2]["runs"][1]
     assert (made["method"], made["seed"], made["steps"]) == ("topk", 1, 2 * (1437 // 64))
+    assert made["curve"][0][:3] == [0, 0, 0]
+    assert made["curve"][0][3] < 0.3  # of the first weights
     sent = [point[1] for point in made["curve"]]
     assert sent == sorted(sent)
     epochs, total, _, quality = made["curve"][-1]
@@ -263,7 +265,7 @@ def test_a_task_of_ones_own(tmp_path):
         ("nothere:Line", "cannot import nothere"),
         ("mine:torch.nn", "mine has no function"),
         ("mine:wrong", "must return a grace.bench.workloads.Task, not int"),
-        ("lines", "known: chargpt, charlm, digits, recommender, or module:function"),
+        ("lines", "known: chargpt, charlm, digits, digits-cnn, recommender, or module:function"),
     ],
 )
 def test_a_task_that_is_none_is_refused(tmp_path, task, message):
@@ -382,6 +384,21 @@ def test_results_are_means_over_seeds():
     assert (row["quality"], row["quality_spread"], row["sent_bytes_per_step"]) == (0.75, 0.25, 7.5)
     assert [point[-1] for point in row["curve"]] == [0.75, 0.75]
     assert (row["reached"], row["seconds_to_target"]) == (1, None)  # not every seed reached 95 %
+
+
+@pytest.mark.parametrize(("metric", "lacks"), [("loss", 0.5), ("perplexity", math.log(2) / math.log(4))])
+def test_the_gain_that_a_method_lacks_is_that_of_the_loss(metric, lacks):
+    runs = [
+        {**made(quality, method), "curve": [[0, 0, 0.0, 8.0]]} for method, quality in (("none", 2.0), ("topk", 5.0))
+    ]
+    if metric == "perplexity":
+        runs[1]["quality"] = 4.0
+    settings = TrainSettings(methods=["none", "topk"])
+    settings.facts |= {"metric": metric, "higher_is_better": False}
+    none, topk = training_runs.summarize(runs, settings)
+    assert (none["shortfall"], topk["shortfall"]) == (0.0, pytest.approx(lacks))
+    table = train_table.advice([none, topk], Results("train", {**settings.about(), "unit": ""}))
+    assert table.endswith(f"topk's ({100 * lacks:.1f} % lacking).")
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_output_fits_80_columns(args):
 @pytest.mark.parametrize(("kind", "name"), COMPONENTS)
 def test_describe_explains_a_component(kind, name):
     text = described(name)
-    assert f"{name}, a {kind}\n" in text
+    assert f"{name}, {'an outer optimizer' if kind == 'outer' else f'a {kind}'}\n" in text
     component = make(kind, name)
     first = type(component).__doc__.split("\n")[0].replace("``", "")
     assert first in " ".join(text.split())
@@ -247,7 +247,7 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["describe", "topk |"], "a composition has two parts"),
         (
             ["bench", "train", "--task", "mnist"],
-            "unknown task 'mnist'; known: chargpt, charlm, digits, recommender, or module:function",
+            "unknown task 'mnist'; known: chargpt, charlm, digits, digits-cnn, recommender, or module:function",
         ),
         (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
         (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),

@@ -186,6 +186,37 @@ def test_ranks_train_on_their_own_and_meet_every_other_step(two, cut):
             assert not np.array_equal(a[6:], b[6:])
 
 
+def with_outer_steps():
+    """Fit with rounds after every other iteration; the weights after each, those of the anchor, and the last."""
+    model = mixed()
+    optimizer = keras.optimizers.SGD(LR)
+    optimizer = grace.DistributedOptimizer(optimizer, compressor="qsgd", outer="nesterov(lr=0.5)", period=2)
+    model.compile(optimizer, "mse")
+    found = []
+
+    def note():
+        found.append([v.numpy().copy() for v in model.trainable_variables])
+
+    for step in range(5):
+        words, _ = data(step, grace.rank())
+        model.fit(words, np.ones((3, 4), np.float32), batch_size=3, epochs=1, verbose=0)
+        note()
+    with optimizer.anchor():
+        note()
+    note()
+    optimizer.flush()
+    note()
+    return found
+
+
+def test_outer_rounds_of_fit(two):
+    one, other = two.run(with_outer_steps)
+    equal = [all(map(np.array_equal, mine, theirs)) for mine, theirs in zip(one, other, strict=True)]
+    assert equal == [False, True, False, True, False, True, False, True]
+    for a, b in zip(one[3], one[5], strict=True):  # the anchor is that of the last round
+        np.testing.assert_array_equal(a, b)
+
+
 def fitted(strategy, folder):
     """Two epochs of fit under a strategy; saved."""
     model = mixed()
@@ -230,7 +261,7 @@ def test_a_tape_knows_no_steps_to_average_after():
     variable = tf.Variable([1.0, 2.0], name="w")
     strategy = {"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "none", "period": 2}}}}
     session = Session(Choices(strategy=strategy), grace.init("local"), Settings())
-    with pytest.raises(grace.ConfigError, match=r"none\(period\) averages variables after the optimizer's step"):
+    with pytest.raises(grace.ConfigError, match=r"none\(period\), come after the optimizer's step"):
         session([tf.ones(2)], [variable])
     grace.shutdown()
 

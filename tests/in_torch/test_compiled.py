@@ -26,7 +26,7 @@ def settings(**changed):
     rules, fused = dynamo.trace_rules, inductor._fuse_ddp_communication
     before = set(rules.LEGACY_MOD_INLINELIST)
     try:
-        with dynamo.config.patch(**changed):
+        with dynamo.config.patch(**changed), inductor.patch(compile_threads=1):  # starts no processes that compile
             yield
     finally:
         inductor._fuse_ddp_communication = fused

@@ -4,12 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import grace
-from tests.support import warm
 
 pytest.importorskip("numba", reason="compiled loops are Numba's")
 
@@ -42,7 +42,7 @@ def test_a_loop_is_compiled_again_when_one_that_it_calls_is_another(tmp_path):
     warned = []
 
     def said(before=""):
-        command = [warm.REAL, "-c", before + PROGRAM]
+        command = [sys.executable, "-c", before + PROGRAM]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
         warned.append(done.stderr.count("set NUMBA_CACHE_DIR to a folder that can be written to"))
         return done.stdout.split()

@@ -85,16 +85,23 @@ def compiled():
         yield triton_assembly
 
 
+def launched_for(compiled, target):
+    """Every launch, with its method; for AMD's GPU `make test` compiles one of each kernel."""
+    made = [(method, launch) for method, launches in compiled.launches().items() for launch in launches]
+    if THOROUGH or target != "gfx942":
+        return made
+    return list({launch.kernel.__name__: (method, launch) for method, launch in reversed(made)}.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", *(["sm_80", "sm_100"] if THOROUGH else [])])
 def test_kernels_fit_into_registers_read_16_bytes_and_round_as_the_reference(compiled, target):
     bad = {}
-    for method, launches in compiled.launches().items():
-        for launch in launches:
-            one = compiled.compiled(launch, target)
-            assert one.registers > 0
-            if found := faults(one, method):
-                bad[method, one.kernel, target] = found
+    for method, launch in launched_for(compiled, target):
+        one = compiled.compiled(launch, target)
+        assert one.registers > 0
+        if found := faults(one, method):
+            bad[method, one.kernel, target] = found
     assert not bad
 
 

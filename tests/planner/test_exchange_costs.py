@@ -62,19 +62,23 @@ def exchanged(shards, variables, ranks, rank, nodes=None, by_ring=False, steps=4
     runner = StepRunner(variables, shards, backend, Context(rank=rank, size=ranks))
     runner._nodes = ["here" if nodes is None else f"node {node}" for node in (nodes or range(ranks))]
     runner.agree()
+    parameters = {v.name: np.zeros(v.shape, v.dtype) for v in variables}
+    runner.rounds.read = lambda shard: shard.slice_of(parameters[shard.whole.name])
+    runner.rounds.write = lambda shard, value: None
+    runner.rounds.hold()
     sent, payloads = [], []
     for step in range(steps):
         before = runner.traffic.sent_bytes, sum(runner.traffic.payload_bytes.values())
         gradients = gradients_of(variables, step)
         for bucket in runner.buckets:
-            views = runner.views(bucket, gradients.__getitem__)
+            own = [runner.shards[name] for name in bucket.names]
+            views = [shard.slice_of(gradients[shard.whole.name]) for shard in own]
             runner.start(bucket, views, [True] * len(views))
         try:
             runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         except PayloadError:  # what others are said to have broadcast need not be a payload
             runner.abandon()
-        for bucket in runner.due_averages():
-            runner.mean(bucket, runner.views(bucket, gradients.__getitem__))
+        runner.rounds.run_due()
         sent.append(runner.traffic.sent_bytes - before[0])
         payloads.append(sum(runner.traffic.payload_bytes.values()) - before[1])
     runner.close()

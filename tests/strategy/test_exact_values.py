@@ -181,23 +181,3 @@ def test_a_variable_may_be_partly_synchronized_and_partly_averaged(ranks):
             for rank in range(size):
                 got = answers[rank][step][name]
                 np.testing.assert_allclose(got, at[rank], rtol=1e-6, atol=1e-4, err_msg=f"{name} {step} {rank}")
-
-
-def with_grad_scaler():
-    import torch
-
-    try:
-        run_with = executed(
-            Tables({"w": (3,)}),
-            strategy_of(whole("w", (3,), ShardPlan(Sync("none", period=2)))),
-            grad_scaler=torch.amp.GradScaler("cpu"),
-        )
-    except grace.ConfigError as error:
-        return str(error)
-    return run_with
-
-
-def test_a_grad_scaler_is_refused_where_ranks_train_on_their_own(two_ranks):
-    for message in two_ranks.run(with_grad_scaler):
-        assert "none(period)" in message
-        assert "grad_scaler" in message

@@ -188,6 +188,7 @@ def train(methods: Any = METHODS, bandwidths: Any = (1e9,), seeds: Any = (0, 1, 
             has = plain[0]["method"] == "none"
             row["relative_throughput"] = row["samples_per_s"] / plain[0]["samples_per_s"] if has else None
             row["relative_volume"] = row["relative_volume"] if has else None
+            row["shortfall"] = (plain[0]["quality"] - row["quality"]) / 0.86 if has else None
     settings = {
         "task": "digits",
         "about": "scikit-learn's digits",

@@ -13,6 +13,7 @@ from grace.kernels.torch.primitives import TorchKernels
 from grace.kernels.triton.availability import missing
 from tests.support.data import REFERENCE, SMALLEST, TINY
 from tests.support.pairwise import pairwise
+from tools.device import place
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this process runs Triton's kernels one by one in NumPy: then they are what is tested, and nothing else."""
@@ -139,6 +140,7 @@ if torch.cuda.is_available():
 if INTERPRETED:
     from grace.kernels.triton.primitives import TritonKernels
 
+    place.hasten_interpreter()
     OTHERS = [pytest.param(Implementation(TritonKernels(), "cpu"), id="triton")]
 elif tf is None:
     OTHERS.append(pytest.param(None, id="tensorflow", marks=pytest.mark.skip(reason="TensorFlow is not installed")))

@@ -1,5 +1,7 @@
 """Where everything runs: on a GPU, or, in Triton's interpreter, on the CPU, whose tensors its kernels then take."""
 
+import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -14,6 +16,25 @@ def prepare() -> None:
         from grace.kernels.triton.primitives import KERNELS
 
         fused._FUSED = KERNELS  # type: ignore[assignment]
+        hasten_interpreter()
+
+
+def hasten_interpreter() -> None:
+    """Leave out what Triton's interpreter computes and nobody reads, for most of its time."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    @functools.cache
+    def patch_once(function: Any) -> Any:
+        """Patch the language when a function is called first, where Triton would at each call; nothing is put back."""
+        scope = patch(function)
+        scope._changes.clear()
+        return scope
+
+    interpreter._patch_lang = patch_once
+    builder = interpreter.interpreter_builder  # which looks for integers that overflow, and says it in debug mode alone
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def clock() -> Any:

@@ -1,5 +1,6 @@
 """Qualities of models, as people read them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,12 +40,37 @@ def quality_axis(settings: Settings) -> str:
     return f"test {settings.get('metric', 'quality')}" + (f" ({unit})" if unit else "") + f", {better_is}"
 
 
-def difference(task: Settings, quality: float, plain: float) -> str:
-    """Format the difference of a quality to the uncompressed one: in points where it is in percent, else relatively.
+def shortfall(task: Settings, quality: float, plain: float, start: float) -> float | None:
+    """Return the part of what uncompressed training gains that a method does not; negative if the method gains more.
 
-    >>> difference({"unit": "%"}, 0.95, 0.97), difference({"unit": ""}, 5.5, 5.0)
-    ('-2.0', '+10.0 %')
+    It is (plain - quality) / (plain - start), for accuracies and losses alike, and for the logarithms of perplexities.
+    None if ``plain`` has gained nothing; infinite if the method diverged.
+
+    Args:
+        task: the task's facts.
+        quality: the method's final quality.
+        plain: the final quality of ``none``.
+        start: the quality of the weights that both start from.
+
+    >>> round(shortfall({"metric": "loss", "higher_is_better": False}, 1.8, plain=1.7, start=4.7), 3)
+    0.033
+    >>> round(shortfall({"metric": "accuracy"}, 0.95, plain=0.97, start=0.1), 3)
+    0.023
+    """
+    if task["metric"] == "perplexity":
+        quality, plain, start = (math.log(value) for value in (quality, plain, start))
+    if not math.isfinite(quality):
+        return math.inf
+    gain = better(task) * (plain - start)
+    return better(task) * (plain - quality) / gain if gain > 0 else None
+
+
+def against_none(task: Settings, quality: float, plain: float, lacks: float | None) -> str:
+    """Format a quality beside that of ``none``: points of a percentage, or else the part of the gain that is lacking.
+
+    >>> against_none({"unit": "%"}, 0.95, 0.97, lacks=0.023), against_none({"unit": ""}, 1.8, 1.7, lacks=0.0333)
+    ('-2.0', '3.3 %')
     """
     if task["unit"] == "%":
         return f"{100 * (quality - plain):+.1f}"
-    return f"{100 * (quality / plain - 1):+.1f} %"
+    return "" if lacks is None else f"{100 * lacks:.1f} %"

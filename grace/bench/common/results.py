@@ -125,7 +125,7 @@ TEXT |= {"framework", "platform", "processor"}
 FLAGS = {"pays", "higher_is_better"}
 LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths", "optimizers"}
 NUMBERS = {"bandwidth", "elements", "steps", "speedup", "quality", "lr", "reached", "vnmse", "aggregate_vnmse", "bias"}
-NUMBERS |= {"parameters", "batch", "rounds", "repeats", "threads", "scale", "target", "epochs", "cores"}
+NUMBERS |= {"parameters", "batch", "rounds", "repeats", "threads", "scale", "target", "epochs", "cores", "shortfall"}
 MEASURED = (
     "_ms", "_bytes", "_gbps", "_copies", "_seconds", "_s", "_step", "_element", "_spread", "_to_target", "_volume",
     "_throughput",

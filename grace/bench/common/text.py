@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 from grace.errors import ConfigError
 
@@ -185,3 +186,20 @@ def short(text: str, length: int = 28) -> str:
         return text
     half = length // 2
     return f"{text[:half]}…{text[len(text) - (length - half - 1) :]}"
+
+
+def labels(texts: Iterable[str], length: int = 28) -> dict[str, str]:
+    """Return a short form of each text, as :func:`short` makes it; up to four times as long where two would be equal.
+
+    >>> labels(["the first of two answers", "the third of two answers"], 15).values()
+    dict_values(['the fir…answers', 'the thi…answers'])
+    >>> labels(["an answer that is too long", "an answer that was too long"], 15).values()
+    dict_values(['an answer that is too long', 'an answer that was too long'])
+    """
+    names = list(dict.fromkeys(texts))
+    forms = names
+    for limit in (length, 2 * length, 4 * length):
+        forms = [short(name, limit) for name in names]
+        if len(set(forms)) == len(names):
+            break
+    return dict(zip(names, forms, strict=True))

@@ -221,4 +221,4 @@ def _changes(one: Row, other: Row, a: Results, b: Results) -> tuple[Change, ...]
 
 
 def _settings(results: Results) -> dict[str, Any]:
-    return {key: value for key, value in results.settings.items() if key not in ("verdict", "copy_gbps")}
+    return {key: value for key, value in results.settings.items() if key not in ("verdict", "shortfalls", "copy_gbps")}

@@ -85,8 +85,11 @@ def page(results: Sequence[Results]) -> str:
     for each in results:
         each.require_keys(NEEDED[each.kind])
     colors = methods_looks(results)
-    sections = [_section(each, colors, f"s{i}") for i, each in enumerate(results)]
-    links = "".join(f'<a href="#s{i}">{escaped(heading(each))}</a>' for i, each in enumerate(results))
+    titles = headings(results)
+    sections = [
+        _section(each, title, colors, f"s{i}") for i, (each, title) in enumerate(zip(results, titles, strict=True))
+    ]
+    links = "".join(f'<a href="#s{i}">{escaped(title)}</a>' for i, title in enumerate(titles))
     contents = f'<nav aria-label="Contents">{links}</nav>' if len(results) > 1 else ""
     return document("Grace benchmark report", sections, contents)
 
@@ -127,7 +130,19 @@ def heading(results: Results) -> str:
     return HEADINGS[results.kind] + (f": {clean(subject)}" if subject else "")
 
 
-def _section(results: Results, colors: dict[str, Look], name: str) -> str:
+def headings(results: Sequence[Results]) -> list[str]:
+    """Return a heading for each of the results; equal ones are numbered.
+
+    >>> headings([Results("step", {"model": name}) for name in ("mlp", "gpt2", "mlp")])
+    ['Step time: mlp (1)', 'Step time: gpt2', 'Step time: mlp (2)']
+    """
+    found = [heading(each) for each in results]
+    return [
+        f"{title} ({found[: i + 1].count(title)})" if found.count(title) > 1 else title for i, title in enumerate(found)
+    ]
+
+
+def _section(results: Results, title: str, colors: dict[str, Look], name: str) -> str:
     rows, settings = results.rows, results.settings
     shown: Sequence[Row] = rows
     if results.kind == "step":
@@ -136,12 +151,12 @@ def _section(results: Results, colors: dict[str, Look], name: str) -> str:
         drawn, columns = train_figures.figures(rows, settings, colors, name), train_columns(settings)
     else:
         drawn, columns = kernels_figures.figures(rows, colors, name), KERNELS
-    parts = [f'<section id="{name}"><h2>{escaped(heading(results))}</h2>', f'<p class="about">{_about(results)}</p>']
+    parts = [f'<section id="{name}"><h2>{escaped(title)}</h2>', f'<p class="about">{_about(results)}</p>']
     if not results.complete:
         parts.append('<p class="warn">Incomplete: interrupted. Only what was measured until then is here.</p>')
     parts += [_verdict(results), _facts(results), *map(figure_html, drawn)]
     if rows:
-        parts.append(f"<h3>All figures as a table</h3>{table(shown, columns, colors, heading(results))}")
+        parts.append(f"<h3>All figures as a table</h3>{table(shown, columns, colors, title)}")
     return "\n".join([*filter(None, parts), "</section>"])
 
 
@@ -162,7 +177,8 @@ def _about(results: Results) -> str:
         if number(settings.get(unit)):
             phrases.append(f"{format_count(settings[unit])} {unit.removesuffix('s') if settings[unit] == 1 else unit}")
     if settings.get("seeds"):
-        phrases.append(f"seeds {', '.join(map(str, settings['seeds']))}")
+        seeds = settings["seeds"]
+        phrases.append(f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")
     if results.kind == "kernels" and number(settings.get("copy_gbps")):
         phrases.append(f"one copy at {digits(settings['copy_gbps'])} GB/s")
     if settings.get("bandwidths"):
@@ -209,12 +225,12 @@ def figure_html(figure: Figure, wide: bool = False) -> str:
     """Return the HTML of a figure: heading, caption and panels; a wide one takes the page's whole width."""
     keys = "".join(f'<li><i class="{css}"></i>{escaped(name)}</li>' for name, css in figure.keys)
     panels = "".join(
-        f'<div class="panel">{f"<h4>{escaped(panel.title)}</h4>" if panel.title else ""}{panel.svg}</div>'
+        f'<div class="panel">{f"<h4>{escaped(panel.title)}</h4>" if panel.title else ""}<div class="drawing">'
+        f"{panel.svg}</div></div>"
         for panel in figure.panels
     )
-    lone = " lone" if len(figure.panels) == 1 and not wide else ""
     return (
         f'<h3>{escaped(figure.title)}</h3><figure><figcaption class="caption">{escaped(figure.caption)}</figcaption>'
         + (f'<ul class="keys">{keys}</ul>' if keys else "")
-        + f'<div class="panels{lone}">{panels}</div></figure>'
+        + f'<div class="panels{" wide" if wide else ""}">{panels}</div></figure>'
     )

@@ -149,6 +149,9 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
         spread = number(row.get("quality_spread"))
         return text if seeds == 1 or spread is None else f"{text} ± {shown(spread, settings)}"
 
+    def percent(value: Any) -> str:
+        return UNKNOWN if number(value) is None else f"{100 * value:.1f}"
+
     def reached(value: Any) -> str:
         return UNKNOWN if number(value) is None else f"{value:.0f} of {seeds}"
 
@@ -157,18 +160,18 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
         *([words_of("optimizer", "optimizer")] if len(settings.get("optimizers") or []) > 1 else []),
         BANDWIDTH,
         Column("quality", str(settings.get("metric", "quality")), "test, final", text=quality),
+        figure_of("shortfall", "gain lacking", "% of none's", percent),
         figure_of("bits_per_element", "bits", "per element"),
         figure_of("sent_bytes_per_step", "sent", "per rank, step", of_bytes),
-        figure_of("relative_volume", "volume", "relative to none"),
         figure_of("step_ms", "step", "ms"),
         figure_of("codec_ms", "codec", "ms"),
         figure_of("samples_per_s", "throughput", "samples/s"),
-        figure_of("relative_throughput", "throughput", "relative to none"),
+        figure_of("relative_throughput", "speedup", "over none"),
         figure_of("train_seconds", "training", "without evaluation", of_seconds),
         figure_of("reached", "target reached", "seeds", reached),
-        figure_of("epochs_to_target", "to target", "epochs"),
-        figure_of("bytes_to_target", "to target", "bytes sent", of_bytes),
-        figure_of("seconds_to_target", "to target", "time", of_seconds),
+        figure_of("epochs_to_target", "epochs", "to target"),
+        figure_of("bytes_to_target", "bytes", "to target", of_bytes),
+        figure_of("seconds_to_target", "time", "to target", of_seconds),
         figure_of("lr", "learning rate"),
     ]
 
@@ -178,13 +181,12 @@ KERNELS = [
     words_of("tensor", "tensor"),
     figure_of("bits_per_element", "bits", "per element"),
     figure_of("vnmse", "vNMSE", "one rank"),
-    figure_of("aggregate_vnmse", "vNMSE", "of the mean"),
+    figure_of("aggregate_vnmse", "vNMSE of mean"),
     figure_of("bias", "bias", "relative"),
     *(figure_of(f"{key}_copies", key, "copies") for key in ("encode", "decode", "memory")),
-    *(figure_of(f"{key}_ms", key, "ms") for key in ("encode", "decode", "memory")),
+    *(figure_of(f"{key}_ms", f"{key} time", "ms") for key in ("encode", "decode", "memory")),
     figure_of("copy_ms", "one copy", "ms"),
-    figure_of("encode_gbps", "encode", "GB/s"),
-    figure_of("decode_gbps", "decode", "GB/s"),
+    *(figure_of(f"{key}_gbps", f"{key} rate", "GB/s") for key in ("encode", "decode")),
     figure_of("peak_extra_bytes", "extra memory", "peak", of_bytes),
     figure_of("elements", "elements", show=format_count),
     words_of("device", "device"),

@@ -1,5 +1,6 @@
 """``grace bench step``: the costs of a training step with each method, and the gain of compression."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,13 +120,17 @@ def run_on_device(settings: StepSettings, out: Path, here: bool = False) -> Benc
     return running
 
 
-def run(settings: StepSettings, out: Path, here: bool = False) -> BenchmarkRun:
+def run(
+    settings: StepSettings, out: Path, here: bool = False, shortfalls: Mapping[str, float | None] | None = None
+) -> BenchmarkRun:
     """Measure, show and save; return the benchmark with its results and its exit code.
 
-    With ``here`` this process is one of several ranks, of which only the first writes and shows.
+    With ``here`` this process is one of several ranks, of which only the first writes and shows. With ``shortfalls`` of
+    trained methods the verdict recommends only those that learn.
     """
     console = Console(highlight=False, quiet=here and grace.init().rank != 0)
-    running = BenchmarkRun(NAME, "step", settings.about(), None if console.quiet else out)
+    about = {**settings.about(), **({} if shortfalls is None else {"shortfalls": dict(shortfalls)})}
+    running = BenchmarkRun(NAME, "step", about, None if console.quiet else out)
 
     def measure() -> None:
         with ScenarioBars(console) as bars:

@@ -104,8 +104,9 @@ class ScenarioRows:
 
 
 def conclude(results: Results, rows: list[Row], ranks: int, rate: float | None, engine: str) -> None:
-    """Write the verdict on the rows of a scenario into the settings."""
-    results.settings.setdefault("verdict", {})[scenario_name(ranks, rate)] = verdict_text(rows, engine)
+    """Write the verdict on the rows of a scenario into the settings, by the settings' ``shortfalls`` if there are."""
+    words = verdict_text(rows, engine, results.settings.get("shortfalls"))
+    results.settings.setdefault("verdict", {})[scenario_name(ranks, rate)] = words
 
 
 def compare_with_plain(rows: list[Row], engine: str) -> list[Row]:

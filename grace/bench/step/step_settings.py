@@ -15,7 +15,7 @@ METHODS = (
     "none", "fp16", "qsgd", "natural", "terngrad", "efsignsgd", "topk(ratio=0.01)", "dgc(ratio=0.01)",
     "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64)",
 )  # fmt: skip
-QUICK_METHODS = ("none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
+QUICK_METHODS = ("none", "block(bits=4)", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_METHODS = ("none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_RANKS, DEVICE_RATES = 8, (10e9, 25e9)
 """Pretended ranks, and bits per second of simulated wires, on a GPU."""

@@ -1,10 +1,15 @@
 """Verdicts on the rows of a scenario of ``grace bench step``, in words: does compression pay?"""
 
+import math
+from collections.abc import Mapping
+
 from grace.bench.common.results import Row
 from grace.bench.step.step_settings import SHARDS_ALONE
 
 LEAST_GAIN = 1.05
 """Speedup over plain averaging that a method must have to pay."""
+LARGEST_SHORTFALL = 0.03
+"""Part of what uncompressed training gains that a recommended method may lack."""
 LONGEST_LIST = 4
 PLAIN = {"torch": ("DDP", "HSDP"), "horovod": ("Horovod",)}
 """Uncompressed baselines of each engine."""
@@ -32,8 +37,14 @@ def pays(row: Row, plain: Row) -> bool:
     return row["step_high_ms"] < plain["step_low_ms"] and plain["step_ms"] >= LEAST_GAIN * row["step_ms"]
 
 
-def verdict_text(rows: list[Row], engine: str) -> str:
-    """Return the verdict on a scenario, in two or three sentences.
+def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | None] | None = None) -> str:
+    """Return the verdict on a scenario, in a few sentences.
+
+    Args:
+        rows: the rows of the scenario.
+        engine: the engine of Grace's methods.
+        shortfalls: for each method that was trained, the part that it lacks of what training gains without compression.
+            If given, only methods that were trained and lack at most 3 % are recommended.
 
     >>> def row(name, ms, kind="grace"):
     ...     return {"name": name, "kind": kind, "step_ms": ms, "step_low_ms": ms, "step_high_ms": ms, "pays": ms < 190}
@@ -44,6 +55,9 @@ def verdict_text(rows: list[Row], engine: str) -> str:
     >>> print(verdict_text([bound, plain, row("qsgd", 250.0)], "torch"))
     Do not compress: no method is clearly faster than DDP (200 ms a step). Slower than DDP: qsgd. Without any
     communication it would be 4.0x as fast.
+    >>> print(verdict_text([bound, plain, row("topk", 80.0), row("block", 90.0)], "torch", {"topk": 0.4, "block": 0.0}))
+    Compress: block makes a step 2.2x as fast as DDP (90 ms instead of 200 ms). Fast, but not recommended: topk (2.5x;
+    lacks 40 % of what training gains without compression). Without any communication it would be 4.0x.
     """
     plain = plain_row(rows, engine)
     bound = next((row for row in rows if row["kind"] == "bound"), None)
@@ -54,27 +68,50 @@ def verdict_text(rows: list[Row], engine: str) -> str:
     others = [row for row in rows if row is not plain and row["kind"] != "bound"]
     paying = sorted((row for row in others if row["pays"]), key=lambda row: row["step_ms"])
     slower = [row["name"] for row in others if row["step_low_ms"] > plain["step_high_ms"]]
-    own = [row for row in paying if row["kind"] == "grace" and row.get("method", row["name"]) != "none"]
+    good = [row for row in paying if shortfalls is None or learns(row, shortfalls)]
+    own = [row for row in good if row["kind"] == "grace" and row.get("method", row["name"]) != "none"]
     sentences = []
     if own:
         sentences.append(f"Compress: {_gain(own[0], plain)} ({_ms(own[0])} instead of {_ms(plain)}).")
-        if paying[0] is not own[0]:
-            sentences.append(
-                f"Faster still: {', '.join(_times(row, plain) for row in paying[: paying.index(own[0])])}."
-            )
-        rest = paying[paying.index(own[0]) + 1 :]
+        if good[0] is not own[0]:
+            sentences.append(f"Faster still: {', '.join(_times(row, plain) for row in good[: good.index(own[0])])}.")
+        rest = good[good.index(own[0]) + 1 :]
         if rest:
             sentences.append(f"It pays too with {_listed([_times(row, plain) for row in rest])}.")
     else:
-        sentences.append(f"Do not compress: no method is clearly faster than {plain['name']} ({_ms(plain)} a step).")
-        if paying:
-            sentences.append(f"But {', '.join(_times(row, plain) for row in paying)} would be.")
+        such = "method" if len(good) == len(paying) else "method that learns as well"
+        sentences.append(f"Do not compress: no {such} is clearly faster than {plain['name']} ({_ms(plain)} a step).")
+        if good:
+            sentences.append(f"But {', '.join(_times(row, plain) for row in good)} would be.")
+    if shortfalls is not None and len(good) < len(paying):
+        bad = [_fast_but(row, plain, _lacks(row, shortfalls)) for row in paying if not learns(row, shortfalls)]
+        sentences.append(f"Fast, but not recommended: {', '.join(bad)}.")
     if slower:
         sentences.append(f"Slower than {plain['name']}: {_listed(slower)}.")
     most = plain["step_ms"] / bound["step_ms"]
     without = "Without an exchange between replicas" if bound["name"] == SHARDS_ALONE else "Without any communication"
     sentences.append(f"{without} it would be {most:.1f}x{'' if own else ' as fast'}.")
     return " ".join(sentences)
+
+
+def learns(row: Row, shortfalls: Mapping[str, float | None]) -> bool:
+    """Return True if a row's method was trained, and lacks at most 3 % of what training gains without compression."""
+    lacks = _lacks(row, shortfalls)
+    return lacks is not None and lacks <= LARGEST_SHORTFALL
+
+
+def _lacks(row: Row, shortfalls: Mapping[str, float | None]) -> float | None:
+    method = row.get("method", row["name"])
+    return None if method is None else shortfalls.get(method)
+
+
+def _fast_but(row: Row, plain: Row, lacks: float | None) -> str:
+    """Return a row's name, its speedup, and why it is not recommended."""
+    why = "not trained here"
+    if lacks is not None:
+        part = f"lacks {100 * lacks:.0f} % of what training gains without compression"
+        why = part if math.isfinite(lacks) else "diverged"
+    return f"{row['name']} ({_speedup(row, plain)}; {why})"
 
 
 def _listed(names: list[str]) -> str:
@@ -87,11 +124,15 @@ def _listed(names: list[str]) -> str:
 
 
 def _gain(row: Row, plain: Row) -> str:
-    return f"{row['name']} makes a step {plain['step_ms'] / row['step_ms']:.1f}x as fast as {plain['name']}"
+    return f"{row['name']} makes a step {_speedup(row, plain)} as fast as {plain['name']}"
 
 
 def _times(row: Row, plain: Row) -> str:
-    return f"{row['name']} ({plain['step_ms'] / row['step_ms']:.1f}x)"
+    return f"{row['name']} ({_speedup(row, plain)})"
+
+
+def _speedup(row: Row, plain: Row) -> str:
+    return f"{plain['step_ms'] / row['step_ms']:.1f}x"
 
 
 def _ms(row: Row) -> str:

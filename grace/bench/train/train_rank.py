@@ -36,7 +36,8 @@ def train(
 ) -> dict[str, Any]:
     """Train from the seed's initial weights with one method, and return the measurements of this rank.
 
-    With a limit it is so many steps of a single epoch; ``report`` is called with the quality after each epoch.
+    With a limit it is so many steps of a single epoch; ``report`` is called with the quality after each epoch. The
+    curve has points (epochs, bytes sent, seconds of training, quality), the first before any step.
     """
     lr, epochs = settings.rates.get(method, task.rate(optimizer)), settings.epochs or task.epochs
     # a memory or compressor that has the momentum wants an optimizer without
@@ -44,7 +45,8 @@ def train(
     momentum = 0.0 if alone else task.momentum
     trainer = trainer_class(settings.framework)(task, method, seed, lr, momentum, optimizer)
     marks = {round(1.15**power) for power in range(100)}
-    step_seconds, codec_seconds, curve = [], [], []
+    step_seconds, codec_seconds = [], []
+    curve = [(0.0, 0, 0.0, trainer.quality())]
     trained, per_epoch = 0.0, 1
     for epoch in range(1 if limit else epochs):
         shares = task.shares(grace.size(), grace.rank(), seed, epoch)[:limit]

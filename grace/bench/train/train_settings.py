@@ -48,8 +48,9 @@ class TrainSettings:
 
     task: str = option(
         "digits",
-        "digits (accuracy), charlm (a character LSTM's perplexity), chargpt (a character GPT's loss), recommender (two "
-        "embedding tables and an MLP), or module:function, which returns a grace.bench.workloads.Task.",
+        "digits (accuracy), digits-cnn (a convolutional network's loss), charlm (a character LSTM's perplexity), "
+        "chargpt (a character GPT's loss), recommender (two embedding tables and an MLP), or module:function, which "
+        "returns a grace.bench.workloads.Task.",
     )
     methods: list[str] = option(
         list(METHODS),

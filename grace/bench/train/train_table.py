@@ -2,19 +2,19 @@
 
 from rich.table import Table
 
-from grace.bench.common.quality import difference, shown
+from grace.bench.common.quality import against_none, shown
 from grace.bench.common.results import Results, Row
 from grace.bench.common.tables import figures_table
 from grace.bench.common.text import of_bytes
 
 
 def results_table(rows: list[Row], results: Results) -> Table:
-    """Return the table of one network, a row for each method, with its quality relative to that of ``none`` if there is
-    one."""
+    """Return the table of one network, a row for each method; its quality is compared with that of ``none``."""
     task = results.settings
     plain = _plain(rows)
     headers = ["sent\n/ step", "bits /\nelement", "step\nms", f"{task['metric']}\n{task['unit']}".strip()]
-    headers += ["against\nnone"] if plain is not None and len(rows) > 1 else []
+    if plain is not None and len(rows) > 1:
+        headers.append("against\nnone" if task["unit"] == "%" else "gain\nlacking")
     headers += [f"s until\n{shown(task['target'], task)}"] if task["target"] is not None else []
     table = figures_table("method", headers)
     for row in rows:
@@ -29,7 +29,8 @@ def results_table(rows: list[Row], results: Results) -> Table:
             quality,
         ]
         if plain is not None and len(rows) > 1:
-            cells.append(difference(task, row["quality"], plain) if row["method"] != "none" else "")
+            own = row["method"] == "none"
+            cells.append("" if own else against_none(task, row["quality"], plain, row["shortfall"]))
         if task["target"] is not None:
             seconds, missed = row["seconds_to_target"], f"{row['reached']} of {len(row['runs'])}"
             cells.append(missed if seconds is None else f"{seconds:.2f}")
@@ -58,9 +59,12 @@ def advice(rows: list[Row], results: Results) -> str:
     plain = _plain(rows)
     if plain is None or len(rows) == 1:
         return text
+    points = task["unit"] == "%"
+    if not points:
+        text += " Gain lacking: the part of none's gain that the method does not reach."
     sign = -1 if task["higher_is_better"] else 1
     worst = max((row for row in rows if row["method"] != "none"), key=lambda row: sign * row["quality"])
     if sign * (worst["quality"] - plain) <= 0:
         return f"{text} Here no method's {task['metric']} is worse than that of none."
-    lost = difference(task, worst["quality"], plain) + (" points" if task["unit"] == "%" else "")
+    lost = against_none(task, worst["quality"], plain, worst["shortfall"]) + (" points" if points else " lacking")
     return f"{text} Here the {task['metric']} that is worst against none is {worst['method']}'s ({lost})."

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 
+from grace.bench.common.quality import shortfall
 from grace.bench.common.results import Results, Row
 from grace.bench.ranks.launchers import engine_of
 from grace.bench.ranks.rank_program import Event
@@ -81,6 +82,7 @@ def summarize(runs: list[Row], settings: TrainSettings, rate: float | None = Non
                 "lr": own[0]["lr"],
                 **{key: statistics.fmean(run[key] for run in own) for key in MEANS},
                 "quality_spread": (max(qualities) - min(qualities)) / 2,
+                "shortfall": None,
                 "relative_volume": None,
                 "relative_throughput": None,
                 **_to_target(own, about["target"], about["higher_is_better"]),
@@ -92,6 +94,7 @@ def summarize(runs: list[Row], settings: TrainSettings, rate: float | None = Non
     for row in rows:
         plain = plains.get(row["optimizer"])
         if plain is not None:
+            row["shortfall"] = shortfall(about, row["quality"], plain["quality"], plain["curve"][0][-1])
             row["relative_throughput"] = row["samples_per_s"] / plain["samples_per_s"]
             if plain["sent_bytes_per_step"]:
                 row["relative_volume"] = row["sent_bytes_per_step"] / plain["sent_bytes_per_step"]

@@ -14,6 +14,7 @@ from grace.errors import ConfigError
 
 TASKS = {
     "digits": "digits.Digits",
+    "digits-cnn": "digits.DigitsCNN",
     "charlm": "charlm.CharacterModel",
     "chargpt": "charlm.CharacterGPT",
     "recommender": "recommender.Recommender",
@@ -186,7 +187,7 @@ def task_class(name: str, framework: str | None = None, size: int | None = None)
     'accuracy'
     >>> task_class("mnist")
     Traceback (most recent call last):
-    grace.errors.ConfigError: unknown task 'mnist'; known: chargpt, charlm, digits, recommender, or module:function
+    grace.errors.ConfigError: unknown task 'mnist'; known: chargpt, charlm, digits, digits-cnn, recommender, or ...
     """
     if name in TASKS:
         module, _, cls = TASKS[name].partition(".")

@@ -79,6 +79,31 @@ def network(seed: int) -> keras.Model:
     return keras.Sequential([keras.Input([64]), *hidden, _dense(10, seeds)])
 
 
+class DigitsCNN(_LabelledInTensorFlow, digits.DigitsCNN):
+    """The digits, and a convolutional network."""
+
+    def network(self, seed: int) -> keras.Model:
+        return convolutional_network(seed)
+
+
+def convolutional_network(seed: int) -> keras.Model:
+    """Return two convolutions, a pooling and two linear layers, of images in rows of 64 pixels.
+
+    >>> convolutional_network(seed=0).count_params()
+    38282
+    """
+    seeds = _seeds(seed)
+    convolutions = [
+        layers.Conv2D(
+            channels, 3, padding="same", activation="relu", kernel_initializer=initializers.GlorotUniform(next(seeds))
+        )
+        for channels in digits.CHANNELS
+    ]
+    hidden, output = _dense(digits.HIDDEN, seeds, "relu"), _dense(10, seeds)
+    images = [keras.Input([64]), layers.Reshape([8, 8, 1])]
+    return keras.Sequential([*images, *convolutions, layers.MaxPooling2D(), layers.Flatten(), hidden, output])
+
+
 class CharacterModel(_LabelledInTensorFlow, charlm.CharacterModel):
     """The text, and the LSTM."""
 

@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import grace
 from grace.bench.workloads import charlm, digits, recommender
-from grace.bench.workloads.digits import WIDTH
+from grace.bench.workloads.digits import CHANNELS, HIDDEN, WIDTH
 from grace.bench.workloads.task import ADAMW_BETA2, ARRAYS, WORST, LabelledTask, Task, Trainer, in_optimizer
 from grace.bench.workloads.torch_modules import GPT, LSTM
 from grace.exchange.bucket import Traffic
@@ -92,6 +92,35 @@ def network(seed: int) -> nn.Sequential:
     """
     with _seeded(seed):
         return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+class DigitsCNN(_LabelledInTorch, digits.DigitsCNN):
+    """The digits, and a convolutional network."""
+
+    def network(self, seed: int) -> nn.Module:
+        return convolutional_network(seed)
+
+
+def convolutional_network(seed: int) -> nn.Sequential:
+    """Return two convolutions, a pooling and two linear layers, of images in rows of 64 pixels.
+
+    >>> sum(p.numel() for p in convolutional_network(seed=0).parameters())
+    38282
+    """
+    first, second = CHANNELS
+    with _seeded(seed):
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, first, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(first, second, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * second, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, 10),
+        )
 
 
 class CharacterModel(_LabelledInTorch, charlm.CharacterModel):

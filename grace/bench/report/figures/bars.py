@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from grace.bench.common.text import short
+from grace.bench.common.text import labels, short
 from grace.bench.report.figures.style import (
     INK,
     MUTED,
@@ -85,7 +85,8 @@ def horizontal(bars: Sequence[Bar], x: str, marks: Sequence[Mark] = (), clip: fl
     limit = 1.02 * ((min(longest, clip) if clip else longest) or 1)
     axes.set(xlim=(0, limit), ylim=(heights[-1] - 0.55, 0.55))
     axes.grid(False, axis="y")
-    axes.set_yticks(heights, [short(bar.name) for bar in bars], color=INK)
+    names = labels(bar.name for bar in bars)
+    axes.set_yticks(heights, [names[bar.name] for bar in bars], color=INK)
     for bar, y in zip(bars, heights, strict=True):
         _draw(axes, bar, y, limit)
     for name, position, dash in marks:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grace.bench.common.text import digits, number, short
+from grace.bench.common.text import digits, labels, number
 from grace.bench.report.figures.bars import Bar, horizontal, outliers
 from grace.bench.report.figures.style import DASHED, INK, Figure, Look, Panel, label_axes, legend, log_scale, panel
 from grace.bench.report.rows import Rows, cases
@@ -29,9 +29,10 @@ def _errors(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         log_scale(axes, "x", min(bits) / 1.6, max(bits) * 1.6)
         log_scale(axes, "y", floor / 1.3, 3 * max([*inexact, 1.0]))
         axes.axhline(1, color=INK, linewidth=1, linestyle=DASHED, zorder=1)
+        names = labels(str(row["method"]) for row in some)
         for row in some:
             look, exact = looks[str(row["method"])], row["vnmse"] <= 0
-            label = short(str(row["method"])) + (" (exact)" if exact else "")
+            label = names[str(row["method"])] + (" (exact)" if exact else "")
             at, marker = (floor, "v") if exact else (row["vnmse"], look.marker)
             form: dict[str, Any] = {"color": look.color, "marker": marker, "linestyle": "", "markersize": 7}
             axes.plot(row["bits_per_element"], at, **form, clip_on=False, label=label)

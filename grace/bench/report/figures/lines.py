@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grace.bench.common.text import digits, short
+from grace.bench.common.text import digits, labels
 from grace.bench.report.figures.style import WIDTH, Axes, Drawing, Look, label_axes, legend, log_scale, panel
 
 Points = Sequence[tuple[Any, float | None]]
@@ -30,10 +30,11 @@ def lines(
     known = {name: sorted((at, value) for at, value in points if value) for name, points in series.items()}
     known = {name: points for name, points in known.items() if points}
     drawing, axes = panel(280, width, names=len(known))
+    names = labels(known)
     for name, points in known.items():
         look = looks[name]
         form: dict[str, Any] = {"color": look.color, "linestyle": look.dash, "marker": look.marker}
-        axes.plot(*zip(*points, strict=True), **form, markersize=4.5, linewidth=1.7, label=short(name))
+        axes.plot(*zip(*points, strict=True), **form, markersize=4.5, linewidth=1.7, label=names[name])
     values = [value for points in known.values() for _, value in points]
     if values:
         values += include

@@ -33,7 +33,7 @@ COLORS = {"compute": MUTED, "wire": PALETTE[0]}
 CODEC = PALETTE[1]
 DARK = {"none": INK, "this plan": MUTED}
 """Colours of names that are no method's."""
-WIDE = 620
+WIDE = 520
 """CSS pixels of a panel with many lines."""
 
 

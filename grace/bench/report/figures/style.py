@@ -33,10 +33,12 @@ INK, MUTED, GRID, PAPER = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF"
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card", PALETTE[0]: "--blue"}
 VARIABLES |= {grey: f"--grey{i}" for i, grey in enumerate(GREYS)}
 """Colours that the style sheet replaces in dark mode."""
-WIDTH = 464
+WIDTH = 400
 """Width of a panel, in CSS pixels."""
 LABEL = 70
 """Characters of the longest label of an axis."""
+SMALLEST = 0.85
+"""Factor below which a figure is not scaled down, so that its letters stay readable; on a narrow screen it scrolls."""
 LEGEND_ROW = 16
 """CSS pixels of a row of a legend."""
 STYLE: dict[Any, Any] = {
@@ -150,7 +152,7 @@ def label_axes(axes: Axes, x: str, y: str = "") -> None:
 def legend(drawing: Drawing, axes: Axes, place: Any = "outside lower left") -> None:
     """Write the labels of lines and points outside the axes, in two columns."""
     handles, labels = axes.get_legend_handles_labels()
-    drawing.legend(handles, labels, loc=place, ncols=2, fontsize=10.5, labelcolor=INK, frameon=False)
+    drawing.legend(handles, labels, loc=place, ncols=2, fontsize=11, labelcolor=INK, frameon=False)
 
 
 def plain_ticks(axes: Axes) -> None:
@@ -169,9 +171,7 @@ def log_scale(axes: Axes, which: str, low: float, high: float, show: Callable[[f
     axis.set_major_formatter(lambda value, _: show(value))
 
 
-def write(
-    axes: Axes, text: str, at: Any, offset: Any = None, size: float = 10.5, color: str = INK, **more: Any
-) -> None:
+def write(axes: Axes, text: str, at: Any, offset: Any = None, size: float = 11, color: str = INK, **more: Any) -> None:
     """Write a text that may be outside the axes; ``more`` is passed to ``axes.annotate``."""
     axes.annotate(clean(text), at, offset, fontsize=size, color=color, annotation_clip=False, **more)
 
@@ -187,7 +187,8 @@ def svg(drawing: Drawing, name: str, about: str) -> str:
         drawing.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
     body = file.getvalue().partition("<svg")[2].partition(">")[2]
     width, height = 72 * drawing.get_size_inches()
-    head = f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escaped(about)}">'
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" style="min-width: {SMALLEST * width:.0f}px"'
+    head = f'<svg {size} role="img" aria-label="{escaped(about)}">'
     return head + re.sub(r"<[^>]*>", _tag_for_page, body)
 
 

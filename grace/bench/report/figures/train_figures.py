@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grace.bench.common.quality import Settings, better, quality_axis, scale, shown
-from grace.bench.common.text import clean, digits, number, of_bytes, of_rate, power, short
+from grace.bench.common.text import clean, digits, labels, number, of_bytes, of_rate, power
 from grace.bench.report.figures.bars import Bar, Mark, horizontal
 from grace.bench.report.figures.style import (
     DASHED,
@@ -124,12 +124,13 @@ def _scatter(
         plain_ticks(axes)
     low, high = limits
     axes.set_ylim(low, high)
+    names = labels(str(row["method"]) for row in known)
     for row in known:
         value, spread = row["quality"] * scale(settings), (number(row.get("quality_spread")) or 0) * scale(settings)
         look = looks[str(row["method"])]
         outside = not low <= value <= high
         at = min(max(value, low), high)
-        label = short(str(row["method"])) + (f" ({shown(row['quality'], settings)})" if outside else "")
+        label = names[str(row["method"])] + (f" ({shown(row['quality'], settings)})" if outside else "")
         marker = ("v" if value < low else "^") if outside else look.marker
         whisker: dict[str, Any] = {"yerr": None if outside or not spread else spread, "elinewidth": 1.4, "capsize": 3}
         form: dict[str, Any] = {"color": look.color, "marker": marker, "markersize": 7, "linestyle": ""}
@@ -192,10 +193,11 @@ def _curve_panel(
     drawing, axes = panel(300, names=len(lines))
     finals = [points[-1][1] for points in lines.values()]
     low, high = window(finals, [point[3] for curve in curves.values() for point in curve], better(settings))
+    names = labels(lines)
     for method, points in lines.items():
         look = looks[method]
         form: dict[str, Any] = {"color": look.color, "linestyle": look.dash, "marker": look.marker, "markersize": 5}
-        axes.plot(*zip(*points, strict=True), **form, linewidth=1.6, markevery=[-1], label=short(method))
+        axes.plot(*zip(*points, strict=True), **form, linewidth=1.6, markevery=[-1], label=names[method])
     target = number(settings.get("target"))
     if target is not None and low < target * scale(settings) < high:
         axes.axhline(target * scale(settings), color=MUTED, linewidth=1.2, linestyle=":", zorder=1)

@@ -1,0 +1,232 @@
+"""Rows and the picture that README and pages quote: ``python -m benchmarks.readme_figures``.
+
+Each part is one run of ``grace bench step``, ``train`` or ``kernels``; its ``results.json`` becomes
+``benchmarks/results/PART.json``. Parts that are there are left out, so a call goes on where an interrupted one ended;
+``--again`` measures them anew. ``--list`` shows the parts and their commands, ``--only steps`` takes those whose names
+begin so. Emulated links need root, and times a machine that does nothing else. At the end, or with ``--draw`` alone,
+the picture is drawn from the rows that are there: docs/_static/step-times.svg.
+
+    python -m benchmarks.readme_figures --list
+    python -m benchmarks.readme_figures --only steps
+    python -m benchmarks.readme_figures --smallest --folder out/readme --picture out/readme/step-times.svg
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grace.bench.common.results import Results, load
+from grace.core.atomic_files import atomic_write
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PICTURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "_static" / "step-times.svg"
+METHODS = (
+    "none",
+    "fp16",
+    "block(bits=8)",
+    "block(bits=4)",
+    "block(bits=2)",
+    "efsignsgd",
+    "powersgd(rank=4)",
+    "topk(ratio=0.01)",
+)
+BEST = ("none", "fp16", "block(bits=4)", "block(bits=2)", "powersgd(rank=4)", "topk(ratio=0.01)")
+"""Methods of the longer runs."""
+STRATEGIES: tuple[str, ...] = ()
+"""Strategies' builders that are measured beside the methods."""
+OPTIMIZERS = ("adamw", "sgd")
+PICTURED = {
+    "DDP": "none",
+    "DDP fp16 hook": "fp16",
+    "DDP PowerSGD(4) hook": None,
+    "block(bits=4)": "block(bits=4)",
+    "powersgd(rank=4)": "powersgd(rank=4)",
+    "topk(ratio=0.01)": "topk(ratio=0.01)",
+    **{f"strategy {spec}": spec for spec in STRATEGIES},
+}
+"""Rows of the picture, and the method whose loss stands beside each; None if no such method is trained."""
+LOSSES = "train-chargpt-adamw-1gbit"
+"""The part whose losses stand in the picture."""
+PANELS = {"steps-transformer-1gbit": "1 Gbit/s", "steps-transformer-100mbit": "100 Mbit/s"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One run of ``grace bench``.
+
+    Attributes:
+        name: the name of its file of results.
+        arguments: what follows ``grace bench``, without the folder.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+def parts(smallest: bool = False) -> list[Part]:
+    """Return all parts; in their smallest form each takes seconds, and its rows tell nothing but that it runs.
+
+    >>> [part.name for part in parts()][:4]
+    ['steps-transformer-1gbit', 'steps-transformer-100mbit', 'steps-transformer-10gbit', 'steps-resnet50-1gbit']
+    """
+    found = [_steps(f"transformer-{rate}", METHODS, "transformer", rate) for rate in ("1gbit", "100mbit", "10gbit")]
+    found += [
+        _steps("resnet50-1gbit", BEST, "resnet50", "1gbit"),
+        _steps("transformer-4-ranks-1gbit", BEST, "transformer", "1gbit", ranks=4),
+    ]
+    # A loss after equal steps does not depend on the network: over the slower one a seed is enough for the seconds.
+    found += [
+        _training("chargpt", METHODS, optimizer, rate, seeds)
+        for rate, seeds in (("1gbit", "3"), ("100mbit", "1"))
+        for optimizer in OPTIMIZERS
+    ]
+    found += [
+        _training(task, BEST, optimizer, rate, "2")
+        for task in ("digits-cnn", "recommender")
+        for rate in ("1gbit", "100mbit")
+        for optimizer in OPTIMIZERS
+    ]
+    found.append(Part("codecs", ("kernels", "--methods", ",".join(METHODS), "--size", "25M", "--tensors", "gaussian")))
+    return [_smallest(part) for part in found] if smallest else found
+
+
+def _steps(name: str, methods: Sequence[str], model: str, rate: str, ranks: int = 2) -> Part:
+    strategies = [word for spec in STRATEGIES for word in ("--strategy", spec)]
+    return Part(
+        f"steps-{name}",
+        (
+            *("step", "--model", model, "--ranks", str(ranks), "--bandwidth", rate, "--baselines", "ddp"),
+            *("--methods", ",".join(methods), *strategies),
+        ),
+    )
+
+
+def _training(task: str, methods: Sequence[str], optimizer: str, rate: str, seeds: str) -> Part:
+    return Part(
+        f"train-{task}-{optimizer}-{rate}",
+        (
+            *("train", "--task", task, "--optimizer", optimizer, "--bandwidth", rate, "--seeds", seeds),
+            *("--methods", ",".join([*methods, *STRATEGIES])),
+        ),
+    )
+
+
+def _smallest(part: Part) -> Part:
+    """Return a part of few methods, and of a small model, few steps or a small tensor."""
+    changed = {
+        "step": {"--model": "mlp", "--rounds": "1", "--methods": "none,block(bits=4)"},
+        "train": {"--task": "digits-cnn", "--epochs": "1", "--seeds": "1", "--methods": "none,block(bits=4)"},
+        "kernels": {"--size": "4096", "--repeats": "1", "--methods": "none,block(bits=4)"},
+    }[part.arguments[0]]
+    options = dict(zip(part.arguments[1::2], part.arguments[2::2], strict=True)) | changed
+    return Part(part.name, (part.arguments[0], *(word for option in options.items() for word in option)))
+
+
+def command(part: Part, folder: Path) -> list[str]:
+    """Return the command line of a part."""
+    return ["grace", "bench", *part.arguments, "--out", str(folder)]
+
+
+def measure(part: Part, results: Path) -> int:
+    """Run a part; if it ends well, keep its results. Return its exit code."""
+    folder = ROOT / "out" / "readme" / part.name
+    program, *words = command(part, folder)
+    code = subprocess.run([Path(sys.executable).with_name(program), *words], cwd=ROOT, check=False).returncode
+    if code == 0:
+        results.mkdir(parents=True, exist_ok=True)
+        with atomic_write(results / f"{part.name}.json") as draft:
+            draft.write_text(json.dumps(json.loads((folder / "results.json").read_text()), separators=(",", ":")))
+    return code
+
+
+def draw(results: Path, picture: Path) -> bool:
+    """Draw the picture of the README, if the rows that it shows are there; return True if they are.
+
+    One bar is the time of a step; beside it stands the loss after equal steps.
+    """
+    files = {name: results / f"{name}.json" for name in (*PANELS, LOSSES)}
+    if not all(path.exists() for path in files.values()):
+        return False
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    losses = {row["method"]: row["quality"] for row in load(files[LOSSES]).rows}
+    runs = {title: load(files[name]) for name, title in PANELS.items()}
+    with rc_context({"svg.hashsalt": "step-times", "svg.fonttype": "none", "font.size": 10}):
+        drawing = Figure(figsize=(9, 3.4), layout="constrained", facecolor="white")
+        for axes, (title, run) in zip(drawing.subplots(1, len(runs), sharey=True), runs.items(), strict=True):
+            rows = {row["name"]: row for row in run.rows if row["name"] in PICTURED}
+            names = [name for name in PICTURED if name in rows]
+            seconds = [rows[name]["step_ms"] / 1e3 for name in names]
+            colors = ["#818B98" if rows[name]["kind"] == "baseline" else "#0072B2" for name in names]
+            bars = axes.barh(range(len(names)), seconds, color=colors)
+            axes.bar_label(bars, [_label(name, rows[name], losses) for name in names], padding=4)
+            axes.set_yticks(range(len(names)), names)
+            axes.set_xlim(0, 1.9 * max(seconds))
+            axes.set_title(title, loc="left", fontsize=11)
+            axes.set_xlabel("seconds of a training step")
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.tick_params(left=False)
+        axes.invert_yaxis()
+        drawing.supxlabel(_about(next(iter(runs.values()))), fontsize=8, color="#59636E")
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        drawing.savefig(picture, format="svg", metadata={"Date": None})
+    return True
+
+
+def _label(name: str, row: dict, losses: dict[str, float]) -> str:
+    """Return the text beside a bar: seconds, and the loss after equal steps, if it was measured."""
+    loss = losses.get(PICTURED[name] or "", math.nan)
+    seconds = row["step_ms"] / 1e3
+    return f"{seconds:.2f} s" + ("" if math.isnan(loss) else f", loss {loss:.2f}")
+
+
+def _about(run: Results) -> str:
+    """Return what was measured where and when, in one line."""
+    settings, machine = run.settings, run.machine
+    ranks = f"{settings['ranks'][0]} ranks" if settings.get("ranks") else ""
+    return (
+        f"{settings['model']}, {settings['parameters'] / 1e6:.1f} M parameters, {ranks} on {machine['cores']} cores of "
+        f"{machine['processor']}, {run.when[:10]}; loss: a character GPT after equal steps with AdamW"
+    )
+
+
+def main() -> int:
+    """Measure the parts that are not there, and draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="NAME", help="parts whose names begin so (default: all)")
+    parser.add_argument("--list", action="store_true", help="show parts and commands, and measure nothing")
+    parser.add_argument("--draw", action="store_true", help="draw the picture, and measure nothing")
+    parser.add_argument("--again", action="store_true", help="measure what is there, too")
+    parser.add_argument("--smallest", action="store_true", help="few methods, small models: to see that all runs")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where rows are kept (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="(default: %(default)s)")
+    given = parser.parse_args()
+    if given.smallest and given.folder == RESULTS:
+        parser.error("--smallest is for another --folder: its rows are not to be quoted")
+    chosen = [part for part in parts(given.smallest) if part.name.startswith(given.only)]
+    if not chosen:
+        parser.error(f"no part begins with {given.only!r}; --list shows them")
+    for part in [] if given.draw else chosen:
+        there = (given.folder / f"{part.name}.json").exists()
+        print(f"{part.name}{' (is there)' if there else ''}", flush=True)
+        if given.list:
+            print(f"    {shlex.join(command(part, Path('out/readme') / part.name))}")
+        elif given.again or not there:
+            code = measure(part, given.folder)
+            if code:
+                return code
+    if not given.list:
+        drawn = draw(given.folder, given.picture)
+        print(f"Drew {given.picture}." if drawn else f"The picture needs {', '.join([*PANELS, LOSSES])}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""No outer optimizer: averages."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core.compressor import Tensor
+from grace.core.outer import OuterOptimizer
+
+
+@dataclass
+class NoOuter(OuterOptimizer):
+    """Average of the ranks' parameters: a = a - d, which is the mean of x if drifts are sent uncompressed.
+
+    Source: local SGD, Stich, ICLR 2019, arXiv 1805.09767.
+
+    Args:
+        offload: True to keep anchors on the CPU.
+
+    >>> NoOuter().step(3.0, 2.0, "w")
+    1.0
+    """
+
+    offload: bool = False
+
+    name = "none"
+
+    def step(self, anchor: Tensor, drift: Tensor, name: str) -> Any:
+        return anchor - drift

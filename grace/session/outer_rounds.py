@@ -1,0 +1,503 @@
+"""Outer rounds: ranks train alone, and exchange now and then how far they have drifted from an anchor that all share.
+
+With the anchor a, rank i's parameters x_i and the outer optimizer's step, a round of a fragment is
+
+    send     y_i = beta e_i + (a - x_i),  c_i = C(y_i),  e_i = y_i - D(c_i);   d = mean over ranks of D(c_i)
+    apply    a = step(a, d),  x_i = a + merge (x_i - a)
+
+C, its memory e and the route are the variable's own communicator's, which other variables' gradients take in every
+step. Anchors and momenta have the same bits on all ranks. If the drift of a rank is not finite, the round is dropped on
+all ranks: anchors, momenta and memories stay, and that rank starts anew from the anchor.
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grace.core.component import Component
+from grace.core.context import Context
+from grace.core.outer import Outer, OuterOptimizer
+from grace.core.registry import make
+from grace.errors import ConfigError
+from grace.exchange.background import Pending
+from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
+from grace.exchange.round_trip import RoundTrip
+from grace.exchange.tracing import recorder
+from grace.kernels import kernels_of
+from grace.session.sharding import Shard, make_buckets
+
+
+class Held(Component):
+    """Tensors by shard that checkpoints hold beside the state of compressors and memories."""
+
+    kind = "outer"
+    stateful = True
+
+    def __init__(self, shared: bool):
+        self.shared_state = shared  # type: ignore[misc]
+
+    def keeps(self, shape: tuple[int, ...]) -> Any:
+        return shape
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Shards whose drifts travel together.
+
+    Attributes:
+        outer: the settings.
+        number: p, from 0.
+        optimizer: the outer optimizer, which all fragments of equal settings share.
+        shards, buckets: the shards, and the buckets in which their drifts travel.
+        applied_at: the iteration after which parameters were the anchors; -1 if it is unknown.
+        sent_at: the iteration at which the round under way was sent.
+        under_way: the round trips that travel while training goes on.
+        coming: means that are still to be applied, by shard; None if no round is under way or has arrived.
+        sent_bytes: bytes that this rank sent in the last round.
+    """
+
+    outer: Outer
+    number: int
+    optimizer: OuterOptimizer
+    shards: list[Shard]
+    buckets: list[Bucket]
+    applied_at: int = 0
+    sent_at: int = 0
+    under_way: list[Pending] = field(default_factory=list)
+    coming: dict[str, Any] | None = None
+    sent_bytes: int = 0
+
+    def until_sent(self, t: int) -> int:
+        """Return the number of iterations from t to the next one after which the fragment is sent; 0 if that is t."""
+        outer = self.outer
+        due: int = ((self.number + 1) * (outer.period // outer.fragments) - outer.delay - t) % outer.period
+        return due
+
+    @property
+    def travels(self) -> bool:
+        """True if a round is under way, or its means are still to be applied."""
+        return bool(self.under_way) or self.coming is not None
+
+
+class OuterRounds:
+    """Rounds of the shards that ranks train alone; empty (and False) if there are none.
+
+    The session sets ``read``, which returns a shard's parameters as a tensor, and ``write``, which overwrites them.
+
+    Args:
+        runner: the runner of the other shards, whose channel, thread and counters are used.
+        shards: the shards.
+
+    Attributes:
+        context: the context of the communicators. Drifts are in the units of parameters, whatever the loss scale.
+        anchors: the anchors, by shard.
+        at: the number of iterations after which rounds were run.
+    """
+
+    def __init__(self, runner: Any, shards: Sequence[Shard]):
+        self.runner = runner
+        self.context = Context(seed=runner.context.seed, predivide=runner.context.predivide)
+        self.context.api_names = runner.context.api_names
+        self.fragments: list[Fragment] = []
+        for outer in dict.fromkeys(shard.outer for shard in shards):
+            assert outer is not None
+            self.fragments += deal(outer, [shard for shard in shards if shard.outer == outer])
+        for i, fragment in enumerate(self.fragments):
+            for bucket in fragment.buckets:
+                bucket.carries = bucket is fragment.buckets[0]
+                bucket.label = f"grace.outer.{i}.{bucket.index}"
+        self.fragment_of = {shard.variable.name: f for f in self.fragments for shard in f.shards}
+        self.shards = [shard for fragment in self.fragments for shard in fragment.shards]
+        self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
+        self._carried = {id(communicator) for communicator in self.communicators}
+        self.optimizers = list({id(f.optimizer): f.optimizer for f in self.fragments}.values())
+        self.delayed = any(fragment.outer.delay for fragment in self.fragments)
+        """True if rounds travel while training goes on."""
+        self.anchors = Held(shared=True)
+        self._local = Held(shared=False)
+        self._coming = Held(shared=True)
+        self.at = 0
+        self.held = False
+        """True if there are anchors."""
+        self._own: dict[str, Any] | None = None
+        """The parameters of this rank while it has the anchors for parameters."""
+        self.read: Callable[[Shard], Any]
+        self.write: Callable[[Shard, Any], None]
+        self.sync_buffers: Callable[[], Any] = lambda: None
+        """Averages the model's buffers over ranks. Called after a round of the last fragment."""
+
+    def __bool__(self) -> bool:
+        return bool(self.fragments)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Buckets of all fragments."""
+        return [bucket for fragment in self.fragments for bucket in fragment.buckets]
+
+    def carries(self, communicator: Any) -> bool:
+        """Return True if a communicator carries drifts; that of gradients if not."""
+        plain = id(communicator) in self._carried
+        return plain or any(communicator is other.uncompressed for other in self.communicators)
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def components(self) -> list[tuple[str, Component]]:
+        """Return the parts that keep state of some shard, with the names that it is saved under."""
+        return [item for fragment in self.fragments for item in self.parts_of(fragment.shards[0]).items()]
+
+    def parts_of(self, shard: Shard) -> dict[str, Component]:
+        """Return the parts that keep state of a shard, by the names that it is saved under."""
+        fragment = self.fragment_of.get(shard.variable.name)
+        if fragment is None:
+            return {}
+        parts = fragment.optimizer.named_components().items()
+        optimizer = {f"outer.{name}" if name else "outer": part for name, part in parts}
+        return {"anchor": self.anchors, "local": self._local, "coming": self._coming, **optimizer}
+
+    def hold(self) -> None:
+        """Take the parameters for anchors, before the first step changes them, where none were loaded."""
+        for shard in self.shards:
+            if shard.variable.name not in self.anchors.state:
+                self._keep(shard, _copy(self.read(shard), _wide(shard)))
+        self.anchors.state.commit()
+        self.held = True
+
+    def _keep(self, shard: Shard, anchor: Any) -> None:
+        fragment = self.fragment_of[shard.variable.name]
+        offload = fragment.optimizer.offload and hasattr(anchor, "to")  # torch's
+        self.anchors.state[shard.variable.name] = anchor.to("cpu") if offload else anchor
+
+    def _anchor(self, shard: Shard, like: Any) -> Any:
+        """Return a shard's anchor on the device of a tensor."""
+        return _beside(self.anchors.state[shard.variable.name], like)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Return a context in which the state has all that a resumed run needs: parameters of ranks that have left the
+        anchors, and means that are still to be applied."""
+        for fragment in self.fragments:
+            if fragment.under_way:
+                self._collect(fragment)
+            self._coming.state.update(fragment.coming or {})
+            if self.held and self._moved(fragment):
+                own = {shard.variable.name: self.read(shard) for shard in fragment.shards}
+                self._local.state.update(own if self._own is None else {name: self._own[name] for name in own})
+        self._local.state.commit()
+        self._coming.state.commit()
+        try:
+            yield
+        finally:
+            self._clear_saved()
+
+    def _clear_saved(self) -> None:
+        for part in (self._local, self._coming):
+            part.state.clear()
+            part.state.commit()
+
+    def restore(self) -> None:
+        """Continue from the state that was loaded: parameters become those of this rank, or else the anchors."""
+        self.at = self.runner.context.step
+        self.held = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
+        for fragment in self.fragments:
+            names = [shard.variable.name for shard in fragment.shards]
+            fragment.applied_at = -1 if any(name in self._local.state for name in names) else self.at
+            # The period says when the round that the saved run had under way was sent.
+            fragment.sent_at = self.at - (self.at - fragment.until_sent(0)) % fragment.outer.period
+            fragment.under_way = []
+            fragment.coming = {n: self._coming.state[n] for n in names if n in self._coming.state} or None
+            for shard in fragment.shards if self.held else ():
+                self._restore_shard(shard, fragment.optimizer)
+        self._clear_saved()
+
+    def _restore_shard(self, shard: Shard, optimizer: OuterOptimizer) -> None:
+        name = shard.variable.name
+        self._keep(shard, self.anchors.state[name])
+        for part in optimizer.named_components().values():
+            if hasattr(part.state.get(name), "shape"):
+                part.state[name] = _beside(part.state[name], self.anchors.state[name])
+            part.state.commit()
+        self.anchors.state.commit()
+        own = self._local.state.get(name)
+        self.write(shard, self._anchor(shard, self.read(shard)) if own is None else own)
+
+    @contextlib.contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """Return a context in which parameters are the anchors, which all ranks share."""
+        if self._own is not None or not self.held:  # contexts may be nested, and before the first step both are equal
+            yield
+            return
+        self._own = {shard.variable.name: _copy(self.read(shard)) for shard in self.shards}
+        try:
+            for shard in self.shards:
+                self.write(shard, self._anchor(shard, self.read(shard)))
+            yield
+        finally:
+            own, self._own = self._own, None
+            for shard in self.shards:
+                self.write(shard, own[shard.variable.name])
+
+    @property
+    def anchored(self) -> bool:
+        """True in the context of :meth:`at_anchor`."""
+        return self._own is not None
+
+    # -- rounds ----------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """True if a fragment is to be sent or applied after the last iteration."""
+        span = range(self.at + 1, self.runner.context.step + 1)
+        return any(
+            fragment.until_sent(t) == 0 or (fragment.travels and fragment.sent_at + fragment.outer.delay == t)
+            for fragment in self.fragments
+            for t in span
+        )
+
+    def run_due(self) -> None:
+        """Send and apply the fragments that are due. Called after each iteration; a second call does nothing.
+
+        Raises:
+            PayloadError: a payload cannot be decoded. The round is dropped.
+            StepError: ranks have made other numbers of iterations.
+        """
+        if not self.held:  # this rank has skipped all updates
+            self.hold()
+        while self.at < self.runner.context.step:
+            self.at += 1
+            for fragment in self.fragments:
+                if fragment.travels and fragment.sent_at + fragment.outer.delay == self.at:
+                    self._collect(fragment)
+                    self._apply(fragment, fragment.outer.merge)
+                if fragment.until_sent(self.at) == 0:
+                    self._send(fragment, later=fragment.outer.delay > 0)
+                    if fragment.outer.delay == 0:
+                        self._apply(fragment, fragment.outer.merge)
+
+    def flush(self) -> None:
+        """Run a last round of all fragments, so that all ranks have the anchors for parameters. Every rank must call
+        it, after as many iterations.
+
+        Raises:
+            StepError: ranks have made other numbers of iterations.
+        """
+        if self.runner.context.step == 0:
+            return
+        self.hold()
+        for fragment in self.fragments:
+            if fragment.travels:
+                self._collect(fragment)
+                self._apply(fragment, fragment.outer.merge)
+        # A rank with more iterations may wait in the round that is due next: the order lets both find that out.
+        for fragment in sorted(self.fragments, key=lambda fragment: fragment.until_sent(self.at)):
+            self._send(fragment, later=False)
+            self._apply(fragment, 0.0)
+
+    def _moved(self, fragment: Fragment) -> bool:
+        """Return True if this rank may have left the anchors of a fragment."""
+        return fragment.applied_at != self.runner.context.step
+
+    def _send(self, fragment: Fragment, later: bool) -> None:
+        """Send the drifts of a fragment, and receive their means.
+
+        Args:
+            later: True to let them travel while training goes on.
+        """
+        run = self.runner.context
+        here = self.context
+        here.step, here.updates, here.left_out, here.settings = run.step, run.updates, run.left_out, run.settings
+        fragment.sent_at = self.at
+        present = self._moved(fragment)
+        contributions = []
+        with recorder.phase("drift", "part"):
+            for bucket in fragment.buckets:
+                drifts = [self.drift(self.runner.shards[name]) for name in bucket.names]
+                contributions.append(Contribution(bucket, drifts, [present] * len(drifts), True, self.runner.traffic))
+        if later:
+            fragment.under_way = [self._enqueue(contribution) for contribution in contributions]
+            return
+        before = self.runner.traffic.sent_bytes
+        try:
+            outcomes = self.runner.round_trips(contributions)
+        except BaseException:
+            self._roll_back(fragment)
+            raise
+        fragment.sent_bytes = self.runner.traffic.sent_bytes - before
+        self._resolve(fragment, outcomes)
+
+    def drift(self, shard: Shard) -> Any:
+        """Return how far this rank's parameters have moved from the anchor, against their direction, in their dtype."""
+        x = self.read(shard)
+        k = kernels_of(x)
+        # NumPy's sums of 0-d arrays are no arrays
+        anchor, own = (k.reshape(one, _at_least_1d(x)) for one in (self._anchor(shard, x), k.cast(x, _wide(shard))))
+        return k.reshape(k.cast(anchor - own, shard.variable.dtype), tuple(x.shape))
+
+    def _enqueue(self, contribution: Contribution) -> Pending:
+        """Encode drifts, and let the exchange's thread send them. They are decoded at the step at which they were
+        encoded."""
+        thread = self.runner.exchange_thread()
+        bucket = contribution.bucket.at_step(self.context.step)
+        communicator = bucket.communicator.with_context(dataclasses.replace(self.context))
+        communicator.backend = thread.backend
+        own = dataclasses.replace(bucket, communicator=communicator)
+        trip = RoundTrip(contribution._replace(bucket=own, traffic=Traffic()), starts=False)
+        pending = Pending(trip, thread, 1.0)
+        thread.send(pending)
+        return pending
+
+    def _collect(self, fragment: Fragment) -> None:
+        """Wait for the means of the round under way.
+
+        Raises:
+            ExchangeError, PayloadError, StepError: the thread failed.
+        """
+        if fragment.coming is not None:  # a checkpoint's, or collected for one
+            return
+        outcomes: list[Outcome] = []
+        fragment.sent_bytes = 0
+        pending, fragment.under_way = fragment.under_way, []
+        try:
+            for one in pending:
+                outcomes += one.collect()
+                self.runner.traffic.include(one.traffic)
+                fragment.sent_bytes += one.traffic.sent_bytes
+        except BaseException:
+            self._roll_back(fragment)
+            raise
+        self._resolve(fragment, outcomes)
+
+    def _resolve(self, fragment: Fragment, outcomes: Sequence[Outcome]) -> None:
+        """Commit the memories of a round and keep its means; drop both if a drift was not finite on a rank."""
+        fragment.coming = {}
+        if any(outcome.overflow for outcome in outcomes):
+            self._roll_back(fragment)
+            self._return_to_anchors(fragment)
+            return
+        for part in self._parts(fragment):
+            for outcome in outcomes:
+                if outcome.value is None:
+                    part.state.rollback(outcome.variable.name)
+            part.state.commit()
+        for outcome in outcomes:
+            if outcome.value is not None:  # a view of a buffer, which the next round overwrites
+                shard = self.runner.shards[outcome.variable.name]
+                fragment.coming[outcome.variable.name] = _copy(outcome.value, _wide(shard))
+
+    def _apply(self, fragment: Fragment, merge: float) -> None:
+        """Move the anchors of a fragment by the means that arrived, and the parameters with them."""
+        means, fragment.coming = fragment.coming or {}, None
+        with recorder.phase("outer step", "part"):
+            for shard in fragment.shards:
+                name = shard.variable.name
+                x = self.read(shard)
+                if name in means:
+                    k = kernels_of(x)
+                    shape, some = tuple(x.shape), _at_least_1d(x)
+                    anchor = k.reshape(self.anchors.state[name], some)
+                    mean = _beside(k.reshape(means[name], some), anchor)
+                    self._keep(shard, k.reshape(fragment.optimizer.step(anchor, mean, name), shape))
+                    now = self._anchor(shard, x)
+                    if merge > 0:
+                        now, own = k.reshape(now, some), k.reshape(k.cast(x, _wide(shard)), some)
+                        now = k.reshape(now + merge * (own - now), shape)
+                    self.write(shard, now)
+            for part in (self.anchors, *fragment.optimizer.named_components().values()):
+                part.state.commit()
+        if means:
+            fragment.applied_at = self.runner.context.step if merge == 0 else -1
+        if fragment.number == fragment.outer.fragments - 1:
+            self.sync_buffers()
+
+    def _parts(self, fragment: Fragment) -> list[Component]:
+        """Return the parts that a round of a fragment changes."""
+        communicators = {id(bucket.communicator): bucket.communicator for bucket in fragment.buckets}.values()
+        return [part for communicator in communicators for part in communicator.stateful_parts.values()]
+
+    def _roll_back(self, fragment: Fragment) -> None:
+        self.context.out_of_step = ""
+        for part in self._parts(fragment):
+            part.state.rollback()
+
+    def _return_to_anchors(self, fragment: Fragment) -> None:
+        """Let this rank start anew from the anchors if its parameters are not finite. Other ranks keep their drifts for
+        the next round."""
+        lost = [shard for shard in fragment.shards if not _finite(self.read(shard))]
+        for shard in lost:
+            self.write(shard, self._anchor(shard, self.read(shard)))
+        if lost:
+            warnings.warn(
+                f"{lost[0].variable.name!r} was not finite on rank {self.runner.backend.rank} after iteration "
+                f"{self.at}: the round was dropped, and this rank starts anew from the parameters of the last one",
+                stacklevel=2,
+            )
+
+    # -- numbers ---------------------------------------------------------------------------------------
+
+    def drifts(self) -> list[Any]:
+        """Return this rank's drifts from the anchors; none if parameters are the anchors."""
+        return [self.drift(shard) for shard in self.shards] if self.held and not self.anchored else []
+
+    @property
+    def bytes_round(self) -> int:
+        """Bytes that this rank sent in the last round of each fragment."""
+        return sum(fragment.sent_bytes for fragment in self.fragments)
+
+
+def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
+    """Return the fragments of shards with equal settings: runs of shards, in declaration order, with about as many
+    elements each.
+
+    Raises:
+        ConfigError: there are fewer variables than fragments; or a setting cannot work.
+    """
+    outer.check()
+    for shard in shards:
+        if shard.communicator.delayed:
+            what = shard.communicator.choice
+            raise ConfigError(f"{what} applies means in later steps: with outer, choose outer's delay instead")
+        if (shard.hierarchical and outer.delay) or (shard.whole.sparse and outer.over == "nodes"):
+            why = "has outer's delay" if outer.delay else "is sparse"
+            raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes")
+    if len(shards) < outer.fragments:
+        raise ConfigError(
+            f"outer, fragments: {len(shards)} variables (or parts) cannot be dealt to {outer.fragments} fragments"
+        )
+    optimizer: OuterOptimizer = make("outer", outer.optimizer)
+    total = sum(shard.variable.numel for shard in shards)
+    dealt: list[list[Shard]] = [[]]
+    before = 0
+    for i, shard in enumerate(shards):
+        open_fragments = outer.fragments - len(dealt)
+        full = before * outer.fragments >= len(dealt) * total and dealt[-1]
+        if open_fragments and (full or len(shards) - i <= open_fragments) and dealt[-1]:
+            dealt.append([])
+        dealt[-1].append(shard)
+        before += shard.variable.numel
+    return [Fragment(outer, p, optimizer, own, make_buckets(own)) for p, own in enumerate(dealt)]
+
+
+def _wide(shard: Shard) -> str:
+    """Return the dtype of a shard's anchor."""
+    return "float64" if shard.variable.dtype == "float64" else "float32"
+
+
+def _at_least_1d(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) or (1,)
+
+
+def _copy(x: Any, dtype: str | None = None) -> Any:
+    k = kernels_of(x)
+    copied = k.reshape(k.join([k.flat(x)]), tuple(x.shape))
+    return copied if dtype is None else k.cast(copied, dtype)
+
+
+def _beside(x: Any, like: Any) -> Any:
+    """Return a tensor on the device of another one, where the framework has several."""
+    return x.to(like.device) if hasattr(x, "to") else x
+
+
+def _finite(x: Any) -> bool:
+    return bool(kernels_of(x).all_finite(x))

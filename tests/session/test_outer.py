@@ -1,0 +1,597 @@
+"""Outer rounds: what they compute, on real ranks, against the formulas and torch's own optimizers."""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from grace.core.outer import Outer, OuterOptimizer
+from grace.core.registry import known, legal_memories, make
+from grace.errors import StepError
+from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy.traffic import links
+from tests.support.pools import on_ranks, ranks_of
+from tests.support.strategies import Tables, executed, strategy_of, whole
+from tests.support.training import Given, batch, copied, digest, loss_of, made_up, net, train, weights
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"matrix": (13, 6), "vector": (7,), "scalar": ()}
+
+
+def sgd(parameters, lr=0.05, momentum=0.0):
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+
+
+def distributed(model, compressor=None, inner=sgd, **choices):
+    return grace.DistributedOptimizer(inner(model.parameters()), model, compressor, **choices)
+
+
+def anchors(optimizer):
+    """Copies of the anchors, and of the outer optimizer's momenta."""
+    rounds = optimizer._grace.runner.rounds
+    momenta = {f"{name} v": v for one in rounds.optimizers for name, v in one.state.items()}
+    return {name: value.clone() for name, value in {**dict(rounds.anchors.state), **momenta}.items()}
+
+
+def run_given(optimizer, model, steps, apart=True):
+    """Iterations on gradients that differ by rank."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for step in steps:
+        optimizer.zero_grad()
+        model.backward(made_up(shapes, step, grace.rank() if apart else 0))
+        optimizer.step()
+
+
+# -- what a round computes ---------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_rounds_after_every_step_of_plain_sgd_are_data_parallel_training():
+    plain, local = net(), net()
+    train(plain, distributed(plain), range(4))
+    train(local, distributed(local, outer="none", period=1), range(4))
+    for name, wanted in weights(plain).items():
+        torch.testing.assert_close(weights(local)[name], wanted, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_averaging_is_an_outer_step_of_rate_1():
+    ends = []
+    for period in (1, 3):
+        found = []
+        for choices in ({"outer": "none", "period": period}, {"outer": "sgd(lr=1.0)", "period": period}, {}):
+            model = Given(SHAPES)
+            if not choices:
+                part = ShardPlan(Sync("none", period=period))
+                choices = {"strategy": strategy_of(*(whole(name, shape, part) for name, shape in SHAPES.items()))}
+            run_given(distributed(model, **choices), model, range(5))
+            found.append(digest(weights(model)))
+        assert len(set(found)) == 1
+        ends.append(found[0] if period == 1 else "ranks are apart after five steps of periods of three")
+    return ends
+
+
+def test_alone_an_outer_step_of_rate_1_changes_nothing():
+    grace.init("local")
+    plain, local = net(), net()
+    wanted = sgd(plain.parameters(), momentum=0.9)
+    for step in range(7):
+        wanted.zero_grad()
+        loss_of(plain, step, 0).backward()
+        wanted.step()
+    optimizer = distributed(local, inner=lambda p: sgd(p, momentum=0.9), outer="sgd", period=3)
+    train(local, optimizer, range(7))
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(local)[name], value, rtol=1e-5, atol=1e-6)
+    grace.shutdown()
+
+
+def followed(spec, lr, momentum, nesterov):
+    """The weights after rounds, beside those of torch's SGD stepped on the anchor by the mean drift."""
+    model, period = Given(SHAPES), 2
+    run = distributed(model, inner=lambda p: sgd(p, 1.0), outer=spec, period=period)
+    anchor = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    wanted = torch.optim.SGD(anchor, lr=lr, momentum=momentum, nesterov=nesterov)
+    for round_ in range(4):
+        steps = range(period * round_, period * round_ + period)
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            drifts = [sum(made_up({name: shape}, s, r)[name] for s in steps) for r in range(grace.size())]
+            anchor[i].grad = torch.as_tensor(np.mean(drifts, axis=0)).reshape(shape)
+        wanted.step()
+        for step in steps:
+            run.zero_grad()
+            model.backward({name: made_up({name: shape}, step, grace.rank())[name] for name, shape in SHAPES.items()})
+            run.step()
+        for p, a in zip(model.parameters(), anchor, strict=True):
+            torch.testing.assert_close(p.detach(), a.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("lr", "momentum", "nesterov"), [(0.7, 0.0, False), (0.5, 0.9, False), (0.7, 0.6, True)])
+@on_ranks(2)
+def test_the_anchor_moves_as_torchs_sgd_moves_it(lr, momentum, nesterov):
+    followed(f"{'nesterov' if nesterov else 'sgd'}(lr={lr}, momentum={momentum})", lr, momentum, nesterov)
+
+
+class Doubled(OuterOptimizer):
+    """A user's own."""
+
+    name = "doubled"
+
+    def step(self, anchor, drift, name):
+        self.state[name] = self.state.get(name, 0) + 1
+        return anchor - 2 * drift
+
+
+@on_ranks(2)
+def test_an_outer_optimizer_of_ones_own():
+    model, own = Given(SHAPES), Doubled()
+    optimizer = distributed(model, inner=lambda p: sgd(p, 1.0), outer=own, period=2)
+    run_given(optimizer, model, range(2), apart=False)
+    for name in SHAPES:
+        wanted = -2 * sum(made_up(SHAPES, step, 0)[name] for step in range(2))
+        np.testing.assert_allclose(weights(model)[name].numpy(), wanted, rtol=1e-5, atol=1e-5)
+        assert own.state[name] == 1
+    assert list(optimizer.state_dict()["grace"]["state"]["outer"]) == list(SHAPES)
+
+
+# -- equal anchors -----------------------------------------------------------------------------------------
+
+METHODS = ("none", "block(bits=4)", "topk(ratio=0.1)", "qsgd", "powersgd(rank=2)", "topk(ratio=0.1) | efsignsgd")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(3)
+def test_anchors_and_momenta_have_the_same_bits_on_all_ranks(method):
+    model = net()
+    optimizer = distributed(model, method, outer="nesterov(momentum=0.6)", period=2)
+    found = []
+    for step in range(6):
+        train(model, optimizer, range(step, step + 1))
+        found.append(digest(anchors(optimizer)))
+    assert len(set(found)) == 4  # they move after each round
+    with optimizer.anchor():
+        found.append(digest(weights(model)))
+    return found
+
+
+@on_ranks(2)
+def test_a_drift_that_is_not_finite_on_one_rank_drops_the_round_everywhere():
+    model = Given(SHAPES)
+    optimizer = distributed(model, "topk(ratio=0.2)", inner=lambda p: sgd(p, 1.0), outer="nesterov", period=2)
+    run_given(optimizer, model, range(2))
+    before, kept = digest(anchors(optimizer)), digest(optimizer._grace.runner.state()["memory"])
+    run_given(optimizer, model, range(2, 3))
+    if grace.rank() == 1:
+        model.matrix.data[0, 0] = float("inf")
+        with pytest.warns(UserWarning, match="'matrix' was not finite on rank 1 after iteration 4"):
+            run_given(optimizer, model, range(3, 4))
+        assert torch.equal(model.matrix.data, anchors(optimizer)["matrix"])
+    else:
+        run_given(optimizer, model, range(3, 4))
+    assert digest(anchors(optimizer)) == before
+    assert digest(optimizer._grace.runner.state()["memory"]) == kept
+    run_given(optimizer, model, range(4, 6))
+    assert digest(anchors(optimizer)) != before
+    return digest(anchors(optimizer))
+
+
+@on_ranks(2)
+def test_ranks_whose_scalers_skip_other_steps_stay_together():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    optimizer = distributed(model, outer="nesterov", period=2, grad_scaler=scaler)
+    skipped = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        if step in (1 + grace.rank(), 4, 7 - grace.rank()):  # step 1 of rank 0, which ends a period, is one of them
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        before = digest(weights(model))
+        scaler.step(optimizer)
+        skipped.append(before == digest(weights(model)))
+        scaler.update()
+    assert sum(skipped) == 3
+    return digest(anchors(optimizer))
+
+
+@on_ranks(2)
+def test_layers_may_be_frozen_or_unused_on_one_rank():
+    model = Given(SHAPES)
+    optimizer = distributed(model, outer="sgd", period=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        given = made_up(SHAPES, step, grace.rank())
+        if grace.rank() == 1:
+            del given["vector"]
+        model.backward(given)
+        optimizer.step()
+    with optimizer.anchor():
+        assert model.vector.abs().sum() > 0
+    return digest(anchors(optimizer))
+
+
+# -- nothing is lost ---------------------------------------------------------------------------------------
+
+
+def memories_of_methods():
+    found = []
+    for method in ("topk(ratio=0.1)", "qsgd", "efsignsgd", "block(bits=4)", "topk(ratio=0.1) | qsgd", "onebit"):
+        for memory in legal_memories(make("compressor", method)):
+            if known("memory")[memory].stateful and memory in ("residual", "efsignsgd"):
+                found.append((method, memory))
+    return [*found, ("topk(ratio=0.1)", "residual(beta=0.95)")]
+
+
+@pytest.mark.parametrize(("method", "memory"), memories_of_methods())
+@on_ranks(2)
+def test_what_is_sent_and_what_is_kept_are_what_was_kept_and_the_drift(method, memory):
+    model = Given({"matrix": (40, 25)})
+    optimizer = distributed(model, method, memory=memory, inner=lambda p: sgd(p, 1.0), outer="none", period=2)
+    runner = optimizer._grace.runner
+    beta = 0.95 if "beta" in memory else 1.0
+
+    def kept():
+        value = runner.shards["matrix"].communicator.memory.residual_tensors("matrix")
+        return value[0].clone() if value else torch.zeros(40, 25)
+
+    for step in range(0, 6, 2):
+        run_given(optimizer, model, range(step, step + 1))
+        before, anchor = kept(), anchors(optimizer)["matrix"]
+        run_given(optimizer, model, range(step + 1, step + 2))
+        drift = sum(torch.as_tensor(made_up({"matrix": (40, 25)}, s, grace.rank())["matrix"]) for s in (step, step + 1))
+        left = beta * before + drift - kept()  # what this rank has sent
+        sent = grace.allreduce(left)
+        torch.testing.assert_close(anchor - anchors(optimizer)["matrix"], sent, rtol=1e-3, atol=1e-3)
+
+
+# -- fragments and delays ------------------------------------------------------------------------------------
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "outer_trajectories.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: f"delay{case['delay']}-alpha{case['alpha']}")
+@on_ranks(2)
+def test_fragments_go_the_way_that_torchft_recorded(case):
+    model = Given({"first": (1,), "second": (1,)})
+    for p in model.parameters():
+        p.data.fill_(1.0)
+    outer = Outer("sgd(lr=2.0)", period=6, fragments=2, delay=case["delay"], merge=case["alpha"])
+    part = ShardPlan(outer=outer)
+    optimizer = distributed(
+        model,
+        inner=lambda p: sgd(p, 1.0),
+        strategy=strategy_of(whole("first", (1,), part), whole("second", (1,), part)),
+    )
+    for values in case["values"]:
+        assert [p.item() for p in model.parameters()] == values[grace.rank()]
+        optimizer.zero_grad()
+        model.backward({"first": np.full(1, 2.0), "second": np.full(1, 2.0)})
+        optimizer.step()
+
+
+def fragmented(method="topk(ratio=0.2)", **settings):
+    """Net with outer rounds in two fragments that travel for one iteration."""
+    outer = Outer(
+        "nesterov(lr=0.7, momentum=0.6)", **{"period": 4, "fragments": 2, "delay": 1, "merge": 0.5, **settings}
+    )
+    return {
+        "version": 1,
+        "rules": [
+            {
+                "match": {},
+                "sync": {"type": "allreduce" if method == "none" else "allgather"},
+                "compressor": method,
+                "outer": outer.to_dict(),
+            }
+        ],
+    }
+
+
+# -- anchors, ends and checkpoints ---------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
+    model = net()
+    optimizer = distributed(model, "qsgd", outer="nesterov", period=4)
+    train(model, optimizer, range(6))
+    own = digest(weights(model))
+    with optimizer.anchor(), optimizer.anchor():
+        shared = digest(weights(model))
+        assert shared == digest({name: anchors(optimizer)[name] for name in weights(model)})
+        with pytest.raises(grace.ExchangeError, match="outside of it"):
+            optimizer.step()
+    assert digest(weights(model)) == own != shared
+    return shared
+
+
+@pytest.mark.parametrize("choices", ["plain", "fragmented"])
+@on_ranks(2)
+def test_the_last_round_makes_all_ranks_equal(choices):
+    model = net()
+    how = {"strategy": fragmented()} if choices == "fragmented" else {"outer": "sgd", "period": 4}
+    optimizer = distributed(model, **how)
+    train(model, optimizer, range(7))
+    optimizer.flush()
+    once = weights(model)
+    assert digest(once) == digest({name: anchors(optimizer)[name] for name in once})
+    optimizer.flush()  # nothing is left to send
+    assert digest(weights(model)) == digest(once)
+    return digest(once)
+
+
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_iterations_are_told_so():
+    model = net()
+    optimizer = distributed(model, outer="none", period=4)
+    train(model, optimizer, range(3))
+    with pytest.raises(StepError, match="rank 1 is at step 3, rank 0 is at step 4"):
+        optimizer.flush() if grace.rank() == 1 else train(model, optimizer, range(3, 4))
+
+
+def with_buffers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10))
+
+
+@on_ranks(2)
+def test_buffers_are_averaged_at_a_round():
+    model = with_buffers()
+    if grace.rank() == 0:
+        with pytest.warns(UserWarning, match=r"the buffers of the model \(1.running_mean, ...\) differ by rank"):
+            optimizer = distributed(model, outer="sgd", period=2)
+    else:
+        optimizer = distributed(model, outer="sgd", period=2)
+    norm = model[1]
+    train(model, optimizer, range(1))
+    first = norm.running_mean.clone()
+    assert not torch.equal(first, grace.broadcast(first, 0)) or grace.rank() == 0
+    momentum, images = norm.momentum, batch(1)[0].flatten(1)
+    wanted = grace.allreduce((1 - momentum) * first + momentum * images.mean(0))
+    train(model, optimizer, range(1, 2))
+    torch.testing.assert_close(norm.running_mean, wanted)
+    shared = norm.running_mean.clone()
+    train(model, optimizer, range(2, 3))
+    with optimizer.anchor():
+        assert torch.equal(norm.running_mean, shared)
+    assert not torch.equal(norm.running_mean, shared)
+    return digest(shared)
+
+
+class Run:
+    """A run that saves and loads itself."""
+
+    def __init__(self, choices, seed=0):
+        self.model = net(seed)
+        self.optimizer = distributed(self.model, inner=lambda p: torch.optim.AdamW(p, lr=0.01), **choices)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
+
+    def train(self, steps):
+        for step in steps:
+            train(self.model, self.optimizer, range(step, step + 1))
+            self.schedule.step()
+
+    def ends(self):
+        return digest([weights(self.model), anchors(self.optimizer), self.optimizer._grace.runner.state()])
+
+
+RESUMED = {
+    "plain": {"outer": "nesterov", "period": 4, "compressor": "topk(ratio=0.2)"},
+    "quantized": {"outer": "nesterov(momentum=0.6)", "period": 4, "compressor": "block(bits=4)", "memory": "residual"},
+    "averaged": {"outer": "none", "period": 4},
+    "fragments": {"strategy": fragmented()},
+    "low rank": {"outer": "sgd(momentum=0.5)", "period": 4, "compressor": "powersgd(rank=2)"},
+}
+
+
+@pytest.mark.parametrize("choices", RESUMED)
+@on_ranks(2)
+def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(choices):
+    run = Run(RESUMED[choices])
+    saved = []
+    for step in range(10):
+        if step in (4, 5, 6, 7):  # at a round's end, in the middle, and while fragments travel
+            saved.append(copied({"optimizer": run.optimizer.state_dict(), "schedule": run.schedule.state_dict()}))
+        run.train(range(step, step + 1))
+    for stop, states in enumerate(saved, 4):
+        resumed = Run(RESUMED[choices], seed=9)
+        resumed.optimizer.load_state_dict(states["optimizer"])
+        resumed.schedule.load_state_dict(states["schedule"])
+        resumed.train(range(stop, 10))
+        assert resumed.ends() == run.ends(), stop
+
+
+def saved_by_all():
+    run = Run(RESUMED["plain"])
+    run.train(range(6))
+    rounds = run.optimizer._grace.runner.rounds
+    drifts = {name: rounds.drift(shard) for name, shard in run.optimizer._grace.runner.shards.items()}
+    return copied({"state": run.optimizer.full_state_dict(), "anchors": anchors(run.optimizer), "drifts": drifts})
+
+
+def loaded_by_others(states):
+    run = Run(RESUMED["plain"], seed=9)
+    run.optimizer.load_state_dict(states[0]["state"])
+    rounds = run.optimizer._grace.runner.rounds
+    for name, shard in run.optimizer._grace.runner.shards.items():
+        wanted = sum(one["drifts"][name] for one in states) / len(states)
+        torch.testing.assert_close(rounds.drift(shard), wanted, rtol=1e-4, atol=1e-6)
+    assert digest(anchors(run.optimizer)) == digest(states[0]["anchors"])
+    run.train(range(6, 9))
+    return digest(anchors(run.optimizer))
+
+
+def test_another_number_of_ranks_goes_on_from_the_anchors_and_the_mean_drift():
+    states = ranks_of(3).run(saved_by_all)
+    assert len(set(ranks_of(2).run(loaded_by_others, states))) == 1
+
+
+@on_ranks(2)
+def test_another_strategy_goes_on_from_a_last_round():
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.2)", outer="nesterov", period=4)
+    train(model, optimizer, range(6))
+    optimizer.use_strategy("uniform(compressor=topk(ratio=0.2))")
+    assert optimizer._grace.runner.state().get("memory", {}) == {}  # what is left of drifts is no part of a gradient
+    before = digest(weights(model))
+    train(model, optimizer, range(6, 8))
+    return before, digest(weights(model))
+
+
+@on_ranks(2)
+def test_anchors_may_lie_on_the_cpu():
+    ends = []
+    for spec in ("nesterov", "nesterov(offload=True)"):
+        model = net()
+        optimizer = distributed(model, "qsgd", outer=spec, period=2)
+        train(model, optimizer, range(4))
+        ends.append(digest(weights(model)))
+        assert all(value.device.type == "cpu" for value in anchors(optimizer).values())
+    assert ends[0] == ends[1]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"period": 5, "fragments": 2}, "outer.period: 5 iterations cannot be dealt to 2 fragments"),
+        ({"period": 6, "fragments": 2, "delay": 3}, "outer.delay: 3 must be less than period / fragments = 3"),
+        ({"period": 6, "merge": 1.5}, "outer.merge: must be a number from 0"),
+        ({"period": 6, "over": "racks"}, "outer.over: must be one of 'ranks', 'nodes', not 'racks'"),
+        ({"period": 6, "optimizer": "adam"}, "outer.optimizer: unknown outer optimizer 'adam'"),
+        ({"period": 0}, "outer.period: must be a whole number of at least 1, not 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings, message):
+    with pytest.raises(grace.ConfigError, match=f"variable 'w', {message}"):
+        strategy_of(whole("w", (3,), ShardPlan(outer=Outer(**settings))), size=1)
+
+
+@on_ranks(2)
+def test_an_outer_optimizer_may_be_given_as_text_dict_or_object():
+    ends = []
+    for outer in ("sgd(lr=0.5)", {"name": "sgd", "lr": 0.5}, grace.make("outer", "sgd(lr=0.5)")):
+        model = Given(SHAPES)
+        run_given(distributed(model, outer=outer, period=2), model, range(2))
+        ends.append(digest(weights(model)))
+    assert len(set(ends)) == 1
+
+
+def refused(**choices):
+    grace.init("local")
+    try:
+        with pytest.raises(grace.ConfigError) as raised:
+            distributed(Given(SHAPES), **choices)
+        return str(raised.value)
+    finally:
+        grace.shutdown()
+
+
+def test_arguments_that_do_not_go_together_are_refused():
+    assert "outer= and period= go together" in refused(outer="nesterov")
+    assert "outer= and period= go together" in refused(period=3)
+    assert "outer= for all of them" in refused(outer="none", period=2, strategy="uniform")
+    assert "period: must be a whole number of at least 1, not 0" in refused(outer="none", period=0)
+    assert "has no parameter 'rate'" in refused(outer="nesterov(rate=1)", period=2)
+    assert "applies means in later steps: with outer" in refused(
+        outer="none", period=2, communicator="reduce_broadcast(staleness=1)"
+    )
+
+
+# -- bytes -------------------------------------------------------------------------------------------------
+
+
+def counted(part, steps):
+    model = Tables({"w": (50, 40), "v": (7,)})
+    strategy = strategy_of(whole("w", (50, 40), part), whole("v", (7,), part))
+    optimizer = executed(model, strategy)
+    before = optimizer._grace.runner.channel.sent_bytes
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.backward(made_up({"w": (50, 40), "v": (7,)}, step, grace.rank()))
+        optimizer.step()
+    sent = optimizer._grace.runner.channel.sent_bytes - before
+    return strategy, sent, optimizer.traffic, optimizer.metrics()
+
+
+CARRIERS = [
+    ("allreduce", "none"),
+    ("allgather", "topk(ratio=0.1)"),
+    ("scatter_reduce", "qsgd"),
+    ("allgather", "block(bits=4)"),
+]
+
+
+@pytest.mark.parametrize(("sync", "compressor"), CARRIERS)
+@on_ranks(2, 3)
+def test_bytes_of_rounds_are_those_that_the_strategy_predicts_per_iteration(sync, compressor):
+    part = ShardPlan(Sync(sync), compressor, outer=Outer("nesterov", 3))
+    strategy, sent, traffic, metrics = counted(part, 6)
+    assert traffic.sent_bytes == sent
+    said = 6 * sum(links(strategy)[grace.rank()])
+    assert said <= sent <= said + grace.size() * traffic.header_bytes + 6
+    assert metrics["bytes_round"] == sent / 2
+    assert metrics["drift_norm"] == 0.0
+    assert traffic.steps == 6
+
+
+# -- over nodes --------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_nodes_average_gradients_in_every_step_and_drifts_now_and_then():
+    outer = Outer("nesterov(lr=0.7, momentum=0.6)", period=2, over="nodes")
+    plans = [whole(name, shape, ShardPlan(outer=outer)) for name, shape in SHAPES.items()]
+    model = Given(SHAPES)
+    optimizer = executed(model, strategy_of(*plans), lambda p: sgd(p, 1.0))  # nodes of 2 and 1 ranks
+    node = [0, 1] if grace.rank() < 2 else [2]
+    anchor = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    velocity = dict(anchor)
+    for step in range(4):
+        run_given(optimizer, model, range(step, step + 1))
+        drifts = {}
+        for name in SHAPES:
+            steps = range(step - step % 2, step + 1)
+            of_rank = [sum(made_up(SHAPES, s, rank)[name] for s in steps) for rank in range(3)]
+            drifts[name] = sum(of_rank) / 3
+            if step % 2 == 0:
+                wanted = anchor[name] - sum(of_rank[rank] for rank in node) / len(node)
+            else:
+                velocity[name] = 0.6 * velocity[name] + drifts[name]
+                wanted = anchor[name] = anchor[name] - 0.7 * (drifts[name] + 0.6 * velocity[name])
+            np.testing.assert_allclose(weights(model)[name].numpy(), wanted, rtol=1e-4, atol=1e-3)
+    return digest(weights(model))
+
+
+@on_ranks(2)
+def test_training_goes_on_while_a_fragment_travels():
+    model = net()
+    optimizer = distributed(model, strategy=fragmented(period=8, delay=3))
+    runner = optimizer._grace.runner
+    arrived, check = threading.Event(), runner.exchange_thread().check
+
+    def late(*args):
+        assert arrived.wait(30)
+        check(*args)
+
+    runner.exchange_thread().check = late
+    train(model, optimizer, range(1))
+    first = runner.rounds.fragments[0]
+    pending = first.under_way[0]  # sent after iteration 1, and applied after iteration 4
+    before = digest(anchors(optimizer))
+    train(model, optimizer, range(1, 3))
+    assert not pending.done.is_set()
+    assert digest(anchors(optimizer)) == before
+    arrived.set()
+    train(model, optimizer, range(3, 4))
+    assert pending.done.is_set()
+    assert digest(anchors(optimizer)) != before
+    return digest(anchors(optimizer))

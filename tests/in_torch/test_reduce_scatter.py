@@ -300,10 +300,10 @@ def test_two_hops_make_the_mean_within_the_bound_of_the_method(nodes):
         for other in everybody
         if any(key.endswith(f"to_{dist.get_rank()}") for key in other)
     ]  # fmt: skip
-    for name, value in wanted.items():
+    for name, value in wanted.items():  # the last rank has no rows of the last layer
         module = "last" if name.startswith("last") else "the model"
-        assert float((got[name] - value).abs().max()) <= float(bounds[module]) * 1.001 + 1e-7
-    assert any(float((got[name] - value).abs().max()) > 1e-5 for name, value in wanted.items())
+        assert bool(((got[name] - value).abs() <= bounds[module] * 1.001 + 1e-7).all())
+    assert any(bool(((got[name] - value).abs() > 1e-5).any()) for name, value in wanted.items())
 
 
 @on_ranks(4)

@@ -1,12 +1,11 @@
-"""Runs tests of torch and of Accelerate with Grace's hook in every DistributedDataParallel model; see `make outside`.
+"""Runs torch's own tests of DistributedDataParallel with Grace's hook in every model; see `make outside`.
 
-The hook sends gradients uncompressed, so that what these tests expect of DDP must hold. They are in torch's and
-Accelerate's wheels; torch's own need the package expecttest. Tests of fully_shard are in no wheel, and so not here.
+The hook sends gradients uncompressed, so that what these tests expect of DDP must hold. They are in torch's wheel, and
+need the package expecttest. Tests of fully_shard are in no wheel, and so not here.
 """
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -18,15 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import grace
 
-DDP = (
+TESTS = (
     "test_DistributedDataParallelCPU",
     "test_DistributedDataParallelCPU_grad_is_view",
     "test_DistributedDataParallel_requires_grad",
-    "test_ddp_create_graph",
 )
-"""Tests of ``DistributedTest`` that run on CPUs and make a DDP model. One more, of DDP's log, expects no hook."""
-SCRIPTS = ("test_sync", "test_script")
-"""Scripts of ``accelerate.test_utils``. One more, test_ddp_comm_hook, registers hooks of its own."""
+"""Tests of ``DistributedTest`` that run on CPUs and make a DDP model."""
 
 
 def put_in_hook() -> None:
@@ -41,8 +37,8 @@ def put_in_hook() -> None:
     DistributedDataParallel.__init__ = make_with_hook
 
 
-def run_torchs_test(name: str) -> None:
-    """Run one test of torch's in this process, which starts the ranks."""
+def run_test(name: str) -> None:
+    """Run one test in this process, which starts the ranks."""
     folder = tempfile.mkdtemp()
     os.environ.update(BACKEND="gloo", WORLD_SIZE="2", TEMP_DIR=folder)
     for part in ("barrier", "test_dir"):
@@ -50,41 +46,32 @@ def run_torchs_test(name: str) -> None:
     unittest.main(module="tools.outside_torch", argv=["outside", f"TestDDP.{name}"])
 
 
-def passed(command: list[str], environment: dict[str, str]) -> bool:
-    """Run a command; print the end of what it says if it fails; return True if it passed."""
+def passed(name: str) -> bool:
+    """Run one test in a process of its own; print the end of what it says if it fails; return True if it passed."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tools.outside", name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     said = done.stdout + done.stderr
-    skipped = re.search(r"OK \(skipped=", said)
-    if done.returncode or skipped:
+    good = done.returncode == 0 and not re.search(r"OK \(skipped=", said)
+    if not good:
         print(said[-3000:])
-    return not (done.returncode or skipped)
+    return good
 
 
 def main() -> int:
-    """Run all suites, print the count of those that passed, and return the exit code."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    commands = {
-        **{f"torch: {name}": [sys.executable, "-m", "tools.outside", "torch", name] for name in DDP},
-        **{f"accelerate: {name}": [*ranks, "-m", "tools.outside", "accelerate", name] for name in SCRIPTS},
-    }
-    found = {}
-    for what, command in commands.items():
-        found[what] = passed(command, environment)
-        print(f"{what}: {'passed' if found[what] else 'FAILED'}", flush=True)
-    print(f"{sum(found.values())} of {len(found)} passed (torch {torch.__version__})")
-    return 0 if all(found.values()) else 1
+    """Run all tests, print the count of those that passed, and return the exit code."""
+    found = []
+    for name in TESTS:
+        found.append(passed(name))
+        print(f"{name}: {'passed' if found[-1] else 'FAILED'}", flush=True)
+    print(f"{sum(found)} of {len(found)} passed (torch {torch.__version__})")
+    return 0 if all(found) else 1
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        missing = [package for package in ("expecttest", "accelerate") if find_spec(package) is None]
-        sys.exit(f"install {' and '.join(missing)} first" if missing else main())
-    suite, name = sys.argv[1:]
-    if suite == "torch":
-        run_torchs_test(name)
+    if len(sys.argv) > 1:
+        run_test(sys.argv[1])
     else:
-        put_in_hook()
-        runpy.run_module(f"accelerate.test_utils.scripts.{name}", run_name="__main__")
+        sys.exit(main() if find_spec("expecttest") else "install expecttest first")

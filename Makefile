@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-room thorough check coverage docs soak fuzz versions device horovod clean
+.PHONY: help demo test test-room thorough check coverage docs soak fuzz versions outside device horovod clean
 
 help:
 	@echo "make demo    in a minute or two: does compression pay over a slow network? tables, and a report in out/demo"
@@ -19,6 +19,7 @@ help:
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
 	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
 	@echo "make versions  tries TORCH='2.6.0 2.14.1' and PYTHONS='python3.10': an environment (gigabytes) and a log for each in out/versions"
+	@echo "make outside  torch's own tests of DistributedDataParallel, with Grace's hook in it"
 	@echo "make device  tries and measures Grace on a GPU, with the Python that is there: tables in OUT=out/device"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
 	@echo "make clean   remove .venv and everything else that was made here"
@@ -84,6 +85,11 @@ fuzz: $(VENV)/test.stamp
 
 versions: $(VENV)/test.stamp
 	$(BIN)/python tools/versions.py --torch $(TORCH) --python $(PYTHONS)
+
+# torch's own tests need one package more.
+outside: $(VENV)/test.stamp
+	@$(PIP) expecttest
+	$(BIN)/python -m tools.outside
 
 # Nothing is installed: it is for a machine that is lent for minutes. ARGS="--only bandwidth" and the like.
 device:

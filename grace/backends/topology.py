@@ -91,6 +91,48 @@ class Topology:
         return [sorted(node, key=lambda rank: (rank != leader, rank)) for node in nodes]
 
 
+@dataclass(frozen=True)
+class TwoHops:
+    """The groups of a collective of two hops, inside each node and then between ranks of equal number on all nodes.
+
+    Attributes:
+        node: a backend over the ranks of this rank's node.
+        peers: a backend over the ranks that have this rank's number on their nodes.
+        columns: for each rank of the node, in the order of ``node``, the ranks that have its number on their nodes.
+    """
+
+    node: Backend
+    peers: Backend
+    columns: list[list[int]]
+
+    @property
+    def peer_ranks(self) -> list[int]:
+        """Ranks of ``peers``, in its order."""
+        return self.columns[self.node.rank]
+
+
+def two_hops(backend: Backend, names: Sequence[str]) -> TwoHops | None:
+    """Make backends for collectives of two hops. Every rank must call it.
+
+    Args:
+        backend: a backend over all ranks.
+        names: for each rank, the name of its node.
+
+    Returns:
+        None unless there are several nodes, which have equally many ranks, and more than one.
+    """
+    members = Topology(names).members()
+    sizes = {len(node) for node in members}
+    if len(members) == 1 or len(sizes) > 1 or sizes == {1}:
+        return None
+    columns = [sorted(ranks) for ranks in zip(*members, strict=True)]
+    # split is a collective: all ranks call it for all groups
+    nodes = [backend.split(node) for node in members]
+    peers = [backend.split(column) for column in columns]
+    node = next(made for made in nodes if made is not None)
+    return TwoHops(node, next(made for made in peers if made is not None), columns)
+
+
 @dataclass
 class NodeGroups:
     """The two levels of a cluster, as one rank sees them.

@@ -44,6 +44,8 @@ def prepare(
     compressor: Any = None,
     memory: Any = None,
     communicator: Any = None,
+    strategy: Any = None,
+    hierarchical: bool = False,
     compress_after: int = 0,
     seed: int = 0,
     bucket_bytes: int | None = None,
@@ -61,7 +63,7 @@ def prepare(
         objects: models, optimizers, loaders and schedulers, a model among them; objects that are prepared already stay
             so. Give the model's optimizer too, so that memories may follow it. Models that
             ``accelerator.free_memory()`` has dropped since are no longer saved.
-        compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
+        compressor, memory, communicator, strategy, hierarchical, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
         memory_state: treatment of memories in ``load_state()``: "strict" refuses those of another method; "keep"
             keeps the ones that fit, and warns of the others; "reset" starts with empty ones.
@@ -100,6 +102,8 @@ def prepare(
             compressor=compressor,
             memory=memory,
             communicator=communicator,
+            strategy=strategy,
+            hierarchical=hierarchical,
             grad_scaler=accelerator.scaler,
             compress_after=compress_after,
             seed=seed,

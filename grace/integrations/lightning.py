@@ -24,7 +24,7 @@ class GraceCallback(Chosen, Callback):
     In one process nothing is exchanged, and a warning says so.
 
     Args:
-        compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
+        compressor, memory, communicator, strategy, hierarchical, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
         memory_state: treatment of the memories in a checkpoint: "strict" refuses one without them, or of another
             method; "keep" keeps the memories that fit, and warns of the others; "reset" starts with empty ones.

@@ -31,7 +31,7 @@ class GraceCallback(Chosen, TrainerCallback):
     one process nothing is exchanged, and a warning says so.
 
     Args:
-        compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
+        compressor, memory, communicator, strategy, hierarchical, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
         memory_state: treatment of memories on ``resume_from_checkpoint``: "strict" refuses a checkpoint without
             them, or of another method; "keep" keeps the memories that fit, and warns of the others; "reset" starts

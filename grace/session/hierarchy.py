@@ -10,6 +10,7 @@ The result is the mean over all ranks, equally weighted, whatever the nodes' siz
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,23 @@ class Hierarchy:
         if not _is_exact(bucket):
             variables = [replace(variable, dtype="float32") for variable in variables]
         return Bucket(bucket.index, inside, variables, label=f"{bucket.label}.node", carries=bucket.carries)
+
+
+def advise_hierarchy(runner: Any) -> None:
+    """Warn, on rank 0, if several ranks of each node send over the network, where one of them could send for all.
+
+    Args:
+        runner: the runner, after the ranks have agreed.
+    """
+    nodes = len(set(runner.node_names()))
+    size = runner.backend.size
+    possible = not (runner.hierarchical or runner.backend.pairs_by_name or any(c.delayed for c in runner.communicators))
+    if possible and 1 < nodes < size and runner.backend.rank == 0:
+        warnings.warn(
+            f"{size} ranks on {nodes} nodes each exchange over the network: with hierarchical=True the ranks of a node "
+            "average first, and one of them sends for all",
+            stacklevel=4,
+        )
 
 
 class HierarchicalRoundTrip:

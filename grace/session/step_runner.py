@@ -174,9 +174,10 @@ class StepRunner:
         Raises:
             RankError: they differ; the message names the first difference.
         """
-        mine = self._leases.free_channels(), secrets.token_hex(4)
+        mine = self._leases.free_channels(), secrets.token_hex(4), node_name()
         received = compare_facts(self.backend, [*self.settings, *self.facts()], beside=mine)
-        self._leases.free_of_ranks = [free for free, _ in received]
+        self._leases.free_of_ranks = [free for free, _, _ in received]
+        self._nodes = self._nodes or [node for _, _, node in received]
         self.run = received[0][1]  # rank 0's, on all ranks
         self.channel = self.averaging.backend = self._leases.acquire()
         if self.hierarchical:
@@ -255,12 +256,12 @@ class StepRunner:
 
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
-        trip = self._start_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
+        trip = self.start_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
         trip.deferred = True  # finish_step() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
 
-    def _start_trip(self, contribution: Contribution) -> AnyRoundTrip:
+    def start_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
         """Start a round trip of the kind that the bucket's communicator needs."""
         bucket = contribution.bucket
         if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
@@ -331,7 +332,7 @@ class StepRunner:
             PayloadError: a payload cannot be decoded.
             StepError: the ranks are at different steps.
         """
-        trips = [self._start_trip(contribution) for contribution in contributions]
+        trips = [self.start_round_trip(contribution) for contribution in contributions]
         while any([trip.advance() for trip in trips]):  # a list, so that ranks start the same collectives in one order
             pass
         outcomes = [outcome for trip in trips for outcome in trip.finish([None] * len(trip.names))]

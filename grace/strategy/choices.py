@@ -83,6 +83,19 @@ class Choices(NamedTuple):
             name = strategy.get("name")
         return AutoRequest(make("builder", strategy), self.resources) if name == "auto" else None
 
+    def plan_for_hook(self, what: str) -> ExchangePlan:
+        """Return the exchange plan of these choices for a hook, which exchanges as its framework's buckets come.
+
+        Args:
+            what: the hook, for messages.
+
+        Raises:
+            ConfigError: the planner is asked to choose.
+        """
+        if self.auto_request():
+            raise ConfigError(f"strategy='auto' plans while training runs, which {what} cannot: give a strategy's file")
+        return self.plan()
+
     def plan(
         self,
         limits: Limits | None = None,

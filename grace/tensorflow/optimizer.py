@@ -215,11 +215,9 @@ class DistributedMixin(Once):
             self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles."""
-        raise ConfigError(
-            "a distributed optimizer cannot be copied or pickled: it has a place among the ranks. Save its model with "
-            "grace.tensorflow.save_model, or make a copy by from_config(optimizer.get_config()) distributed"
-        )
+        """Return the parts of a copy or a pickle: as Keras's, an optimizer of these settings that has made no step, and
+        without the exchange."""
+        return type(self).__bases__[-1].from_config, (self.get_config(),)  # type: ignore[attr-defined]
 
     @property
     def strategy(self) -> Any:

@@ -23,6 +23,7 @@ from grace.exchange.step_stamp import CYCLE, digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
 from grace.session.agreement import gather_or_raise
+from grace.session.hierarchy import advise_hierarchy
 from grace.session.metrics import metrics
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
@@ -179,6 +180,7 @@ class Session:
             hierarchical=self.settings.hierarchical,
             compress_after=self.settings.compress_after,
         )
+        advise_hierarchy(runner)
         self.check_plan(runner)
         self.variables = list(variables)
         self.names = names

@@ -14,6 +14,7 @@ from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
+from grace.torch.all_gather import AllGatherState, compress_all_gather
 from grace.torch.collectives import allgather, allreduce, broadcast
 from grace.torch.cuda_graphs import capture
 from grace.torch.ddp import DDPState, register_ddp_hook
@@ -24,6 +25,7 @@ from grace.torch.parameters import broadcast_optimizer_state, broadcast_paramete
 from grace.torch.reduce_scatter import ReduceScatterState, compress_reduce_scatter
 
 __all__ = [
+    "AllGatherState",
     "Allgather",
     "Allreduce",
     "Broadcast",
@@ -46,6 +48,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "capture",
+    "compress_all_gather",
     "compress_reduce_scatter",
     "register_ddp_hook",
     "register_fsdp_hook",

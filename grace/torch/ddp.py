@@ -1,10 +1,9 @@
 """Compressed exchange as a communication hook of DistributedDataParallel."""
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,21 +13,24 @@ from grace.core.context import Context
 from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
+from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.header import resolve
-from grace.exchange.round_trip import RoundTrip, start_round_trip
+from grace.exchange.round_trip import RoundTrip
 from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
+from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
 from grace.session.momentum import momentum_owners
-from grace.session.plan import UniformPlan
+from grace.session.plan import ExchangePlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, cut_into_buckets
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
-from grace.strategy.choices import STRATEGY
+from grace.strategy.choices import Choices
+from grace.torch.copied import InertState
 from grace.torch.ddp_buckets import (
     bucket_gradients,
     bucket_limits,
@@ -57,6 +59,10 @@ class EarlyState:
 
     state: Any = None
 
+    def __reduce__(self) -> Any:
+        """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
+        return InertState, ()
+
 
 def grace_hook(state, bucket):  # DDP checks the annotations, which must be real types or absent
     """Exchange a bucket of DistributedDataParallel. This is its communication hook, for a state or a stand-in.
@@ -82,6 +88,26 @@ def fill_early_states(model: Any, state: Any) -> bool:
     for stand_in in stand_ins:
         stand_in.state = state
     return bool(stand_ins)
+
+
+class BucketTrips(NamedTuple):
+    """The round trips of one bucket of DDP's.
+
+    Attributes:
+        views: views of the bucket's gradients, by variable, which the means are written to.
+        buffer: the bucket's buffer.
+        wait_key: the key of its entry in ``waits``.
+    """
+
+    trips: list[RoundTrip | HierarchicalRoundTrip]
+    views: dict[str, torch.Tensor]
+    buffer: torch.Tensor
+    wait_key: tuple[int, int]
+
+
+def _future(buffer: torch.Tensor) -> torch.futures.Future:
+    """Return a future that may hold a tensor of this one's device."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
 
 
 class DDPState(PythonReducerMixin):
@@ -112,8 +138,10 @@ class DDPState(PythonReducerMixin):
         runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
-        self.trips: list[RoundTrip] = []
+        self.trips: list[RoundTrip | HierarchicalRoundTrip] = []
         """Round trips of this step; their headers hold the ranks' step stamps."""
+        self.begun: list[tuple[torch.futures.Future, BucketTrips]] = []
+        """Buckets of this step that :meth:`_finish_begun` finishes, if nodes reduce first."""
         self.changes = -1
         """Sum of the parameters' version counters at the last step; -1 before the first."""
         self.outcomes: list[Outcome] = []
@@ -133,6 +161,10 @@ class DDPState(PythonReducerMixin):
         self.hooks = [] if optimizer is None else around_steps(optimizer, None, self._after_step)
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
         runner.hyperparameters = self._describe_hyperparameters
+
+    def __reduce__(self) -> Any:
+        """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
+        return InertState, ()
 
     def _describe_hyperparameters(self) -> Any:
         """Return the hyperparameters of the last step, as facts for the ranks to compare."""
@@ -280,14 +312,16 @@ class DDPState(PythonReducerMixin):
         self.uses.end_exchange(overflowed=True)
         self.outcomes = []
         self.trips = []
+        self.begun = []
         self.open = False
 
     def lr(self, name: str) -> float:
-        """Return the learning rate of a parameter, for memories that follow it."""
+        """Return the learning rate of a variable, for memories that follow it."""
+        whole = self.runner.shards[name].whole.name
         for group in self.optimizer.param_groups:
-            if any(self.names.get(p) == name for p in group["params"]):
+            if any(self.names.get(p) == whole for p in group["params"]):
                 return float(group["lr"])
-        raise ConfigError(f"the optimizer does not hold the parameter {name!r}")
+        raise ConfigError(f"the optimizer does not hold the parameter {whole!r}")
 
     def buckets(self, names: tuple[str, ...], first: bool) -> list[Bucket]:
         """Return Grace's buckets for one of DDP's: compressed variables, and dense ones by dtype. A bucket of DDP's
@@ -326,84 +360,118 @@ class DDPState(PythonReducerMixin):
         if recorder.run is not None:
             recorder.run.gradient()
         names = tuple(self.names[p] for p in grad_bucket.parameters())
-        views = dict(zip(names, bucket_gradients(grad_bucket), strict=True))
-        missing = self._missing_gradients(grad_bucket.parameters())
+        wholes = zip(names, bucket_gradients(grad_bucket), strict=True)
+        shards = [(shard, whole) for name, whole in wholes for shard in self.runner.shards_of[name]]
+        views = {shard.variable.name: shard.slice_of(whole) for shard, whole in shards}
+        without = self._missing_gradients(grad_bucket.parameters())
+        missing = {shard.variable.name for shard, _ in shards if shard.whole.name in without}
         self.uses.record_exchange(names)
         if grad_bucket.is_last():
             self.uses.arrived.clear()
         guard = self.runner.stateful
         traffic = self.runner.traffic
-        future_buffer = grad_bucket.buffer()
-        trips: list[RoundTrip] = []
+        trips: list[RoundTrip | HierarchicalRoundTrip] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
             gradients = [gradient_to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
-            trips.append(start_round_trip(Contribution(bucket, gradients, present, guard, traffic)))
-        wait_key = id(self), grad_bucket.index()
+            trip = self.runner.start_round_trip(Contribution(bucket, gradients, present, guard, traffic))
+            assert not isinstance(trip, DelayedRoundTrip)  # register_ddp_hook refuses methods that delay
+            trips.append(trip)
+        exchange = BucketTrips(trips, views, grad_bucket.buffer(), (id(self), grad_bucket.index()))
         # Messages say where this rank waits until the futures are done.
-        waits[wait_key] = Wait(trips[0].describe_wait)
+        waits[exchange.wait_key] = Wait(trips[0].describe_wait)
+        self.trips += trips
+        if self.runner.hierarchy is not None:
+            future = _future(exchange.buffer)
+            self.begun.append((future, exchange))
+            if grad_bucket.is_last():
+                self._finish_begun()
+            return future
+        works: list[Any] = []
         for trip in trips:
+            assert isinstance(trip, RoundTrip)
             # Reading headers would wait for the device: they are read when the step is closed.
             trip.deferred = trip.next_step = True
             while trip.advance():  # legs that need the result of an earlier one wait for it here
                 pass
-        self.trips += trips
-        complete = partial(self._complete_bucket, trips, views, future_buffer, wait_key)
         for trip in trips:
+            assert isinstance(trip, RoundTrip)
             if trip.blocks:  # a communicator of the user's own, or a single process: there is no future to wait for
                 trip.wait()
-        works = [work for trip in trips if not trip.blocks for work in trip.handle.works]
+            else:
+                works += trip.handle.works
+        complete = partial(self._complete_bucket, exchange)
         if not works:
-            done: torch.futures.Future = torch.futures.Future()
+            done = _future(exchange.buffer)
             done.set_result(None)
             return done.then(complete)
         return torch.futures.collect_all([work.get_future() for work in works]).then(complete)
 
-    def _complete_bucket(
-        self,
-        trips: list[RoundTrip],
-        views: dict[str, torch.Tensor],
-        future_buffer: torch.Tensor,
-        wait_key: tuple[int, int],
-        done: Any,
-    ) -> torch.Tensor:
+    def _finish_begun(self) -> None:
+        """Finish the buckets of a step whose nodes reduce first, once the last one has begun, in their order: leaders
+        hand on means in collectives, which no thread of the engine may start. Leaders exchange meanwhile."""
+        begun = self.begun
+        self.begun = []
+        trips = [trip for _, exchange in begun for trip in exchange.trips]
+        try:
+            while any([trip.advance() for trip in trips]):  # a list: every trip must advance each time
+                pass
+            for future, exchange in begun:
+                future.set_result(self._write_bucket(exchange))
+        finally:
+            for _, exchange in begun:
+                waits.pop(exchange.wait_key, None)
+
+    def _complete_bucket(self, exchange: BucketTrips, done: Any) -> torch.Tensor:
         """Write the means into a bucket of DDP's when its collectives are done, and return the bucket's buffer.
 
         Args:
             done: the future of the collectives.
 
         Raises:
-            ExchangeError: a collective failed, or a payload cannot be decoded.
-            StepError: the ranks are at different steps.
+            ExchangeError: a collective failed; or see :meth:`_write_bucket`.
         """
         try:
             done.value()  # raises if a collective failed: then nothing that arrived may be decoded
         except Exception as error:
-            raise trips[0].failure(error) from error
+            trip = exchange.trips[0]
+            assert isinstance(trip, RoundTrip)
+            raise trip.failure(error) from error
         finally:  # failure() reads from `waits` where each rank is, this one too
-            waits.pop(wait_key, None)
+            waits.pop(exchange.wait_key, None)
+        return self._write_bucket(exchange)
+
+    def _write_bucket(self, exchange: BucketTrips) -> torch.Tensor:
+        """Write the means into a bucket of DDP's, and return the bucket's buffer.
+
+        Raises:
+            ExchangeError: a payload cannot be decoded.
+            StepError: the ranks are at different steps.
+        """
         try:
-            for trip in trips:
-                self._write(trip, views)
+            for trip in exchange.trips:
+                self._write(trip, exchange.views)
                 if trip.header.out_of_step:
                     raise StepError(trip.header.out_of_step)
         except (PayloadError, StepError):
             self._discard_step()
             raise
-        return future_buffer
+        return exchange.buffer
 
     @torch.no_grad()
-    def _write(self, trip: RoundTrip, views: dict[str, torch.Tensor]) -> None:
+    def _write(self, trip: RoundTrip | HierarchicalRoundTrip, views: dict[str, torch.Tensor]) -> None:
         """Finish a round trip, and write its means into the views of the bucket."""
-        traits = trip.traits
+        exact = trip.communicator.compressor.traits.exact
         outs = []
         for variable in trip.bucket.variables:
             view = views[variable.name]
             # aggregates are float32, or exact in the gradient's dtype; all others are copied below
-            usable = view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
-            outs.append(view if usable else None)
-        trip.arrived()
-        outcomes = trip.finish(outs, wait=False)
+            outs.append(view if view.is_contiguous() and (exact or view.dtype == torch.float32) else None)
+        by_future = self.runner.hierarchy is None
+        if by_future:
+            assert isinstance(trip, RoundTrip)
+            trip.arrived()
+        outcomes = trip.finish(outs, wait=not by_future)
         for outcome in outcomes:
             view = views[outcome.variable.name]
             if outcome.value is not None and outcome.value is not view:
@@ -413,14 +481,28 @@ class DDPState(PythonReducerMixin):
         self.outcomes += outcomes
 
 
+def check_no_averages(runner: StepRunner, what: str) -> None:
+    """Refuse a strategy that averages parameters now and then, and close its runner.
+
+    Raises:
+        ConfigError: the strategy does so.
+    """
+    averaged = [name for name, shard in runner.shards.items() if shard.period]
+    if averaged:
+        runner.close()
+        raise ConfigError(f"the strategy averages {averaged[0]!r} now and then, which {what} cannot")
+
+
 def register_ddp_hook(
     model: Any,
     compressor: Any = None,
     memory: Any = None,
     communicator: Any = None,
     *,
+    strategy: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: Any = None,
+    hierarchical: bool = False,
     compress_after: int = 0,
     seed: int = 0,
     bucket_bytes: int | None = None,
@@ -429,7 +511,9 @@ def register_ddp_hook(
 
     Args:
         model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward; compiled or not.
-        compressor, memory, communicator: the same as for :func:`grace.DistributedOptimizer`.
+        compressor, memory, communicator, strategy, hierarchical: the same as for :func:`grace.DistributedOptimizer`,
+            but not ``strategy="auto"``. With ``hierarchical`` a node's leader exchanges during backward, and hands the
+            means on at its end.
         optimizer: the optimizer whose ``step()`` uses the gradients. If gradients are cleared instead, their
             residuals are rolled back. Needed by memories that follow the learning rate (efsignsgd), and where a
             memory (dgc) or compressor (signum) applies momentum, which the optimizer's must not double.
@@ -478,24 +562,24 @@ def register_ddp_hook(
         check_optimizer(communicator, optimizer)
         check_not_delayed(communicator, "DDP's hook cannot: use grace.DistributedOptimizer")
 
-    def choose():
-        """Return the plan; refuse a strategy from the environment."""
-        if os.environ.get(STRATEGY):
-            raise ConfigError(
-                f"{STRATEGY} names a strategy ({os.environ[STRATEGY]}), which DDP's hook cannot execute: use "
-                "grace.DistributedOptimizer, or start the program without --strategy"
-            )
-        return UniformPlan(compressor, memory, communicator)
+    def choose() -> ExchangePlan:
+        """Return the plan; refuse planning during training."""
+        return Choices(compressor, memory, communicator, strategy).plan_for_hook("DDP's hook")
 
     facts = [
         ("torch", public(torch.__version__)),
         ("the buckets of", "DistributedDataParallel"),
         ("bucket_bytes", str(bucket_bytes)),
         ("compress_after", str(compress_after)),
+        ("hierarchical", str(hierarchical)),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
-    runner = build_step_runner(list_variables, choose, backend, context, facts, check, compress_after=compress_after)
+    runner = build_step_runner(
+        list_variables, choose, backend, context, facts, check, False, hierarchical, compress_after
+    )
+    check_no_averages(runner, "DDP's hook")
+    advise_hierarchy(runner)
     recorder.note(waits="DistributedDataParallel")
     state = DDPState(trainable_parameters(model), runner, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr

@@ -16,12 +16,13 @@ from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
+from grace.session.plan import ExchangePlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
-from grace.torch.ddp import DDPState
+from grace.torch.ddp import DDPState, check_no_averages
 from grace.torch.fsdp_layout import (
     ModuleLayout,
     connect_all_ranks,
@@ -290,14 +291,9 @@ def register_fsdp_hook(
         check_optimizer(communicator, optimizer)
         check_not_delayed(communicator, "FSDP's hook cannot")
 
-    def choose():
+    def choose() -> ExchangePlan:
         """Return the plan; refuse planning during training."""
-        choices = Choices(compressor, memory, communicator, strategy)
-        if choices.auto_request():
-            raise ConfigError(
-                "strategy='auto' plans while training runs, which FSDP's hook cannot: give a strategy's file"
-            )
-        return choices.plan()
+        return Choices(compressor, memory, communicator, strategy).plan_for_hook("FSDP's hook")
 
     facts = [
         ("torch", public(torch.__version__)),
@@ -313,11 +309,10 @@ def register_fsdp_hook(
         return [variable for layout in layouts for variable in layout.variables()]
 
     runner = build_step_runner(list_variables, choose, backend, context, facts, check, compress_after=compress_after)
-    averaged = [name for name, shard in runner.shards.items() if shard.period]
-    if averaged or runner.hierarchical:
+    check_no_averages(runner, "FSDP's hook")
+    if runner.hierarchical:
         runner.close()
-        what = f"averages {averaged[0]!r} now and then" if averaged else "is hierarchical"
-        raise ConfigError(f"the strategy {what}, which FSDP's hook cannot")
+        raise ConfigError("the strategy is hierarchical, which FSDP's hook cannot")
     recorder.note(waits="fully_shard")  # traces: FSDP2 waits for the exchange, and not Grace
     state = FSDPState(layouts, runner, optimizer, grad_scaler, one_copy)
     context.lr = state.lr

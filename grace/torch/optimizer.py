@@ -18,6 +18,7 @@ from grace.session.settings import ReduceOp, Settings
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch.closure_sync import synchronize_closure
+from grace.torch.copied import allow_steps
 from grace.torch.gradients import check_unchanged_gradients
 from grace.torch.hooks import gradient_hook, register_session
 from grace.torch.lifecycle import Closable, attach
@@ -358,6 +359,7 @@ def DistributedOptimizer(
         raise optimizer_type_error(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
+    allow_steps(optimizer)
     compressor = compressor_for(optimizer, compression, compressor)
     if backend is None:
         backend = _backend(process_group, process_set)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from grace.backends.runtime import check_group
+from grace.backends.topology import two_hops
 from grace.backends.torch_distributed import TorchBackend
-from grace.communicators.choice import build_communicator
 from grace.core.api_names import REDUCE_SCATTER
+from grace.core.backend import Backend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
@@ -27,13 +28,16 @@ from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, replica_states, subscribe_to_steps
 from grace.torch.parameters import scaler_enabled
-from grace.torch.state_dict import move_to_devices, pack_state, unpack_state
+from grace.torch.shard_group import ShardGroupState, build_method, from_file_format
+from grace.torch.state_dict import move_to_devices
 from grace.torch.uses import GradientUses
 
 
-class ReduceScatterState:
+class ReduceScatterState(ShardGroupState):
     """The state of compressed reduce-scatters between steps: the residuals of each module, for each other rank of the
     shard group, of the part that was sent to it. Together they have the size of the unsharded gradients, in float32.
+    Where nodes have equally many ranks, and several, parts are added up inside each node first, exactly, and residuals
+    are those of the sums that a rank sends to its peers on other nodes.
 
     A step ends when an optimizer steps, or when a module comes a second time. If a gradient of any rank of the shard
     group was not finite, all of them get NaN, and keep their former state; so does every replica that gets this NaN by
@@ -41,21 +45,17 @@ class ReduceScatterState:
     """
 
     def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner, grad_scaler: Any):
-        self.layouts = layouts
-        self.runner = runner
+        super().__init__(layouts, runner)
         self.grad_scaler = grad_scaler
-        self.backend: Any = runner.channel
-        self.context = runner.context
-        (self.communicator,) = runner.communicators
-        self.compressor = self.communicator.compressor
-        self.memory = self.communicator.memory
         self.stateful_parts = list(self.communicator.stateful_parts.values())
         runner.follows_scaler = partial(scaler_enabled, grad_scaler)
-        self.sent_bytes = 0
-        """Number of bytes that this rank has sent so far."""
+        self.hops = two_hops(self.backend, runner.node_names())
+        self.peers: Backend = self.backend if self.hops is None else self.hops.peers
+        """Backend over the ranks that compressed parts are exchanged with."""
+        self.peer_ranks = list(range(self.backend.size)) if self.hops is None else self.hops.peer_ranks
+        """Numbers in the shard group of the ranks of ``peers``."""
         self.overflow = False
         self.seen: set[str] = set()
-        self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "compress_reduce_scatter")
@@ -103,7 +103,7 @@ class ReduceScatterState:
         """True if gradients were reduced that no optimizer has used yet, and state depends on them."""
         return self.uses.unused and self.runner.stateful and not self._dropped()
 
-    def _close_settled_step(self, saves: bool) -> None:
+    def settle(self, saves: bool) -> None:
         """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
         if self.in_progress:
             raise ExchangeError(
@@ -111,21 +111,6 @@ class ReduceScatterState:
                 f"made yet: {'save' if saves else 'load'} after optimizer.step()"
             )
         self.close_step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads the
-        bytes whole. Every rank must call it.
-
-        Raises:
-            ExchangeError: gradients were reduced, and no optimizer has used them yet.
-        """
-        self._close_settled_step(saves=True)
-        return {self._key: pack_state(_to_file_format(checkpoint.save(self.runner)))}
-
-    @property
-    def _key(self) -> str:
-        """Key of this rank in a saved state."""
-        return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
 
     def load_state_dict(self, given: dict[str, Any], memory: str = "strict") -> None:
         """Restore a result of :meth:`state_dict`: of the same rank of as many ranks. If ``given`` has the entries of
@@ -140,26 +125,22 @@ class ReduceScatterState:
 
         def read() -> dict[str, Any]:
             """Return the state to load for this rank."""
-            self._close_settled_step(saves=False)
-            own = _from_file_format(given.get(self._key)) if isinstance(given, dict) else None
+            self.settle(saves=False)
+            own = self.own_entry(given)
             if own is not None:
                 state_schema.check(own)
-                self._check_choice(own, memory)
-                if (own["rank"], own["size"]) == (self.backend.rank, self.backend.size):
+                self.check_choice(own, memory)
+                senders = {f"{layout.name}/to_{to}" for layout in self.layouts for to in self.peer_ranks}
+                same = (own["rank"], own["size"]) == (self.backend.rank, self.backend.size)
+                if (
+                    same and own["state"].get("memory", {}).keys() <= senders
+                ):  # else nodes were others, and residuals, too
                     return own  # type: ignore[no-any-return]
             return self._redistribute(given, memory)
 
         device = self.layouts[0].params[0].sharded_param.device
         replicas = [state.runner.backend for state in replica_states(self.layouts)]
         checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, {}, device), replicas)
-
-    def _check_choice(self, saved: dict[str, Any], memory: str) -> None:
-        """Refuse a state that was saved with another method."""
-        if memory == "strict" and saved["components"] != self.runner.name:
-            raise ConfigError(
-                f"this state was saved with choice {saved['components']!r}, and here it is {self.runner.name!r}: "
-                f"what was left out belongs to the method. Start without it, {self.context.api_names.otherwise}"
-            )
 
     def _redistribute(self, given: Any, memory: str) -> dict[str, Any]:
         """Return a state for this rank, made of the states of all ranks of another run. Each sender of a part gets an
@@ -170,22 +151,23 @@ class ReduceScatterState:
         count = int(found[0].rpartition("_")[2]) if found else 0
         if count != len(found) or set(found) != {f"rank_{rank}_of_{count}" for rank in range(count)} or not count:
             raise ConfigError(
-                f"this rank needs what {self._key} remembered in a shard group of {size}, or what all ranks of another "
+                f"this rank needs what {self.key} remembered in a shard group of {size}, or what all ranks of another "
                 f"run did, to be dealt out anew, and there is {', '.join(map(str, given)) or 'nothing'}: load all of "
                 "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
             )
         calls = self.context.api_names
-        opened = [_from_file_format(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
+        opened = [from_file_format(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
         states, dropped = zip(*[checkpoint.undamaged(one, memory, calls) for one in opened], strict=True)
-        self._check_choice(states[0], memory)
+        self.check_choice(states[0], memory)
         for key in ("step", "size", "components", "seed"):
             if len({state[key] for state in states}) > 1:
                 raise ConfigError(f"these ranks' states are not of one save: they differ in {key!r}. Load those of one")
         residuals: dict[str, Any] = {}
         for layout in self.layouts:
-            # A residual counted 1 / count in the old mean, and counts 1 / size in the new; a part has size - 1 senders.
-            sums, template = _sum_residuals(layout, states, size / count / (size - 1))
-            for to in range(size) if sums else ():
+            # A residual counted 1 / count in the old mean, and counts 1 / size in the new; a part has as many senders
+            # as this rank has peers.
+            sums, template = _sum_residuals(layout, states, size / count / (self.peers.size - 1))
+            for to in self.peer_ranks if sums else ():
                 if to != self.backend.rank:
                     row = torch.cat([_shard_of(tensor, to, size) for tensor in sums])
                     entry = {key: row if value is None else value for key, value in template.items()}
@@ -215,26 +197,30 @@ class ReduceScatterState:
             self._reduce_uncompressed(given, output, mean)
             self._record_mean(name, output)
             return
-        rank = self.backend.rank
-        size = self.backend.size
-        rows = given.view(size, -1).float().unbind()
         k = kernels_of(given)
         finite = bool(k.all_finite(given))
+        rows = given.view(self.backend.size, -1)
+        if self.hops is None:
+            sums = rows.float()
+        else:
+            sums, finite = self._sum_in_node(name, rows, finite)
+        rank = self.peers.rank
         payloads = {}
-        for to, row in enumerate(rows):
-            if to != rank:
-                payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
+        for peer, to in enumerate(self.peer_ranks):
+            if peer != rank:
+                payloads[peer], ctx = self._encode(f"{name}/to_{to}", sums[peer], finite)
         if name not in self.wires:  # sizes follow from shapes, so one layout and one buffer serve all steps
             wire = Layout.from_payloads(k, [next(iter(payloads.values()))], sums=False)
-            self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
+            buffer = torch.zeros(self.peers.size * wire.length, dtype=torch.uint8, device=given.device)
+            self.wires[name] = wire, buffer
         wire, buffer = self.wires[name]
-        for to, payload in payloads.items():
-            row_buffer = buffer[to * wire.length : (to + 1) * wire.length]
+        for peer, payload in payloads.items():
+            row_buffer = buffer[peer * wire.length : (peer + 1) * wire.length]
             wire.pack([payload], [PRESENT if finite else OVERFLOW], out=row_buffer)
-        self.sent_bytes += (size - 1) * wire.length
+        self.sent_bytes += (self.peers.size - 1) * wire.length
         with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {name!r}"):
-            arrived = self.backend.alltoall(buffer).wait()
-        total = rows[rank].clone()  # this rank's own part is exact
+            arrived = self.peers.alltoall(buffer).wait()
+        total = sums[rank].clone()  # this rank's own part is exact
         all_finite = finite
         for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
             if sender != rank:
@@ -245,7 +231,29 @@ class ReduceScatterState:
             self.overflow = True
             total.fill_(torch.nan)  # every rank of the group does so, and a GradScaler skips the step on all of them
         self._record_mean(name, total)
-        output.copy_(total.div_(size) if mean else total)
+        output.copy_(total.div_(self.backend.size) if mean else total)
+
+    def _sum_in_node(self, name: str, rows: torch.Tensor, finite: bool) -> tuple[torch.Tensor, bool]:
+        """Return the sums over this rank's node of the parts of its peers, in float32, and True if all gradients of the
+        node and these sums are finite.
+
+        Args:
+            rows: this rank's gradient, of each rank of the shard group the part that it keeps.
+            finite: True if they are finite.
+        """
+        assert self.hops is not None
+        node = self.hops.node
+        sent = rows.new_empty((node.size, len(self.peer_ranks) * rows.shape[1] + 1))
+        for receiver, column in enumerate(self.hops.columns):
+            sent[receiver, :-1] = rows[column].view(-1)
+        sent[:, -1] = 0.0 if finite else torch.inf  # all ranks of the node must know, and tell their peers
+        self.sent_bytes += (node.size - 1) * sent[0].nbytes
+        with self.backend.waiting_for_ranks(lambda: f"the sums of module {name!r} over this node"):
+            arrived = node.alltoall(sent.view(-1).view(torch.uint8)).wait()  # engines may not know the dtype
+        total = torch.zeros_like(sent[0], dtype=torch.float32)
+        for part in arrived:  # in the order of ranks
+            total += part.view(sent.dtype)
+        return total[:-1].view(len(self.peer_ranks), -1), bool(kernels_of(total).all_finite(total))
 
     def _reduce_uncompressed(self, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
         """Reduce and scatter by torch's own collective, before the compression begins."""
@@ -271,22 +279,6 @@ class ReduceScatterState:
         payload, ctx = self.compressor.compress(x, key)
         self.memory.update(x, key, self.compressor, payload, ctx)
         return payload, ctx
-
-
-def _to_file_format(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state under the names that saved files have: "choice", and "memory" by module and receiver."""
-    state = dict(saved["state"])
-    kept = {"choice": saved["components"], "memory": state.pop("memory", {}), "state": state}
-    return {**{key: value for key, value in saved.items() if key != "components"}, **kept}
-
-
-def _from_file_format(packed: Any) -> Any:
-    """Return a state that :func:`_to_file_format` has renamed, from bytes. Damage is checked later."""
-    saved = unpack_state(packed)
-    if isinstance(saved, dict) and isinstance(saved.get("state"), dict) and {"choice", "memory"} <= saved.keys():
-        saved = {**saved, "components": saved["choice"], "state": {**saved["state"], "memory": saved["memory"]}}
-        del saved["choice"], saved["memory"]
-    return saved
 
 
 def _shard_numel(layout: ModuleLayout) -> int:
@@ -381,9 +373,14 @@ def compress_reduce_scatter(
     """Compress the reduce-scatter of gradients within the shard groups of a sharded model.
 
     Each rank sends to every other one the part of its gradient that the other keeps, compressed, and adds up the
-    received parts in float32; its own part is exact. With :func:`register_fsdp_hook` these are the two levels of ZeRO++
-    and SDP4Bit. Residuals take the size of the unsharded gradients in float32 on every rank; ``memory="none"`` saves
-    that memory.
+    received parts in float32; its own part is exact. Where nodes have equally many ranks, and several, it takes two
+    hops: parts are summed inside each node, exactly, and these sums are sent, compressed, between the ranks of equal
+    number on all nodes, so that with N nodes a node's link carries (N - 1) / N of one payload of the model, and not
+    one for each of its ranks. Ranks are on one node if their hosts' names (or GRACE_NODE) are the same.
+
+    With :func:`register_fsdp_hook` these are the two levels of ZeRO++ and SDP4Bit. Residuals take the size of what a
+    rank sends, in float32: that of the unsharded gradients, and of a node's part of them with two hops;
+    ``memory="none"`` saves that memory.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on.
@@ -446,21 +443,13 @@ def _build_method(block: Any, memory: Any, size: int) -> Any:
     Raises:
         ConfigError: the method or the memory cannot serve a reduce-scatter.
     """
-    if size == 1:
+    instead = (
+        "nothing is reduced and scattered: compress what the copies exchange, grace.torch.register_fsdp_hook(model, "
+        "...)"
+    )
+    built = build_method(block, memory, size, "compress_reduce_scatter", instead)
+    if built.memory.owns_momentum or built.memory.needs_lr:
         raise ConfigError(
-            "every rank holds a whole copy of the model, so that nothing is reduced and scattered: compress what the "
-            "copies exchange, grace.torch.register_fsdp_hook(model, ...)"
-        )
-    built = build_communicator(block, memory, "allgather", size)
-    traits = built.compressor.traits
-    built_memory = built.memory
-    if not traits.shardable or traits.rounds > 1 or traits.fixed_size != "by shape" or built.compressor.votes:
-        raise ConfigError(
-            f"compress_reduce_scatter: {built.compressor.spec} cannot compress the parts of a gradient alike; use "
-            "block, or qsgd, natural, terngrad, dynamic8"
-        )
-    if built_memory.owns_momentum or built_memory.needs_lr:
-        raise ConfigError(
-            f"compress_reduce_scatter: memory {built_memory.spec} needs the optimizer; use residual or loco"
+            f"compress_reduce_scatter: memory {built.memory.spec} needs the optimizer; use residual or loco"
         )
     return built

@@ -20,6 +20,7 @@ from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
+from grace.session.hierarchy import advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import momentum_owners
 from grace.session.plan import ExchangePlan
@@ -124,6 +125,8 @@ class Session:
             settings.hierarchical,
             settings.compress_after,
         )
+        if not backend.elastic:  # whose ranks have not met yet
+            advise_hierarchy(self.runner)
         self._check_plan(self.runner)
         named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
         self.buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}

@@ -15,6 +15,7 @@ from grace.exchange.bucket import Traffic
 from grace.session import checkpoint, state_schema
 from grace.session.metrics import metrics
 from grace.strategy.execution import StrategyPlan
+from grace.torch.copied import plain_copy
 from grace.torch.session import Session
 from grace.torch.step_hooks import DCP
 
@@ -42,11 +43,8 @@ class StateMixin:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles."""
-        raise ConfigError(
-            "a distributed optimizer cannot be copied or pickled: it has hooks on its parameters and a place among the "
-            "ranks. Copy or save its state_dict(), and load that into a new optimizer made distributed"
-        )
+        """Return the parts of a copy or a pickle: the user's own optimizer and its state, without the exchange."""
+        return plain_copy, (type(self).__bases__[-1],), super().__getstate__()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's state, with this rank's Grace state under "grace".

@@ -1,5 +1,7 @@
 """Compressed reduce-scatters of FSDP2, alone and below compressed replicas; test_fsdp.py has what both have."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,3 +252,113 @@ def test_a_shard_axis_of_one_rank_is_data_parallelism():
     state.close()
     assert same_bits(weights)
     assert state.runner.context.size == 4
+
+
+@contextlib.contextmanager
+def on_nodes(names):
+    """Say in this context on which node each rank is: "aabb"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRACE_NODE", names[dist.get_rank()])
+        yield
+
+
+def reduced(net, step=0):
+    """The gradients of a step, of which each rank has its part."""
+    net.zero_grad()
+    loss_of(net, step).backward()
+    return {name: p.grad.to_local().clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "abab", "abba"])
+@on_ranks(4)
+def test_two_hops_make_the_mean_within_the_bound_of_the_method(nodes):
+    """The node's own sum is exact; that of the other node comes in blocks of 4 bits."""
+    mesh = mesh_of(1, 4)["shard"]
+    plain, net = built(mesh), built(mesh)
+    plain.set_reduce_scatter_unused_params(True)
+    wanted = reduced(plain)
+    with on_nodes(nodes):
+        state = grace.torch.compress_reduce_scatter(net, "block(bits=4, block=32)", "none")
+    columns = {"aabb": [[0, 2], [1, 3]], "abab": [[0, 1], [2, 3]], "abba": [[0, 1], [2, 3]]}[nodes]
+    assert state.peer_ranks in columns
+    sums = {}
+    encode = state._encode
+
+    def recorded(key, row, finite):
+        sums[key] = row.clone()
+        return encode(key, row, finite)
+
+    state._encode = recorded
+    got = reduced(net)
+    state._encode = encode
+    state.close()
+    everybody = [None] * 4
+    dist.all_gather_object(everybody, sums)
+    (bounds,) = [
+        {key.rpartition("/")[0]: row.abs().max() / 7 / 2 / 4 for key, row in other.items()
+         if key.endswith(f"to_{dist.get_rank()}")}
+        for other in everybody
+        if any(key.endswith(f"to_{dist.get_rank()}") for key in other)
+    ]  # fmt: skip
+    for name, value in wanted.items():  # the last rank has no rows of the last layer
+        module = "last" if name.startswith("last") else "the model"
+        assert bool(((got[name] - value).abs() <= bounds[module] * 1.001 + 1e-7).all())
+    assert any(bool(((got[name] - value).abs() > 1e-5).any()) for name, value in wanted.items())
+
+
+@on_ranks(4)
+def test_bytes_between_nodes_are_those_of_one_payload():
+    for names, peers in (("aabb", 2), ("aaaa", 4), ("abcd", 4), ("aaab", 4)):
+        net = built(mesh_of(1, 4)["shard"])
+        with on_nodes(names), compressed(net, shards="block(bits=4, block=32)") as (state,):
+            before = state.peers.sent_bytes
+            loss_of(net, 0).backward()
+            between = state.peers.sent_bytes - before
+            parts = [sum(p.padded_sharded_param_size.numel() for p in layout.params) for layout in state.layouts]
+            payloads = [-(-n // 2) + 4 * -(-n // 32) + 1 for n in parts]  # and a status
+            assert between == (peers - 1) * sum(-(-nbytes // 8) * 8 for nbytes in payloads)
+            inside = sum(4 * (2 * n + 1) for n in parts) if peers == 2 else 0  # the other's two parts, and a flag
+            assert state.sent_bytes == between + inside
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+@on_ranks(4)
+def test_a_gradient_that_overflowed_is_dropped_on_all_nodes(bad):
+    net = built(mesh_of(1, 4)["shard"])
+    with on_nodes("aabb"), compressed(net, shards="block(bits=4)") as (state,):
+        loss_of(net, 0).backward()
+        state.close_step()
+        before = {name: value.clone() for name, value in state.memory.state.committed.items()}
+        net.zero_grad()
+        (loss_of(net, 1) * (torch.inf if dist.get_rank() == bad else 1)).backward()
+        assert all(p.grad.to_local().isnan().all() for p in net.parameters() if p.grad is not None)
+        state.close_step()
+        assert before
+        assert all(torch.equal(before[name], value) for name, value in state.memory.state.committed.items())
+
+
+@on_ranks(4)
+def test_two_hops_go_on_from_their_state_and_deal_out_that_of_one_hop():
+    def run(net, first, last, nodes, saved=None):
+        with on_nodes(nodes), compressed(net, shards="block(bits=4, block=32)") as (state,):
+            if saved:
+                state.load_state_dict(saved)
+            trained(net, last - first, first=first)
+            return state.state_dict(), left_out(net, state)
+
+    straight, stopped = built(mesh_of(1, 4)["shard"]), built(mesh_of(1, 4)["shard"])
+    with on_nodes("aabb"), compressed(straight, shards="block(bits=4, block=32)"):
+        for first in (0, 3):  # the optimizer's momenta start anew in each
+            trained(straight, 3, first=first)
+    saved, _ = run(stopped, 0, 3, "aabb")
+    run(stopped, 3, 6, "aabb", saved)
+    assert largest_difference(whole(straight), whole(stopped)) == 0
+    for before, after in (("aaaa", "aabb"), ("aabb", "aaaa"), ("aabb", "abab")):
+        net = built(mesh_of(1, 4)["shard"])
+        own, owed = run(net, 0, 3, before)
+        everybody = [None] * 4
+        dist.all_gather_object(everybody, own)
+        with on_nodes(after), compressed(net, shards="block(bits=4, block=32)") as (state,):
+            state.load_state_dict({key: value for one in everybody for key, value in one.items()})
+            for name, value in left_out(net, state).items():
+                torch.testing.assert_close(value, owed[name], rtol=1e-5, atol=1e-7)

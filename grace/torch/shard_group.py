@@ -1,0 +1,116 @@
+"""Parts that compressed collectives within the shard groups of FSDP2 have in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grace.communicators.choice import build_communicator
+from grace.errors import ConfigError
+from grace.exchange.layout import Layout
+from grace.session import checkpoint
+from grace.session.step_runner import StepRunner
+from grace.torch.copied import InertState
+from grace.torch.fsdp_layout import ModuleLayout
+from grace.torch.state_dict import pack_state, unpack_state
+
+
+class ShardGroupState:
+    """Base class of the states of compressed collectives of a shard group: the runner, which has the method and its
+    memory, a wire for each module, and how they are saved.
+
+    Args:
+        layouts: the modules.
+        runner: the runner over the shard group.
+    """
+
+    def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner):
+        self.layouts = layouts
+        self.runner = runner
+        self.backend: Any = runner.channel
+        self.context = runner.context
+        (self.communicator,) = runner.communicators
+        self.compressor = self.communicator.compressor
+        self.memory = self.communicator.memory
+        self.sent_bytes = 0
+        """Number of bytes that this rank has sent so far."""
+        self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
+        """Layout and buffer of each module's wire: sizes follow from shapes, so one of each serves all steps."""
+
+    def __reduce__(self) -> Any:
+        """Return the parts of a copy or a pickle, which is inert."""
+        return InertState, ()
+
+    def settle(self, saves: bool) -> None:
+        """Prepare to save or load the state.
+
+        Raises:
+            ExchangeError: a step is in progress that the state depends on.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads the
+        bytes whole. Every rank must call it.
+
+        Raises:
+            ExchangeError: a step is in progress that the state depends on: gradients were reduced, and no optimizer has
+                used them yet.
+        """
+        self.settle(saves=True)
+        return {self.key: pack_state(to_file_format(checkpoint.save(self.runner)))}
+
+    @property
+    def key(self) -> str:
+        """Key of this rank in a saved state."""
+        return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
+
+    def own_entry(self, given: Any) -> Any:
+        """Return this rank's entry of a saved state, with unchecked values; None if there is none."""
+        return from_file_format(given.get(self.key)) if isinstance(given, dict) else None
+
+    def check_choice(self, saved: Mapping[str, Any], memory: str) -> None:
+        """Refuse a state that was saved with another method."""
+        if memory == "strict" and saved["components"] != self.runner.name:
+            raise ConfigError(
+                f"this state was saved with choice {saved['components']!r}, and here it is {self.runner.name!r}: "
+                f"what was left out belongs to the method. Start without it, {self.context.api_names.otherwise}"
+            )
+
+
+def to_file_format(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state under the names that saved files have: "choice", and "memory" by module and receiver."""
+    state = dict(saved["state"])
+    kept = {"choice": saved["components"], "memory": state.pop("memory", {}), "state": state}
+    return {**{key: value for key, value in saved.items() if key != "components"}, **kept}
+
+
+def from_file_format(packed: Any) -> Any:
+    """Return a state that :func:`to_file_format` has renamed, from bytes. Damage is checked later."""
+    saved = unpack_state(packed)
+    if isinstance(saved, dict) and isinstance(saved.get("state"), dict) and {"choice", "memory"} <= saved.keys():
+        saved = {**saved, "components": saved["choice"], "state": {**saved["state"], "memory": saved["memory"]}}
+        del saved["choice"], saved["memory"]
+    return saved
+
+
+def build_method(block: Any, memory: Any, size: int, what: str, instead: str) -> Any:
+    """Return the method and its memory, as a communicator that has both.
+
+    Args:
+        what: the calling function, for messages.
+        instead: advice for a group of one rank.
+
+    Raises:
+        ConfigError: the method or the memory cannot serve a collective of shards.
+    """
+    if size == 1:
+        raise ConfigError(f"every rank holds a whole copy of the model, so that {instead}")
+    built = build_communicator(block, memory, "allgather", size)
+    traits = built.compressor.traits
+    if not traits.shardable or traits.rounds > 1 or traits.fixed_size != "by shape" or built.compressor.votes:
+        raise ConfigError(
+            f"{what}: {built.compressor.spec} cannot compress the parts of a tensor alike; use block, or qsgd, "
+            "natural, terngrad, dynamic8"
+        )
+    return built

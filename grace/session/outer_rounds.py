@@ -13,6 +13,7 @@ all ranks: anchors, momenta and memories stay, and that rank starts anew from th
 import contextlib
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,7 @@ class OuterRounds:
     """
 
     def __init__(self, runner: Any, shards: Sequence[Shard]):
-        self.runner = runner
+        self.runner = weakref.proxy(runner)  # which has these rounds: no circle, so that both end with the optimizer
         self.context = Context(seed=runner.context.seed, predivide=runner.context.predivide)
         self.context.api_names = runner.context.api_names
         self.fragments: list[Fragment] = []

@@ -76,6 +76,14 @@ def test_a_fault_of_one_rank_ends_all_and_is_named(launcher, fault):
         assert re.search(EXCHANGE, printed), printed
 
 
+@pytest.mark.parametrize("fault", ["kill", "raise", "leave"])
+def test_a_fault_between_outer_rounds_ends_all_and_is_named(fault):
+    printed = ended_by("torchrun", "torch", fault, OUTER="nesterov")
+    if fault not in ENDED_FIRST or not re.search(ENDED_FIRST[fault], printed):
+        assert re.search(SAID[fault], printed), printed
+        assert re.search(EXCHANGE, printed), printed
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun-mpi"])
 def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
     variables = {"GRACE_TIMEOUT": str(TIMEOUT), "ANSWER_SECONDS": "3"}  # for which the others wait for its answer

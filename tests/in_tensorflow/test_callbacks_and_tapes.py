@@ -106,7 +106,7 @@ def test_anchors_want_a_distributed_optimizer():
     model = network()
     model.compile(keras.optimizers.SGD(0.1), LOSS)
     with pytest.raises(grace.ConfigError, match="AnchorCallback gives a model what the ranks of a distributed"):
-        model.fit(*samples(8), verbose=0, callbacks=[grace.tensorflow.AnchorCallback()])
+        model.fit(*samples(8, 0), verbose=0, callbacks=[grace.tensorflow.AnchorCallback()])
 
 
 def uneven():

@@ -217,6 +217,34 @@ def test_outer_rounds_of_fit(two):
         np.testing.assert_array_equal(a, b)
 
 
+def saved_in_a_period(folder):
+    """Fit, save in the middle of a period, and go on, with the model and with the one that was loaded."""
+    path = f"{folder}/outer-{grace.rank()}.keras"
+
+    def fit(model, steps):
+        for step in steps:
+            words, _ = data(step, grace.rank())
+            model.fit(words, np.ones((3, 4), np.float32), batch_size=3, epochs=1, verbose=0)
+        return [v.numpy().copy() for v in model.trainable_variables]
+
+    model = mixed()
+    optimizer = keras.optimizers.SGD(LR)
+    optimizer = grace.DistributedOptimizer(optimizer, compressor="topk(ratio=0.3)", outer="nesterov", period=2)
+    model.compile(optimizer, "mse")
+    fit(model, range(3))
+    model.save(path)
+    ends = fit(model, range(3, 6))
+    optimizer.close()
+    again = grace.tensorflow.load_model(path)
+    return ends, fit(again, range(3, 6))
+
+
+def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(mpi, tmp_path):
+    for ends, resumed in mpi.run(saved_in_a_period, str(tmp_path)):
+        for a, b in zip(ends, resumed, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def fitted(strategy, folder):
     """Two epochs of fit under a strategy; saved."""
     model = mixed()

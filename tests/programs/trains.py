@@ -9,6 +9,8 @@ raise         a ValueError that nobody catches
 leave         training ends as if its data did, and the program ends well
 skip          no optimizer.step() after its backward pass
 miss          neither a backward pass nor a step
+
+OUTER names an outer optimizer, if ranks are to train alone and exchange drifts after every fourth step.
 """
 
 import os
@@ -50,7 +52,8 @@ def train_torch(method: str, fault: str) -> None:
     ranks = backend.allgather_object(os.getpid()) if "GOES_ON" in os.environ else []
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=method)
+    rounds = {"outer": os.environ["OUTER"], "period": 4} if "OUTER" in os.environ else {}
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=method, **rounds)
     for step in range(STEPS):
         struck = step == STEP and grace.rank() == 1
         optimizer.zero_grad()

@@ -474,6 +474,23 @@ def test_anchors_may_lie_on_the_cpu():
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@on_ranks(2)
+def test_anchors_are_at_least_float32(dtype, wide):
+    found = []
+    for compressor in ("none", "qsgd"):
+        model, other = Given(SHAPES, dtype), Given(SHAPES, dtype)
+        optimizer = distributed(model, compressor, outer="nesterov", period=2)
+        run_given(optimizer, model, range(5))
+        assert all(value.dtype is wide for value in anchors(optimizer).values())
+        resumed = distributed(other, compressor, outer="nesterov", period=2)
+        resumed.load_state_dict(copied(optimizer.state_dict()))
+        assert digest(weights(other)) == digest(weights(model))
+        assert all(p.dtype is dtype for p in other.parameters())
+        found.append(digest(anchors(resumed)))
+    return found
+
+
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
@@ -519,6 +536,8 @@ def test_arguments_that_do_not_go_together_are_refused():
     assert "outer= for all of them" in refused(outer="none", period=2, strategy="uniform")
     assert "period: must be a whole number of at least 1, not 0" in refused(outer="none", period=0)
     assert "has no parameter 'rate'" in refused(outer="nesterov(rate=1)", period=2)
+    assert "3 variables (or parts) cannot be dealt to 4 fragments" in refused(strategy=fragmented(fragments=4, delay=0))
+    assert "'matrix' has outer's delay, which is not possible over nodes" in refused(strategy=fragmented(over="nodes"))
     assert "applies means in later steps: with outer" in refused(
         outer="none", period=2, communicator="reduce_broadcast(staleness=1)"
     )
@@ -613,3 +632,26 @@ def test_training_goes_on_while_a_fragment_travels():
     assert pending.done.is_set()
     assert digest(anchors(optimizer)) != before
     return digest(anchors(optimizer))
+
+
+# -- engines -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
+@on_ranks(2)
+def test_other_engines_run_the_same_rounds(engine):
+    found = []
+    plain = {"outer": "nesterov", "period": 2, "compressor": "block(bits=4)"}
+    for choices in (plain, {"outer": "none", "period": 3}, {"strategy": fragmented()}):
+        model = net()
+        optimizer = distributed(model, **choices)
+        train(model, optimizer, range(5))
+        with optimizer.anchor():
+            found.append(digest(weights(model)))
+        optimizer.flush()
+        found.append(digest(weights(model)))
+        assert engine.startswith(("mpirun", "horovodrun"))
+        optimizer.close()
+    assert len(set(found)) == 6
+    return found

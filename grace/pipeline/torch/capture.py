@@ -18,6 +18,8 @@ from grace.errors import ConfigError
 from grace.pipeline.torch.context_blocks import inline_blocks, unwrap_operation
 from grace.pipeline.torch.own_backward import CarriedFunctions, check_hooks, is_user_code
 
+OLDEST_TORCH = (2, 13)
+"""The oldest torch that pipelines were tested with; with 2.6 some had wrong gradients."""
 UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
     torch.ops.aten.batch_norm.default: (5, (3, 4)),
     torch.ops.aten.instance_norm.default: (5, (3, 4)),
@@ -84,13 +86,18 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         args, kwargs: example arguments. Values that are not tensors become constants of the graph.
 
     Raises:
-        ConfigError: ``torch.export`` cannot take the model, or the model has hooks that change gradients; the message
-            names the line of the model, or the module.
+        ConfigError: torch is older than 2.13, ``torch.export`` cannot take the model, or the model has hooks that
+            change gradients; the message names the line of the model, or the module.
 
     >>> found = capture(torch.nn.Linear(2, 3), (torch.ones(4, 2),))
     >>> sorted(found.attributes), [node.name for node in found.nodes]
     (['bias', 'weight'], ['linear'])
     """
+    if torch.__version__ < OLDEST_TORCH:
+        raise ConfigError(
+            f"a pipeline needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is {torch.__version__}: the "
+            "torch.export of older releases may lose torch.no_grad(), so that stages would train with another gradient"
+        )
     check_hooks(model)
     kwargs = dict(kwargs or {})
     functions = CarriedFunctions()

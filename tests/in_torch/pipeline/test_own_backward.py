@@ -257,6 +257,12 @@ def test_what_cannot_be_carried_is_refused_by_name(part, change, message):
     assert Reversal.apply(torch.ones(1)).item() == 1.0
 
 
+def test_an_older_torch_is_refused(monkeypatch):
+    monkeypatch.setattr("grace.pipeline.torch.capture.OLDEST_TORCH", (99, 0))
+    with pytest.raises(ConfigError, match=r"a pipeline needs torch 99\.0 or newer, and this is "):
+        capture(Net(plain), (torch.ones(8, 8),))
+
+
 def watched_on_rank_1(schedule):
     """What ranks say where one alone watches a parameter, and gradients of one that nobody watches."""
     net = Net(several)

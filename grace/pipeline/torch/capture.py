@@ -18,7 +18,7 @@ from grace.errors import ConfigError
 from grace.pipeline.torch.context_blocks import inline_blocks, unwrap_operation
 from grace.pipeline.torch.own_backward import CarriedFunctions, check_hooks, is_user_code
 
-OLDEST_TORCH = (2, 13)
+OLDEST_TORCH = "2.13"
 """The oldest torch that pipelines were tested with; with 2.6 some had wrong gradients."""
 UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
     torch.ops.aten.batch_norm.default: (5, (3, 4)),
@@ -93,9 +93,9 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     >>> sorted(found.attributes), [node.name for node in found.nodes]
     (['bias', 'weight'], ['linear'])
     """
-    if torch.__version__ < OLDEST_TORCH:
+    if torch.__version__ < OLDEST_TORCH:  # compared as versions, not as text
         raise ConfigError(
-            f"a pipeline needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is {torch.__version__}: the "
+            f"a pipeline needs torch {OLDEST_TORCH} or newer, and this is {torch.__version__}: the "
             "torch.export of older releases may lose torch.no_grad(), so that stages would train with another gradient"
         )
     check_hooks(model)

@@ -258,7 +258,7 @@ def test_what_cannot_be_carried_is_refused_by_name(part, change, message):
 
 
 def test_an_older_torch_is_refused(monkeypatch):
-    monkeypatch.setattr("grace.pipeline.torch.capture.OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr("grace.pipeline.torch.capture.OLDEST_TORCH", "99.0")
     with pytest.raises(ConfigError, match=r"a pipeline needs torch 99\.0 or newer, and this is "):
         capture(Net(plain), (torch.ones(8, 8),))
 

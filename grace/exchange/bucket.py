@@ -34,7 +34,7 @@ class Bucket:
     idle: "list[Bucket]" = field(default_factory=list, init=False)
     """Copies of this bucket, each with a program of its own, that no delayed round trip uses at the moment."""
     parts: dict[int, Any] = field(default_factory=dict, init=False)
-    """In such a copy, the communicator's parts by the ids of those that they are copies of."""
+    """Copies of the communicator's parts in a bucket of :attr:`idle`, by the ids of the originals."""
     plain: "Bucket | None" = field(default=None, init=False)
     """The bucket of the same variables in the steps before its communicator compresses."""
     node: "Bucket | None" = field(default=None, init=False)

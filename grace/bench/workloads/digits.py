@@ -29,7 +29,10 @@ class Digits(LabelledTask):
 
 
 class DigitsCNN(Digits):
-    """The same images, whose quality is the mean cross-entropy in nats on the test images: 2.3 is chance."""
+    """Convolutional network on the digits.
+
+    Its quality is the mean cross-entropy in nats on the test images: 2.3 is chance.
+    """
 
     about = "scikit-learn's digits, convolutional network"
     metric, unit, scale, higher_is_better = "loss", "", 1.0, False

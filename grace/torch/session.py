@@ -515,12 +515,14 @@ class Session:
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Return a context in which parameters, and buffers, are those that all ranks share."""
+        if not self.runner.rounds:
+            yield
+            return
         own = [buffer.clone() for buffer in self.buffers.values()]
-        with torch.no_grad(), self.runner.rounds.at_anchor():
+        with self.runner.rounds.at_anchor():
             self._set_buffers(self.shared_buffers)
             try:
-                with torch.enable_grad():
-                    yield
+                yield
             finally:
                 self._set_buffers(own)
 

@@ -314,6 +314,19 @@ def fragmented(method="topk(ratio=0.2)", **settings):
 # -- anchors, ends and checkpoints ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("choices", [{}, {"outer": "none", "period": 2}], ids=["every step", "outer"])
+@on_ranks(2)
+def test_the_context_of_anchors_changes_nothing_else(choices):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = distributed(model, **choices)
+    with torch.no_grad(), optimizer.anchor():
+        assert not torch.is_grad_enabled()
+        model(torch.ones(2, 4))  # which counts in the statistics, but for those at the anchor
+    assert torch.is_grad_enabled()
+    assert bool(model[1].running_var.eq(1).all()) is bool(choices)
+    return digest(weights(model))
+
+
 @on_ranks(2)
 def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
     model = net()

@@ -481,16 +481,19 @@ class DDPState(PythonReducerMixin):
         self.outcomes += outcomes
 
 
-def check_no_averages(runner: StepRunner, what: str) -> None:
-    """Refuse a strategy that averages parameters now and then, and close its runner.
+def check_no_rounds(runner: StepRunner, what: str) -> None:
+    """Refuse a strategy whose ranks train variables alone between outer rounds, and close its runner.
 
     Raises:
         ConfigError: the strategy does so.
     """
-    averaged = [name for name, shard in runner.shards.items() if shard.period]
-    if averaged:
+    alone = [name for name, shard in runner.shards.items() if shard.period]
+    if alone:
         runner.close()
-        raise ConfigError(f"the strategy averages {averaged[0]!r} now and then, which {what} cannot")
+        raise ConfigError(
+            f"the strategy lets ranks train {alone[0]!r} alone between outer rounds (outer, none(period)), and {what} "
+            "exchanges in every step: give grace.DistributedOptimizer the plain model, or leave it out of the strategy"
+        )
 
 
 def register_ddp_hook(
@@ -578,7 +581,7 @@ def register_ddp_hook(
     runner = build_step_runner(
         list_variables, choose, backend, context, facts, check, False, hierarchical, compress_after
     )
-    check_no_averages(runner, "DDP's hook")
+    check_no_rounds(runner, "DDP's hook")
     advise_hierarchy(runner)
     recorder.note(waits="DistributedDataParallel")
     state = DDPState(trainable_parameters(model), runner, optimizer, grad_scaler, bucket_bytes)

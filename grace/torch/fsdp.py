@@ -22,7 +22,7 @@ from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
-from grace.torch.ddp import DDPState, check_no_averages
+from grace.torch.ddp import DDPState, check_no_rounds
 from grace.torch.fsdp_layout import (
     ModuleLayout,
     connect_all_ranks,
@@ -309,7 +309,7 @@ def register_fsdp_hook(
         return [variable for layout in layouts for variable in layout.variables()]
 
     runner = build_step_runner(list_variables, choose, backend, context, facts, check, compress_after=compress_after)
-    check_no_averages(runner, "FSDP's hook")
+    check_no_rounds(runner, "FSDP's hook")
     if runner.hierarchical:
         runner.close()
         raise ConfigError("the strategy is hierarchical, which FSDP's hook cannot")

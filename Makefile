@@ -9,7 +9,7 @@ SETUP := setup.cfg pyproject.toml constraints.txt
 .PHONY: help demo test test-room thorough check coverage docs soak fuzz versions outside device horovod clean
 
 help:
-	@echo "make demo    in a minute or two: does compression pay over a slow network? tables, and a report in out/demo"
+	@echo "make demo    in two to three minutes: does compression pay over a slow network? tables, and a report in out/demo"
 	@echo "make test    all tests; of large products of cases so many that every value is met"
 	@echo "make test-room ROOM=exchange  the tests of one room of grace/, and those that hold it from outside"
 	@echo "make thorough  all tests in all cases"

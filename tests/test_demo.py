@@ -24,7 +24,7 @@ step.QUICK_ROUNDS = 1
 from grace.cli.main import app
 app()
 """
-"""``grace`` with fewer methods and rounds: the demo as it is takes a minute or two of both cores."""
+"""``grace`` with fewer methods and rounds: the demo as it is takes two to three minutes of both cores."""
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def demo(
         "out/demo"
     ),
 ) -> None:
-    """Show in a minute or two what gradient compression costs, and when it pays.
+    """Show in two to three minutes what gradient compression costs, and when it pays.
 
     It is grace bench all --quick: a small network learns handwritten digits with
     each method; two processes train a small transformer over an emulated slow
@@ -81,7 +81,7 @@ def demo(
     introduction = (
         "Processes that train one model together exchange their gradients at every step; over a slow network they "
         "wait for that. Grace compresses the gradients. Three small experiments on this machine show when that pays "
-        "and what it costs; they take a minute or two."
+        "and what it costs; they take two to three minutes."
     )
     _run("grace demo", introduction, AllSettings(ranks=ranks), out, quick=True)
 

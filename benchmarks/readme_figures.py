@@ -38,7 +38,7 @@ METHODS = (
 )
 BEST = ("none", "fp16", "block(bits=4)", "block(bits=2)", "powersgd(rank=4)", "topk(ratio=0.01)")
 """Methods of the longer runs."""
-STRATEGIES: tuple[str, ...] = ()
+STRATEGIES = ('diloco(period=20, compressor="block(bits=4)", optimizer="nesterov(lr=0.7, momentum=0.6)")',)
 """Strategies' builders that are measured beside the methods."""
 OPTIMIZERS = ("adamw", "sgd")
 PICTURED = {

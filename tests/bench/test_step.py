@@ -193,6 +193,15 @@ def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
     assert "mine:wide, 3 ranks on loopback" in out
 
 
+def test_steps_between_which_ranks_train_alone_are_averaged_over_whole_periods(folder):
+    spec = "diloco(period=60, compressor=none, optimizer=none)"  # a block of other steps is shorter than a period
+    args = ["--model", "mine:wide", "--methods", "", "--strategy", spec, "--baselines", "none", "--rounds", "2"]
+    *_, results = run(folder, *args)
+    (row,) = (row for row in results.rows if row["name"] == f"strategy {spec}")
+    assert row["sent_bytes"] == pytest.approx(BYTES / 60, rel=0.05)
+    assert row["steps"] == 2  # each the mean of a period, in which one step of sixty exchanges
+
+
 @linked
 def test_what_chooses_itself_is_timed_when_it_has_chosen(folder):
     args = ["--model", "mine:wide", "--methods", "", "--strategy", "auto(methods=[fp16])", "--baselines", "none"]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,12 @@ class Stepper:
         """True if ``strategy="auto"`` has not chosen yet, or not checked its choice."""
         auto = getattr(getattr(self.exchange, "_grace", None), "auto", None)
         return auto is not None and not auto.settled
+
+    @property
+    def period(self) -> int:
+        """Number of steps after which the same work comes again: that between outer rounds, if ranks train alone."""
+        runner = getattr(getattr(self.exchange, "_grace", None), "runner", None)
+        return math.lcm(*(shard.period or 1 for shard in runner.shards.values())) if runner is not None else 1
 
     @property
     def traffic(self) -> Traffic | None:

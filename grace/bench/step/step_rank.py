@@ -8,7 +8,9 @@ Usage: python -m grace.bench.step.step_rank FOLDER ENGINE, where FOLDER holds se
      "times_ms", "codec_ms", "sent_bytes", "received_bytes"}    a block of steps
 """
 
+import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +40,7 @@ WARM_UP = 3
 BLOCK_SECONDS = 0.2
 """Approximate seconds of a block."""
 LONGEST_BLOCK = 50
-"""Largest number of a block's steps; a block has at least one."""
+"""Largest number of a block's steps, if a period is not longer; a block has at least one."""
 
 
 def measure(settings: StepSettings, backend: Backend, engine: str, emit: Emit) -> None:
@@ -93,7 +95,7 @@ def _contestants(settings: StepSettings, engine: str, ranks: int) -> list[Contes
 
 
 def _warm_up(stepper: Stepper, backend: Backend) -> int:
-    """Make the first steps, and return the number of steps of a block, the same on all ranks."""
+    """Make the first steps, and return the number of steps of a block: whole periods, the same number on all ranks."""
     count = 0
     while count < WARM_UP or stepper.planning:
         began = time.perf_counter()
@@ -102,13 +104,14 @@ def _warm_up(stepper: Stepper, backend: Backend) -> int:
         seconds = time.perf_counter() - began
         count += 1
     first = backend.allgather_object(seconds)[0]
-    return min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
+    steps = min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
+    return math.ceil(steps / stepper.period) * stepper.period
 
 
 def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> Event:
     """Make some steps, and return each one's time on this rank, and the bytes per step of the rank that moved most.
 
-    With shard groups, bytes are those that left or entered a group, of the group that moved most.
+    If ranks exchange in one step of a period only, the times are the means of the periods. With shard groups, bytes are those that left or entered a group, of the group that moved most.
     """
     backend.allgather_object(None)  # a barrier: the former contestant's collectives are done on all ranks
     traffic = stepper.traffic
@@ -125,8 +128,9 @@ def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> 
     own = stepper.traffic.sent_bytes - counted if stepper.traffic else None
     sent, received = zip(*backend.allgather_object(_moved(sockets, tcp_bytes(bool(sharded)), own)), strict=True)
     after = stepper.traffic
+    period = stepper.period
     return {
-        "times_ms": times,
+        "times_ms": [statistics.fmean(times[first : first + period]) for first in range(0, steps, period)],
         "codec_ms": 1e3 * (after.codec_seconds - codec) / steps if after and codec is not None else None,
         "sent_bytes": _most(sent, steps, sharded or 1),
         "received_bytes": _most(received, steps, sharded or 1),

@@ -52,15 +52,16 @@ OUTER = (
 OPTIMIZERS = ("adamw", "sgd")
 RATES = "1gbit,100mbit"
 PICTURED = {
-    "DDP": "none",
-    "DDP fp16 hook": "fp16",
-    "DDP PowerSGD(4) hook": None,
-    "block(bits=4)": "block(bits=4)",
-    "powersgd(rank=4)": "powersgd(rank=4)",
-    "topk(ratio=0.01)": "topk(ratio=0.01)",
-    **{f"strategy {spec}": spec for spec in STRATEGIES},
+    "DDP": ("DDP", "none"),
+    "DDP fp16 hook": ("DDP, torch's fp16 hook", "fp16"),
+    "DDP PowerSGD(4) hook": ("DDP, torch's PowerSGD hook", None),
+    "fp16": ("fp16", "fp16"),
+    "block(bits=4)": ("block(bits=4)", "block(bits=4)"),
+    "powersgd(rank=4)": ("powersgd(rank=4)", "powersgd(rank=4)"),
+    "topk(ratio=0.01)": ("topk(ratio=0.01)", "topk(ratio=0.01)"),
+    **{f"strategy {spec}": ("outer Nesterov each 20 steps", spec) for spec in STRATEGIES},
 }
-"""Rows of the picture, and the method whose loss stands beside each; None if no such method is trained."""
+"""Rows of the picture: the label of each, and the method whose loss stands beside it, if such a method is trained."""
 LOSSES = "train-chargpt-adamw"
 """The part whose losses stand in the picture."""
 PANELS = {"steps-transformer-1gbit": "1 Gbit/s", "steps-transformer-100mbit": "100 Mbit/s"}
@@ -169,7 +170,7 @@ def draw(results: Path, picture: Path) -> bool:
             colors = ["#818B98" if rows[name]["kind"] == "baseline" else "#0072B2" for name in names]
             bars = axes.barh(range(len(names)), seconds, color=colors)
             axes.bar_label(bars, [_label(name, rows[name], losses) for name in names], padding=4)
-            axes.set_yticks(range(len(names)), names)
+            axes.set_yticks(range(len(names)), [PICTURED[name][0] for name in names])
             axes.set_xlim(0, 1.9 * max(seconds))
             axes.set_title(title, loc="left", fontsize=11)
             axes.set_xlabel("seconds of a training step")
@@ -184,7 +185,7 @@ def draw(results: Path, picture: Path) -> bool:
 
 def _label(name: str, row: dict, losses: dict[str, float]) -> str:
     """Return the text beside a bar: seconds, and the loss after equal steps, if it was measured."""
-    loss = losses.get(PICTURED[name] or "", math.nan)
+    loss = losses.get(PICTURED[name][1] or "", math.nan)
     seconds = row["step_ms"] / 1e3
     return f"{seconds:.2f} s" + ("" if math.isnan(loss) else f", loss {loss:.2f}")
 

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import shlex
 import statistics
 import subprocess
@@ -225,6 +226,52 @@ def draw(results: Path, picture: Path) -> bool:
     return True
 
 
+def draw_outer(results: Path, picture: Path) -> bool:
+    """Draw loss against bytes and against seconds over 100 Mbit/s, if these rows are there; return True if they are."""
+    path = results / "train-outer-seconds.json"
+    if not path.exists():
+        return False
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = [row for row in load(path).rows if row["method"] in OUTER]
+    with rc_context({"svg.hashsalt": "outer", "svg.fonttype": "none", "font.size": 10}):
+        drawing = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
+        by_bytes, by_seconds = drawing.subplots(1, 2, sharey=True)
+        for row in rows:
+            _, sent, seconds, losses = zip(*row["curve"][1:], strict=True)
+            first = next(i for i, count in enumerate(sent) if count)  # before it no round was sent
+            by_bytes.plot([count / 1e6 for count in sent[first:]], losses[first:], label=_short(row["method"]))
+            by_seconds.plot(seconds, losses)
+        by_bytes.set_xscale("log")
+        by_bytes.set_xlabel("megabytes that a rank has sent")
+        by_seconds.set_xlabel("seconds of training over 100 Mbit/s")
+        by_bytes.set_ylabel("held-out loss")
+        by_bytes.set_ylim(1.15, 3.0)
+        for axes in (by_bytes, by_seconds):
+            axes.spines[["top", "right"]].set_visible(False)
+        drawing.legend(loc="outside lower center", ncols=3, frameon=False)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        drawing.savefig(picture, format="svg", metadata={"Date": None})
+    return True
+
+
+def _short(method: str) -> str:
+    """Return a method's label in a legend.
+
+    >>> _short('diloco(period=15, compressor="block(bits=4)", optimizer="nesterov(lr=0.7, momentum=0.6)")')
+    'Nesterov each 15 steps, block(bits=4)'
+    >>> _short("diloco(period=15, optimizer=none)"), _short("sparseloco(period=15)"), _short("none")
+    ('average each 15 steps', 'sparseloco(period=15)', 'none')
+    """
+    found = re.fullmatch(r'diloco\(period=(\d+)(?:, compressor="(.*?)")?, optimizer="?(\w+).*', method)
+    if found is None:
+        return method
+    period, compressor, optimizer = found.groups()
+    kind = "average" if optimizer == "none" else optimizer.capitalize()
+    return f"{kind} each {period} steps" + (f", {compressor}" if compressor else "")
+
+
 def _label(name: str, row: dict, losses: dict[str, float]) -> str:
     """Return the text beside a bar: seconds, and the loss after equal steps, if it was measured."""
     loss = losses.get(PICTURED[name][1] or "", math.nan)
@@ -270,6 +317,7 @@ def main() -> int:
     if not given.list:
         write_losses(given.folder)
         drawn = draw(given.folder, given.picture)
+        draw_outer(given.folder, given.picture.with_name("outer.svg"))
         needed = ", ".join([*PANELS, *LOSSES["chargpt-adamw"]])
         print(f"Drew {given.picture}." if drawn else f"The picture needs {needed}.")
     return 0

@@ -15,7 +15,9 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -51,6 +53,7 @@ OUTER = (
 """Methods of the table of outer optimizers, beside which every-step methods stand."""
 OPTIMIZERS = ("adamw", "sgd")
 RATES = "1gbit,100mbit"
+TASKS = ("digits-cnn", "recommender")
 PICTURED = {
     "DDP": ("DDP", "none"),
     "DDP fp16 hook": ("DDP, torch's fp16 hook", "fp16"),
@@ -62,8 +65,13 @@ PICTURED = {
     **{f"strategy {spec}": ("outer Nesterov each 20 steps", spec) for spec in STRATEGIES},
 }
 """Rows of the picture: the label of each, and the method whose loss stands beside it, if such a method is trained."""
-LOSSES = "train-chargpt-adamw"
-"""The part whose losses stand in the picture."""
+LOSSES = {
+    "chargpt-adamw": ("train-chargpt-adamw-seconds", "train-chargpt-adamw"),
+    "chargpt-sgd": ("few_bits_sgd", "train-chargpt-sgd"),
+    **{f"{task}-{o}": (f"train-{task}-{o}-seconds", f"train-{task}-{o}") for task in TASKS for o in OPTIMIZERS},
+    "outer": ("train-outer-seconds", "train-outer"),
+}
+"""Files ``losses-NAME.json`` of mean losses, and those with the runs of each."""
 PANELS = {"steps-transformer-1gbit": "1 Gbit/s", "steps-transformer-100mbit": "100 Mbit/s"}
 
 
@@ -91,14 +99,20 @@ def parts(smallest: bool = False) -> list[Part]:
         _steps("resnet50-1gbit", BEST, "resnet50", "1gbit"),
         _steps("transformer-4-ranks-1gbit", BEST, "transformer", "1gbit", ranks=4),
     ]
-    trained = [("chargpt", METHODS, "3"), ("digits-cnn", BEST, "2"), ("recommender", BEST, "2")]
-    for task, methods, seeds in trained:
-        for optimizer in OPTIMIZERS:
-            # A loss after equal steps depends on no network, and may be measured on a busy machine.
-            found.append(_training(f"{task}-{optimizer}", methods, task, optimizer, seeds))
-            found.append(_training(f"{task}-{optimizer}-seconds", methods, task, optimizer, "1", "--bandwidth", RATES))
-    found.append(_training("outer", OUTER, "chargpt", "adamw", "2", "--epochs", "6"))
+    found += [
+        _training(f"{task}-{optimizer}-seconds", methods, task, optimizer, "1", "--bandwidth", RATES)
+        for task, methods in (("chargpt", METHODS), ("digits-cnn", BEST), ("recommender", BEST))
+        for optimizer in OPTIMIZERS
+        if (task, optimizer) != ("chargpt", "sgd")  # whose steps take as long
+    ]
     found.append(_training("outer-seconds", OUTER, "chargpt", "adamw", "1", "--epochs", "6", "--bandwidth", "100mbit"))
+    # More seeds, for losses alone: they depend on no network, and may be measured on a busy machine.
+    found += [
+        _training("chargpt-adamw", METHODS, "chargpt", "adamw", "1,2"),
+        _training("chargpt-sgd", ["block(bits=8)"], "chargpt", "sgd", "3"),
+        *(_training(f"{task}-{o}", BEST, task, o, "1,") for task in TASKS for o in OPTIMIZERS),
+        _training("outer", OUTER, "chargpt", "adamw", "1,", "--epochs", "6"),
+    ]
     found.append(Part("codecs", ("kernels", "--methods", ",".join(METHODS), "--size", "25M", "--tensors", "gaussian")))
     return [_smallest(part) for part in found] if smallest else found
 
@@ -148,18 +162,47 @@ def measure(part: Part, results: Path) -> int:
     return code
 
 
+DEFAULTS = {"block(bits=2, scale=max)": "block(bits=2)"}
+"""Methods of older rows that spell out what is the default."""
+
+
+def write_losses(results: Path) -> None:
+    """Write the mean losses over all seeds that were run, and half of their range, from the runs that are there."""
+    for name, files in LOSSES.items():
+        paths = [results / f"{file}.json" for file in files]
+        if not all(path.exists() for path in paths):
+            continue
+        found: dict[str, dict[int, dict]] = {}
+        for row in (row for path in paths for row in load(path).rows):
+            method = DEFAULTS.get(row["method"], row["method"])
+            found.setdefault(method, {}).update({run["seed"]: run for run in row["runs"]})
+        rows = [
+            {
+                "method": method,
+                "quality": statistics.fmean(run["quality"] for run in runs.values()),
+                "spread": (max(run["quality"] for run in runs.values()) - min(r["quality"] for r in runs.values())) / 2,
+                "seeds": len(runs),
+                "bits_per_element": statistics.fmean(run["bits_per_element"] for run in runs.values()),
+            }
+            for method, runs in found.items()
+        ]
+        with atomic_write(results / f"losses-{name}.json") as draft:
+            draft.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
 def draw(results: Path, picture: Path) -> bool:
     """Draw the picture of the README, if the rows that it shows are there; return True if they are.
 
     One bar is the time of a step; beside it stands the loss after equal steps.
     """
-    files = {name: results / f"{name}.json" for name in (*PANELS, LOSSES)}
+    files = {name: results / f"{name}.json" for name in (*PANELS, "losses-chargpt-adamw")}
     if not all(path.exists() for path in files.values()):
         return False
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    losses = {row["method"]: row["quality"] for row in load(files[LOSSES]).rows}
+    recorded = json.loads(files["losses-chargpt-adamw"].read_text())["rows"]
+    losses = {row["method"]: row["quality"] for row in recorded}
     runs = {title: load(files[name]) for name, title in PANELS.items()}
     with rc_context({"svg.hashsalt": "step-times", "svg.fonttype": "none", "font.size": 10}):
         drawing = Figure(figsize=(9, 3.4), layout="constrained", facecolor="white")
@@ -181,6 +224,52 @@ def draw(results: Path, picture: Path) -> bool:
         picture.parent.mkdir(parents=True, exist_ok=True)
         drawing.savefig(picture, format="svg", metadata={"Date": None})
     return True
+
+
+def draw_outer(results: Path, picture: Path) -> bool:
+    """Draw loss against bytes and against seconds over 100 Mbit/s, if these rows are there; return True if they are."""
+    path = results / "train-outer-seconds.json"
+    if not path.exists():
+        return False
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = [row for row in load(path).rows if row["method"] in OUTER]
+    with rc_context({"svg.hashsalt": "outer", "svg.fonttype": "none", "font.size": 10}):
+        drawing = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
+        by_bytes, by_seconds = drawing.subplots(1, 2, sharey=True)
+        for row in rows:
+            _, sent, seconds, losses = zip(*row["curve"][1:], strict=True)
+            first = next(i for i, count in enumerate(sent) if count)  # before it no round was sent
+            by_bytes.plot([count / 1e6 for count in sent[first:]], losses[first:], label=_short(row["method"]))
+            by_seconds.plot(seconds, losses)
+        by_bytes.set_xscale("log")
+        by_bytes.set_xlabel("megabytes that a rank has sent")
+        by_seconds.set_xlabel("seconds of training over 100 Mbit/s")
+        by_bytes.set_ylabel("held-out loss")
+        by_bytes.set_ylim(1.15, 3.0)
+        for axes in (by_bytes, by_seconds):
+            axes.spines[["top", "right"]].set_visible(False)
+        drawing.legend(loc="outside lower center", ncols=3, frameon=False)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        drawing.savefig(picture, format="svg", metadata={"Date": None})
+    return True
+
+
+def _short(method: str) -> str:
+    """Return a method's label in a legend.
+
+    >>> _short('diloco(period=15, compressor="block(bits=4)", optimizer="nesterov(lr=0.7, momentum=0.6)")')
+    'Nesterov each 15 steps, block(bits=4)'
+    >>> _short("diloco(period=15, optimizer=none)"), _short("sparseloco(period=15)"), _short("none")
+    ('average each 15 steps', 'sparseloco(period=15)', 'none')
+    """
+    found = re.fullmatch(r'diloco\(period=(\d+)(?:, compressor="(.*?)")?, optimizer="?(\w+).*', method)
+    if found is None:
+        return method
+    period, compressor, optimizer = found.groups()
+    kind = "average" if optimizer == "none" else optimizer.capitalize()
+    return f"{kind} each {period} steps" + (f", {compressor}" if compressor else "")
 
 
 def _label(name: str, row: dict, losses: dict[str, float]) -> str:
@@ -226,8 +315,11 @@ def main() -> int:
             if code:
                 return code
     if not given.list:
+        write_losses(given.folder)
         drawn = draw(given.folder, given.picture)
-        print(f"Drew {given.picture}." if drawn else f"The picture needs {', '.join([*PANELS, LOSSES])}.")
+        draw_outer(given.folder, given.picture.with_name("outer.svg"))
+        needed = ", ".join([*PANELS, *LOSSES["chargpt-adamw"]])
+        print(f"Drew {given.picture}." if drawn else f"The picture needs {needed}.")
     return 0
 
 

@@ -303,7 +303,7 @@ def test_pages_are_short(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
 
 # -- what must not go stale ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands; and that of the pages on checkpoints, when runs end and others go on."""
+"""The README's script trains; and the code of the pages on checkpoints, when runs end and others go on."""
 
 import os
 import tempfile
@@ -9,37 +9,27 @@ import pytest
 import torch
 
 import grace
-from tests.support.own_parts import registered
 from tests.test_pages import ROOT, blocks
 
-README = blocks(ROOT / "README.md", "python")
+README = ROOT / "README.md"
 
 
-def test_the_readmes_own_compressor_trains(local):
-    (code,) = [block for block in README if "class Int8" in block]
-    model = torch.nn.Linear(50, 50)
-    names = {"model": model, "opt": torch.optim.SGD(model.parameters(), lr=0.1)}
-    with registered():  # which takes back what the README registers
-        exec(code, names)
-        before = model.weight.detach().clone()
-        model(torch.randn(4, 50)).square().sum().backward()
-        exact = model.weight.grad.clone()
-        names["opt"].step()
-    scale = exact.abs().max() / 127
-    assert torch.allclose(model.weight.grad, exact, atol=float(scale) / 2 * 1.001)
-    assert not torch.equal(model.weight.detach(), before)
-    sent = sum(names["opt"].traffic.payload_bytes.values())
-    assert sent == 50 * 50 + 4 + 50 + 4  # one byte per element and a scale per tensor
+def test_the_readmes_script_trains_on_two_ranks(two_ranks):
+    """The lines behind its diff are a whole training loop, with the model and the data that it leaves out."""
+    (diff,) = blocks(README, "diff")
+    assert two_ranks.run(trained, "\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-")) == [True, True]
 
 
-def test_the_readmes_keras_model_trains(local):
-    keras = pytest.importorskip("keras", reason="TensorFlow is not installed")
-    (code,) = [block for block in README if "import keras" in block]
-    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3, "softmax")])
-    names = {"model": model, "x": np.ones((64, 4), np.float32), "y": np.zeros(64)}
-    exec(code.replace("grace.init()", "grace.init('local')"), names)
-    assert names["opt"].traffic.steps == 2
-    assert np.isfinite(model.history.history["loss"]).all()
+def trained(code):
+    x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x[:, :16])
+    names = {"Net": lambda: torch.nn.Linear(64, 16), "loss": torch.nn.functional.mse_loss, "data": data}
+    names |= {"DataLoader": torch.utils.data.DataLoader, "DistributedSampler": torch.utils.data.DistributedSampler}
+    exec(code, names)
+    with torch.no_grad():
+        error = float(torch.nn.functional.mse_loss(names["model"](x), x[:, :16]))
+    assert error < 0.5, error  # 1 at the beginning
+    return names["opt"].traffic.bits_per_element < 32
 
 
 def saved_and_resumed(folder, code):

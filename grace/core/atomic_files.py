@@ -82,7 +82,7 @@ def _flush(path: Path) -> None:
     try:
         mode = os.fstat(number).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise OSError(f"{path} is no file any more: somebody has put something else in its place")
+            raise OSError(f"{path} is no longer a regular file: something else was put in its place")
         os.fsync(number)
     finally:
         os.close(number)

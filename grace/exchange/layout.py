@@ -125,12 +125,12 @@ class Layout:
         """
         for n, shape in zip(sizes, self.shapes, strict=True):
             if n < 0 or (not shape and n != 1):
-                raise PayloadError(f"a payload tensor is said to have {n:.0f} elements")
+                raise PayloadError(f"a header announces a payload tensor of {n:.0f} elements")
         other = copy.copy(self)
         other.shapes = [(int(n), *shape[1:])[: len(shape)] for n, shape in zip(sizes, self.shapes, strict=True)]
         other._measure()
         if other.body > most:
-            raise PayloadError(f"the payloads are said to take {other.body} bytes, more than {most} of any use")
+            raise PayloadError(f"a header announces payloads of {other.body} bytes, and they can have {most} at most")
         other._unpacked = other._packed_statuses = other._end = None
         return other
 

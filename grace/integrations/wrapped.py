@@ -59,7 +59,9 @@ class Wrapped:
         memories = found if earlier else found.get("memories")
         if self.state is None:
             if memories is not None:
-                warnings.warn("what the checkpoint remembers is dropped: one process exchanges nothing", stacklevel=2)
+                warnings.warn(
+                    "the checkpoint's memories are dropped, because one process exchanges nothing", stacklevel=2
+                )
             return
         if saved == NOTHING:
             self.state.load_state_dict(None, "reset")

@@ -100,7 +100,7 @@ def command(
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     if not program:
-        raise ConfigError("say after -- what is to be started, as in: grace launch -- python train.py")
+        raise ConfigError("write the program to start after --, as in: grace launch -- python train.py")
     environment = {}
     if strategy is not None:
         environment["GRACE_STRATEGY"] = checked_strategy(str(strategy))

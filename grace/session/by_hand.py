@@ -129,7 +129,7 @@ class ByHand:
         """End the step for all exchanges under way, unless it has ended, and return the means of one of them."""
         if begun.means is None:
             if self.runner is None or begun not in self.begun:
-                raise ConfigError("receive_step() is given what send_step() returned, once, in the same run")
+                raise ConfigError("receive_step() takes what send_step() of the same run returned, once for each")
             together, self.begun = self.begun, []
             try:
                 outcomes = self.runner.finish_step(lambda bucket: [None] * len(bucket.variables))
@@ -316,7 +316,7 @@ def _groups(state: Any) -> list[list[Variable]]:
     """
     if not isinstance(state, dict) or state.get("of") != FORM:
         raise ConfigError(
-            "this is no state of a communicator that is called by hand: give what its state_dict() returned"
+            "not the state of a communicator that is called by hand: pass the dict that its state_dict() returned"
         )
     try:
         state_schema.TENSORS(state.get("tensors"), "'tensors'")
@@ -343,8 +343,8 @@ def _check_same(bucket: Bucket, variables: Sequence[Variable]) -> None:
     for before, now in zip(bucket.variables, variables, strict=True):
         if before.describe() != now.describe():
             raise ConfigError(
-                f"{now.name!r} is {now.describe()} now, and was {before.describe()} at its first step. Give another "
-                "name to what is another tensor"
+                f"tensor {now.name!r} is {now.describe()} now, and was {before.describe()} at its first step. Give "
+                "each tensor a name of its own"
             )
 
 

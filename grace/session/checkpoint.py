@@ -100,8 +100,8 @@ def check_settled(runner: Any) -> None:
     """
     if runner.in_progress:
         raise ExchangeError(
-            "an exchange is under way, and what it changes is not yet part of the state. Save and load after "
-            f"optimizer.step(), or drop the step with {getattr(runner, 'dropping', 'optimizer.zero_grad()')} before"
+            "the exchange of a step is under way, and the state does not have its result yet. Save and load after "
+            f"optimizer.step(), or drop the step before, with {getattr(runner, 'dropping', 'optimizer.zero_grad()')}"
         )
 
 

@@ -132,7 +132,7 @@ class Resharding:
         return list(dict.fromkeys(kind for state in states for kind in state))
 
     def _refuse_kind(self, kind: str) -> dict[str, Any]:
-        raise Misfit(f"the checkpoint holds what it calls {kind!r}, which nothing in this run keeps")
+        raise Misfit(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
 
     def _refuse_name(self, kind: str, name: str) -> dict[str, Any]:
         raise Misfit(
@@ -221,8 +221,8 @@ class Resharding:
             for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
                 if held and not same(spec, other):
                     raise Misfit(
-                        f"the checkpoint holds what the memory {spec} kept of {name!r}, and this run gives it the "
-                        f"memory {other}. Give it {spec}"
+                        f"the checkpoint has the state of the memory {spec} for {name!r}, and this run uses the memory "
+                        f"{other}. Use {spec}"
                     )
 
     def _select(self, kind: str, part: str) -> Any:
@@ -277,9 +277,9 @@ class Resharding:
         if self.everyone is None:
             if not _same_partition(old, cut, "axis", "sizes", "destinations"):
                 raise Misfit(
-                    f"the checkpoint holds what this rank kept of its answers for {name!r}, which another rank reduces "
+                    f"the checkpoint has this rank's memory of its answers for {name!r}, which another rank reduces "
                     "now, or in other parts. Save "
-                    f"{self.runner.context.api_names.save_all}, which holds all ranks"
+                    f"{self.runner.context.api_names.save_all}, which has the state of all ranks"
                 )
             own = {part: self._select(kind, part) for part in parts}
             return {part: value for part, value in own.items() if value is not None}

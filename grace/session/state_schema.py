@@ -231,17 +231,17 @@ def check(saved: Any) -> None:
     if saved["rank"] >= saved["size"]:
         raise refuse("'rank'", f"below its size, {saved['size']}", saved["rank"])
     if "ranks" in saved and len(saved["ranks"]) != saved["size"]:
-        raise damage_error(f"it is of {saved['size']} ranks and holds {len(saved['ranks'])}")
+        raise damage_error(f"{saved['size']} ranks saved it, and it has the state of {len(saved['ranks'])}")
     for name, cut in saved["pieces"].items():
         _check_cut(cut, _join_path("'pieces'", name))
     if len(saved["holds"]) != len(saved["checksums"]):
-        raise damage_error("'checksums' should have one for each value that it holds, and has not")
+        raise damage_error("'checksums' does not have one checksum for each value")
 
 
 def check_facts(saved: dict[str, Any]) -> None:
     """Refuse a state, which :func:`check` accepted, if entries other than its values differ from the saved ones."""
     if saved["checksum"] != _checksum_of_facts(saved):
-        raise damage_error("what it says of steps, ranks and variables is not what was saved (its checksum differs)")
+        raise damage_error("its entries on steps, ranks and variables were changed after it was saved (checksum)")
 
 
 def _check_cut(cut: dict[str, Any], where: str) -> None:

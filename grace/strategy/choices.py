@@ -120,7 +120,7 @@ class Choices(NamedTuple):
             strategy = os.environ[STRATEGY]
             source = f"the strategy of {STRATEGY} ({strategy})"
         if strategy is None and self.resources is not None:
-            raise ConfigError("resources= is what a strategy's builder builds for: give strategy= too")
+            raise ConfigError("resources= is for a strategy's builder: give strategy= too")
         if strategy is None:
             return UniformPlan(self.compressor, self.memory, self.communicator, limits, together, self.rounds())
         if given:

@@ -102,7 +102,7 @@ def resolve(
     if isinstance(given, Builder):
         return given.build(variables, cluster_of(resources, cluster))
     if resources is not None:
-        raise ConfigError("resources= is what a builder builds for, and this strategy is built: leave one of them out")
+        raise ConfigError("resources= is for a builder, and this strategy is built already: leave out resources=")
     if not isinstance(given, Strategy):
         from grace.strategy import schema
 

@@ -167,8 +167,9 @@ class TrafficCallback(keras.callbacks.Callback):
         """
         if not self._sources():
             raise ConfigError(
-                "TrafficCallback logs what a distributed optimizer exchanges, and the model's is not: compile it with "
-                "grace.DistributedOptimizer(...), or give a GradientExchange, TrafficCallback(exchange)"
+                "TrafficCallback logs the traffic of a distributed optimizer, and the model's optimizer is none: "
+                "compile the model with grace.DistributedOptimizer(...), or pass a GradientExchange: "
+                "TrafficCallback(exchange)"
             )
         self._numbers()  # drops what was counted before
 

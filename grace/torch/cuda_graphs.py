@@ -79,13 +79,13 @@ def check_capturable(session: Any) -> None:
         ConfigError: the steps cannot be captured; the message has the reason and the remedy.
     """
     if not isinstance(session, HookedSession):
-        raise ConfigError("grace.torch.capture needs what grace.DistributedOptimizer returned, not under Horovod")
+        raise ConfigError("grace.torch.capture takes a grace.DistributedOptimizer, and none under Horovod")
     runner = session.runner
     backend = runner.backend
     nccl = backend.name == "torch" and dist.get_backend(getattr(backend, "group", None)) == "nccl"
     reason = ""
     if backend.size > 1 and not nccl:
-        reason = f"{backend.describe()} is not NCCL, whose collectives alone a CUDA graph can hold"
+        reason = f"{backend.describe()} is not NCCL, and a CUDA graph can have no other collectives"
     elif session.passes > 1 or session.grad_scaler is not None or session.auto is not None:
         reason = "backward_passes_per_step, a grad_scaler and strategy='auto' decide on the host what a step does"
     elif runner.hierarchical or runner.rounds or any(v.sparse for v in runner.variables):
@@ -257,7 +257,7 @@ class CapturedStep:
                 state.restore_arrays(values, torch.Tensor.copy_)
             except KeyError as error:
                 raise ConfigError(
-                    f"grace.torch.capture: what was remembered of {error} was reset, and the graph goes on from it; "
+                    f"grace.torch.capture: the memory of {error} was reset, and the graph still uses the former one; "
                     "capture the step anew"
                 ) from None
         self.graph.replay()

@@ -163,8 +163,8 @@ class FSDPState(DDPState):
             if not isinstance(state, dict) or self._key not in state:
                 found = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
                 raise ConfigError(
-                    f"this rank needs what was remembered of {self._key}, and there is {found or 'nothing'}: memories "
-                    "follow their parts of the parameters, and cannot be loaded with another number of shards. Start "
+                    f"this rank needs the memories of {self._key}, and there is {found or 'nothing'}: memories belong "
+                    "to shards of the parameters, and cannot be loaded with another number of shards. Start "
                     "without them"
                 )
             return unpack_state(state[self._key])
@@ -355,9 +355,9 @@ def _replicate_group(mesh: Any, one_copy: Any) -> Any:
         if len(own) == 1 or world == 1:
             return None
         raise ConfigError(
-            f"the model is sharded over {len(own)} of {world} ranks, and mesh= was not given: what is the replicate "
-            "axis? Make a mesh of both, init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
-            "'shard')), give fully_shard mesh['shard'], and register_fsdp_hook mesh['replicate']"
+            f"the model is sharded over {len(own)} of {world} ranks, and mesh=, the replicate axis, was not "
+            "given. Make a mesh of both axes, init_device_mesh(device, (replicas, shards), mesh_dim_names="
+            "('replicate', 'shard')), give fully_shard mesh['shard'], and register_fsdp_hook mesh['replicate']"
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("replicate", "shard")

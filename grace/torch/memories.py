@@ -39,10 +39,10 @@ class Memories:
 
     def __init__(self, owner: Any, memory: str = "strict"):
         if isinstance(owner, (FSDPState, ReduceScatterState)):
-            raise ConfigError("put the state itself beside the model: it is what torch.distributed.checkpoint wants")
+            raise ConfigError("put this state beside the model without Memories: torch.distributed.checkpoint saves it")
         if not isinstance(owner, (StateMixin, DDPState)):
             raise ConfigError(
-                "grace.torch.Memories needs what grace.DistributedOptimizer or grace.torch.register_ddp_hook returned, "
+                "grace.torch.Memories takes a grace.DistributedOptimizer or the state of register_ddp_hook, "
                 f"not {type(owner).__name__}"
             )
         checkpoint.check_mode(memory)

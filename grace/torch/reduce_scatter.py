@@ -107,8 +107,8 @@ class ReduceScatterState(ShardGroupState):
         """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
         if self.in_progress:
             raise ExchangeError(
-                "gradients were reduced and scattered, and what that changes belongs to a step that no optimizer has "
-                f"made yet: {'save' if saves else 'load'} after optimizer.step()"
+                "the gradients of a step were reduced, and the optimizer has not made this step yet: "
+                f"{'save' if saves else 'load'} after optimizer.step()"
             )
         self.close_step()
 
@@ -151,9 +151,9 @@ class ReduceScatterState(ShardGroupState):
         count = int(found[0].rpartition("_")[2]) if found else 0
         if count != len(found) or set(found) != {f"rank_{rank}_of_{count}" for rank in range(count)} or not count:
             raise ConfigError(
-                f"this rank needs what {self.key} remembered in a shard group of {size}, or what all ranks of another "
-                f"run did, to be dealt out anew, and there is {', '.join(map(str, given)) or 'nothing'}: load all of "
-                "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
+                f"this rank needs the state of {self.key} in a shard group of {size}, or those of all ranks of another "
+                f"run, and there is {', '.join(map(str, given)) or 'nothing'}: load all of rank_0_of_N to "
+                "rank_{N-1}_of_N into one dict and pass it, or start without a state"
             )
         calls = self.context.api_names
         opened = [from_file_format(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
@@ -161,7 +161,7 @@ class ReduceScatterState(ShardGroupState):
         self.check_choice(states[0], memory)
         for key in ("step", "size", "components", "seed"):
             if len({state[key] for state in states}) > 1:
-                raise ConfigError(f"these ranks' states are not of one save: they differ in {key!r}. Load those of one")
+                raise ConfigError(f"the ranks' states are of different saves ({key!r} differs): load those of one save")
         residuals: dict[str, Any] = {}
         for layout in self.layouts:
             # A residual counted 1 / count in the old mean, and counts 1 / size in the new; a part has as many senders
@@ -320,8 +320,8 @@ def _sum_residuals(
     for name, param in zip(layout.names, layout.params, strict=True):
         if kept and param.fsdp_placement.dim != 0:
             raise ConfigError(
-                f"parameter {name!r} is sharded along dimension {param.fsdp_placement.dim}, and only what was left out "
-                "along the first one can be dealt out anew. Start without it"
+                f"parameter {name!r} is sharded along dimension {param.fsdp_placement.dim}, and residuals can be "
+                "loaded on another number of ranks only along dimension 0. Start without a state"
             )
     template: dict[str, Any] = {}
     for value, to, size in kept:

@@ -185,7 +185,7 @@ def test_a_folder_becomes_a_file_and_tables(tmp_path):
     [
         ([], "grace: give a folder that ranks have left their traces in, or after -- a program to run"),
         (["folder", "--", "python"], "grace: give a folder that ranks have left their traces in, or after --"),
-        (["--"], "grace: say after -- what is to be started"),
+        (["--"], "grace: write the program to start after --"),
         (["folder"], "grace: there is no folder folder"),
         (["folder", "--steps", "3"], "grace: --steps is for a program that is run, which comes after --"),
         (["-o", "/dev/null/t.json", "--", "python", "a.py"], "grace: cannot write /dev/null/t.json"),

@@ -123,7 +123,7 @@ CASES = [  # communicator, what happens to which collective of rank 1, what is s
     (partial(Broadcast, "topk"), "negative", 0, "position -2 is not in [0, 70000)", (0, 1)),
     (partial(Allgather, "topk | efsignsgd"), "code", 0, "is not in [0, 70000)", (0, 1)),
     (partial(Allgather, "sketch(quantiles=100)"), "code", 0, "is not in [0, 100)", (0, 1)),
-    (partial(Allgather, "threshold(value=0.9)"), "negative size", 0, "is said to have -1 elements", (0, 1)),
+    (partial(Allgather, "threshold(value=0.9)"), "negative size", 0, "a payload tensor of -1 elements", (0, 1)),
     (partial(Allgather, "threshold(value=0.9)"), "absurd size", 0, ABSURD, (0, 1)),
     (partial(Allgather, "threshold(value=0.9)"), "another size", 0, COUNT, (0, 1)),
     (partial(Allgather, "dgc(ratio=0.01) | qsgd"), "another size", 0, COUNT, (0, 1)),

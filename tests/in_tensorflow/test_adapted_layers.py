@@ -81,5 +81,5 @@ def test_the_callbacks_reach_traced_functions_and_log_traffic(mpi, tmp_path):
 def test_traffic_of_a_plain_optimizer_is_refused(local):
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(grace.ConfigError, match="TrafficCallback logs what a distributed optimizer exchanges"):
+    with pytest.raises(grace.ConfigError, match="TrafficCallback logs the traffic of a distributed optimizer"):
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[grace.tensorflow.TrafficCallback()])

@@ -336,7 +336,7 @@ REFUSED = {
     "both axes": "fully_shard(module, mesh=mesh['shard'])",
     "two axes": "must be the replicate axis alone: mesh['replicate']",
     "shard axis": "and not the one given to fully_shard",
-    "no mesh": "what is the replicate axis?",
+    "no mesh": "mesh=, the replicate axis, was not given",
     "whole": "call fully_shard(model, mesh=mesh['shard']) first",
     "several groups": "has parameters with 2 meshes, which register_fsdp_hook cannot tell apart",
     "several meshes": "are sharded over different ranks",

@@ -265,7 +265,7 @@ def test_what_has_no_memories_is_refused():
     state = refusal(grace.torch.Memories, sharded().memories["grace_shards"])
     empty = refusal(run.memories["grace"].load_state_dict, {})
     assert "grace.DistributedOptimizer or grace.torch.register_ddp_hook returned, not SGD" in plain
-    assert "put the state itself beside the model" in state
+    assert "put this state beside the model" in state
     assert "has no 'grace' entry" in empty
     for owner in (run.optimizer, by_ddp().memories["grace"].owner):
         message = refusal(dcp.save, {"state": owner}, storage_writer=Late("/nowhere"))

@@ -110,7 +110,7 @@ def test_what_is_refused_changes_nothing(two_ranks, strategy, said):
 
 def test_no_switch_in_the_middle_of_a_step(two_ranks):
     for why, _ in two_ranks.run(refusing, [PLAIN] * 2, True):
-        assert why.startswith("an exchange is under way")
+        assert why.startswith("the exchange of a step is under way")
 
 
 @on_ranks()

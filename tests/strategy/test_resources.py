@@ -103,8 +103,8 @@ def refused(given, strategy, resources):
         ("nodes: [{address: a, cpus: [0, 1]}]", "ps", "it puts ranks 0, 1 together on a, but they are on a, b"),
         ("nodes: [{address: a, speed: 1}]", "ps", "node a: speed: unknown key"),
         (None, "ps", "cannot be read: No such file"),
-        ("nodes: [{address: a, cpus: [0, 1]}]", None, "resources= is what a strategy's builder builds for"),
-        (TWO.format(1, 1), {"version": 1}, "resources= is what a builder builds for, and this strategy is built"),
+        ("nodes: [{address: a, cpus: [0, 1]}]", None, "resources= is for a strategy's builder"),
+        (TWO.format(1, 1), {"version": 1}, "resources= is for a builder, and this strategy is built already"),
     ],
 )
 def test_resources_that_cannot_be_are_refused_on_all_ranks(two_ranks, tmp_path, cluster, text, strategy, message):

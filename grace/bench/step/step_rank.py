@@ -111,7 +111,8 @@ def _warm_up(stepper: Stepper, backend: Backend) -> int:
 def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> Event:
     """Make some steps, and return each one's time on this rank, and the bytes per step of the rank that moved most.
 
-    If ranks exchange in one step of a period only, the times are the means of the periods. With shard groups, bytes are those that left or entered a group, of the group that moved most.
+    If ranks exchange in one step of a period only, the times are the means of the periods. With shard groups, bytes are
+    those that left or entered a group, of the group that moved most.
     """
     backend.allgather_object(None)  # a barrier: the former contestant's collectives are done on all ranks
     traffic = stepper.traffic

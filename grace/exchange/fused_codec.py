@@ -16,7 +16,8 @@ from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import ErrorFeedback, Memory
 from grace.core.transactional_dict import is_ours
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
 from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Header
 from grace.exchange.layout import Layout
@@ -39,7 +40,7 @@ class FusedCodec(PerVariableCodec):
     range.
 
     Args:
-        setup: see :class:`~grace.exchange.codec.CodecSetup`.
+        bucket, kernels, on_device: see :class:`~grace.exchange.codec.PerVariableCodec`.
         kind: the class of the codec of kernels.
         options: its options.
     """
@@ -47,9 +48,9 @@ class FusedCodec(PerVariableCodec):
     stores_at_once = True
     """True if residuals are known when the wires are written."""
 
-    def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
-        super().__init__(setup)
-        owners, owner, names = setup.owners, setup.owner, self.names
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+        super().__init__(bucket, kernels, on_device)
+        owners, owner, names = self.owners, self.owner, self.names
         self.by_kernels: bool = kind.on_device
         shapes = [variable.shape for variable in self.bucket.variables]
         sizes = [[b - a for a, b in each] for each in zip(*self.cuts, strict=True)]
@@ -339,16 +340,18 @@ class Streams:
         return self.words
 
 
-def kernel_codec(
-    compressor: Compressor, memories: Sequence[Memory], kernels: Kernels, setup: CodecSetup, like: Tensor
-) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class and options of a method's codec of kernels on the device of ``like``; None if the method, or a
-    memory, has none for these variables."""
+def kernel_codec(bucket: Bucket, kernels: Kernels, like: Tensor) -> tuple[Any, dict[str, Any]] | None:
+    """Return the class and options of the codec of kernels, on the device of ``like``, of a bucket's method; None if
+    the method, or a memory, has none for these variables."""
+    communicator = bucket.communicator
+    compressor, second = communicator.compressor, communicator.second
     # Exact methods send gradients in their own dtype, and kernels read float32 only.
-    if compressor.traits.exact and any(variable.dtype != "float32" for variable in setup.bucket.variables):
+    if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
         return None
     # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
-    if "bucket_codec" not in vars(type(compressor)) or not all(map(_is_simple, memories)):
+    if "bucket_codec" not in vars(type(compressor)):
+        return None
+    if not (_is_simple(communicator.memory) and (second is None or _is_simple(second[1]))):
         return None
     found = compressor.bucket_codec() if kernels.codecs else None
     kind = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])

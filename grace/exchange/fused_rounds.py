@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Tensor
+from grace.core.compressor import Tensor
 from grace.core.state import State
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
 from grace.exchange.fused_codec import FusedCodec, kernel_codec, moments_of
 from grace.exchange.header import Header
 from grace.exchange.layout import Layout
+from grace.kernels import Kernels
 
 
 class StartedFrom:
@@ -44,8 +46,8 @@ class FusedRounds(FusedCodec):
 
     stores_at_once = False  # residuals are what the last round leaves out
 
-    def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
-        super().__init__(setup, kind, options)
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+        super().__init__(bucket, kernels, on_device, kind, options)
         shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
         self.started = DoubleBuffer(StartedFrom(self.compressor), self.kernels, self.names, shapes)
         self.second_wire: Tensor | None = None
@@ -111,19 +113,16 @@ def payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
     return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]
 
 
-def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
+def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     """Return the codec of a bucket in one pass; None if its method and memories have none.
 
     Args:
-        setup: the facts that the codec is made for.
         plain: the codec of the same bucket variable by variable, whose layouts are known.
         like: one of the bucket's gradients.
     """
-    communicator = setup.bucket.communicator
-    compressor: Compressor = communicator.compressor
-    second = communicator.second
-    memories = [communicator.memory, *([] if second is None else [second[1]])]
-    found = kernel_codec(compressor, memories, setup.kernels, setup, like)
+    bucket, kernels = plain.bucket, plain.kernels
+    communicator, compressor, second = bucket.communicator, plain.compressor, plain.second
+    found = kernel_codec(bucket, kernels, like)
     # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
     if found is None or communicator.delayed:
         return None
@@ -133,10 +132,10 @@ def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> Fus
     if moments_of(compressor) and communicator.memory.stateful:  # a codec has one pair of buffers: x or residuals
         return None
     if compressor.traits.rounds == 1:
-        return FusedCodec(setup, *found)
+        return FusedCodec(bucket, kernels, plain.on_device, *found)
     if not communicator.memory.stateful or not communicator.sums:
         return None
     # The kernels' low rank takes matrices alone.
     if all(layouts and layouts[0].body for layouts in plain.known) and found[0].takes(payloads_of_rounds(plain)):
-        return FusedRounds(setup, *found)
+        return FusedRounds(bucket, kernels, plain.on_device, *found)
     return None

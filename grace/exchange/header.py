@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.exchange.bucket import Bucket, Outcome
@@ -96,13 +97,17 @@ def both(one: Any, other: Any) -> Any:
     return one if other is True else one * other
 
 
-def stamp_numbers(bucket: Bucket, shared: bool) -> int:
-    """Return the number of step stamp numbers in a bucket's wires.
+def shares_stamps(communicator: Communicator) -> bool:
+    """Return True if one wire has room for the step stamps of all ranks: a sum, or the answer of a root."""
+    return communicator.sums or communicator.rooted
 
-    Args:
-        shared: True if one wire has room for the stamps of all ranks.
-    """
-    return STAMP_SIZE * (bucket.communicator.context.size if shared else 1) if bucket.carries else 0
+
+def stamp_numbers(bucket: Bucket) -> int:
+    """Return the number of step stamp numbers in a bucket's wires."""
+    if not bucket.carries:
+        return 0
+    communicator = bucket.communicator
+    return STAMP_SIZE * (communicator.context.size if shares_stamps(communicator) else 1)
 
 
 class Header:

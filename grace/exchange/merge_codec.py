@@ -10,11 +10,13 @@ from typing import Any
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec, Traits
 from grace.errors import PayloadError
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import Header, in_range
 from grace.exchange.layout import Layout
 from grace.exchange.owners import coded, owners_of, positions
 from grace.exchange.tracing import recorder
+from grace.kernels import Kernels
 
 
 class SentEntries(Sparsifier):
@@ -35,8 +37,8 @@ class SentEntries(Sparsifier):
 class MergeCodec(PerVariableCodec):
     """Codec that adds up entries at their owners. Memories are updated once the kept sums are known."""
 
-    def __init__(self, setup: CodecSetup):
-        super().__init__(setup)
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
+        super().__init__(bucket, kernels, on_device)
         variables = self.bucket.variables
         self.counts = [self.compressor.count(variable.shape) or 0 for variable in variables]
         self.places = owners_of(tuple(variable.numel for variable in variables), tuple(self.counts), self.owners)

@@ -6,9 +6,9 @@ from grace.core.compressor import Tensor
 from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route, route_of
 from grace.exchange.apart_codec import ApartCodec
 from grace.exchange.bucket import Bucket
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.fused_rounds import fused_codec
-from grace.exchange.header import PRESENT
+from grace.exchange.header import PRESENT, shares_stamps
 from grace.kernels import kernels_of
 
 
@@ -26,7 +26,6 @@ class BucketProgram:
         payloads_show: True if payloads show overflows: they carry Inf and NaN unchanged, or they are sums, which may be
             infinite though all terms are finite.
         statuses_matter: True if statuses are read even if all ranks have all gradients.
-        shares_stamps: True if one wire carries the step stamps of all ranks: a sum, or the answer of a root.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
     """
 
@@ -44,7 +43,7 @@ class BucketProgram:
         self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
         self.on_device = communicator.can_defer and self.kernels.on_device(like)
-        self.shares_stamps = communicator.sums or communicator.rooted
+        self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
         self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
         self.looks = (
@@ -65,19 +64,15 @@ class BucketProgram:
     def _make_codec(self, like: Tensor) -> PerVariableCodec:
         """Return the communicator's own codec, or else a fused one, or else a :class:`PerVariableCodec`."""
         communicator = self.communicator
-        owners, owner = (self.size, self.rank) if communicator.cuts else (1, 0)
-        setup = CodecSetup(
-            self.bucket, self.kernels, self.on_device, owners, owner, self.shares_stamps, self.context.step
-        )
+        kind: type[PerVariableCodec] = PerVariableCodec
         if communicator.moves_payloads:
-            return ApartCodec(setup)
-        if communicator.codec is not None:
-            own: PerVariableCodec = communicator.codec(setup)
-            return own
-        plain = PerVariableCodec(setup)
-        if not self.bucket.fuses or not all(plain.known):
-            return plain
-        return fused_codec(setup, plain, like) or plain
+            kind = ApartCodec
+        elif communicator.codec is not None:
+            kind = communicator.codec
+        codec = kind(self.bucket, self.kernels, self.on_device)
+        if kind is PerVariableCodec and self.bucket.fuses and all(codec.known):
+            return fused_codec(codec, like) or codec
+        return codec
 
     def fits(self, like: Tensor) -> bool:
         """Return True if the program was made for this kind of gradient, these ranks, and payload sizes of this

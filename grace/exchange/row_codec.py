@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.core.compressor import Payload, Tensor
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import Header
 from grace.exchange.sparse_codec import is_nothing
 from grace.exchange.sparse_rows import NOTHING, SparseRows, sum_rows
 from grace.exchange.tracing import recorder
-from grace.kernels import kernels_of
+from grace.kernels import Kernels, kernels_of
 
 
 class RowCodec(PerVariableCodec):
@@ -18,8 +19,8 @@ class RowCodec(PerVariableCodec):
     A second compression is one of rows, too: the root's answer holds all ranks' rows.
     """
 
-    def __init__(self, setup: CodecSetup):
-        super().__init__(setup)
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
+        super().__init__(bucket, kernels, on_device)
         self.rows: Any = self.compressor
         """The compressor, a :class:`~grace.exchange.sparse_codec.RowCompressor`."""
         self.answers: Any = None if self.second is None else self.second[0]

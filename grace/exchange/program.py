@@ -9,6 +9,7 @@ from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.fused_rounds import fused_codec
 from grace.exchange.header import PRESENT, shares_stamps
+from grace.exchange.sparse_codec import RowCodec
 from grace.kernels import kernels_of
 
 
@@ -27,6 +28,7 @@ class BucketProgram:
             infinite though all terms are finite.
         statuses_matter: True if statuses are read even if all ranks have all gradients.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
+        divisor: divisor of the sum of decoded payloads that makes it their mean.
     """
 
     def __init__(self, bucket: Bucket, like: Tensor):
@@ -42,7 +44,8 @@ class BucketProgram:
         self.size_key = compressor.size_key(context.step)
         self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
-        self.on_device = communicator.can_defer and self.kernels.on_device(like)
+        self.sparse = bucket.variables[0].sparse
+        self.on_device = communicator.can_defer and not self.sparse and self.kernels.on_device(like)
         self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
         self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
@@ -53,6 +56,7 @@ class BucketProgram:
         self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
         self.statuses_matter = self.looks or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
+        self.divisor = self.size / context.predivide if self.sums else self.size
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.
         self.all_true = [True] * count
@@ -62,10 +66,13 @@ class BucketProgram:
         self._route: Route | None = None
 
     def _make_codec(self, like: Tensor) -> PerVariableCodec:
-        """Return the communicator's own codec, or else a fused one, or else a :class:`PerVariableCodec`."""
+        """Return the codec of rows, or of the communicator, or else a fused one, or else a
+        :class:`PerVariableCodec`."""
         communicator = self.communicator
         kind: type[PerVariableCodec] = PerVariableCodec
-        if communicator.moves_payloads:
+        if self.sparse:
+            kind = RowCodec
+        elif communicator.moves_payloads:
             kind = ApartCodec
         elif communicator.codec is not None:
             kind = communicator.codec
@@ -99,7 +106,7 @@ class BucketProgram:
             engine = EngineTraits(self.size, backend.by_ring, backend.concatenates, on_cpu)
             wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
             wires += [wires[-1]] * (self.traits.rounds - len(wires))  # rounds whose layouts are not known yet
-            self._route = route_of(self.communicator, wires, engine, codec.varies)
+            self._route = backend.supported(route_of(self.communicator, wires, engine, codec.varies), self.sums)
         compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
         return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route
 

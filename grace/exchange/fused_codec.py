@@ -210,7 +210,7 @@ class FusedCodec(PerVariableCodec):
         if found is not None:
             return found
         if self.fused:
-            self.encoded = self._decoding_ctxs(self.bucket.variables, [self.buffer] * len(self.names))
+            self.encoded = self._decoding_ctxs([self.buffer] * len(self.names))
         return super().average(wires, layouts, header)
 
     def _average(self, wires: Sequence[Tensor], header: Header) -> list[Any] | None:
@@ -266,7 +266,7 @@ class FusedCodec(PerVariableCodec):
         found = self.rooms(outs, wires[0])
         if recorder.shared("decode", self.bucket.variables, self._decode, found, wires, count, means):
             return found
-        self.encoded = self._decoding_ctxs(self.bucket.variables, found)
+        self.encoded = self._decoding_ctxs(found)
         return super().decode(wires, layouts, found, count, means)
 
     def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
@@ -296,11 +296,11 @@ class FusedCodec(PerVariableCodec):
         each = zip(self.codecs, self.offsets, begins, strict=True)
         return all(codec.decode(outs + offsets, begin[None], 1, scale) for codec, offsets, begin in each)
 
-    def _decoding_ctxs(self, variables: Sequence[Any], like: Sequence[Any]) -> list[tuple[Any, Any]]:
+    def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""
         ctx_of = self.compressor.ctx_of
         found = []
-        for variable, cuts, tensor in zip(variables, self.cuts, like, strict=True):
+        for variable, cuts, tensor in zip(self.bucket.variables, self.cuts, like, strict=True):
             if self.pieces is None:
                 found.append((None, ctx_of(variable.name, variable.shape, tensor)))
             else:
@@ -362,8 +362,9 @@ def kernel_codec(bucket: Bucket, kernels: Kernels, like: Tensor) -> tuple[Any, d
 
 def moments_of(compressor: Compressor) -> Any:
     """Return the method if it keeps the x that it compresses, and has ``recall`` and ``keep`` of
-    :class:`~grace.core.memory.ErrorFeedback` for it; else None."""
-    return compressor if hasattr(compressor, "recall") else None
+    :class:`~grace.core.memory.ErrorFeedback` for it; else None. Methods of several rounds have them for the start of
+    a step."""
+    return compressor if hasattr(compressor, "recall") and compressor.traits.rounds == 1 else None
 
 
 def _is_simple(memory: Memory) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from grace.core.compressor import Tensor
-from grace.core.state import State
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
@@ -16,32 +15,11 @@ from grace.exchange.layout import Layout
 from grace.kernels import Kernels
 
 
-class StartedFrom:
-    """Adapter that gives a method's start of its next step the interface of a memory's residuals."""
-
-    def __init__(self, compressor: Any):
-        self.compressor = compressor
-
-    @property
-    def state(self) -> State:
-        """State of the method."""
-        found: State = self.compressor.state
-        return found
-
-    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
-        """Return factors and the tensor; see :meth:`grace.core.memory.ErrorFeedback.recall`."""
-        return 1.0, self.state.get(name), 1.0
-
-    def keep(self, name: str, value: Tensor) -> None:
-        """Store the start of the next step, unless the method has no warm start."""
-        if self.compressor.warm_start:
-            self.state[name] = value
-
-
 class FusedRounds(FusedCodec):
     """Codec of kernels for methods of several rounds: it writes each round's wire and receives each round's sum.
 
-    The result of the last sum is kept in a double buffer, like residuals; both are stored only when all is decoded.
+    The method keeps the result of the last sum, from which its next step starts, in a double buffer, like residuals.
+    Both are stored only when all is decoded.
     """
 
     stores_at_once = False  # residuals are what the last round leaves out
@@ -49,7 +27,7 @@ class FusedRounds(FusedCodec):
     def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
         super().__init__(bucket, kernels, on_device, kind, options)
         shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
-        self.started = DoubleBuffer(StartedFrom(self.compressor), self.kernels, self.names, shapes)
+        self.started = DoubleBuffer(self.compressor, self.kernels, self.names, shapes)
         self.second_wire: Tensor | None = None
 
     def _layout_of(self, number: int) -> Layout:

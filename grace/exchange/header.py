@@ -22,7 +22,7 @@ from typing import Any
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
-from grace.exchange.bucket import Bucket, Outcome
+from grace.exchange.bucket import Bucket
 from grace.exchange.layout import Layout
 from grace.exchange.step_stamp import STAMP_SIZE, compare_stamps, step_stamp
 from grace.kernels import Kernels, kernels_of
@@ -254,17 +254,3 @@ class Header:
             then([self.kernels.to_list(one) if getattr(one, "shape", ()) else [float(one)] for one in tensors])
         elif tensors:
             self.deferred_reads = [*self.deferred_reads, (list(tensors), then, well)]
-
-    def mark_outcomes(self, outcomes: Sequence[Outcome], poisoned: Callable[[Any], Any] | None) -> None:
-        """Set in outcomes the variables that no rank had a gradient of, and those that overflowed.
-
-        Args:
-            poisoned: makes NaN of a mean that may hide an overflow; None where no mean does, or where the device has
-                done so.
-        """
-        for outcome, missing, overflowed in zip(outcomes, self.missing, self.overflowed, strict=False):
-            outcome.overflow = outcome.overflow or overflowed
-            if overflowed and outcome.value is not None and poisoned is not None:
-                outcome.value = poisoned(outcome.value)
-            if missing:
-                outcome.value = None

@@ -126,10 +126,6 @@ class PerVariableCodec:
         dtype = variable.dtype if self.exact else "float32"
         return self.compressor.specs(shape, dtype, self.on_device, self.context.step)
 
-    def digests(self) -> list[int]:
-        """Return the numbers by which ranks compare the layouts of their payloads."""
-        return self.layouts[0].digests()
-
     def means_layouts(self) -> list[Layout]:
         """Return the layouts of the means of each owner, or of the root, as far as they follow from shapes."""
         return self.layouts
@@ -210,14 +206,11 @@ class PerVariableCodec:
 
     def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
         """Return payloads divided by ``predivide``, if the engine sums them."""
-        by = self.context.predivide
+        k, by = self.kernels, self.context.predivide
         if by == 1 or not self.sums:
             return payloads
-        return [[self._divided(tensor, by) for tensor in payload] for payload in payloads]
-
-    def _divided(self, tensor: Tensor, by: float) -> Tensor:
-        k = self.kernels
-        return k.divide(k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor), tensor, by)
+        # Payload tensors may be views of the gradients, which must not change.
+        return [[k.divide(k.zeros(tuple(x.shape), k.dtype(x), x), x, by) for x in payload] for payload in payloads]
 
     def _withhold(self, by_owner: list[Any], layouts: list[Layout], statuses: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the payloads and statuses to send. Payloads of other shapes than at the first step do not fit the

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec, Traits
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
@@ -23,12 +23,7 @@ class SentEntries(Sparsifier):
     """Compressor for updates of memories: its payload is values and uncoded positions."""
 
     def __init__(self, inner: Compressor):
-        self.inner = inner
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        """The traits of the sparsifier."""
-        return self.inner.traits
+        self.traits = inner.traits
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         return payload[1]
@@ -41,7 +36,7 @@ class MergeCodec(PerVariableCodec):
         super().__init__(bucket, kernels, on_device)
         variables = self.bucket.variables
         self.counts = [self.compressor.count(variable.shape) or 0 for variable in variables]
-        self.places = owners_of(tuple(variable.numel for variable in variables), tuple(self.counts), self.owners)
+        self.places = owners_of([variable.numel for variable in variables], self.counts, self.owners)
         self.layouts = [self._layout_of(self.places.room)] * self.owners
         self.known = [self.layouts]
         self.layout_of_means = self._layout_of(self.places.answer)

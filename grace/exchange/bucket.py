@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable
 
@@ -14,7 +15,7 @@ class Bucket:
     """Variables whose payloads share one collective, and their communicator."""
 
     index: int
-    communicator: Any
+    communicator: Communicator
     variables: list[Variable]
     fuses: bool = True
     """True if all variables may be encoded in one pass (:mod:`grace.exchange.fused_codec`)."""
@@ -55,6 +56,7 @@ class Bucket:
         if step >= self.communicator.compress_after:
             return self
         if self.plain is None:
+            assert self.communicator.uncompressed is not None  # made by the session, for communicators that begin later
             self.plain = replace(self, communicator=self.communicator.uncompressed)
             self.plain.pending = self.pending
         return self.plain

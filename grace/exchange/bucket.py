@@ -3,11 +3,16 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grace.core.communicator import Communicator
+from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable
+
+if TYPE_CHECKING:
+    from grace.exchange.background import Pending
+    from grace.exchange.program import BucketProgram
 
 
 @dataclass
@@ -28,13 +33,13 @@ class Bucket:
     compares: bool = False
     """True if sizes are compared in every step: a graph runs the same collectives in all steps."""
     # The following fields belong to this bucket alone: a copy by dataclasses.replace starts without them.
-    program: Any = field(default=None, init=False)
+    program: "BucketProgram | None" = field(default=None, init=False)
     """The bucket's :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
-    pending: deque[Any] = field(default_factory=deque, init=False)
+    pending: "deque[Pending]" = field(default_factory=deque, init=False)
     """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
     idle: "list[Bucket]" = field(default_factory=list, init=False)
     """Copies of this bucket, each with a program of its own, that no delayed round trip uses at the moment."""
-    parts: dict[int, Any] = field(default_factory=dict, init=False)
+    parts: dict[int, Component] = field(default_factory=dict, init=False)
     """Copies of the communicator's parts in a bucket of :attr:`idle`, by the ids of the originals."""
     plain: "Bucket | None" = field(default=None, init=False)
     """The bucket of the same variables in the steps before its communicator compresses."""

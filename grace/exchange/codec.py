@@ -16,7 +16,7 @@ from grace.core.memory import Memory
 from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket
-from grace.exchange.header import REFUSED, Header, in_range, stamp_numbers
+from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
 from grace.exchange.layout import Layout
 from grace.exchange.pieces import PiecewiseCompressor
 from grace.exchange.tracing import recorder
@@ -92,7 +92,7 @@ class PerVariableCodec:
         self.buffer: Tensor | None = None
         self.round = 0
         self.inputs: list[Tensor] = []
-        self._ranges: list[Any] = []
+        self._ranges: list[Flag] = []
         self._looks = False
         self.encoded: list[tuple[Any, Any]] = []
         self.means: list[Tensor] = []
@@ -173,7 +173,7 @@ class PerVariableCodec:
             check_decodes(self.compressor, payload, ctx, x, name)
         self.checks_decoding = False
 
-    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Any]) -> list[Any]:
+    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Flag]) -> list[Flag]:
         kept = self.stateful
         each = zip(present, self.inputs, payloads, known, strict=True)
         return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
@@ -294,7 +294,7 @@ class PerVariableCodec:
 
     # -- means, if this rank is an owner or the root ---------------------------------------------------
 
-    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Flag]:
         """Decode and average all ranks' payloads, and compress the mean.
 
         Returns:

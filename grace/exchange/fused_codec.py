@@ -19,7 +19,7 @@ from grace.core.transactional_dict import is_ours
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
-from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Header
+from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Flag, Header
 from grace.exchange.layout import Layout
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
@@ -199,7 +199,7 @@ class FusedCodec(PerVariableCodec):
 
     # -- means -----------------------------------------------------------------------------------------
 
-    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Flag]:
         # A root on a device sends back stamps that are on the device, which kernels do not support.
         stamps_on_device = self.on_device and self.pieces is None
         found = None
@@ -213,7 +213,7 @@ class FusedCodec(PerVariableCodec):
             self.encoded = self._decoding_ctxs([self.buffer] * len(self.names))
         return super().average(wires, layouts, header)
 
-    def _average(self, wires: Sequence[Tensor], header: Header) -> list[Any] | None:
+    def _average(self, wires: Sequence[Tensor], header: Header) -> list[Flag] | None:
         """Average all ranks' payloads, and encode the means; return None if a payload is damaged or inputs are not
         supported."""
         assert self.second is not None
@@ -232,7 +232,7 @@ class FusedCodec(PerVariableCodec):
         most = LARGEST_KEPT_BITS if self.second[1].stateful else LARGEST_BITS
         given = residuals.rows, residuals.factors, np.uint64(target[0]), most, self.streams.now()[-1]
         if not self.by_kernels:
-            finite: list[Any] = self.codec_of_means.encode(*given)
+            finite: list[Flag] = self.codec_of_means.encode(*given)
             return finite
         body = self.layouts[self.owner].body
         numbers = [*[PRESENT] * len(self.names), *header.own_stamp()]

@@ -17,7 +17,7 @@ bad, and :func:`resolve` reads the headers of all of a step's round trips at onc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
@@ -27,11 +27,16 @@ from grace.exchange.layout import Layout
 from grace.exchange.step_stamp import STAMP_SIZE, compare_stamps, step_stamp
 from grace.kernels import Kernels, kernels_of
 
+if TYPE_CHECKING:
+    from grace.exchange.program import BucketProgram
+
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
 LARGEST_KEPT = 2.0**95
 """Largest magnitude that a memory accepts: residuals stay finite even if a method decodes to 2^31 times its input
 (random-k, unbiased), and sums over ranks to more."""
 
+Flag = Any
+"""Truth: a bool, or on a device a 0-d tensor of 1.0 or 0.0."""
 DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], Any], Sequence[float | None]]
 """Small tensors on a device, the function that takes their numbers, and the number that each holds if all is well (None
 for a flag, which is 1)."""
@@ -56,11 +61,8 @@ def resolve(round_trips: Sequence[Any]) -> None:
             del numbers[: len(tensors)]
 
 
-def status(present: bool, finite: Any, sums: bool) -> Any:
-    """Return the status of one variable on this rank.
-
-    Args:
-        finite: a bool, or a 0-d tensor of 1.0 or 0.0.
+def status(present: bool, finite: Flag, sums: bool) -> Any:
+    """Return the status of one variable on this rank, a number or a 0-d tensor.
 
     >>> status(True, True, sums=False), status(True, False, sums=False), status(False, True, sums=True)
     (1, 2, 0)
@@ -74,8 +76,8 @@ def status(present: bool, finite: Any, sums: bool) -> Any:
     return math.inf if sums else OVERFLOW
 
 
-def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, known: Any = None) -> Any:
-    """Return True if a tensor and all numbers of its payload are finite, as a bool or a 0-d tensor of 1.0 or 0.0.
+def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, known: Flag = None) -> Flag:
+    """Return True if a tensor and all numbers of its payload are finite.
 
     Methods add, scale and round, so that the payload of a finite tensor may not be finite.
 
@@ -90,8 +92,8 @@ def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, 
     return found
 
 
-def both(one: Any, other: Any) -> Any:
-    """Return True if both hold; each is a bool, or a 0-d tensor of 1.0 or 0.0."""
+def both(one: Flag, other: Flag) -> Flag:
+    """Return True if both hold."""
     if isinstance(one, bool):
         return one and other
     return one if other is True else one * other
@@ -114,12 +116,11 @@ class Header:
     """Statuses and step stamp that this rank writes in one round trip, and facts that it reads from those of all ranks.
 
     Args:
-        program: the bucket's :class:`~grace.exchange.program.BucketProgram`, which has all that never changes: a header
-            is made at every step.
+        program: the bucket's program, which has all that never changes: a header is made at every step.
         present: True for each variable that this rank has a gradient of.
 
     Attributes:
-        in_range: True for each variable whose gradient is in range on this rank: bools, or 0-d tensors of 1.0 or 0.0.
+        in_range: True for each variable whose gradient is in range on this rank.
         missing, overflowed: True for each variable that no rank has a gradient of, and that overflowed on a rank, as
             far as it was read.
         refused: the rank and the variable of a payload that was refused or withheld, as far as it was read.
@@ -137,7 +138,7 @@ class Header:
     received: Any = ()
     poison: Any = None
 
-    def __init__(self, program: Any, present: Sequence[bool]):
+    def __init__(self, program: "BucketProgram", present: Sequence[bool]):
         self.program = program
         self.kernels = program.kernels
         self.context = program.context
@@ -145,7 +146,7 @@ class Header:
         self.on_device = program.on_device
         self.names = program.bucket.names
         self.present = present
-        self.in_range: list[Any] = program.all_true
+        self.in_range: Sequence[Flag] = program.all_true
         self.missing = program.all_false
         self.overflowed = program.all_false
         self.stamp = step_stamp(self.context) if program.bucket.carries else []

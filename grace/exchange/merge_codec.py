@@ -12,7 +12,7 @@ from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, 
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
-from grace.exchange.header import Header, in_range
+from grace.exchange.header import Flag, Header, in_range
 from grace.exchange.layout import Layout
 from grace.exchange.owners import coded, owners_of, positions
 from grace.exchange.tracing import recorder
@@ -102,7 +102,7 @@ class MergeCodec(PerVariableCodec):
 
     # -- at the owner ----------------------------------------------------------------------------------
 
-    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Flag]:
         k, places = self.kernels, self.places
         sums = k.zeros((places.codes + 1,), "float32", wires[0])
         for rank, (layout, wire) in enumerate(zip(layouts, wires, strict=True)):
@@ -112,7 +112,7 @@ class MergeCodec(PerVariableCodec):
             except PayloadError as error:
                 error.place, error.variable = rank, self.names[0]
                 raise
-        found, finite = [], list[Any]()
+        found, finite = [], list[Flag]()
         for place in places.places:
             if place.owner not in (None, self.owner):
                 finite.append(True)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from grace.core.backend import Backend
+from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
 from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import CONCATENATE, Carries, Leg
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
 from grace.exchange.bucket import Contribution, Outcome
-from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header, both, resolve, status
+from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Flag, Header, both, resolve, status
 from grace.exchange.layout import Layout
 from grace.exchange.program import BucketProgram
 from grace.exchange.tracing import recorder
@@ -60,7 +60,7 @@ class RoundTrip:
             on the device.
     """
 
-    handle: Any = None
+    handle: Handle
     error: PayloadError | None = None
     stopped = False
     deferred = False
@@ -81,7 +81,7 @@ class RoundTrip:
     """Number of collectives that the communicator started itself."""
     _over: Backend | None = None
     """The backend of the collective under way."""
-    _traced: Any = None
+    _traced: "recorder.CollectiveEvent | None" = None
     """The trace's event of the collective under way."""
     _means_wire: Tensor | None = None
     """The root's means, while their sizes are exchanged."""
@@ -92,9 +92,8 @@ class RoundTrip:
         like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
         if bucket.program is None or not bucket.program.fits(like):
             bucket.program = BucketProgram(bucket, like)
-        program: BucketProgram = bucket.program
         self.bucket = bucket
-        self.program = program
+        self.program = program = bucket.program
         self.codec = program.codec
         self.apart = program.apart
         self.kernels = program.kernels
@@ -395,7 +394,7 @@ class RoundTrip:
     def _read_missing(self, ranks: list[list[float]]) -> None:
         self.header.missing = [not any(flags) for flags in zip(*ranks, strict=True)]
 
-    def _statuses_of_means(self, finite: Sequence[Any], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
+    def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
         """Return the statuses of means, and True for each variable that the second memory is updated with.
 
         Args:
@@ -407,8 +406,8 @@ class RoundTrip:
             return [], [True] * count
         if self.on_device:
             present = sum(k.cast(flag, "float32") for flag in flags) > 0
-            here: list[Any] = list(k.cast(present, "float32"))
-            none_overflowed: list[Any] = list(k.cast(header.overflow_on_device(flags) == 0, "float32"))
+            here: list[Flag] = list(k.cast(present, "float32"))
+            none_overflowed: list[Flag] = list(k.cast(header.overflow_on_device(flags) == 0, "float32"))
             well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
         else:
             here = [not missing for missing in header.missing]
@@ -730,7 +729,7 @@ def start_round_trip(contribution: Contribution) -> RoundTrip:
     return begin(contribution)
 
 
-def as_numbers(raw: Tensor, dtype: str) -> Any:
+def as_numbers(raw: Tensor, dtype: str) -> Tensor:
     """Return bytes as numbers of a dtype."""
     k = kernels_of(raw)
     return k.from_bytes(raw, dtype, (k.nbytes(raw) // ITEM_SIZE[dtype],))

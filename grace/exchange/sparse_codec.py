@@ -200,8 +200,9 @@ class RowCodec(PerVariableCodec):
         self.rows: Any = self.compressor
         """The compressor, a :class:`RowCompressor`."""
         self.answers: Any = None if self.second is None else self.second[0]
-        for compressor in filter(None, (self.rows, self.answers)):
-            compressor.shapes.update({variable.name: variable.shape for variable in bucket.variables})
+        methods: list[Any] = [self.rows] if self.answers is None else [self.rows, self.answers]
+        for method in methods:
+            method.shapes.update({variable.name: variable.shape for variable in bucket.variables})
 
     def encode(self, gradients: Sequence[SparseRows], header: Header) -> Tensor:
         self.rows.rows = {}

@@ -3,16 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable
-
-if TYPE_CHECKING:
-    from grace.exchange.background import Pending
-    from grace.exchange.program import BucketProgram
 
 
 @dataclass
@@ -33,9 +29,9 @@ class Bucket:
     compares: bool = False
     """True if sizes are compared in every step: a graph runs the same collectives in all steps."""
     # The following fields belong to this bucket alone: a copy by dataclasses.replace starts without them.
-    program: "BucketProgram | None" = field(default=None, init=False)
+    program: Any = field(default=None, init=False)
     """The bucket's :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
-    pending: "deque[Pending]" = field(default_factory=deque, init=False)
+    pending: deque[Any] = field(default_factory=deque, init=False)
     """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
     idle: "list[Bucket]" = field(default_factory=list, init=False)
     """Copies of this bucket, each with a program of its own, that no delayed round trip uses at the moment."""

@@ -17,7 +17,7 @@ bad, and :func:`resolve` reads the headers of all of a step's round trips at onc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
@@ -26,9 +26,6 @@ from grace.exchange.bucket import Bucket
 from grace.exchange.layout import Layout
 from grace.exchange.step_stamp import STAMP_SIZE, compare_stamps, step_stamp
 from grace.kernels import Kernels, kernels_of
-
-if TYPE_CHECKING:
-    from grace.exchange.program import BucketProgram
 
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
 LARGEST_KEPT = 2.0**95
@@ -116,7 +113,8 @@ class Header:
     """Statuses and step stamp that this rank writes in one round trip, and facts that it reads from those of all ranks.
 
     Args:
-        program: the bucket's program, which has all that never changes: a header is made at every step.
+        program: the bucket's :class:`~grace.exchange.program.BucketProgram`, which has all that never changes: a header
+            is made at every step.
         present: True for each variable that this rank has a gradient of.
 
     Attributes:
@@ -138,7 +136,7 @@ class Header:
     received: Any = ()
     poison: Any = None
 
-    def __init__(self, program: "BucketProgram", present: Sequence[bool]):
+    def __init__(self, program: Any, present: Sequence[bool]):
         self.program = program
         self.kernels = program.kernels
         self.context = program.context

@@ -92,8 +92,9 @@ class RoundTrip:
         like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
         if bucket.program is None or not bucket.program.fits(like):
             bucket.program = BucketProgram(bucket, like)
+        program: BucketProgram = bucket.program
         self.bucket = bucket
-        self.program = program = bucket.program
+        self.program = program
         self.codec = program.codec
         self.apart = program.apart
         self.kernels = program.kernels

@@ -74,7 +74,7 @@ class TorchHorovodBackend(HorovodBackend):
         return f"{self._calls_are}{self._calls}"
 
     def start(self, operation: Operation) -> Handle:
-        return Handle(Pending(self, operation), later=operation.result)
+        return Handle(OperationWait(self, operation), later=operation.result)
 
     def begin(self, operation: Operation, name: str) -> int:
         """Begin an operation under a name, and return Horovod's handle."""
@@ -136,7 +136,7 @@ def _process_set(ranks: tuple[int, ...]) -> Any:
         ) from error
 
 
-class Pending:
+class OperationWait:
     """Wait for an operation that was begun; only the first call waits.
 
     Args:

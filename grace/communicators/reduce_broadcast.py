@@ -11,7 +11,7 @@ from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.route import BROADCAST, GATHER, Carries, Collective, EngineTraits, Leg, Route, as_bytes
+from grace.core.route import BROADCAST, GATHER, Carries, Collective, EngineTraits, Leg, Route, alone, as_bytes
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
@@ -52,7 +52,6 @@ class ReduceBroadcast(Communicator):
     """
 
     name = "reduce_broadcast"
-    answer_memory: Memory | None = None
     rooted = True
     node_groups: NodeGroups | None = None
     """The nodes that means are replicated in, and their leaders; None to send means to every rank."""
@@ -85,7 +84,7 @@ class ReduceBroadcast(Communicator):
             raise ConfigError("reduce_broadcast: ahead goes with sync=False only; else the bound is staleness")
         self.delayed = not sync or staleness > 0
         super().__init__(compressor, memory)
-        self.sums = self.compressor.traits.summable  # type: ignore[misc]
+        self.sums = self.compressor.traits.summable
         if self.delayed and self.compressor.traits.rounds > 1:
             raise ConfigError(
                 f"reduce_broadcast: {self.compressor.spec} needs what a step brought to begin the next, and with "
@@ -98,7 +97,7 @@ class ReduceBroadcast(Communicator):
                 f"reduce_broadcast: {self.compressor.spec} keeps something of every variable, and the destination's "
                 "answers would change it. Define answering(), which returns a method for them that keeps nothing"
             )
-        self.answer_memory = self.memory.answering()
+        self.answer_memory: Memory = self.memory.answering()
         self.answer_context = Context()
         """Context of the last answer: its loss scale is the unit of the answers' memory."""
         self._dense: ReduceBroadcast | None = None
@@ -115,9 +114,7 @@ class ReduceBroadcast(Communicator):
     @property
     def components(self) -> dict[str, Component]:
         """The direct parts, and the memory of the answers."""
-        if self.answer_memory is None or self.sums:
-            return super().components
-        return {**super().components, "answer_memory": self.answer_memory}
+        return super().components if self.sums else {**super().components, "answer_memory": self.answer_memory}
 
     def bind(self, context: Context, backend: Backend | None = None) -> None:
         """Join a run; check that the destination exists."""
@@ -133,7 +130,7 @@ class ReduceBroadcast(Communicator):
         self.led = True
 
     @property
-    def second(self) -> Any:  # type: ignore[override]
+    def second(self) -> tuple[Compressor, Memory, str] | None:
         """The method and the memory of answers, and the label of their random numbers; None if payloads are summed."""
         return None if self.sums else (self.answers, self.answer_memory, "answer")
 
@@ -148,7 +145,7 @@ class ReduceBroadcast(Communicator):
 
     def rescale_second(self, loss_scale: float) -> None:
         """Rescale the memory of the answers if the step that is answered has another loss scale."""
-        if self.answer_memory is not None and loss_scale != self.answer_context.loss_scale:
+        if loss_scale != self.answer_context.loss_scale:
             self.answer_memory.rescale(loss_scale / self.answer_context.loss_scale)
             self.answer_context.loss_scale = loss_scale
 
@@ -193,7 +190,7 @@ class Replication:
             broadcast = ReplicatedBroadcast(self.node_groups, backend, raw, root)
             return Handle(broadcast.wait, later=broadcast.result)
 
-        return as_bytes(wire, to_leaders).map(lambda received: [received])
+        return as_bytes(wire, to_leaders).map(alone)
 
     def sent(self, nbytes: float, ranks: int, rank: int, root: int | None) -> float:
         """Return the bytes that leave a rank."""

@@ -1,6 +1,6 @@
 """ScatterReduce: every rank averages one shard and sends it to all; both ways are compressed."""
 
-from typing import Any, cast
+from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.core.component import Component
@@ -27,11 +27,10 @@ class ScatterReduce(Communicator):
 
     name = "scatter_reduce"
     cuts = True
-    shard_memory: Memory | None = None
 
     def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
         super().__init__(compressor, memory, world_size)
-        self.shard_memory = make("memory", self.memory.to_dict())
+        self.shard_memory: Memory = make("memory", self.memory.to_dict())
         self.bind(self.context)
 
     @classmethod
@@ -45,10 +44,10 @@ class ScatterReduce(Communicator):
     @property
     def components(self) -> dict[str, Component]:
         """The direct parts, and the memory of the second compression."""
-        return {**super().components, "shard_memory": cast(Component, self.shard_memory)}
+        return {**super().components, "shard_memory": self.shard_memory}
 
     @property
-    def second(self) -> Any:  # type: ignore[override]
+    def second(self) -> tuple[Compressor, Memory, str]:
         """The compression of means: the same method, with a memory of its own and random numbers of this rank."""
         return self.compressor, self.shard_memory, f"mean_{self.context.rank}"
 

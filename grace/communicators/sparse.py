@@ -1,68 +1,14 @@
 """Communicators of sparse gradients, which use the user's compressor and memory on rows."""
 
-from typing import Any
-
 from grace.communicators.allgather import Allgather
 from grace.communicators.reduce_broadcast import ReduceBroadcast
 from grace.core.communicator import Communicator
-from grace.core.compressor import Compressor
-from grace.core.memory import Memory
-from grace.exchange.row_codec import RowCodec
-from grace.exchange.sparse_codec import by_rows
+from grace.errors import ConfigError
+from grace.exchange.sparse_codec import RowCompressor, RowMemory, unfit
+from grace.memories.residual import Residual
 
 
-class RowReduceBroadcast(ReduceBroadcast):
-    """ReduceBroadcast of sparse gradients, with the user's compressor and memory both ways.
-
-    Raises:
-        ConfigError: the parts cannot serve sparse gradients; the message has the reason and a remedy.
-    """
-
-    codec, can_defer = RowCodec, False
-
-    def __init__(self, compressor: Compressor, memory: Memory, name: str, options: dict[str, Any]):
-        super().__init__(*by_rows(compressor, memory, name), **options)
-        answers: Any = self.answers
-        kept: Any = self.answer_memory
-        answers.shapes = self.compressor.shapes  # type: ignore[attr-defined]
-        if hasattr(kept, "compressor"):
-            kept.compressor = answers
-
-    @classmethod
-    def parameters(cls) -> dict[str, Any]:
-        """Return the parameters of :class:`ReduceBroadcast`."""
-        return ReduceBroadcast.parameters()
-
-    def _check(self) -> None:
-        """Check nothing: :func:`~grace.exchange.sparse_codec.unfit` has checked the user's parts."""
-
-
-class RowAllgather(Allgather):
-    """All-gather of sparse gradients, with the user's compressor and memory.
-
-    Args:
-        compressor, memory: the user's parts.
-        name: a variable with sparse gradients, for messages.
-
-    Raises:
-        ConfigError: the parts cannot serve sparse gradients; the message has the reason and a remedy.
-    """
-
-    codec, can_defer = RowCodec, False
-
-    def __init__(self, compressor: Compressor, memory: Memory, name: str):
-        super().__init__(*by_rows(compressor, memory, name))
-
-    @classmethod
-    def parameters(cls) -> dict[str, Any]:
-        """Return no parameters."""
-        return {}
-
-    def _check(self) -> None:
-        """Check nothing: :func:`~grace.exchange.sparse_codec.unfit` has checked the user's parts."""
-
-
-def row_communicator(communicator: Communicator, name: str) -> RowAllgather | RowReduceBroadcast:
+def row_communicator(communicator: Communicator, name: str) -> Allgather | ReduceBroadcast:
     """Return the communicator of rows for a communicator of dense gradients: with its destination, or by all-gather.
 
     Args:
@@ -70,8 +16,23 @@ def row_communicator(communicator: Communicator, name: str) -> RowAllgather | Ro
         name: a variable with sparse gradients, for messages.
 
     Raises:
-        ConfigError: its compressor or memory cannot serve rows.
+        ConfigError: its compressor or memory cannot serve rows; the message has the reason and a remedy.
+
+    >>> row_communicator(ReduceBroadcast("topk", destination=0), "w").describe()
+    'reduce_broadcast, topk, residual'
     """
-    if isinstance(communicator, ReduceBroadcast):
-        return RowReduceBroadcast(communicator.compressor, communicator.memory, name, communicator.options())
-    return RowAllgather(communicator.compressor, communicator.memory, name)
+    why = unfit(communicator.compressor, communicator.memory)
+    if why:
+        raise ConfigError(
+            f"the gradient of {name!r} is sparse, and {why}. Pass sparse_as_dense=True to exchange "
+            "it as a dense one, or choose another method"
+        )
+    rows, memory = RowCompressor(communicator.compressor), communicator.memory
+    if isinstance(memory, Residual):
+        memory = RowMemory(memory, rows)
+    if not isinstance(communicator, ReduceBroadcast):
+        return Allgather(rows, memory)
+    found = ReduceBroadcast(rows, memory, **communicator.options())
+    if isinstance(found.answer_memory, RowMemory):
+        found.answer_memory.compressor = found.answers  # each is a copy, and the memory's has no rows of answers
+    return found

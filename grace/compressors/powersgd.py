@@ -80,10 +80,18 @@ class PowerSGD(Accumulating):
         means = yield [[p] for p in products.first()]
         ps = _orthonormalized([p for (p,) in means])
         means = yield [[q] for q in products.second(ps)]
-        if self.warm_start:
-            for name, (q,) in zip(names, means, strict=True):
-                self.state[name] = q
+        for name, (q,) in zip(names, means, strict=True):
+            self.keep(name, q)
         return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, originals, strict=True)]
+
+    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
+        """Return the last step's Q, with the factors of :meth:`grace.core.memory.ErrorFeedback.recall`."""
+        return 1.0, self.state.get(name), 1.0
+
+    def keep(self, name: str, q: Tensor) -> None:
+        """Store Q for the next step, if that starts from it."""
+        if self.warm_start:
+            self.state[name] = q
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
         return ("low rank", {}) if self.rank <= NARROW else None

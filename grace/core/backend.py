@@ -148,6 +148,16 @@ class Backend(abc.ABC):
         empty list on other ranks. The default is an all-gather."""
         return self.allgather(tensor).map(lambda gathered: gathered if self.rank == root else [])
 
+    def supported(self, route: Sequence[Any], sums: bool) -> Sequence[Any]:
+        """Return the route that a bucket takes over this backend: this route, with other collectives where the backend
+        cannot start one.
+
+        Args:
+            route: see :class:`grace.core.route.Leg`.
+            sums: True if payloads are summed on their way.
+        """
+        return route
+
     def duplicate(self) -> "Backend":
         """Return another backend over the same ranks, whose collectives may be started by another thread, in an order
         of their own. Every rank must call it.

@@ -63,7 +63,7 @@ class Communicator(Component):
 
     kind = "communicator"
     own_numbers = ("rank", "local_rank")
-    sums: ClassVar[bool] = False
+    sums: bool = False
     cost: ClassVar[Any] = RouteCost()
     """Formula, as text, for the bytes that one exchange sends from a rank, for a payload of p bytes and W ranks. A
     class may set it itself."""
@@ -73,7 +73,7 @@ class Communicator(Component):
     """True if each rank owns a piece of every variable, and averages it."""
     codec: ClassVar[Any] = None
     """The class of its own bucket codec (:class:`grace.exchange.codec.PerVariableCodec`); None to have one chosen."""
-    can_defer: ClassVar[bool] = True
+    can_defer: bool = True
     """True if headers on a device may be read at the end of the step."""
     delayed: bool = False
     """True if the means of a step are applied in a later one; its round trips then commit their state by themselves."""
@@ -81,9 +81,6 @@ class Communicator(Component):
     """Steps in which its variables are exchanged uncompressed, before it compresses them."""
     uncompressed: "Communicator | None" = None
     """The communicator that carries its variables in those steps. Made by the session."""
-    second: tuple[Compressor, Memory, str] | None = None
-    """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
-    compressed."""
     by_hand_factory: ClassVar[Callable[["Communicator"], Any]]
     """Factory of :class:`grace.session.by_hand.ByHand`. Set by ``grace``; this module may not import sessions."""
     _by_hand: Any = None
@@ -103,9 +100,11 @@ class Communicator(Component):
         methods = _transfer_methods(type(self))
         self.moves_payloads = methods in (("send_receive",), ASYNC_METHODS)
         """True if it moves payloads itself, variable by variable."""
+        self.blocks = methods == ("send_receive",)
+        """True if it moves them by ``send_receive``, which may block."""
         self.by_communicate = methods == ("communicate",)
         if self.moves_payloads:
-            self.can_defer = False  # type: ignore[misc]
+            self.can_defer = False
         self.compressor: Compressor = make("compressor", compressor)
         self.user_defined = any(not is_ours(type(part)) for part in self.compressor.named_components().values())
         """True if a part of the compressor is a user's class, so that its payloads are checked."""
@@ -131,11 +130,6 @@ class Communicator(Component):
     def wait_receive(self, handles: Any, ctx: Any, name: str) -> Tensor:
         """Await the exchange that :meth:`async_send` started, and return the mean."""
         raise TypeError(f"{type(self).__name__} must define wait_receive(handles, ctx, name)")
-
-    @property
-    def blocks(self) -> bool:
-        """True if the class moves payloads by ``send_receive``, which may block."""
-        return _transfer_methods(type(self)) == ("send_receive",)
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
@@ -230,7 +224,7 @@ class Communicator(Component):
         counted_as = ALL_REDUCE if self.sums else ALL_GATHER
         return [Leg(dataclasses.replace(counted_as, start=self._communicate), Carries.GRADIENTS)]
 
-    def _communicate(self, backend: Backend, wire: Tensor, root: Any) -> Handle:
+    def _communicate(self, backend: Backend, wire: Tensor, root: int | None) -> Handle:
         return self.communicate(wire)
 
     def route_of_wire(self, nbytes: float, engine: EngineTraits) -> Route:
@@ -238,6 +232,12 @@ class Communicator(Component):
         moves payloads itself."""
         own = self.by_communicate or self.moves_payloads
         return Communicator.legs(self, nbytes, engine) if own else self.legs(nbytes, engine)
+
+    @property
+    def second(self) -> tuple[Compressor, Memory, str] | None:
+        """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
+        compressed."""
+        return None
 
     def rescale_second(self, loss_scale: float) -> None:
         """Rescale the state that compresses means to the units of this loss scale, which the next means have."""

@@ -40,8 +40,8 @@ class Collective:
     """
 
     name: str
-    start: Callable[[Backend, Tensor, Any], Handle]
-    sent: Callable[[float, int, int, Any], float]
+    start: Callable[[Backend, Tensor, int | None], Handle]
+    sent: Callable[[float, int, int, int | None], float]
     formula: str = ""
     of_root: str = ""
 
@@ -64,53 +64,55 @@ def alone(result: Tensor) -> list[Tensor]:
     return [result]
 
 
-def _all_reduce(backend: Backend, wire: Tensor, root: Any) -> Handle:
+def _all_reduce(backend: Backend, wire: Tensor, root: int | None) -> Handle:
     return backend.allreduce(wire).map(alone)
 
 
-def _all_gather(backend: Backend, wire: Tensor, root: Any) -> Handle:
+def _all_gather(backend: Backend, wire: Tensor, root: int | None) -> Handle:
     return backend.allgather(wire)
 
 
-def _concatenate(backend: Backend, wire: Tensor, root: Any) -> Handle:
+def _concatenate(backend: Backend, wire: Tensor, root: int | None) -> Handle:
     return backend.concatenate(wire)
 
 
-def _each_broadcasts(backend: Backend, wire: Tensor, root: Any) -> Handle:
+def _each_broadcasts(backend: Backend, wire: Tensor, root: int | None) -> Handle:
     k, dtype, shape = kernels_of(wire), kernels_of(wire).dtype(wire), tuple(wire.shape)
     buffers = [wire if rank == backend.rank else k.zeros(shape, dtype, wire) for rank in range(backend.size)]
     return Handle.all([backend.broadcast(buffer, rank) for rank, buffer in enumerate(buffers)])
 
 
-def _all_to_all(backend: Backend, wire: Tensor, root: Any) -> Handle:
+def _all_to_all(backend: Backend, wire: Tensor, root: int | None) -> Handle:
     return backend.alltoall(wire)
 
 
-def _gather(backend: Backend, wire: Tensor, root: Any) -> Handle:
+def _gather(backend: Backend, wire: Tensor, root: int | None) -> Handle:
+    assert root is not None
     return as_bytes(wire, lambda raw: backend.gather(raw, root))
 
 
-def _broadcast(backend: Backend, wire: Tensor, root: Any) -> Handle:
+def _broadcast(backend: Backend, wire: Tensor, root: int | None) -> Handle:
+    assert root is not None
     return as_bytes(wire, lambda raw: backend.broadcast(raw, root)).map(alone)
 
 
-def _round_a_ring(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+def _round_a_ring(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-def _all_to_each_other(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+def _all_to_each_other(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return (ranks - 1) * nbytes
 
 
-def _a_part_to_each_other(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+def _a_part_to_each_other(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return (ranks - 1) / ranks * nbytes
 
 
-def _all_to_the_root(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+def _all_to_the_root(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return 0.0 if rank == root else nbytes
 
 
-def _all_from_the_root(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+def _all_from_the_root(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return (ranks - 1) * nbytes if rank == root else 0.0
 
 

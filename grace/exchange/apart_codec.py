@@ -7,10 +7,11 @@ from typing import Any
 from grace.core.compressor import Tensor
 from grace.core.grace_api import check_shape
 from grace.errors import ExchangeError, GraceError, PayloadError
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import Header
 from grace.exchange.layout import Layout
-from grace.kernels import kernels_of
+from grace.kernels import Kernels, kernels_of
 
 
 class ApartCodec(PerVariableCodec):
@@ -22,8 +23,8 @@ class ApartCodec(PerVariableCodec):
     may change in place.
     """
 
-    def __init__(self, setup: CodecSetup):
-        super().__init__(setup)
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
+        super().__init__(bucket, kernels, on_device)
         self.communicator: Any = self.bucket.communicator
         self.varies = False  # the communicator itself handles sizes
         self.known = [None]

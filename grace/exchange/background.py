@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.waits import waiting
@@ -120,44 +121,37 @@ class ExchangeThread:
             pending.done.set()
 
 
+@dataclass(eq=False)
 class Pending:
     """Round trip of an :class:`ExchangeThread`, from its encoding until its mean is applied.
 
     Attributes:
+        loss_scale: the loss scale of its gradients, and so of its means.
         round_trip: the round trip; None once its outcomes were collected, which frees its buffers, and if it was
             loaded.
-        loss_scale: the loss scale of its gradients, and so of its means.
+        thread: the thread that runs it; None if it was loaded.
         hyperparameters: the optimizer's hyperparameters that its step stamp has a digest of.
         idle: the list that takes the round trip's bucket when the next round trip may use it.
-        done: event that is set when the thread has finished the round trip.
         outcomes: the outcomes; None until the thread has finished, and if it failed.
+        done: event that is set when the thread has finished the round trip.
         traffic: the bytes that the round trip sent, once its outcomes were collected.
         dropped: True if its step was discarded, so that its means are never applied.
     """
 
-    def __init__(
-        self,
-        round_trip: RoundTrip | None,
-        thread: ExchangeThread | None,
-        loss_scale: float,
-        hyperparameters: Facts = (),
-        idle: list[Bucket] | None = None,
-    ):
-        self.round_trip = round_trip
-        self.thread = thread
-        self.loss_scale = loss_scale
-        self.hyperparameters = hyperparameters
-        self.idle = [] if idle is None else idle
-        self.done = threading.Event()
-        self.outcomes: list[Outcome] | None = None
-        self.traffic = Traffic()
-        self.dropped = False
+    loss_scale: float
+    round_trip: RoundTrip | None = None
+    thread: ExchangeThread | None = None
+    hyperparameters: Facts = ()
+    idle: list[Bucket] = field(default_factory=list)
+    outcomes: list[Outcome] | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    traffic: Traffic = field(default_factory=Traffic)
+    dropped: bool = False
 
     @classmethod
     def loaded(cls, outcomes: list[Outcome], loss_scale: float) -> "Pending":
         """Return a finished round trip with the outcomes that a checkpoint holds."""
-        pending = cls(None, None, loss_scale)
-        pending.outcomes = outcomes
+        pending = cls(loss_scale, outcomes=outcomes)
         pending.done.set()
         return pending
 

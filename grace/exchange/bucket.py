@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from grace.core.communicator import Communicator
+from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable
 
@@ -14,7 +16,7 @@ class Bucket:
     """Variables whose payloads share one collective, and their communicator."""
 
     index: int
-    communicator: Any
+    communicator: Communicator
     variables: list[Variable]
     fuses: bool = True
     """True if all variables may be encoded in one pass (:mod:`grace.exchange.fused_codec`)."""
@@ -33,7 +35,7 @@ class Bucket:
     """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
     idle: "list[Bucket]" = field(default_factory=list, init=False)
     """Copies of this bucket, each with a program of its own, that no delayed round trip uses at the moment."""
-    parts: dict[int, Any] = field(default_factory=dict, init=False)
+    parts: dict[int, Component] = field(default_factory=dict, init=False)
     """Copies of the communicator's parts in a bucket of :attr:`idle`, by the ids of the originals."""
     plain: "Bucket | None" = field(default=None, init=False)
     """The bucket of the same variables in the steps before its communicator compresses."""
@@ -55,6 +57,7 @@ class Bucket:
         if step >= self.communicator.compress_after:
             return self
         if self.plain is None:
+            assert self.communicator.uncompressed is not None  # made by the session, for communicators that begin later
             self.plain = replace(self, communicator=self.communicator.uncompressed)
             self.plain.pending = self.pending
         return self.plain

@@ -7,43 +7,20 @@ fall back on it for inputs that they do not support.
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
+from grace.core.context import Context
 from grace.core.grace_api import check_decodes
 from grace.core.memory import Memory
 from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket
-from grace.exchange.header import REFUSED, Header, in_range, stamp_numbers
+from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
 from grace.exchange.layout import Layout
 from grace.exchange.pieces import PiecewiseCompressor
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
-
-
-@dataclass(frozen=True)
-class CodecSetup:
-    """Facts that a codec is made for.
-
-    Attributes:
-        bucket: the variables, and the communicator whose methods encode them.
-        kernels: the kernels of the gradients' framework and device.
-        on_device: True if gradients lie on a device, where no number is read.
-        owners: the number of pieces that each variable is cut into, each owned by a rank; 1 if variables stay whole.
-        owner: the piece that this rank averages.
-        shares_stamps: True if one wire has room for the stamps of all ranks.
-        step: the step whose payload sizes hold.
-    """
-
-    bucket: Bucket
-    kernels: Kernels
-    on_device: bool = False
-    owners: int = 1
-    owner: int = 0
-    shares_stamps: bool = False
-    step: int = 0
 
 
 class Withheld(NamedTuple):
@@ -67,7 +44,15 @@ class PerVariableCodec:
       mean; then ``remember_means``, while bytes travel;
     - ``decode``, once: decode the wires of the last leg into ``outs``.
 
+    Args:
+        bucket: the variables, and the communicator whose methods encode them. Its context has the step whose payload
+            sizes hold.
+        kernels: the kernels of the gradients' framework and device.
+        on_device: True if gradients lie on a device, where no number is read.
+
     Attributes:
+        owners: number of pieces that each variable is cut into, each owned by a rank; 1 if variables stay whole.
+        owner: the piece that this rank averages.
         layouts: layouts of the wires that this rank writes in the current round, one for each owner.
         known: the layouts of each round's wires; None for a round until its payloads are made.
         withheld: the variable because of which this rank sends no payloads in this step; a status informs all ranks.
@@ -79,28 +64,26 @@ class PerVariableCodec:
     """True if ``average`` has written the statuses of the means as well."""
     rounds: Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]
 
-    def __init__(self, setup: CodecSetup):
-        communicator = setup.bucket.communicator
-        self.setup = setup
-        self.bucket = setup.bucket
-        self.kernels = setup.kernels
-        self.on_device = setup.on_device
-        self.owners = setup.owners
-        self.owner = setup.owner
-        self.names = setup.bucket.names
-        self.context = communicator.context
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
+        communicator = bucket.communicator
+        self.bucket = bucket
+        self.kernels = kernels
+        self.on_device = on_device
+        self.names = bucket.names
+        self.context: Context = communicator.context
+        self.owners, self.owner = (self.context.size, self.context.rank) if communicator.cuts else (1, 0)
         self.compressor: Compressor = communicator.compressor
         self.memory: Memory = communicator.memory
         self.second: tuple[Compressor, Memory, str] | None = communicator.second
-        self.pieces = PiecewiseCompressor(self.compressor, setup.owners) if communicator.cuts else None
+        self.pieces = PiecewiseCompressor(self.compressor, self.owners) if communicator.cuts else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
         self.user_defined = communicator.user_defined
         self.stateful = communicator.stateful
-        self.varies = self.traits.varies and not (setup.on_device and self.compressor.bounded)
+        self.varies = self.traits.varies and not (on_device and self.compressor.bounded)
         self.exact = self.traits.exact and not self.memory.stateful and self.pieces is None
-        self.stamps = stamp_numbers(setup.bucket, setup.shares_stamps)
-        self.cuts = [equal_bounds(variable.numel, setup.owners) for variable in setup.bucket.variables]
+        self.stamps = stamp_numbers(bucket)
+        self.cuts = [equal_bounds(variable.numel, self.owners) for variable in bucket.variables]
         # The state of a method of several rounds keeps views of received wires, so its wires are new at each step.
         self.keeps_buffer = not (self.varies or self.traits.rounds > 1 or self.pieces or communicator.delayed)
         self.checks_decoding = (
@@ -109,7 +92,7 @@ class PerVariableCodec:
         self.buffer: Tensor | None = None
         self.round = 0
         self.inputs: list[Tensor] = []
-        self._ranges: list[Any] = []
+        self._ranges: list[Flag] = []
         self._looks = False
         self.encoded: list[tuple[Any, Any]] = []
         self.means: list[Tensor] = []
@@ -141,11 +124,7 @@ class PerVariableCodec:
         """Return the spec of each round's payload of a variable, or of its piece in [start, stop)."""
         shape = variable.shape if self.pieces is None else (stop - start,)
         dtype = variable.dtype if self.exact else "float32"
-        return self.compressor.specs(shape, dtype, self.on_device, self.setup.step)
-
-    def digests(self) -> list[int]:
-        """Return the numbers by which ranks compare the layouts of their payloads."""
-        return self.layouts[0].digests()
+        return self.compressor.specs(shape, dtype, self.on_device, self.context.step)
 
     def means_layouts(self) -> list[Layout]:
         """Return the layouts of the means of each owner, or of the root, as far as they follow from shapes."""
@@ -194,7 +173,7 @@ class PerVariableCodec:
             check_decodes(self.compressor, payload, ctx, x, name)
         self.checks_decoding = False
 
-    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Any]) -> list[Any]:
+    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Flag]) -> list[Flag]:
         kept = self.stateful
         each = zip(present, self.inputs, payloads, known, strict=True)
         return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
@@ -227,14 +206,11 @@ class PerVariableCodec:
 
     def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
         """Return payloads divided by ``predivide``, if the engine sums them."""
-        by = self.context.predivide
+        k, by = self.kernels, self.context.predivide
         if by == 1 or not self.sums:
             return payloads
-        return [[self._divided(tensor, by) for tensor in payload] for payload in payloads]
-
-    def _divided(self, tensor: Tensor, by: float) -> Tensor:
-        k = self.kernels
-        return k.divide(k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor), tensor, by)
+        # Payload tensors may be views of the gradients, which must not change.
+        return [[k.divide(k.zeros(tuple(x.shape), k.dtype(x), x), x, by) for x in payload] for payload in payloads]
 
     def _withhold(self, by_owner: list[Any], layouts: list[Layout], statuses: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the payloads and statuses to send. Payloads of other shapes than at the first step do not fit the
@@ -318,7 +294,7 @@ class PerVariableCodec:
 
     # -- means, if this rank is an owner or the root ---------------------------------------------------
 
-    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Flag]:
         """Decode and average all ranks' payloads, and compress the mean.
 
         Returns:

@@ -46,8 +46,7 @@ class DelayedRoundTrip:
         # A header that stays empty: the thread fills in the inner round trip's while the step ends.
         self.header = Header(inner.program, self.present)
         self.describe_wait = inner.describe_wait
-        scale = self.communicator.context.loss_scale
-        self.pending = Pending(inner, thread, scale, hyperparameters, self.bucket.idle)
+        self.pending = Pending(inner.loss_scale, inner, thread, hyperparameters, self.bucket.idle)
         self.bucket.pending.append(self.pending)
         self.compares = not self.bucket.compared and inner.program.sizes_unknown
         """True if this round trip compares the sizes of payloads. It does so for all later ones: if sizes differ the
@@ -85,7 +84,7 @@ class DelayedRoundTrip:
         next one encodes. The copy's context stays at this step: payloads must be decoded at the step at which they were
         encoded, whatever step this rank is at when all of them have arrived."""
         bucket, context = self.bucket, self.communicator.context
-        own = bucket.idle.pop() if bucket.idle else dataclasses.replace(bucket, communicator=None)
+        own = bucket.idle.pop() if bucket.idle else dataclasses.replace(bucket)
         former, own.parts = own.parts, {}
         if former:
             vars(own.communicator.context).update(vars(context))  # its program reads this object

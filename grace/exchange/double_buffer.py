@@ -18,8 +18,8 @@ class DoubleBuffer:
     them when it reads x again, and :meth:`finish` before any other reader.
 
     Args:
-        memory: the memory whose residuals are buffered, which may keep none; or a method that keeps x itself (see
-            :func:`grace.exchange.fused_codec.moments_of`).
+        memory: the memory whose residuals are buffered, which may keep none; or a method that keeps a tensor of each
+            variable itself, by the same ``recall`` and ``keep``.
         kernels: the kernels of the gradients' framework and device.
         names, shapes: names and shapes of the variables.
         codec: the codec that finishes residuals, if it leaves them unfinished; else None.
@@ -119,7 +119,8 @@ class DoubleBuffer:
         if self.codec is not None:
             self.sides = k.zeros((3, self.pieces, len(self.names), 2), "float32", like)
             places = np.arange(3 * self.pieces * len(self.names), dtype=np.uint64).reshape(3, self.pieces, -1)
-            self.side_places = np.uint64(k.addresses([self.sides])[0]) + 8 * places[:, 0]  # type: ignore[index]
+            begins = np.array(k.addresses([self.sides]), np.uint64)
+            self.side_places = begins + 8 * places[:, 0]
 
     def _fill_sides(self) -> None:
         every = range(len(self.names))

@@ -16,9 +16,10 @@ from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import ErrorFeedback, Memory
 from grace.core.transactional_dict import is_ours
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
-from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Header
+from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Flag, Header
 from grace.exchange.layout import Layout
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
@@ -39,7 +40,7 @@ class FusedCodec(PerVariableCodec):
     range.
 
     Args:
-        setup: see :class:`~grace.exchange.codec.CodecSetup`.
+        bucket, kernels, on_device: see :class:`~grace.exchange.codec.PerVariableCodec`.
         kind: the class of the codec of kernels.
         options: its options.
     """
@@ -47,9 +48,9 @@ class FusedCodec(PerVariableCodec):
     stores_at_once = True
     """True if residuals are known when the wires are written."""
 
-    def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
-        super().__init__(setup)
-        owners, owner, names = setup.owners, setup.owner, self.names
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+        super().__init__(bucket, kernels, on_device)
+        owners, owner, names = self.owners, self.owner, self.names
         self.by_kernels: bool = kind.on_device
         shapes = [variable.shape for variable in self.bucket.variables]
         sizes = [[b - a for a, b in each] for each in zip(*self.cuts, strict=True)]
@@ -198,7 +199,7 @@ class FusedCodec(PerVariableCodec):
 
     # -- means -----------------------------------------------------------------------------------------
 
-    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Flag]:
         # A root on a device sends back stamps that are on the device, which kernels do not support.
         stamps_on_device = self.on_device and self.pieces is None
         found = None
@@ -209,10 +210,10 @@ class FusedCodec(PerVariableCodec):
         if found is not None:
             return found
         if self.fused:
-            self.encoded = self._decoding_ctxs(self.bucket.variables, [self.buffer] * len(self.names))
+            self.encoded = self._decoding_ctxs([self.buffer] * len(self.names))
         return super().average(wires, layouts, header)
 
-    def _average(self, wires: Sequence[Tensor], header: Header) -> list[Any] | None:
+    def _average(self, wires: Sequence[Tensor], header: Header) -> list[Flag] | None:
         """Average all ranks' payloads, and encode the means; return None if a payload is damaged or inputs are not
         supported."""
         assert self.second is not None
@@ -231,7 +232,7 @@ class FusedCodec(PerVariableCodec):
         most = LARGEST_KEPT_BITS if self.second[1].stateful else LARGEST_BITS
         given = residuals.rows, residuals.factors, np.uint64(target[0]), most, self.streams.now()[-1]
         if not self.by_kernels:
-            finite: list[Any] = self.codec_of_means.encode(*given)
+            finite: list[Flag] = self.codec_of_means.encode(*given)
             return finite
         body = self.layouts[self.owner].body
         numbers = [*[PRESENT] * len(self.names), *header.own_stamp()]
@@ -265,7 +266,7 @@ class FusedCodec(PerVariableCodec):
         found = self.rooms(outs, wires[0])
         if recorder.shared("decode", self.bucket.variables, self._decode, found, wires, count, means):
             return found
-        self.encoded = self._decoding_ctxs(self.bucket.variables, found)
+        self.encoded = self._decoding_ctxs(found)
         return super().decode(wires, layouts, found, count, means)
 
     def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
@@ -295,11 +296,11 @@ class FusedCodec(PerVariableCodec):
         each = zip(self.codecs, self.offsets, begins, strict=True)
         return all(codec.decode(outs + offsets, begin[None], 1, scale) for codec, offsets, begin in each)
 
-    def _decoding_ctxs(self, variables: Sequence[Any], like: Sequence[Any]) -> list[tuple[Any, Any]]:
+    def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""
         ctx_of = self.compressor.ctx_of
         found = []
-        for variable, cuts, tensor in zip(variables, self.cuts, like, strict=True):
+        for variable, cuts, tensor in zip(self.bucket.variables, self.cuts, like, strict=True):
             if self.pieces is None:
                 found.append((None, ctx_of(variable.name, variable.shape, tensor)))
             else:
@@ -339,16 +340,18 @@ class Streams:
         return self.words
 
 
-def kernel_codec(
-    compressor: Compressor, memories: Sequence[Memory], kernels: Kernels, setup: CodecSetup, like: Tensor
-) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class and options of a method's codec of kernels on the device of ``like``; None if the method, or a
-    memory, has none for these variables."""
+def kernel_codec(bucket: Bucket, kernels: Kernels, like: Tensor) -> tuple[Any, dict[str, Any]] | None:
+    """Return the class and options of the codec of kernels, on the device of ``like``, of a bucket's method; None if
+    the method, or a memory, has none for these variables."""
+    communicator = bucket.communicator
+    compressor, second = communicator.compressor, communicator.second
     # Exact methods send gradients in their own dtype, and kernels read float32 only.
-    if compressor.traits.exact and any(variable.dtype != "float32" for variable in setup.bucket.variables):
+    if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
         return None
     # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
-    if "bucket_codec" not in vars(type(compressor)) or not all(map(_is_simple, memories)):
+    if "bucket_codec" not in vars(type(compressor)):
+        return None
+    if not (_is_simple(communicator.memory) and (second is None or _is_simple(second[1]))):
         return None
     found = compressor.bucket_codec() if kernels.codecs else None
     kind = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
@@ -359,8 +362,9 @@ def kernel_codec(
 
 def moments_of(compressor: Compressor) -> Any:
     """Return the method if it keeps the x that it compresses, and has ``recall`` and ``keep`` of
-    :class:`~grace.core.memory.ErrorFeedback` for it; else None."""
-    return compressor if hasattr(compressor, "recall") else None
+    :class:`~grace.core.memory.ErrorFeedback` for it; else None. Methods of several rounds have them for the start of
+    a step."""
+    return compressor if hasattr(compressor, "recall") and compressor.traits.rounds == 1 else None
 
 
 def _is_simple(memory: Memory) -> bool:

@@ -5,49 +5,29 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Tensor
-from grace.core.state import State
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.core.compressor import Tensor
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
 from grace.exchange.fused_codec import FusedCodec, kernel_codec, moments_of
 from grace.exchange.header import Header
 from grace.exchange.layout import Layout
-
-
-class StartedFrom:
-    """Adapter that gives a method's start of its next step the interface of a memory's residuals."""
-
-    def __init__(self, compressor: Any):
-        self.compressor = compressor
-
-    @property
-    def state(self) -> State:
-        """State of the method."""
-        found: State = self.compressor.state
-        return found
-
-    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
-        """Return factors and the tensor; see :meth:`grace.core.memory.ErrorFeedback.recall`."""
-        return 1.0, self.state.get(name), 1.0
-
-    def keep(self, name: str, value: Tensor) -> None:
-        """Store the start of the next step, unless the method has no warm start."""
-        if self.compressor.warm_start:
-            self.state[name] = value
+from grace.kernels import Kernels
 
 
 class FusedRounds(FusedCodec):
     """Codec of kernels for methods of several rounds: it writes each round's wire and receives each round's sum.
 
-    The result of the last sum is kept in a double buffer, like residuals; both are stored only when all is decoded.
+    The method keeps the result of the last sum, from which its next step starts, in a double buffer, like residuals.
+    Both are stored only when all is decoded.
     """
 
     stores_at_once = False  # residuals are what the last round leaves out
 
-    def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
-        super().__init__(setup, kind, options)
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+        super().__init__(bucket, kernels, on_device, kind, options)
         shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
-        self.started = DoubleBuffer(StartedFrom(self.compressor), self.kernels, self.names, shapes)
+        self.started = DoubleBuffer(self.compressor, self.kernels, self.names, shapes)
         self.second_wire: Tensor | None = None
 
     def _layout_of(self, number: int) -> Layout:
@@ -111,19 +91,16 @@ def payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
     return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]
 
 
-def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
+def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     """Return the codec of a bucket in one pass; None if its method and memories have none.
 
     Args:
-        setup: the facts that the codec is made for.
         plain: the codec of the same bucket variable by variable, whose layouts are known.
         like: one of the bucket's gradients.
     """
-    communicator = setup.bucket.communicator
-    compressor: Compressor = communicator.compressor
-    second = communicator.second
-    memories = [communicator.memory, *([] if second is None else [second[1]])]
-    found = kernel_codec(compressor, memories, setup.kernels, setup, like)
+    bucket, kernels = plain.bucket, plain.kernels
+    communicator, compressor, second = bucket.communicator, plain.compressor, plain.second
+    found = kernel_codec(bucket, kernels, like)
     # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
     if found is None or communicator.delayed:
         return None
@@ -133,10 +110,10 @@ def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> Fus
     if moments_of(compressor) and communicator.memory.stateful:  # a codec has one pair of buffers: x or residuals
         return None
     if compressor.traits.rounds == 1:
-        return FusedCodec(setup, *found)
+        return FusedCodec(bucket, kernels, plain.on_device, *found)
     if not communicator.memory.stateful or not communicator.sums:
         return None
     # The kernels' low rank takes matrices alone.
     if all(layouts and layouts[0].body for layouts in plain.known) and found[0].takes(payloads_of_rounds(plain)):
-        return FusedRounds(setup, *found)
+        return FusedRounds(bucket, kernels, plain.on_device, *found)
     return None

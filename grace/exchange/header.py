@@ -19,9 +19,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
-from grace.exchange.bucket import Bucket, Outcome
+from grace.exchange.bucket import Bucket
 from grace.exchange.layout import Layout
 from grace.exchange.step_stamp import STAMP_SIZE, compare_stamps, step_stamp
 from grace.kernels import Kernels, kernels_of
@@ -31,6 +32,8 @@ LARGEST_KEPT = 2.0**95
 """Largest magnitude that a memory accepts: residuals stay finite even if a method decodes to 2^31 times its input
 (random-k, unbiased), and sums over ranks to more."""
 
+Flag = Any
+"""Truth: a bool, or on a device a 0-d tensor of 1.0 or 0.0."""
 DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], Any], Sequence[float | None]]
 """Small tensors on a device, the function that takes their numbers, and the number that each holds if all is well (None
 for a flag, which is 1)."""
@@ -55,11 +58,8 @@ def resolve(round_trips: Sequence[Any]) -> None:
             del numbers[: len(tensors)]
 
 
-def status(present: bool, finite: Any, sums: bool) -> Any:
-    """Return the status of one variable on this rank.
-
-    Args:
-        finite: a bool, or a 0-d tensor of 1.0 or 0.0.
+def status(present: bool, finite: Flag, sums: bool) -> Any:
+    """Return the status of one variable on this rank, a number or a 0-d tensor.
 
     >>> status(True, True, sums=False), status(True, False, sums=False), status(False, True, sums=True)
     (1, 2, 0)
@@ -73,8 +73,8 @@ def status(present: bool, finite: Any, sums: bool) -> Any:
     return math.inf if sums else OVERFLOW
 
 
-def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, known: Any = None) -> Any:
-    """Return True if a tensor and all numbers of its payload are finite, as a bool or a 0-d tensor of 1.0 or 0.0.
+def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, known: Flag = None) -> Flag:
+    """Return True if a tensor and all numbers of its payload are finite.
 
     Methods add, scale and round, so that the payload of a finite tensor may not be finite.
 
@@ -89,20 +89,24 @@ def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, 
     return found
 
 
-def both(one: Any, other: Any) -> Any:
-    """Return True if both hold; each is a bool, or a 0-d tensor of 1.0 or 0.0."""
+def both(one: Flag, other: Flag) -> Flag:
+    """Return True if both hold."""
     if isinstance(one, bool):
         return one and other
     return one if other is True else one * other
 
 
-def stamp_numbers(bucket: Bucket, shared: bool) -> int:
-    """Return the number of step stamp numbers in a bucket's wires.
+def shares_stamps(communicator: Communicator) -> bool:
+    """Return True if one wire has room for the step stamps of all ranks: a sum, or the answer of a root."""
+    return communicator.sums or communicator.rooted
 
-    Args:
-        shared: True if one wire has room for the stamps of all ranks.
-    """
-    return STAMP_SIZE * (bucket.communicator.context.size if shared else 1) if bucket.carries else 0
+
+def stamp_numbers(bucket: Bucket) -> int:
+    """Return the number of step stamp numbers in a bucket's wires."""
+    if not bucket.carries:
+        return 0
+    communicator = bucket.communicator
+    return STAMP_SIZE * (communicator.context.size if shares_stamps(communicator) else 1)
 
 
 class Header:
@@ -114,7 +118,7 @@ class Header:
         present: True for each variable that this rank has a gradient of.
 
     Attributes:
-        in_range: True for each variable whose gradient is in range on this rank: bools, or 0-d tensors of 1.0 or 0.0.
+        in_range: True for each variable whose gradient is in range on this rank.
         missing, overflowed: True for each variable that no rank has a gradient of, and that overflowed on a rank, as
             far as it was read.
         refused: the rank and the variable of a payload that was refused or withheld, as far as it was read.
@@ -140,7 +144,7 @@ class Header:
         self.on_device = program.on_device
         self.names = program.bucket.names
         self.present = present
-        self.in_range: list[Any] = program.all_true
+        self.in_range: Sequence[Flag] = program.all_true
         self.missing = program.all_false
         self.overflowed = program.all_false
         self.stamp = step_stamp(self.context) if program.bucket.carries else []
@@ -249,17 +253,3 @@ class Header:
             then([self.kernels.to_list(one) if getattr(one, "shape", ()) else [float(one)] for one in tensors])
         elif tensors:
             self.deferred_reads = [*self.deferred_reads, (list(tensors), then, well)]
-
-    def mark_outcomes(self, outcomes: Sequence[Outcome], poisoned: Callable[[Any], Any] | None) -> None:
-        """Set in outcomes the variables that no rank had a gradient of, and those that overflowed.
-
-        Args:
-            poisoned: makes NaN of a mean that may hide an overflow; None where no mean does, or where the device has
-                done so.
-        """
-        for outcome, missing, overflowed in zip(outcomes, self.missing, self.overflowed, strict=False):
-            outcome.overflow = outcome.overflow or overflowed
-            if overflowed and outcome.value is not None and poisoned is not None:
-                outcome.value = poisoned(outcome.value)
-            if missing:
-                outcome.value = None

@@ -10,8 +10,8 @@ padded to a multiple of 8 bytes.
 import copy
 import math
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 from grace.kernels.constants import Placed
 
+Item = TypeVar("Item")
 WIRE_FORMAT = 2
 """Version of the wire's format: how payloads and headers are packed. All ranks must have the same."""
 BITS_AS = {"bfloat16": "uint16"}
@@ -73,7 +74,6 @@ class Layout:
         self._packed_statuses: tuple[list[Any], Tensor] | None = None
         self._plain_statuses: tuple[list[Any], np.ndarray] | None = None
         self._end: tuple[Tensor, np.ndarray] | None = None
-        self._unpacked: tuple[Tensor, list[Payload]] | None = None
 
     @classmethod
     def from_payloads(cls, kernels: Kernels, payloads: Sequence[Payload], sums: bool, stamps: int = 0) -> "Layout":
@@ -85,14 +85,18 @@ class Layout:
         """Compute bytes and offsets from the shapes."""
         counts = [math.prod(shape) for shape in self.shapes]
         sizes = [n * ITEM_SIZE[dtype] for n, dtype in zip(counts, self.dtypes, strict=True)]
-        rest = iter(sizes)
-        self.payload_bytes = [sum(next(rest) for _ in range(length)) for length in self.lengths]
+        self.payload_bytes = list(map(sum, self._by_variable(sizes)))
         self.total = sum(sizes)
         self.units = counts if self.sums else sizes
         self.body = sum(self.units)
         self.padding = 0 if self.sums else -(self.body + self.header) % 8
         self.length = self.body + self.header + self.padding
         self.nbytes = self.length * ITEM_SIZE[self.dtype]
+
+    def _by_variable(self, of_tensors: Iterable[Item]) -> list[list[Item]]:
+        """Return the items of all payload tensors as a list for each variable."""
+        rest = iter(of_tensors)
+        return [[next(rest) for _ in range(length)] for length in self.lengths]
 
     def _dtype_of_sums(self) -> str:
         dtypes = sorted(set(self.dtypes))
@@ -108,11 +112,9 @@ class Layout:
 
     def digests(self) -> list[int]:
         """Return, of each payload, its bytes and a digest of its dtypes and shapes; ranks compare layouts by these."""
-        rest = iter(zip(self.dtypes, self.shapes, strict=True))
-        found = []
-        for nbytes, length in zip(self.payload_bytes, self.lengths, strict=True):
-            found += [nbytes, zlib.crc32(repr([next(rest) for _ in range(length)]).encode())]
-        return found
+        specs = self._by_variable(zip(self.dtypes, self.shapes, strict=True))
+        each = zip(self.payload_bytes, specs, strict=True)
+        return [number for nbytes, payload in each for number in (nbytes, zlib.crc32(repr(payload).encode()))]
 
     def resized(self, sizes: Sequence[float], most: float = math.inf) -> "Layout":
         """Return the layout of another rank's wire, from its :meth:`sizes`.
@@ -131,15 +133,13 @@ class Layout:
         other._measure()
         if other.body > most:
             raise PayloadError(f"a header announces payloads of {other.body} bytes, and they can have {most} at most")
-        other._unpacked = other._packed_statuses = other._end = None
+        other._packed_statuses = other._end = None
         return other
 
     def first_difference(self, payloads: Sequence[Payload]) -> tuple[int, list[Any], list[Any]] | None:
         """Return the number of the first variable whose payload has other shapes than the layout, the layout's shapes
         and the payload's; None if there is none."""
-        rest = iter(self.shapes)
-        for i, (length, payload) in enumerate(zip(self.lengths, payloads, strict=True)):
-            was = [next(rest) for _ in range(length)]
+        for i, (was, payload) in enumerate(zip(self._by_variable(self.shapes), payloads, strict=True)):
             now = [tuple(tensor.shape) for tensor in payload]
             if was != now:
                 return i, was, now
@@ -176,8 +176,7 @@ class Layout:
     def zeros(self, like: Tensor) -> list[Payload]:
         """Return payloads of zeros that have this layout."""
         each = zip(self.shapes, self.dtypes, strict=True)
-        rest = iter([self.kernels.zeros(shape, dtype, like) for shape, dtype in each])
-        return [[next(rest) for _ in range(length)] for length in self.lengths]
+        return self._by_variable(self.kernels.zeros(shape, dtype, like) for shape, dtype in each)
 
     def placed(self) -> list[list[Placed]]:
         """Return offset, shape and dtype of the tensors of each variable's payload."""
@@ -186,8 +185,7 @@ class Layout:
         for i in self.order:
             offsets[i] = start * size
             start += self.units[i]
-        rest = map(Placed, offsets, self.shapes, self.dtypes)
-        return [[next(rest) for _ in range(length)] for length in self.lengths]
+        return self._by_variable(map(Placed, offsets, self.shapes, self.dtypes))
 
     def write_header(self, wire: Tensor, statuses: Sequence[Any], stamps: Sequence[int]) -> None:
         """Write statuses and stamps into a wire in the host's memory."""
@@ -211,18 +209,12 @@ class Layout:
 
     def unpack(self, wire: Tensor) -> list[Payload]:
         """Return the payloads in a wire, as views of it."""
-        if self._unpacked is not None and self._unpacked[0] is wire:
-            return self._unpacked[1]
         k = self.kernels
         parts = k.split(wire[: self.body], [self.units[i] for i in self.order])
         flat: list[Tensor] = [None] * len(self.units)
         for i, raw in zip(self.order, parts, strict=True):
             flat[i] = k.reshape(raw, self.shapes[i]) if self.sums else k.from_bytes(raw, self.dtypes[i], self.shapes[i])
-        rest = iter(flat)
-        payloads = [[next(rest) for _ in range(length)] for length in self.lengths]
-        if self.sums:  # the same buffer comes back at every step
-            self._unpacked = wire, payloads
-        return payloads
+        return self._by_variable(flat)
 
     def statuses(self, wire: Tensor) -> Tensor:
         """Return the statuses behind the payloads, as a view of the wire."""

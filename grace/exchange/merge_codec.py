@@ -8,25 +8,22 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec, Traits
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec
 from grace.errors import PayloadError
-from grace.exchange.codec import CodecSetup, PerVariableCodec
-from grace.exchange.header import Header, in_range
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
+from grace.exchange.header import Flag, Header, in_range
 from grace.exchange.layout import Layout
 from grace.exchange.owners import coded, owners_of, positions
 from grace.exchange.tracing import recorder
+from grace.kernels import Kernels
 
 
 class SentEntries(Sparsifier):
     """Compressor for updates of memories: its payload is values and uncoded positions."""
 
     def __init__(self, inner: Compressor):
-        self.inner = inner
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        """The traits of the sparsifier."""
-        return self.inner.traits
+        self.traits = inner.traits
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         return payload[1]
@@ -35,11 +32,11 @@ class SentEntries(Sparsifier):
 class MergeCodec(PerVariableCodec):
     """Codec that adds up entries at their owners. Memories are updated once the kept sums are known."""
 
-    def __init__(self, setup: CodecSetup):
-        super().__init__(setup)
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
+        super().__init__(bucket, kernels, on_device)
         variables = self.bucket.variables
         self.counts = [self.compressor.count(variable.shape) or 0 for variable in variables]
-        self.places = owners_of(tuple(variable.numel for variable in variables), tuple(self.counts), self.owners)
+        self.places = owners_of([variable.numel for variable in variables], self.counts, self.owners)
         self.layouts = [self._layout_of(self.places.room)] * self.owners
         self.known = [self.layouts]
         self.layout_of_means = self._layout_of(self.places.answer)
@@ -105,7 +102,7 @@ class MergeCodec(PerVariableCodec):
 
     # -- at the owner ----------------------------------------------------------------------------------
 
-    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Flag]:
         k, places = self.kernels, self.places
         sums = k.zeros((places.codes + 1,), "float32", wires[0])
         for rank, (layout, wire) in enumerate(zip(layouts, wires, strict=True)):
@@ -115,7 +112,7 @@ class MergeCodec(PerVariableCodec):
             except PayloadError as error:
                 error.place, error.variable = rank, self.names[0]
                 raise
-        found, finite = [], list[Any]()
+        found, finite = [], list[Flag]()
         for place in places.places:
             if place.owner not in (None, self.owner):
                 finite.append(True)

@@ -10,7 +10,7 @@ then the positions of the small variables.
 """
 
 import math
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Array = Any
@@ -25,7 +25,6 @@ class Place(NamedTuple):
     Attributes:
         owner: the rank that owns the variable; None if every rank owns a part.
         base, codes: first code, and number of codes.
-        size: number of elements.
         kept: number of entries that an owner keeps.
         start: offset of these entries in the owner's answer.
     """
@@ -33,7 +32,6 @@ class Place(NamedTuple):
     owner: int | None
     base: int
     codes: int
-    size: int
     kept: int
     start: int
 
@@ -42,22 +40,19 @@ class Owners(NamedTuple):
     """Assignment of a bucket's variables to owners.
 
     Attributes:
-        ranks: number of owners.
         places: assignments of the variables, in their order.
         codes: number of codes.
         room: number of entries that one rank may send another; further entries stay in its memory.
         answer: number of entries in an answer.
     """
 
-    ranks: int
     places: tuple[Place, ...]
     codes: int
     room: int
     answer: int
 
 
-@lru_cache(maxsize=64)
-def owners_of(sizes: tuple[int, ...], counts: tuple[int, ...], ranks: int) -> Owners:
+def owners_of(sizes: Sequence[int], counts: Sequence[int], ranks: int) -> Owners:
     """Assign variables of these sizes, of which each rank sends ``counts`` entries, to owners.
 
     An owner gets k/W of a rank's k entries on average, and hardly ever more than four standard deviations above it:
@@ -65,25 +60,25 @@ def owners_of(sizes: tuple[int, ...], counts: tuple[int, ...], ranks: int) -> Ow
 
     >>> owners = owners_of((1000, 30), (10, 1), 2)
     >>> owners.places[0]
-    Place(owner=None, base=0, codes=500, size=1000, kept=5, start=0)
+    Place(owner=None, base=0, codes=500, kept=5, start=0)
     >>> owners.places[1], owners.room, owners.answer
-    (Place(owner=0, base=500, codes=30, size=30, kept=1, start=5), 11, 6)
+    (Place(owner=0, base=500, codes=30, kept=1, start=5), 11, 6)
     """
     loads, places = [0] * ranks, list[Place | None]([None] * len(sizes))
     codes = start = shared = 0
     for i, (n, k) in enumerate(zip(sizes, counts, strict=True)):
         if k >= ranks:  # then n >= ranks, and kept <= n // ranks excludes the last block, which may be incomplete
             kept = min(math.ceil(k / ranks), n // ranks)
-            places[i] = Place(None, codes, math.ceil(n / ranks), n, kept, start)
+            places[i] = Place(None, codes, math.ceil(n / ranks), kept, start)
             codes, start, shared = codes + math.ceil(n / ranks), start + kept, shared + k
     for i, (n, k) in enumerate(zip(sizes, counts, strict=True)):
         if k < ranks:
             owner = loads.index(min(loads))
-            places[i] = Place(owner, codes, n, n, k, start + loads[owner])
+            places[i] = Place(owner, codes, n, k, start + loads[owner])
             codes, loads[owner] = codes + n, loads[owner] + k
     mean = shared / ranks
     room = min(sum(counts), max(loads) + (shared if ranks == 1 else math.ceil(mean + 4 * math.sqrt(mean))))
-    return Owners(ranks, tuple(place for place in places if place), codes, room, start + max(loads))
+    return Owners(tuple(place for place in places if place), codes, room, start + max(loads))
 
 
 def _rotation(blocks: Array, ranks: int) -> Array:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.variable import equal_bounds
 from grace.errors import PayloadError, payload_of
 from grace.kernels import kernels_of
@@ -22,11 +22,7 @@ class PiecewiseCompressor(Compressor):
     def __init__(self, inner: Compressor, owners: int):
         self.inner = inner
         self.owners = owners
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        """The traits of the inner compressor."""
-        return self.inner.traits
+        self.traits = inner.traits
 
     def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
         """Return a payload for each owner, and the ctx that decodes them."""

@@ -6,9 +6,10 @@ from grace.core.compressor import Tensor
 from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route, route_of
 from grace.exchange.apart_codec import ApartCodec
 from grace.exchange.bucket import Bucket
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.fused_rounds import fused_codec
-from grace.exchange.header import PRESENT
+from grace.exchange.header import PRESENT, shares_stamps
+from grace.exchange.sparse_codec import RowCodec
 from grace.kernels import kernels_of
 
 
@@ -26,8 +27,8 @@ class BucketProgram:
         payloads_show: True if payloads show overflows: they carry Inf and NaN unchanged, or they are sums, which may be
             infinite though all terms are finite.
         statuses_matter: True if statuses are read even if all ranks have all gradients.
-        shares_stamps: True if one wire carries the step stamps of all ranks: a sum, or the answer of a root.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
+        divisor: divisor of the sum of decoded payloads that makes it their mean.
     """
 
     def __init__(self, bucket: Bucket, like: Tensor):
@@ -43,8 +44,9 @@ class BucketProgram:
         self.size_key = compressor.size_key(context.step)
         self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
-        self.on_device = communicator.can_defer and self.kernels.on_device(like)
-        self.shares_stamps = communicator.sums or communicator.rooted
+        self.sparse = bucket.variables[0].sparse
+        self.on_device = communicator.can_defer and not self.sparse and self.kernels.on_device(like)
+        self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
         self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
         self.looks = (
@@ -54,6 +56,7 @@ class BucketProgram:
         self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
         self.statuses_matter = self.looks or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
+        self.divisor = self.size / context.predivide if self.sums else self.size
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.
         self.all_true = [True] * count
@@ -63,21 +66,20 @@ class BucketProgram:
         self._route: Route | None = None
 
     def _make_codec(self, like: Tensor) -> PerVariableCodec:
-        """Return the communicator's own codec, or else a fused one, or else a :class:`PerVariableCodec`."""
+        """Return the codec of rows, or of the communicator, or else a fused one, or else a
+        :class:`PerVariableCodec`."""
         communicator = self.communicator
-        owners, owner = (self.size, self.rank) if communicator.cuts else (1, 0)
-        setup = CodecSetup(
-            self.bucket, self.kernels, self.on_device, owners, owner, self.shares_stamps, self.context.step
-        )
-        if communicator.moves_payloads:
-            return ApartCodec(setup)
-        if communicator.codec is not None:
-            own: PerVariableCodec = communicator.codec(setup)
-            return own
-        plain = PerVariableCodec(setup)
-        if not self.bucket.fuses or not all(plain.known):
-            return plain
-        return fused_codec(setup, plain, like) or plain
+        kind: type[PerVariableCodec] = PerVariableCodec
+        if self.sparse:
+            kind = RowCodec
+        elif communicator.moves_payloads:
+            kind = ApartCodec
+        elif communicator.codec is not None:
+            kind = communicator.codec
+        codec = kind(self.bucket, self.kernels, self.on_device)
+        if kind is PerVariableCodec and self.bucket.fuses and all(codec.known):
+            return fused_codec(codec, like) or codec
+        return codec
 
     def fits(self, like: Tensor) -> bool:
         """Return True if the program was made for this kind of gradient, these ranks, and payload sizes of this
@@ -104,7 +106,7 @@ class BucketProgram:
             engine = EngineTraits(self.size, backend.by_ring, backend.concatenates, on_cpu)
             wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
             wires += [wires[-1]] * (self.traits.rounds - len(wires))  # rounds whose layouts are not known yet
-            self._route = route_of(self.communicator, wires, engine, codec.varies)
+            self._route = backend.supported(route_of(self.communicator, wires, engine, codec.varies), self.sums)
         compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
         return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from grace.core.backend import Backend
+from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
+from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import CONCATENATE, Carries, Leg
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
 from grace.exchange.bucket import Contribution, Outcome
-from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header, both, resolve, status
+from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Flag, Header, both, resolve, status
 from grace.exchange.layout import Layout
 from grace.exchange.program import BucketProgram
 from grace.exchange.tracing import recorder
@@ -59,7 +60,7 @@ class RoundTrip:
             on the device.
     """
 
-    handle: Any = None
+    handle: Handle
     error: PayloadError | None = None
     stopped = False
     deferred = False
@@ -80,12 +81,10 @@ class RoundTrip:
     """Number of collectives that the communicator started itself."""
     _over: Backend | None = None
     """The backend of the collective under way."""
-    _traced: Any = None
+    _traced: "recorder.CollectiveEvent | None" = None
     """The trace's event of the collective under way."""
     _means_wire: Tensor | None = None
     """The root's means, while their sizes are exchanged."""
-    _parts: tuple[int, str] = (0, "")
-    """Bytes and dtype of a wire that is summed in parts."""
 
     def __init__(self, contribution: Contribution, starts: bool = True):
         began = time.perf_counter()
@@ -154,7 +153,7 @@ class RoundTrip:
         if after is Carries.DIGESTS and not self._laid_out_alike():
             return None
         if leg.carries is Carries.DIGESTS:
-            return self._numbers(self.codec.digests())
+            return self._numbers(self.codec.layouts[0].digests())
         if leg.carries is Carries.SIZES:
             return self._sizes(leg)
         if leg.carries is Carries.MEANS:
@@ -299,21 +298,19 @@ class RoundTrip:
 
     def _next_round(self) -> Tensor:
         """Return the next wire of a method of several rounds."""
-        total = self._total()
         with recorder.phase("unpack", bucket=self.bucket):
-            self._read_round(total)
-        buffer = self.codec.next_round(total, self.divisor, self.header)
+            wires = self._last_wires()
+            self._read_headers(wires)
+        buffer = self.codec.next_round(wires[0], self.program.divisor, self.header)
         self._count(self.codec.layouts, buffer)
         return buffer
 
     def _in_parts(self) -> Tensor:
         """Return the wire as bytes that can be cut into an equal part for each rank."""
-        k, size = self.kernels, self.context.size
+        k, layout = self.kernels, self.codec.layouts[0]
         raw = k.to_bytes(self.wire)
-        length = k.nbytes(raw)
-        self._parts = length, k.dtype(self.wire)
-        item = length // max(1, int(self.wire.shape[0]))
-        return k.join([raw, k.zeros((-length % (size * item),), "uint8", raw)])
+        padding = -layout.nbytes % (self.context.size * ITEM_SIZE[layout.dtype])
+        return k.join([raw, k.zeros((padding,), "uint8", raw)])
 
     def _sum(self, leg: Leg) -> Tensor:
         """Return the sum of the received wires, or of their parts; on ranks that do not add up, room for the sum.
@@ -326,7 +323,7 @@ class RoundTrip:
             in_parts = self.leg is not None and self.leg.in_parts
             received = self.handle.result()
             if in_parts:
-                received = [as_numbers(part, self._parts[1]) for part in received]
+                received = [as_numbers(part, layout.dtype) for part in received]
             elif len(received) == 1:
                 return k.join([received[0]])
             wide = "float64" if layout.dtype == "float64" else "float32"
@@ -344,15 +341,9 @@ class RoundTrip:
         received = self.handle.result()
         parts_are_summed = self._position > 0 and self.route[self._position - 1].in_parts
         if parts_are_summed and self.route[self._position].carries is Carries.SUMS:
-            length, dtype = self._parts
-            return as_numbers(self.kernels.join(list(received))[:length], dtype)
+            layout = self.codec.layouts[0]
+            return as_numbers(self.kernels.join(list(received))[: layout.nbytes], layout.dtype)
         return received[0]
-
-    @property
-    def divisor(self) -> float:
-        """Divisor of a sum of payloads that makes it their mean."""
-        size: float = self.context.size / self.context.predivide
-        return size
 
     # -- means -----------------------------------------------------------------------------------------
 
@@ -404,7 +395,7 @@ class RoundTrip:
     def _read_missing(self, ranks: list[list[float]]) -> None:
         self.header.missing = [not any(flags) for flags in zip(*ranks, strict=True)]
 
-    def _statuses_of_means(self, finite: Sequence[Any], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
+    def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
         """Return the statuses of means, and True for each variable that the second memory is updated with.
 
         Args:
@@ -416,8 +407,8 @@ class RoundTrip:
             return [], [True] * count
         if self.on_device:
             present = sum(k.cast(flag, "float32") for flag in flags) > 0
-            here: list[Any] = list(k.cast(present, "float32"))
-            none_overflowed: list[Any] = list(k.cast(header.overflow_on_device(flags) == 0, "float32"))
+            here: list[Flag] = list(k.cast(present, "float32"))
+            none_overflowed: list[Flag] = list(k.cast(header.overflow_on_device(flags) == 0, "float32"))
             well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
         else:
             here = [not missing for missing in header.missing]
@@ -530,10 +521,15 @@ class RoundTrip:
             return self.empty_outcomes()
         with recorder.phase("unpack", bucket=self.bucket):
             wires = self._last_wires()
-            self._read_last(wires)
+            self._read_headers(wires)
         if self.header.out_of_step:
             return self.empty_outcomes()
-        values = self._decode(wires, outs)
+        try:
+            values = self.codec.decode(wires, self.layouts, outs, self.program.divisor, self.brings_means)
+        except PayloadError as error:
+            if self.brings_means and self.communicator.rooted:
+                error.place = self.route[-1].root
+            raise self._undecoded(error, error.variable) from error
         self.outcomes = [Outcome(v, value, False) for v, value in zip(self.bucket.variables, values, strict=True)]
         self._mark_outcomes()
         for i, outcome in enumerate(self.outcomes if self.header.poison is not None else ()):
@@ -542,15 +538,6 @@ class RoundTrip:
             resolve([self])
         self.traffic.codec_seconds += time.perf_counter() - began
         return list(self.outcomes)
-
-    def _decode(self, wires: list[Tensor], outs: Sequence[Any]) -> list[Any]:
-        divisor = self.divisor if self.communicator.sums else self.context.size
-        try:
-            return self.codec.decode(wires, self.layouts, outs, divisor, self.brings_means)
-        except PayloadError as error:
-            if self.brings_means and self.communicator.rooted:
-                error.place = self.route[-1].root
-            raise self._undecoded(error, error.variable) from error
 
     def _last_wires(self) -> list[Tensor]:
         """Return the wires received in the last leg, or their sum; set ``layouts``."""
@@ -578,27 +565,30 @@ class RoundTrip:
 
     # -- headers ---------------------------------------------------------------------------------------
 
-    def _read_last(self, wires: list[Tensor]) -> None:
-        """Read the headers received last, or defer that."""
-        header = self.header
-        if self.traits.rounds > 1:
-            self._read_round(wires[0])
-            return
+    def _read_headers(self, wires: list[Tensor]) -> None:
+        """Read the headers received in a round, or last, or defer that.
+
+        Overflows are read in each round of a method: a later one may be finite again, since an infinite column may
+        become a finite one."""
+        header, k, several = self.header, self.kernels, self.traits.rounds > 1
         if not self.brings_means or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare(self.layouts, wires)
+        each = self.codec.receive(wires[0], self.program.divisor) if several else None
         if header.out_of_step:
             return
         flags = list(map(Layout.statuses, self.layouts, wires))
         if self.brings_means:
             header.read(flags, self._evaluate_means)
         else:
-            flags = flags if header.statuses_matter else []
-            bodies = [self.kernels.all_finite(body) for body in self._bodies(wires)]
-            if flags or bodies:
-                well = [*[self.program.well] * len(flags), *[None] * len(bodies)]
-                header.read([*flags, *bodies], partial(self._evaluate, len(flags), wires, self.layouts), well)
+            statuses = flags if header.statuses_matter else []
+            finite = [k.all_finite(body) for body in self._bodies(wires)] if each is None else [each]
+            if statuses or finite:
+                well = [*[self.program.well] * len(statuses), *[None] * len(finite)]
+                header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), well)
         if self.next_step and self.on_device and self.hides_overflow:
-            header.add_poison(flags)
+            if several and each is None:
+                each = [math.prod(map(k.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
+            header.add_poison(flags, () if each is None else each)
 
     def _bodies(self, wires: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that show overflows: a whole sum, which is checked variable by variable only if it is not
@@ -609,22 +599,6 @@ class RoundTrip:
             return [wires[0][: self.layouts[0].body]]
         received = [layout.unpack(wire) for layout, wire in zip(self.layouts, wires, strict=True)]
         return [tensor for payloads in received for payload in payloads for tensor in payload]
-
-    def _read_round(self, total: Tensor) -> None:
-        """Read the header of a round's sum. Overflows must be read in each round: a later one may be finite again,
-        since an infinite column may become a finite one."""
-        header, k, layout = self.header, self.kernels, self.codec.layouts[0]
-        header.compare([layout], [total])
-        flag = layout.statuses(total)
-        each = self.codec.receive(total, self.divisor)
-        finite = k.all_finite(total[: layout.body]) if each is None else each
-        flags = [flag] if header.statuses_matter else []
-        well = [*[self.program.well] * len(flags), None]
-        header.read([*flags, finite], partial(self._evaluate, len(flags), [total], [layout]), well)
-        if self.next_step and self.on_device:
-            if each is None:
-                each = [math.prod(map(k.all_finite, payload)) for payload in layout.unpack(total)]
-            header.add_poison([flag], each)
 
     def _evaluate(
         self, count: int, wires: Sequence[Tensor], layouts: Sequence[Layout], numbers: list[list[float]]
@@ -668,10 +642,17 @@ class RoundTrip:
 
     def _mark_outcomes(self) -> None:
         """Set in the outcomes the variables that no rank had a gradient of, and those that overflowed."""
-        if any(self.header.missing) or any(self.header.overflowed):
-            poisoned_there = self.next_step and self.on_device
-            poisons = self.hides_overflow and not poisoned_there
-            self.header.mark_outcomes(self.outcomes, self.codec.poisoned if poisons else None)
+        header = self.header
+        if not (any(header.missing) or any(header.overflowed)):
+            return
+        # On a device NaN was added to the means already if headers are read after these were applied.
+        poisons = self.hides_overflow and not (self.next_step and self.on_device)
+        for outcome, missing, overflowed in zip(self.outcomes, header.missing, header.overflowed, strict=False):
+            outcome.overflow = outcome.overflow or overflowed
+            if overflowed and poisons and outcome.value is not None:
+                outcome.value = self.codec.poisoned(outcome.value)
+            if missing:
+                outcome.value = None
 
     def read_step_stamps(self) -> None:
         """Compare the received step stamps, the only result that counts in a discarded step."""
@@ -749,8 +730,7 @@ def start_round_trip(contribution: Contribution) -> RoundTrip:
     return begin(contribution)
 
 
-def as_numbers(raw: Tensor, dtype: str) -> Any:
+def as_numbers(raw: Tensor, dtype: str) -> Tensor:
     """Return bytes as numbers of a dtype."""
     k = kernels_of(raw)
-    one = k.nbytes(k.zeros((1,), dtype, raw))
-    return k.from_bytes(raw, dtype, (k.nbytes(raw) // one,))
+    return k.from_bytes(raw, dtype, (k.nbytes(raw) // ITEM_SIZE[dtype],))

@@ -15,7 +15,7 @@ from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import BROADCAST, CONCATENATE, Carries, EngineTraits, Leg, route_of
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
-from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.codec import PerVariableCodec
 from grace.exchange.layout import Layout
 from grace.exchange.sparse_codec import RowCompressor
 from grace.kernels import NumpyKernels
@@ -125,8 +125,8 @@ class _Wires:
     """Layouts of a bucket's wires.
 
     Attributes:
-        communicator: a copy of the bucket's communicator, bound to the engine's number of ranks.
         codec: the bucket's codec.
+        communicator: a copy of the bucket's communicator, whose context is at a step after all warm-ups.
         rounds: the layout of the longest wire of each round.
         means: the layout of the means.
         sizes: bytes of the sizes of all payload tensors.
@@ -137,10 +137,9 @@ class _Wires:
         self, bucket: Bucket, engine: EngineTraits, bits: float | None, rows: Mapping[str, float], headers: bool
     ):
         self.bits, self.rows, self.headers, self.variables = bits, rows, headers, bucket.variables
-        own: Any = bucket.communicator
-        self.communicator: Any = own.with_context(Context(size=engine.ranks))
-        self.compressor: Compressor = self.communicator.compressor
         self.codec = self._codec(bucket, engine)
+        self.communicator: Any = self.codec.bucket.communicator
+        self.compressor: Compressor = self.communicator.compressor
         self.rounds = [layouts[0] if layouts else self._estimate() for layouts in self.codec.known]
         means = self.codec.means_layouts()
         self.means = means[0] if means else self.rounds[0]
@@ -157,15 +156,13 @@ class _Wires:
     def _codec(self, bucket: Bucket, engine: EngineTraits) -> PerVariableCodec:
         """Return the codec that lays out the bucket's wires. If variables are cut it is that of the first owner, whose
         pieces are the longest."""
-        communicator, variables, owners = self.communicator, bucket.variables, 1
-        if communicator.codec is not None:
-            owners = engine.ranks if communicator.cuts else 1
-        elif communicator.cuts:
-            variables = [dataclasses.replace(v, shape=(-(-v.numel // engine.ranks),)) for v in variables]
+        communicator, variables, ranks = bucket.communicator, bucket.variables, engine.ranks
+        if communicator.cuts and communicator.codec is None:
+            variables = [dataclasses.replace(v, shape=(-(-v.numel // ranks),)) for v in variables]
+            ranks = 1
+        communicator = communicator.with_context(Context(size=ranks, step=AFTER_WARMUP))
         own = Bucket(bucket.index, communicator, variables, carries=bucket.carries)
-        shared = communicator.sums or communicator.rooted
-        setup = CodecSetup(own, NumpyKernels(), not engine.on_cpu, owners, 0, shared, AFTER_WARMUP)
-        codec: PerVariableCodec = (communicator.codec or PerVariableCodec)(setup)
+        codec: PerVariableCodec = (communicator.codec or PerVariableCodec)(own, NumpyKernels(), not engine.on_cpu)
         return codec
 
     def _estimate(self) -> Layout:

@@ -13,12 +13,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.grace_api import ITEM_SIZE
 from grace.core.memory import Memory
-from grace.errors import ConfigError, payload_of
-from grace.exchange.sparse_rows import NOTHING
-from grace.kernels import kernels_of
+from grace.errors import payload_of
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import PerVariableCodec
+from grace.exchange.header import Header
+from grace.exchange.sparse_rows import NOTHING, SparseRows, sum_rows
+from grace.exchange.tracing import recorder
+from grace.kernels import Kernels, kernels_of
 from grace.kernels.checks import check_count, check_range
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
@@ -32,22 +36,24 @@ class RowCompressor(Compressor):
 
     def __init__(self, inner: Compressor):
         self.inner = inner
+        # Ranks differ in the number of rows.
+        self.traits = dataclasses.replace(inner.traits, fixed_size="by data", summable=False, exact=False)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the whole variables."""
+        """Shapes of the whole variables; the codecs of their buckets add them."""
         self.rows: dict[str, Tensor] = {}
         """Row numbers of the gradients that are about to be compressed."""
         self.received: dict[str, Tensor] = {}
         """Row numbers of the last aggregates."""
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        """Traits of the inner compressor, except those that depend on the number of rows."""
-        return dataclasses.replace(self.inner.traits, fixed_size="by data", summable=False, exact=False)
-
-    @property
     def spec(self) -> str:
         """Spec of the inner compressor."""
         return self.inner.spec
+
+    @property
+    def noisy(self) -> bool:
+        """False: the user has been warned of the inner compressor's noise."""
+        return False
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
@@ -139,7 +145,8 @@ class RowMemory(Memory):
     """Memory of a residual of the whole variable, which is read and written at the rows of each gradient."""
 
     def __init__(self, inner: Residual, compressor: RowCompressor):
-        self.inner, self.compressor = inner, compressor
+        self.inner = inner
+        self.compressor: Any = compressor
         self.state = inner.state
 
     @property
@@ -152,13 +159,13 @@ class RowMemory(Memory):
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         k, beta, gamma = kernels_of(tensor), self.inner.beta, self.inner.gamma
-        if name not in self.state or k.to_list(self.compressor.rows[name][:1]) == [NOTHING]:
+        if name not in self.state or is_nothing(self.compressor.rows[name]):
             return k.combine(gamma, tensor, 0.0, tensor)
         return k.combine(beta, k.take_rows(self.state[name], self.compressor.rows[name]), gamma, tensor)
 
     def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
         k = kernels_of(tensor)
-        if k.to_list(payload[-1][:1]) == [NOTHING]:
+        if is_nothing(payload[-1]):
             return
         left = compressor.accumulate(payload, ctx, tensor, -1.0)
         kept = self.state.get(name)
@@ -167,22 +174,6 @@ class RowMemory(Memory):
         elif k.mutable:  # committed state must not change before the commit: copy
             kept = k.combine(1.0, kept, 0.0, kept)
         self.state[name] = k.put_rows(kept, payload[-1], left)
-
-
-def by_rows(compressor: Compressor, memory: Memory, name: str) -> tuple[RowCompressor, Memory]:
-    """Return a compressor and a memory of rows that use these two.
-
-    Raises:
-        ConfigError: they cannot serve rows.
-    """
-    why = unfit(compressor, memory)
-    if why:
-        raise ConfigError(
-            f"the gradient of {name!r} is sparse, and {why}. Pass sparse_as_dense=True to exchange "
-            "it as a dense one, or choose another method"
-        )
-    rows = RowCompressor(compressor)
-    return rows, RowMemory(memory, rows) if isinstance(memory, Residual) else memory
 
 
 def unfit(compressor: Compressor, memory: Memory) -> str:
@@ -196,3 +187,55 @@ def unfit(compressor: Compressor, memory: Memory) -> str:
     if not isinstance(memory, (Residual, NoMemory)):
         return f"the memory {memory.spec} is one of whole variables (residual and none know rows)"
     return ""
+
+
+class RowCodec(PerVariableCodec):
+    """Codec that adds up duplicate rows, and passes the row numbers to the compressor.
+
+    A second compression is one of rows, too: the root's answer holds all ranks' rows.
+    """
+
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
+        super().__init__(bucket, kernels, on_device)
+        self.rows: Any = self.compressor
+        """The compressor, a :class:`RowCompressor`."""
+        self.answers: Any = None if self.second is None else self.second[0]
+        methods: list[Any] = [self.rows] if self.answers is None else [self.rows, self.answers]
+        for method in methods:
+            method.shapes.update({variable.name: variable.shape for variable in bucket.variables})
+
+    def encode(self, gradients: Sequence[SparseRows], header: Header) -> Tensor:
+        self.rows.rows = {}
+        return super().encode(recorder.each("sum rows", self.names, self._sum_rows, gradients), header)
+
+    def _sum_rows(self, gradient: SparseRows, name: str) -> Tensor:
+        values, self.rows.rows[name] = sum_rows(gradient)
+        return values
+
+    def _aggregate(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> SparseRows:
+        values = self.aggregated(payloads, self.encoded[i][1], None, count, name)
+        return SparseRows(values, self.rows.received[name])
+
+    def mean(self, i: int, payloads: list[Payload], name: str) -> Tensor:
+        values = self.aggregated(payloads, self.encoded[i][1], None, self.context.size, name)
+        k, rows = self.kernels, self.rows.received[name]
+        if not rows.shape[0]:
+            rows = k.full([NOTHING], "int32", rows)
+            values = k.zeros((1, *values.shape[1:]), "float32", values)
+        self.answers.rows[name] = self.answers.rows[f"{name}/answer"] = rows
+        return values
+
+    def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> SparseRows:
+        (payload,), variable = payloads, self.bucket.variables[i]
+        rows, shape = payload[-1], variable.shape[1:]
+        k = kernels_of(rows)
+        if is_nothing(rows):
+            return SparseRows(k.zeros((0, *shape), "float32", rows), rows[:0])
+        with self.about(name):
+            k.check_indices(rows, variable.shape[0])
+            zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
+            ctx = self.answers.context_of(rows.shape[0], shape, f"{name}/answer", rows)
+            return SparseRows(self.answers.accumulate(payload, ctx, zeros), rows)
+
+    def poisoned(self, value: Any) -> SparseRows:
+        return SparseRows(super().poisoned(value.values), value.rows)

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -17,7 +17,6 @@ from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
-from grace.core.route import ALL_GATHER, ALL_REDUCE, GATHER, EngineTraits, Leg, Route
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
 from grace.exchange.bucket import Outcome
@@ -25,7 +24,6 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.planner.costs import Codec, Cost, fit
 from grace.planner.exchange_costs import codec_key
-from grace.planner.network import KINDS
 from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step_timer import undisturbed
 from grace.session.sharding import Chooser, Shard
@@ -195,7 +193,6 @@ class _Trials:
             least: so many.
         """
         communicator = copy.deepcopy(self.communicator)
-        communicator.legs = _SimulatedLegs(communicator)  # type: ignore[method-assign]
         backend = SimulatedRanks(ranks, _root(communicator))
         with _runner(communicator, tensors, backend, self.seed) as runner:
             given = list(tensors.values())
@@ -266,30 +263,6 @@ class _Trials:
             with contextlib.suppress(ConfigError):
                 return build_communicator(made.compressor, "none", None)
         return build_communicator(made.compressor, made.memory, None)
-
-
-class _SimulatedLegs:
-    """The ``legs`` of a communicator, with collectives that simulated ranks know in place of the user's own. They bring
-    as many tensors of the same size.
-
-    Args:
-        communicator: the communicator.
-    """
-
-    def __init__(self, communicator: Communicator):
-        self.legs = communicator.legs
-        self.sums = communicator.sums
-
-    def __call__(self, nbytes: float, engine: EngineTraits) -> Route:
-        """Return the route of one wire; see :meth:`grace.Communicator.legs`."""
-        return [self._known(leg) for leg in self.legs(nbytes, engine)]
-
-    def _known(self, leg: Leg) -> Leg:
-        if leg.collective.name in KINDS:
-            return leg
-        if self.sums:
-            return replace(leg, collective=ALL_REDUCE)
-        return replace(leg, collective=ALL_GATHER if leg.root is None else GATHER)
 
 
 def _exchange(runner: StepRunner, tensors: Mapping[str, Tensor]) -> list[Outcome]:

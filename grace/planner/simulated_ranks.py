@@ -3,13 +3,16 @@
 import pickle
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from grace.core.backend import Backend, Handle, Tensor
+from grace.core.route import ALL_GATHER, ALL_REDUCE, GATHER, Leg, Route
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
+from grace.planner.network import KINDS
 
 MOST_BYTES = 1 << 28
 """Of copies that a collective makes of what this rank sends; beyond, ranks share copies."""
@@ -96,6 +99,10 @@ class SimulatedRanks(Backend):
         began = time.perf_counter()
         return self._done(self._copies(tensor), began)
 
+    def supported(self, route: Route, sums: bool) -> Route:
+        """Return a route with known collectives in place of users' own; they bring as many tensors of the same size."""
+        return [leg if leg.collective.name in KINDS else _known(leg, sums) for leg in route]
+
     def duplicate(self) -> "SimulatedRanks":
         return self.copy_with(_given=None)  # type: ignore[no-any-return]
 
@@ -125,3 +132,10 @@ class SimulatedRanks(Backend):
         if k.dtype(given) != k.dtype(tensor):
             return tensor
         return k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))
+
+
+def _known(leg: Leg, sums: bool) -> Leg:
+    """Return a leg with a known collective in place of a user's."""
+    if sums:
+        return replace(leg, collective=ALL_REDUCE)
+    return replace(leg, collective=ALL_GATHER if leg.root is None else GATHER)

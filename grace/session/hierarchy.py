@@ -19,6 +19,7 @@ from grace.backends.topology import node_groups
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
+from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context, SubgroupContext
 from grace.core.variable import Variable
@@ -67,11 +68,10 @@ class Hierarchy:
 
     def node_bucket(self, bucket: Bucket) -> Bucket:
         """Return a bucket for the sum over this rank's node."""
-        inside: Any = self.inside
+        inside: Communicator = self.inside
         if bucket.variables[0].sparse:
             inside = row_communicator(self.inside, "")
             inside.bind(self.inside.context, self.node_groups.node)
-            inside.compressor.shapes = {variable.name: variable.shape for variable in bucket.variables}
         variables = bucket.variables
         if not _is_exact(bucket):
             variables = [replace(variable, dtype="float32") for variable in variables]

@@ -345,7 +345,7 @@ class OuterRounds:
         communicator.backend = thread.backend
         own = dataclasses.replace(bucket, communicator=communicator)
         trip = RoundTrip(contribution._replace(bucket=own, traffic=Traffic()), starts=False)
-        pending = Pending(trip, thread, 1.0)
+        pending = Pending(1.0, trip, thread)
         thread.send(pending)
         return pending
 

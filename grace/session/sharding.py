@@ -137,9 +137,7 @@ class Chooser:
             )
             if id(wanted) not in self.rows:
                 self.rows[id(wanted)] = row_communicator(wanted, variable.name)
-            rows: Any = self.rows[id(wanted)]
-            rows.compressor.shapes[variable.name] = variable.shape
-            return rows
+            return self.rows[id(wanted)]
         traits = wanted.compressor.traits
         if traits.exact:
             return wanted
@@ -160,11 +158,7 @@ def uncompressed(communicator: Communicator) -> Communicator:
     'allreduce, none, none'
     """
     plain = communicator.dense_communicator(Allreduce("none"))
-    if not isinstance(communicator.compressor, RowCompressor):
-        return plain
-    rows: Any = row_communicator(plain, "")
-    rows.compressor.shapes.update(communicator.compressor.shapes)
-    return rows  # type: ignore[no-any-return]
+    return row_communicator(plain, "") if isinstance(communicator.compressor, RowCompressor) else plain
 
 
 def make_buckets(shards: Sequence[Shard]) -> list[Bucket]:

@@ -13,6 +13,7 @@ import pytest
 
 import grace
 from grace.communicators.choice import build_communicator
+from grace.communicators.sparse import row_communicator
 from grace.core.registry import legal_communicators, legal_memories, make
 
 AR, AG, BC, SR, RB = "allreduce", "allgather", "broadcast", "scatter_reduce", "reduce_broadcast"
@@ -114,3 +115,11 @@ def test_a_refused_memory_is_answered_with_the_legal_ones(compressor):
 def test_values_whose_noise_is_not_bounded_are_not_accepted_without_a_word():
     with pytest.warns(UserWarning, match=r"topk \| terngrad is not a contraction.*Use values of bounded variance"):
         build_communicator("topk | terngrad", None, None)
+
+
+def test_a_noisy_method_warns_once_and_not_again_for_rows():
+    with pytest.warns(UserWarning, match="not a contraction"):
+        dense = build_communicator("qsgd", "residual", AG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert row_communicator(dense, "w").describe() == dense.describe()

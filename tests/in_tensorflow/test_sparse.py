@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 import grace
-from grace.communicators.sparse import RowAllgather
+from grace.communicators import Allgather
+from grace.communicators.sparse import row_communicator
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.exchange.round_trip import RoundTrip
@@ -137,8 +138,7 @@ def test_every_method_serves_rows_or_says_why_not():
         memory = grace.make("memory", chosen.traits.memory)
         if unfit(chosen, memory):
             continue
-        communicator = RowAllgather(chosen, memory, "emb")
-        communicator.compressor.shapes["emb"] = (ROWS, WIDTH)
+        communicator = row_communicator(Allgather(chosen, memory), "emb")
         assert communicator.step is not None
         rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
         bucket = Bucket(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])

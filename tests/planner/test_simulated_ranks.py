@@ -5,6 +5,7 @@ import pytest
 
 from grace.core.backend import Handle
 from grace.core.context import Context
+from grace.core.route import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, Carries, Collective, Leg
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.simulated_ranks import SimulatedRanks
@@ -76,6 +77,20 @@ def test_copies_of_large_tensors_are_shared(monkeypatch):
 def test_there_must_be_such_a_rank():
     with pytest.raises(ConfigError, match=r"of 2 ranks.*no rank 2"):
         SimulatedRanks(2, 2)
+
+
+def test_collectives_of_users_become_known_ones_that_bring_as_many_tensors():
+    own = Collective("tree", lambda *_: 1 / 0, lambda *_: 0.0)
+    route = [Leg(own, Carries.GRADIENTS), Leg(own, Carries.MEANS, 1), Leg(ALL_TO_ALL, Carries.GRADIENTS)]
+
+    def known(sums):
+        return [(leg.collective, leg.carries, leg.root) for leg in SimulatedRanks(3).supported(route, sums)]
+
+    gradients, means, untouched = known(sums=False)
+    assert gradients == (ALL_GATHER, Carries.GRADIENTS, None)
+    assert means == (GATHER, Carries.MEANS, 1)
+    assert untouched == (ALL_TO_ALL, Carries.GRADIENTS, None)
+    assert [collective for collective, *_ in known(sums=True)] == [ALL_REDUCE, ALL_REDUCE, ALL_TO_ALL]
 
 
 def test_it_splits_and_tells_how_long_it_took():

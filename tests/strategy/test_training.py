@@ -259,7 +259,7 @@ def test_rules_are_resolved_on_the_ranks(two_ranks, tmp_path):
 def shards(strategy):
     optimizer = executed(mixed(), strategy)
     return {
-        name: f"{shard.communicator.spec}".replace("RowReduceBroadcast", "reduce_broadcast")
+        name: shard.communicator.spec
         for name, shard in sorted(optimizer._grace.runner.shards.items(), key=lambda item: item[0] != "words.weight")
     }
 

@@ -116,12 +116,14 @@ def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleL
     model = unwrap_compiled(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{what} needs a model, not {type(model).__name__}")
-    pairs = list(model.named_parameters())
-    named = unwrap_names([name for name, _ in pairs])
-    names = {p: name for name, (_, p) in zip(named, pairs, strict=True)}
     modules = [
         (name or "the model", module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
     ]
+    for _, module in modules:
+        module.reshard()  # an evaluation leaves the root's gathered parameters in place
+    pairs = list(model.named_parameters())
+    named = unwrap_names([name for name, _ in pairs])
+    names = {p: name for name, (_, p) in zip(named, pairs, strict=True)}
     if not modules:
         raise ConfigError(
             f"{what} needs a model that fully_shard was called on, and {type(model).__name__} has no such module:"

@@ -429,8 +429,9 @@ class OuterRounds:
         for shard in lost:
             self.write(shard, self._anchor(shard, self.read(shard)))
         if lost:
+            backend = self.runner.backend
             warnings.warn(
-                f"{lost[0].variable.name!r} was not finite on rank {self.runner.backend.rank} after iteration "
+                f"{lost[0].variable.name!r} was not finite on rank {backend.number_of(backend.rank)} after iteration "
                 f"{self.at}: the round was dropped, and this rank starts anew from the parameters of the last one",
                 stacklevel=2,
             )

@@ -129,6 +129,8 @@ class OuterRounds:
         self.write: Callable[[Shard, Any], None]
         self.sync_buffers: Callable[[], Any] = lambda: None
         """Averages the model's buffers over ranks. Called after a round of the last fragment."""
+        self.any_overflow: Callable[[bool], bool] = bool
+        """Returns True if its argument is, on this rank or on one that has other parts of the same parameters."""
 
     def __bool__(self) -> bool:
         return bool(self.fragments)
@@ -373,7 +375,7 @@ class OuterRounds:
     def _resolve(self, fragment: Fragment, outcomes: Sequence[Outcome]) -> None:
         """Commit the memories of a round and keep its means; drop both if a drift was not finite on a rank."""
         fragment.coming = {}
-        if any(outcome.overflow for outcome in outcomes):
+        if self.any_overflow(any(outcome.overflow for outcome in outcomes)):
             self._roll_back(fragment)
             self._return_to_anchors(fragment)
             return

@@ -99,7 +99,8 @@ def sparse_names(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a sharded tensor that this rank has, a view; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def make_variables(

@@ -114,7 +114,7 @@ class StateMixin:
                 return
             memory = "maybe"  # torch's functions have no argument for it
         group = self._grace.shard_group
-        others = () if group is None else group.backends
+        others: Sequence[Backend] = () if group is None else group.backends
         load_state(self, state_dict, memory, self._grace.ranks_load_alone, others)
         self._grace.on_state_loaded()
 

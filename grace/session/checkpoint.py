@@ -72,6 +72,7 @@ def _saved(runner: StepRunner) -> dict[str, Any]:
         "state": runner.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
         **({"plan": plan} if plan else {}),
+        **({"part": runner.part} if runner.part else {}),
     }
 
 
@@ -340,6 +341,13 @@ def prepare(
     saved, dropped = undamaged(saved, memory, runner.context.api_names)
     loaded = Loaded(saved["step"], saved["id"], float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
+        return loaded
+    if saved.get("part", "") != runner.part:
+        before, now = (part or "whole parameters" for part in (saved.get("part"), runner.part))
+        why = f"the checkpoint is of {before}, and this rank has {now}"
+        if strict:
+            raise ConfigError(f"{why}. Let every rank load its own, {how}")
+        loaded.dropped.append(why)
         return loaded
     saved = inside(saved)
     saved = state_schema.rename_variables(saved, list(runner.shards_of))

@@ -129,6 +129,8 @@ class OuterRounds:
         self.write: Callable[[Shard, Any], None]
         self.sync_buffers: Callable[[], Any] = lambda: None
         """Averages the model's buffers over ranks. Called after a round of the last fragment."""
+        self.any_overflow: Callable[[bool], bool] = bool
+        """Returns True if its argument is, on this rank or on one that has other parts of the same parameters."""
 
     def __bool__(self) -> bool:
         return bool(self.fragments)
@@ -373,7 +375,7 @@ class OuterRounds:
     def _resolve(self, fragment: Fragment, outcomes: Sequence[Outcome]) -> None:
         """Commit the memories of a round and keep its means; drop both if a drift was not finite on a rank."""
         fragment.coming = {}
-        if any(outcome.overflow for outcome in outcomes):
+        if self.any_overflow(any(outcome.overflow for outcome in outcomes)):
             self._roll_back(fragment)
             self._return_to_anchors(fragment)
             return
@@ -429,8 +431,9 @@ class OuterRounds:
         for shard in lost:
             self.write(shard, self._anchor(shard, self.read(shard)))
         if lost:
+            backend = self.runner.backend
             warnings.warn(
-                f"{lost[0].variable.name!r} was not finite on rank {self.runner.backend.rank} after iteration "
+                f"{lost[0].variable.name!r} was not finite on rank {backend.number_of(backend.rank)} after iteration "
                 f"{self.at}: the round was dropped, and this rank starts anew from the parameters of the last one",
                 stacklevel=2,
             )

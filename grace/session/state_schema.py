@@ -182,7 +182,7 @@ _needed = {
     "checksums": _listed(_integer()),
     "checksum": _integer(),
 }
-STATE = _record(_needed, {"ranks": _listed(_state), "plan": _text})
+STATE = _record(_needed, {"ranks": _listed(_state), "plan": _text, "part": _text})
 """Form of a state."""
 _spec = _or_none(_instance_of((str, dict), "a method's spec"))
 _options = {

@@ -120,6 +120,8 @@ class StepRunner:
         """The context that delayed round trips compute in."""
         self.warned_own_state = False
         """True if a warning said that a state holds this rank's memories only."""
+        self.part = ""
+        """Name of the parts that this rank has if parameters are sharded, for checkpoints."""
         self.planned: Callable[[], str] = lambda: ""
         """Returns the document of the planner's choice, for checkpoints; empty if the user chose."""
         self.follows_scaler: Callable[[], bool] = lambda: False

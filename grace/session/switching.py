@@ -20,7 +20,7 @@ from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, make_buckets
 from grace.session.step_runner import StepRunner
 
-FOLLOWED = ("hyperparameters", "planned", "follows_scaler", "computing", "warned_own_state", "traffic")
+FOLLOWED = ("hyperparameters", "part", "planned", "follows_scaler", "computing", "warned_own_state", "traffic")
 """Attributes that a runner takes over from the former one, besides those that checkpoints hold."""
 
 

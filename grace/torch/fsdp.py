@@ -25,10 +25,9 @@ from grace.strategy.choices import Choices
 from grace.torch.ddp import DDPState, check_no_rounds
 from grace.torch.fsdp_layout import (
     ModuleLayout,
-    connect_all_ranks,
+    ShardGroup,
     find_layouts,
     fsdp_param_groups,
-    model_mesh,
     reduce_scatter_states,
 )
 from grace.torch.parameters import check_momentum, check_not_delayed, check_optimizer, hyperparameters
@@ -49,23 +48,22 @@ class FSDPState(DDPState):
 
     def __init__(
         self,
-        layouts: Sequence[ModuleLayout],
+        shard_group: ShardGroup,
         runner: StepRunner,
         optimizer: Any,
         grad_scaler: Any,
-        mesh: Any,
     ):
         params = {
             name: param.sharded_param
-            for layout in layouts
+            for layout in shard_group.layouts
             for name, param in zip(layout.names, layout.params, strict=True)
             if param.sharded_param.requires_grad
         }
         super().__init__(params, runner, optimizer, grad_scaler, None)
         self.limits = {id(communicator): None for communicator in runner.communicators}
-        self.layouts = layouts
-        self.mesh = mesh
-        self.shard_groups = [TorchBackend(group).duplicate() for group in mesh.get_all_groups()]
+        self.layouts = shard_group.layouts
+        self.shard_group = shard_group
+        shard_group.connect()
         self.any_overflow: bool | None = None
         """True if a rank of the shard group overflowed in this step; None until the ranks have compared."""
 
@@ -128,13 +126,9 @@ class FSDPState(DDPState):
         step."""
         if self.any_overflow is None:
             resolve(self.trips)
-            # a sum over the shard group, and over tensor parallelism's axis if there is one
-            flag = torch.zeros(1, device=next(iter(self.names)).device)
-            flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
-            for group in self.shard_groups:
-                with group.waiting_for_ranks(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
-                    flag = group.allreduce(flag).wait()
-            self.any_overflow = bool(flag)
+            overflow = any([outcome.overflow for outcome in self.outcomes])
+            place = f"the comparison of gradients at step {self.runner.context.step}"
+            self.any_overflow = self.shard_group.any(overflow, place)
         return self.any_overflow
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +139,7 @@ class FSDPState(DDPState):
         Raises:
             ExchangeError: gradients were exchanged, and no optimizer has used them yet.
         """
-        return {self._key: self.full_state_dict(packed=True)}
+        return {self.shard_group.part: self.full_state_dict(packed=True)}
 
     def load_state_dict(self, state: Any, memory: str = "strict") -> None:
         """Restore a result of :meth:`state_dict`, on as many shards, and any number of replicas;
@@ -160,23 +154,18 @@ class FSDPState(DDPState):
         def read() -> Any:
             """Return this rank's entry of the state to load."""
             self._close_settled_step()
-            if not isinstance(state, dict) or self._key not in state:
+            part = self.shard_group.part
+            if not isinstance(state, dict) or part not in state:
                 found = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
                 raise ConfigError(
-                    f"this rank needs the memories of {self._key}, and there is {found or 'nothing'}: memories belong "
-                    "to shards of the parameters, and cannot be loaded with another number of shards. Start "
+                    f"this rank needs the memories of {part}, and there is {found or 'nothing'}: memories belong to "
+                    "shards of the parameters, and cannot be loaded with another number of shards. Start "
                     "without them"
                 )
-            return unpack_state(state[self._key])
+            return unpack_state(state[part])
 
         convert = lambda saved: move_to_devices(saved, parameters)  # noqa: E731
-        checkpoint.load(self.runner, read, memory, convert, self.shard_groups)
-
-    @property
-    def _key(self) -> str:
-        """Key of this rank's parts in a saved state."""
-        ranks = self.mesh.mesh.flatten().tolist()
-        return f"shard_{ranks.index(torch.distributed.get_rank())}_of_{len(ranks)}"
+        checkpoint.load(self.runner, read, memory, convert, self.shard_group.backends)
 
     def close(self) -> None:
         """End the exchange. Compressors and memories given by you may serve another one afterwards. Every rank must
@@ -280,10 +269,10 @@ def register_fsdp_hook(
         state = grace.torch.register_fsdp_hook(model, mesh["replicate"], compressor="topk(ratio=0.01)")
     """
     layouts = find_layouts(model, "register_fsdp_hook")
-    one_copy = model_mesh(layouts)
+    shard_group = ShardGroup(layouts)
     check_group(TorchBackend())
-    backend = TorchBackend(_replicate_group(mesh, one_copy))
-    connect_all_ranks(backend.size * one_copy.size())
+    backend = TorchBackend(_replicate_group(mesh, shard_group.ranks))
+    shard_group.meet_replicas([backend.number_of(rank) for rank in range(backend.size)], "mesh=")
     context = Context(seed=seed)
 
     def check(communicator):
@@ -314,7 +303,7 @@ def register_fsdp_hook(
         runner.close()
         raise ConfigError("the strategy is hierarchical, which FSDP's hook cannot")
     recorder.note(waits="fully_shard")  # traces: FSDP2 waits for the exchange, and not Grace
-    state = FSDPState(layouts, runner, optimizer, grad_scaler, one_copy)
+    state = FSDPState(shard_group, runner, optimizer, grad_scaler)
     context.lr = state.lr
     for layout in layouts:
         # buffers then have the same size on all replicas, whatever parameters a rank used
@@ -339,17 +328,16 @@ class Hook:
         self.grace_state.exchange_module(self.layout, flat)
 
 
-def _replicate_group(mesh: Any, one_copy: Any) -> Any:
-    """Return the process group of the replicate axis; None if this rank has no replicas.
+def _replicate_group(mesh: Any, own: Sequence[int]) -> Any:
+    """Return the process group of the replicate axis; None for all ranks.
 
     Args:
         mesh: the replicate axis, as the user gave it.
-        one_copy: the mesh of the ranks that hold one copy of the model.
+        own: the ranks that hold one copy of the model.
 
     Raises:
-        ConfigError: ``mesh`` is not the replicate axis, or is missing.
+        ConfigError: ``mesh`` has several axes, or is missing.
     """
-    own = one_copy.mesh.flatten().tolist()
     world = torch.distributed.get_world_size()
     if mesh is None:
         if len(own) == 1 or world == 1:
@@ -362,11 +350,4 @@ def _replicate_group(mesh: Any, one_copy: Any) -> Any:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("replicate", "shard")
         raise ConfigError(f"mesh= has {mesh.ndim} axes, and must be the replicate axis alone: mesh[{names[0]!r}]")
-    both = set(own) & set(mesh.mesh.flatten().tolist())
-    if len(both) != 1:
-        raise ConfigError(
-            f"the ranks {sorted(both)} share a copy of the model, and are replicas of each other by mesh=: it must be "
-            "the replicate axis, across which ranks hold the same part of the model, and not the one given to "
-            "fully_shard"
-        )
     return mesh.get_group()

@@ -115,13 +115,15 @@ def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleL
         raise ConfigError(f"{what} needs torch 2.13 or newer, and this is {torch.__version__}")
     model = unwrap_compiled(model)
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"{what} needs a model, not {type(model).__name__}")
-    pairs = list(model.named_parameters())
-    named = unwrap_names([name for name, _ in pairs])
-    names = {p: name for name, (_, p) in zip(named, pairs, strict=True)}
+        raise ConfigError(f"{what} needs the model itself, not {type(model).__name__}")
     modules = [
         (name or "the model", module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
     ]
+    for _, module in modules:
+        module.reshard()  # an evaluation leaves the root's gathered parameters in place
+    pairs = list(model.named_parameters())
+    named = unwrap_names([name for name, _ in pairs])
+    names = {p: name for name, (_, p) in zip(named, pairs, strict=True)}
     if not modules:
         raise ConfigError(
             f"{what} needs a model that fully_shard was called on, and {type(model).__name__} has no such module:"
@@ -152,21 +154,69 @@ def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleL
     return layouts
 
 
-def model_mesh(layouts: Sequence[ModuleLayout]) -> Any:
-    """Return the mesh of the ranks that hold one copy of the model: ``fully_shard``'s axis, and tensor
-    parallelism's."""
-    meshes = [param.sharded_param.device_mesh for layout in layouts for param in layout.params]
-    return max(meshes, key=lambda mesh: mesh.ndim)
+class ShardGroup:
+    """The ranks that hold one copy of a model: those of ``fully_shard``'s axis, and of tensor parallelism's.
 
+    Attributes:
+        layouts: the layouts of the model's modules.
+        modules: the module that shards each parameter, by the parameter's name.
+        ranks: the numbers of these ranks in the run.
+        part: name, in saved states, of the parts of parameters that this rank has.
+        backends: backends over these ranks, one for each axis; none before :meth:`connect`.
+    """
 
-def connect_all_ranks(ranks: int) -> None:
-    """Connect the ranks' watches, so that each rank learns how all others end and where they wait, even ranks that it
-    exchanges nothing with. Do nothing unless these ranks are all ranks of the run."""
-    all_ranks = TorchBackend()
-    if ranks == all_ranks.size:
-        # the watches connect when ranks first meet, so a meeting without work is enough
-        with all_ranks.checked_operation("the ranks of a sharded model"):
-            pass
+    def __init__(self, layouts: Sequence[ModuleLayout]):
+        meshes = [param.sharded_param.device_mesh for layout in layouts for param in layout.params]
+        self.layouts = layouts
+        self.modules = {name: layout.module for layout in layouts for name in layout.names}
+        self.mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        self.ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        self.part = f"shard_{self.ranks.index(torch.distributed.get_rank())}_of_{len(self.ranks)}"
+        self.backends: list[TorchBackend] = []
+
+    def meet_replicas(self, ranks: Sequence[int], given: str) -> None:
+        """Check the ranks that hold the same parts of other copies. Connect the watches of all ranks, so that each
+        rank learns how all others end and where they wait, even ranks that it exchanges nothing with.
+
+        Args:
+            ranks: their numbers, and this rank's.
+            given: the argument that gave them, for messages.
+
+        Raises:
+            ConfigError: some of them share a copy.
+        """
+        both = sorted(set(self.ranks) & set(ranks))
+        if len(both) != 1:
+            raise ConfigError(
+                f"the ranks {both} share a copy of the model, and are replicas of each other by {given}: it must be "
+                "the replicate axis, across which ranks hold the same part of the model, and not the one given to "
+                "fully_shard"
+            )
+        all_ranks = TorchBackend()
+        if len(ranks) * len(self.ranks) == all_ranks.size:
+            # the watches connect when ranks first meet, so a meeting without work is enough
+            with all_ranks.checked_operation("the ranks of a sharded model"):
+                pass
+
+    def connect(self) -> None:
+        """Make the backends. Every rank must call it."""
+        self.backends = [TorchBackend(group).duplicate() for group in self.mesh.get_all_groups()]
+
+    def sum(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
+        """Return the sum of a tensor over these ranks; the tensor is overwritten. Every rank must call it.
+
+        Args:
+            tensor: the tensor.
+            place: description of the sum, for ranks that wait.
+        """
+        for backend in self.backends:
+            with backend.waiting_for_ranks(lambda: place):
+                tensor = backend.allreduce(tensor).wait()
+        return tensor
+
+    def any(self, flag: bool, place: str) -> bool:
+        """Return True if the flag of one of these ranks is True. Every rank must call it."""
+        return bool(self.sum(torch.full((1,), float(flag), device=self.mesh.device_type), place))
 
 
 def _check_sharding(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:
@@ -179,7 +229,8 @@ def _check_sharding(name: str, p: Any, mesh_info: str, other_axes: bool) -> None
         raise ConfigError(
             f"parameter {name!r}: fully_shard was given a mesh with a replicate axis ({', '.join(axes)}), over which "
             "torch averages by itself, uncompressed. Give it the other axis alone, fully_shard(module, "
-            f"mesh=mesh[{axes[-1]!r}]), and the replicate axis to Grace: register_fsdp_hook(model, mesh[{axes[0]!r}])"
+            f"mesh=mesh[{axes[-1]!r}]), and the replicate axis to Grace: register_fsdp_hook(model, mesh[{axes[0]!r}]), "
+            f"or with outer= process_group=mesh.get_group({axes[0]!r})"
         )
     if mesh.ndim > 1 and not other_axes:
         raise ConfigError(

@@ -46,6 +46,8 @@ class Memories:
                 f"not {type(owner).__name__}"
             )
         checkpoint.check_mode(memory)
+        runner = owner.runner if isinstance(owner, DDPState) else owner._grace.runner
+        self.key = f"{KEY}.{runner.part}" if runner.part else KEY
         self.owner = owner
         self.memory = memory
         if isinstance(owner, StateMixin):
@@ -58,9 +60,9 @@ class Memories:
             ExchangeError: a step is in progress.
         """
         if isinstance(self.owner, DDPState):
-            return {KEY: self.owner.full_state_dict(packed=True)}
+            return {self.key: self.owner.full_state_dict(packed=True)}
         session = self.owner._grace
-        return {KEY: pack_state(checkpoint.gather(session.runner, lambda: checkpoint.check_settled(session)))}
+        return {self.key: pack_state(checkpoint.gather(session.runner, lambda: checkpoint.check_settled(session)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a result of :meth:`state_dict`. Every rank must call it.
@@ -69,7 +71,7 @@ class Memories:
             ConfigError: the state does not fit.
             ExchangeError: a step is in progress.
         """
-        saved = state.get(KEY) if isinstance(state, dict) else None
+        saved = state.get(self.key) if isinstance(state, dict) else None
         if isinstance(self.owner, DDPState):
             self.owner.load_state_dict(saved, self.memory)
         else:

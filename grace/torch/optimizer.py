@@ -303,7 +303,8 @@ def DistributedOptimizer(
             the second place, or as ``grace=``.
         outer: spec or object of an outer optimizer ("nesterov(lr=0.7, momentum=0.6)"; "none" averages): ranks train
             alone, and exchange how far they have drifted, by these three, instead of gradients. See ``anchor()`` and
-            ``flush()`` of the optimizer.
+            ``flush()`` of the optimizer. With it ``named_parameters`` may be a model that ``fully_shard`` has sharded:
+            each rank exchanges its own parts.
         period: iterations between two such exchanges.
         strategy: a method for each variable, instead of one for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
@@ -316,7 +317,8 @@ def DistributedOptimizer(
         gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
         num_groups, groups: parameters that may share a collective: number of sets, or lists of parameters.
             By default all parameters that become ready one after the other, up to ``bucket_bytes``.
-        process_group: a torch.distributed group; all ranks if left out.
+        process_group: a torch.distributed group; all ranks if left out. For a sharded model that of the replicate
+            axis, ``mesh.get_group("replicate")``.
         process_set: a Horovod process set; all ranks if left out.
         backend: a Backend object, instead of that of ``grace.init()``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.

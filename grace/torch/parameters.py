@@ -97,19 +97,28 @@ def sparse_names(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
     return [name for name, p in parameters.items() if p in held]
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a sharded tensor that this rank has, a view; any other tensor as it is."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def make_variables(
-    parameters: Mapping[str, torch.nn.Parameter], sparse: Collection[torch.nn.Parameter] = ()
+    parameters: Mapping[str, torch.nn.Parameter],
+    sparse: Collection[torch.nn.Parameter] = (),
+    sharded: Collection[str] = (),
 ) -> list[Variable]:
     """Return the variables of named parameters.
 
     Args:
         parameters: the parameters, by name.
         sparse: the parameters whose gradients come as rows.
+        sharded: names of the parameters of which this rank's parts are the variables.
 
     Raises:
-        ConfigError: a parameter has a dtype that Grace does not exchange, or is a part of a tensor.
+        ConfigError: a parameter has a dtype that Grace does not exchange, or is another part of a tensor.
     """
-    check_not_sharded(parameters)
+    check_not_sharded({name: p for name, p in parameters.items() if name not in sharded})
     check_initialized(parameters.items())
     variables = []
     for name, p in parameters.items():
@@ -119,7 +128,7 @@ def make_variables(
             raise ConfigError(
                 f"parameter {name!r} is {p.dtype}; Grace exchanges float16, bfloat16, float32 and float64{hint}"
             )
-        variables.append(Variable(name, tuple(p.shape), dtype, str(p.device), p in sparse))
+        variables.append(Variable(name, tuple(local_part(p.data).shape), dtype, str(p.device), p in sparse))
     return variables
 
 

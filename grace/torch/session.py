@@ -14,7 +14,7 @@ from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.errors import ExchangeError, PayloadError
+from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.step_stamp import digest
@@ -33,6 +33,7 @@ from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.torch.auto import copies, driver_of
+from grace.torch.fsdp_layout import ShardGroup, find_layouts
 from grace.torch.gradients import check_unchanged_gradients, check_unchanged_parameters, dense_gradient, gradient_rows
 from grace.torch.initial_sync import initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
@@ -44,6 +45,7 @@ from grace.torch.parameters import (
     horovod_groups,
     hyperparameters,
     immutable_settings,
+    local_part,
     make_variables,
     named_trainable_parameters,
     scaler_enabled,
@@ -95,6 +97,8 @@ class Session:
         """Exchanged parameters whose dtype is narrower than float64, by name."""
         self.plan: ExchangePlan | None = None
         self.asked: Any = None
+        self.shard_group = _shard_group(optimizer, parameters, choices, backend)
+        """The ranks that have the other parts of the parameters; None if this rank has whole ones."""
         self.chosen_sets = groups is not None and groups != 0
         start: dict[str, torch.Tensor] = {}
 
@@ -127,7 +131,14 @@ class Session:
         )
         if not backend.elastic:  # whose ranks have not met yet
             advise_hierarchy(self.runner)
-        self._check_plan(self.runner)
+        try:
+            self._check_plan(self.runner)
+        except ConfigError:
+            self.runner.close()
+            raise
+        if self.shard_group is not None:
+            self.shard_group.connect()
+            self.runner.part = self.shard_group.part
         named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
         self.buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}
         """Buffers of a module, which are averaged after outer rounds."""
@@ -165,7 +176,7 @@ class Session:
         """Views of gradients that aggregates are written into directly, by variable."""
         self.unused: UnusedMeans | None = None
         if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
-            broadcast_parameters(start, 0, backend)
+            broadcast_parameters({name: local_part(tensor.detach()) for name, tensor in start.items()}, 0, backend)
         self.auto: Any = None if self.asked is None else driver_of(self)
 
     def _list_variables(
@@ -195,7 +206,17 @@ class Session:
         check_unwrapped(own)
         check_not_distributed(own)
         sparse = () if self.settings.sparse_as_dense else find_sparse_parameters(named_parameters)
-        variables = make_variables(own, sparse)
+        sharded: Collection[str] = ()
+        if self.shard_group is not None:
+            sharded = self.shard_group.modules
+            facts.append(("this rank's parts of parameters", self.shard_group.part))
+            whole = [name for name in own if name not in sharded and not hasattr(own[name], "device_mesh")]
+            if whole:
+                raise ConfigError(
+                    f"parameter {whole[0]!r} is whole beside sharded ones, and so no rank of the shard group gets the "
+                    "others' gradients of it: call fully_shard on the whole model too"
+                )
+        variables = make_variables(own, sparse, sharded)
         start.update(initial_tensors(optimizer, named_parameters))
         in_optimizer = {p for group in optimizer.param_groups for p in group["params"]}
         untrained = in_optimizer - set(own.values())
@@ -301,8 +322,14 @@ class Session:
         """Names of sparse variables that have exchanged and unexchanged parts."""
 
     def _check_plan(self, runner: StepRunner) -> None:
-        """Refuse a runner whose plan does not go with the settings."""
+        """Refuse a runner whose plan does not go with the settings, or with sharded parameters."""
         self.settings.check_votes(runner.communicators)
+        if self.shard_group is not None and runner.buckets:
+            raise ConfigError(
+                f"the strategy exchanges the gradient of {runner.buckets[0].names[0]!r} in every step, and the "
+                "parameters are sharded: give outer, over ranks, to all variables, or exchange all gradients by "
+                "grace.torch.register_fsdp_hook(model, mesh['replicate'], ...)"
+            )
 
     def switch(self, plan: ExchangePlan) -> None:
         """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""
@@ -539,6 +566,8 @@ class Session:
         rounds.read = partial(Session._parameters_of, me)
         rounds.write = partial(Session._set_parameters, me)
         rounds.sync_buffers = partial(Session._average_buffers, me)
+        if self.shard_group is not None:
+            rounds.any_overflow = partial(self.shard_group.any, place="the comparison of drifts")
         if self.grad_scaler is not None and not any(isinstance(hook, ScalerHook) for hook in self.hooks):
             # A rank whose scaler skips the step runs the rounds after the scaler's update.
             self.hooks.append(ScalerHook(self.grad_scaler, self.run_rounds))
@@ -559,6 +588,9 @@ class Session:
             own = [self.buffers[name] for name in bucket.names]
             for buffer, mean in zip(own, self.runner.mean(bucket, own), strict=True):
                 buffer.copy_(mean)
+        if self.shard_group is not None:
+            for buffer in self.buffers.values():
+                buffer.copy_(self.shard_group.sum(buffer, "the mean of buffers") / len(self.shard_group.ranks))
         self.shared_buffers = [buffer.clone() for buffer in self.buffers.values()]
 
     def before_update(self) -> None:
@@ -575,9 +607,11 @@ class Session:
 
     def _parameters_of(self, shard: Shard) -> Any:
         """Return the view of a parameter that a shard is."""
-        return shard.slice_of(self.parameters[shard.whole.name].data)
+        return shard.slice_of(local_part(self.parameters[shard.whole.name].data))
 
     def _set_parameters(self, shard: Shard, value: torch.Tensor) -> None:
+        if self.shard_group is not None:
+            self.shard_group.modules[shard.whole.name].reshard()  # an evaluation leaves gathered values in use
         self._parameters_of(shard).copy_(value)
 
     def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
@@ -596,3 +630,19 @@ class Session:
             else:
                 outs.append(None)
         return outs
+
+
+def _shard_group(optimizer: Any, model: Any, choices: Choices, backend: Backend) -> ShardGroup | None:
+    """Return the ranks that have the other parts of an optimizer's parameters; None if this rank has whole ones, or if
+    gradients are to be exchanged, which is refused where variables are listed.
+
+    Raises:
+        ConfigError: the model is not given, or not sharded by ``fully_shard``; or the backend's ranks share a copy.
+    """
+    sharded = any(hasattr(p, "device_mesh") for group in optimizer.param_groups for p in group["params"])
+    if not sharded or (choices.outer is None and choices.strategy is None):
+        return None
+    group = ShardGroup(find_layouts(model, "grace.DistributedOptimizer of sharded parameters"))
+    ranks = [backend.number_of(rank) for rank in range(backend.size)]
+    group.meet_replicas(ranks, "process_group= (all ranks if left out)")
+    return group

@@ -71,7 +71,7 @@ class StateMixin:
             )
             return state
         saved = checkpoint.save(self._grace.runner)
-        state["param_groups"][0][f"{KEY}{saved['rank']}"] = pack_state(saved)
+        state["param_groups"][0][_key(self._grace.runner)] = pack_state(saved)
         return state
 
     def full_state_dict(self, packed: bool = False) -> dict[str, Any]:
@@ -113,7 +113,9 @@ class StateMixin:
                     super().load_state_dict(state_dict)  # type: ignore[misc]
                 return
             memory = "maybe"  # torch's functions have no argument for it
-        load_state(self, state_dict, memory, self._grace.ranks_load_alone)
+        group = self._grace.shard_group
+        others: Sequence[Backend] = () if group is None else group.backends
+        load_state(self, state_dict, memory, self._grace.ranks_load_alone, others)
         self._grace.on_state_loaded()
 
     @property
@@ -212,7 +214,7 @@ def load_state(
         memory: as for ``load_state_dict``, or "maybe": "keep" if the state has no part of Grace's, else "strict".
         alone: True to compare with no other rank, unless the run plans its strategy.
         other_groups: other groups of ranks that load states of their own at the same time, all or none (a pipeline's
-            stages).
+            stages, or the ranks that shard a model).
     """
     session = optimizer._grace
     attributes_before = dict(vars(optimizer))
@@ -223,7 +225,7 @@ def load_state(
         try:
             checkpoint.check_settled(session)
             with _reporting_damage():
-                plain, saved = _split_state(state_dict, former.backend.rank)
+                plain, saved = _split_state(state_dict, _key(former))
             if memory == "maybe":
                 memory = "keep" if saved is None else "strict"
         except Exception as raised:
@@ -246,7 +248,8 @@ def load_state(
         except Exception as raised:
             error = raised
         if not alone or session.auto is not None:
-            checkpoint.compare_everywhere([former.backend, *other_groups], saved, memory, error, alike=False)
+            alike = session.shard_group is not None  # its ranks are at one step
+            checkpoint.compare_everywhere([former.backend, *other_groups], saved, memory, error, alike)
         elif error is not None:
             raise error
         checkpoint.apply(runner, cast(checkpoint.Loaded, loaded))
@@ -289,8 +292,13 @@ def unpack_state(saved: Any) -> Any:
         raise state_schema.damage_error(f"it is packed, and cannot be read: {str(error)[:200]}") from error
 
 
-def _split_state(state_dict: Any, rank: int) -> tuple[dict[str, Any], Any]:
-    """Return a state dict as torch knows it, and Grace's part of it: this rank's, if there are several."""
+def _key(runner: Any) -> str:
+    """Return the key of this rank's memories."""
+    return f"{KEY}{runner.backend.rank}" + (f".{runner.part}" if runner.part else "")
+
+
+def _split_state(state_dict: Any, key: str) -> tuple[dict[str, Any], Any]:
+    """Return a state dict as torch knows it, and Grace's part of it: this rank's, by its key, if there are several."""
     if not isinstance(state_dict, dict):
         raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")
     plain = {key: value for key, value in state_dict.items() if key != "grace"}
@@ -303,7 +311,7 @@ def _split_state(state_dict: Any, rank: int) -> tuple[dict[str, Any], Any]:
         plain["param_groups"] = groups
     saved = state_dict.get("grace")
     if saved is None and found:
-        saved = found.get(f"{KEY}{rank}", next(iter(found.values())))
+        saved = found.get(key, next(iter(found.values())))
     return plain, unpack_state(saved)
 
 

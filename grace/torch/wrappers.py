@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grace.errors import ConfigError
 
 WHOLE = (
-    "Grace exchanges gradients of which every rank has the whole. What works today: without sharding, "
+    "What works today: fully_shard (FSDP2) instead, with grace.torch.register_fsdp_hook; or without sharding, "
     "grace.DistributedOptimizer with the plain model, or grace.torch.register_ddp_hook with DistributedDataParallel"
 )
 LIGHTNING = "under Lightning: Trainer(..., callbacks=[grace.integrations.lightning.GraceCallback(compressor=...)])"
@@ -45,7 +45,10 @@ def check_not_sharded(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             places = ", ".join(map(repr, sharded.placements))
             raise ConfigError(
                 f"parameter {name!r} is a DTensor ({places}), as FSDP2's fully_shard and tensor parallelism make them. "
-                f"{WHOLE}"
+                "What works today, between replicas of a model that fully_shard was called on: "
+                "grace.torch.register_fsdp_hook(model, mesh['replicate'], ...), in every step; or "
+                "grace.DistributedOptimizer(optimizer, model, ..., outer=..., period=..., "
+                "process_group=mesh.get_group('replicate')), now and then"
             )
 
 

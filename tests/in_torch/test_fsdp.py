@@ -159,6 +159,16 @@ def test_a_compiled_model_trains_as_it_does_eagerly():
     assert counter.frame_count > 0
 
 
+@on_ranks(4)
+def test_a_model_may_have_been_evaluated_before():
+    """An evaluation leaves the root's gathered parameters in place."""
+    net = built(mesh_of()["shard"])
+    with torch.no_grad():
+        loss_of(net, 0)
+    with compressed(net, "topk(ratio=0.1)", BLOCK):
+        assert same_bits(trained(net, 2))
+
+
 # -- compressed ------------------------------------------------------------------------------------------------------
 
 

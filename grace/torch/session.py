@@ -14,7 +14,7 @@ from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.errors import ExchangeError, PayloadError
+from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.step_stamp import digest
@@ -303,6 +303,13 @@ class Session:
     def _check_plan(self, runner: StepRunner) -> None:
         """Refuse a runner whose plan does not go with the settings."""
         self.settings.check_votes(runner.communicators)
+        in_step = [name for name, shard in runner.shards.items() if shard.outer is None]
+        if self.grad_scaler is not None and runner.rounds and in_step:
+            raise ConfigError(
+                f"the strategy keeps {in_step[0]!r} in step and lets ranks train other variables alone: their gradient "
+                "scalers skip different steps, so its values would differ by rank. Give all variables outer, or train "
+                "in bfloat16 without a scaler"
+            )
 
     def switch(self, plan: ExchangePlan) -> None:
         """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""

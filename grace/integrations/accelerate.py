@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 from grace.errors import ConfigError
 from grace.integrations.wrapped import NOTHING, Wrapped, wrap
@@ -116,12 +117,18 @@ def prepare(
 
 def _unregister_freed(accelerator: Accelerator) -> None:
     """Unregister the states of models that ``accelerator.free_memory()`` has dropped, as before another try."""
-    models = [unwrap_compiled(model) for model in accelerator._models]
+    models = [_module_of(model) for model in accelerator._models]
     accelerator._custom_objects = [
         each
         for each in accelerator._custom_objects
-        if not isinstance(each, Registered) or any(each.model() is model for model in models)
+        if not isinstance(each, Registered) or any(_module_of(each.model()) is model for model in models)
     ]
+
+
+def _module_of(model: Any) -> Any:
+    """Return a model without wrappers: Accelerate lists models as they were before it wrapped them."""
+    model = unwrap_compiled(model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _progress(accelerator: Accelerator) -> dict[str, int]:

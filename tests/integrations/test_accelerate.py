@@ -265,3 +265,7 @@ def test_another_try_is_saved_alone_and_the_first_model_is_freed(tmp_path):
         model, optimizer = prepared()
         by.load_state(str(tmp_path))
         assert kept(grace.integrations.accelerate.state_of(model)) == remembered != {}
+        second = prepared()  # beside the first one, which is saved all the same
+        by.save_state(str(tmp_path / "both"))
+        by.wait_for_everyone()
+        assert len(second) == len(list((tmp_path / "both").glob("custom_checkpoint*"))) == 2

@@ -438,6 +438,22 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
         assert resumed.ends() == run.ends(), stop
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@on_ranks(2)
+def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):
+    """It has the states of all ranks' own optimizers, which are Adam's."""
+    run = Run(RESUMED["plain"])
+    run.train(range(6))
+    states = run.optimizer.full_state_dict(packed), run.schedule.state_dict()
+    optimizer, schedule = copied(grace.broadcast_object(states, 0))
+    resumed = Run(RESUMED["plain"], seed=9)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.schedule.load_state_dict(schedule)
+    for one in (run, resumed):
+        one.train(range(6, 10))
+    assert resumed.ends() == run.ends()
+
+
 def saved_by_all():
     run = Run(RESUMED["plain"])
     run.train(range(6))

@@ -51,7 +51,7 @@ class Wrapped:
 
     def __init__(self, state: Any, memory_state: str, progress: Callable[[], dict[str, int]]):
         self.state = state
-        self.runner = None if state is None else getattr(state, "_grace", state).runner
+        self.runner: Any = None if state is None else getattr(state, "_grace", state).runner
         self.rounds = isinstance(state, StateMixin)
         self.optimizer = state if self.rounds else getattr(state, "optimizer", None)
         self.memory_state = memory_state

@@ -1,15 +1,17 @@
 """Compressed gradients under Hugging Face's Accelerate."""
 
+import contextlib
+import copy
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 from grace.errors import ConfigError
 from grace.integrations.wrapped import NOTHING, Wrapped, wrap
-from grace.torch.ddp import DDPState
 from grace.torch.wrappers import unwrap_compiled
 
 WAY = "Start the program without FSDP, DeepSpeed and Megatron-LM"
@@ -44,6 +46,8 @@ def prepare(
     compressor: Any = None,
     memory: Any = None,
     communicator: Any = None,
+    outer: Any = None,
+    period: int | None = None,
     strategy: Any = None,
     hierarchical: bool = False,
     compress_after: int = 0,
@@ -55,7 +59,9 @@ def prepare(
     """Call ``accelerator.prepare(*objects)``, and let gradients be exchanged compressed.
 
     When there are several ranks Accelerate puts models into DistributedDataParallel; this function registers its
-    communication hook, and the optimizer is not changed. ``accelerator.save_state()`` and ``load_state()`` save and
+    communication hook, and the optimizer is not changed. With ``outer``, or a strategy that has outer rounds, the
+    optimizer becomes a distributed one, and the wrapper exchanges nothing: evaluate in :func:`anchor`, and end training
+    with :func:`flush`; ``save_state()`` saves the anchors. ``accelerator.save_state()`` and ``load_state()`` save and
     load the state of all ranks, on any number of ranks. In one process nothing is exchanged, and a warning says so.
 
     Args:
@@ -65,6 +71,7 @@ def prepare(
             ``accelerator.free_memory()`` has dropped since are no longer saved.
         compressor, memory, communicator, strategy, hierarchical, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
+        outer, period: as for :func:`grace.DistributedOptimizer`.
         memory_state: treatment of memories in ``load_state()``: "strict" refuses those of another method; "keep"
             keeps the ones that fit, and warns of the others; "reset" starts with empty ones.
         options: further arguments of ``accelerator.prepare``.
@@ -81,6 +88,8 @@ def prepare(
     """
     found = accelerator.prepare(*objects, **options)
     _unregister_freed(accelerator)
+    if _save_anchors not in accelerator._save_model_state_pre_hook.values():
+        accelerator.register_save_state_pre_hook(_save_anchors)
     all_found = found if len(objects) > 1 else (found,)
     models = [each for each in all_found if isinstance(each, torch.nn.Module)]
     if not models:
@@ -102,6 +111,8 @@ def prepare(
             compressor=compressor,
             memory=memory,
             communicator=communicator,
+            outer=outer,
+            period=period,
             strategy=strategy,
             hierarchical=hierarchical,
             grad_scaler=accelerator.scaler,
@@ -116,12 +127,18 @@ def prepare(
 
 def _unregister_freed(accelerator: Accelerator) -> None:
     """Unregister the states of models that ``accelerator.free_memory()`` has dropped, as before another try."""
-    models = [unwrap_compiled(model) for model in accelerator._models]
+    models = [_module_of(model) for model in accelerator._models]
     accelerator._custom_objects = [
         each
         for each in accelerator._custom_objects
-        if not isinstance(each, Registered) or any(each.model() is model for model in models)
+        if not isinstance(each, Registered) or any(_module_of(each.model()) is model for model in models)
     ]
+
+
+def _module_of(model: Any) -> Any:
+    """Return a model without wrappers: Accelerate lists models as they were before it wrapped them."""
+    model = unwrap_compiled(model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _progress(accelerator: Accelerator) -> dict[str, int]:
@@ -140,9 +157,40 @@ def _progress(accelerator: Accelerator) -> dict[str, int]:
     return found
 
 
-def state_of(model: torch.nn.Module) -> DDPState | None:
-    """Return the state of a prepared model's hook, which has its ``traffic``; None in one process."""
+def _save_anchors(models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+    """Replace the weights that ``save_state()`` is about to save by the anchors. Accelerate calls it."""
+    prepared = {_module_of(model): wrapped for model, wrapped in _prepared.items()}
+    for i, model in enumerate(models[: len(weights)]):
+        wrapped = prepared.get(_module_of(model))
+        if wrapped is not None and wrapped.rounds:
+            with wrapped.anchor():
+                weights[i] = copy.deepcopy(weights[i])  # which are views of the parameters
+
+
+def state_of(model: torch.nn.Module) -> Any:
+    """Return the state of a prepared model's hook, or the distributed optimizer if there are outer rounds; both have
+    ``traffic``. None in one process."""
     return _wrapped_of(model).state
+
+
+def anchor(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a prepared model has the parameters that all ranks share, to evaluate and save. Without
+    outer rounds it changes nothing. No collective.
+
+    Raises:
+        ExchangeError: a step is in progress.
+    """
+    return _wrapped_of(model).anchor()
+
+
+def flush(model: torch.nn.Module) -> None:
+    """Run a last outer round at the end of training, after which all ranks have equal parameters. Every rank must call
+    it, after as many steps. Without outer rounds it does nothing.
+
+    Raises:
+        StepError: ranks have made other numbers of steps.
+    """
+    _wrapped_of(model).flush()
 
 
 def metrics(model: torch.nn.Module) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Compressed gradients under Lightning."""
 
+import contextlib
 import sys
 import warnings
 from functools import cached_property, partial
@@ -18,7 +19,9 @@ class GraceCallback(Chosen, Callback):
     """Callback that compresses the gradients that the ranks of a ``Trainer(strategy="ddp")`` exchange.
 
     When training starts it registers its hook with the DistributedDataParallel model that Lightning has made; the
-    optimizer is not changed. Lightning's checkpoints hold the state of all ranks under ``"grace"``, which
+    optimizer is not changed. With ``outer``, or a strategy that has outer rounds, Lightning's optimizer becomes a
+    distributed one, and the wrapper exchanges nothing: the anchors are validated and saved, and a last round ends
+    training. Lightning's checkpoints hold the state of all ranks under ``"grace"``, which
     ``fit(ckpt_path=...)`` loads, on any number of ranks. Every ``log_every_n_steps`` steps the numbers of the exchange
     since the last time are logged, as ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`).
     In one process nothing is exchanged, and a warning says so.
@@ -26,11 +29,13 @@ class GraceCallback(Chosen, Callback):
     Args:
         compressor, memory, communicator, strategy, hierarchical, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
+        outer, period: as for :func:`grace.DistributedOptimizer`.
         memory_state: treatment of the memories in a checkpoint: "strict" refuses one without them, or of another
             method; "keep" keeps the memories that fit, and warns of the others; "reset" starts with empty ones.
 
     Attributes:
-        state: the hook's :class:`~grace.torch.DDPState`; None before training, and in one process.
+        state: the hook's :class:`~grace.torch.DDPState`, or the distributed optimizer if there are outer rounds; None
+            before training, and in one process.
         ddp_comm_state, ddp_comm_hook: arguments for a ``DDPStrategy`` of your own, beside the callback. Lightning
             registers them on GPUs only; on CPUs the callback does.
 
@@ -45,6 +50,9 @@ class GraceCallback(Chosen, Callback):
     ddp_comm_hook = staticmethod(grace_hook)
     loaded: dict[str, Any] | None = None
     logged = 0
+    trainer: Trainer | None = None
+    validating: contextlib.ExitStack | None = None
+    """Context of the anchors during validation."""
 
     @cached_property
     def ddp_comm_state(self) -> EarlyState:
@@ -53,6 +61,7 @@ class GraceCallback(Chosen, Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the hook of the last fit(): Lightning wraps the model, and makes optimizers, anew for each."""
+        self.training = False
         if stage == "fit":
             if self.wrapped is not None:
                 self.wrapped.close()
@@ -77,6 +86,24 @@ class GraceCallback(Chosen, Callback):
         self.logged = trainer.global_step
         if loaded is not None:
             self.wrapped.load_state_dict(loaded)
+        if trainer is not self.trainer:
+            self.trainer = trainer
+            self.at_anchor(trainer, "save_checkpoint")
+        self.training = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Run a last outer round."""
+        self.end_training(flush=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate the parameters that all ranks share."""
+        self.validating = contextlib.ExitStack()
+        self.validating.enter_context(self.anchor())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Return to this rank's own parameters."""
+        if self.validating is not None:
+            self.validating.close()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hold the state in a checkpoint until the model is wrapped."""

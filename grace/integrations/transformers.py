@@ -24,7 +24,9 @@ class GraceCallback(Chosen, TrainerCallback):
     """Callback that compresses the gradients that a ``Trainer``'s ranks exchange.
 
     The Trainer puts the model into DistributedDataParallel when there are several ranks; when training begins the
-    callback registers its communication hook, and the optimizer is not changed. Each ``checkpoint-N`` folder gets a
+    callback registers its communication hook, and the optimizer is not changed. With ``outer``, or a strategy that has
+    outer rounds, the Trainer's optimizer becomes a distributed one, and the wrapper exchanges nothing: the Trainer then
+    evaluates and saves the anchors, and a last round ends training. Each ``checkpoint-N`` folder gets a
     file with the state of all ranks, ``grace_memories.pt``, which ``resume_from_checkpoint`` loads, on any number of
     ranks; trials of ``hyperparameter_search`` get none. Whenever the Trainer logs a loss, it logs the numbers of the
     exchange since the last time, as ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`). In
@@ -33,12 +35,14 @@ class GraceCallback(Chosen, TrainerCallback):
     Args:
         compressor, memory, communicator, strategy, hierarchical, compress_after, seed, bucket_bytes: as for
             :func:`grace.torch.register_ddp_hook`.
+        outer, period: as for :func:`grace.DistributedOptimizer`.
         memory_state: treatment of memories on ``resume_from_checkpoint``: "strict" refuses a checkpoint without
             them, or of another method; "keep" keeps the memories that fit, and warns of the others; "reset" starts
             with empty ones.
 
     Attributes:
-        state: the hook's :class:`~grace.torch.DDPState`; None before training, and in one process.
+        state: the hook's :class:`~grace.torch.DDPState`, or the distributed optimizer if there are outer rounds; None
+            before training, and in one process.
 
     Raises:
         ConfigError: when training begins: the model is wrapped otherwise, or the choices cannot work.
@@ -54,8 +58,11 @@ class GraceCallback(Chosen, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Register the hook, unless this model has it from the last ``train()``, and load the state that a checkpoint
         holds."""
-        self.trainer, checkpoint = _calling_trainer(self)
-        model = self.trainer.model_wrapped
+        trainer, checkpoint = _calling_trainer(self)
+        if trainer is not self.trainer:
+            self.trainer = trainer
+            self.at_anchor(trainer, "evaluate", "predict", "save_model")
+        model = trainer.model_wrapped
         optimizer = kwargs["optimizer"]
         if self.wrapped is None or unwrap_compiled(self.model) is not unwrap_compiled(model):
             if self.wrapped is not None:  # another model since the last train()
@@ -67,18 +74,26 @@ class GraceCallback(Chosen, TrainerCallback):
                 self.memory_state,
                 WAY,
                 "GraceCallback({})",
-                partial(_progress, self.trainer),
+                partial(_progress, trainer),
                 grad_scaler=getattr(optimizer, "scaler", None),
                 **self.choices,
             )
             self.model = model
-        elif self.state is not None and self.state.optimizer not in (None, optimizer.optimizer):
+        elif self.wrapped.optimizer not in (None, optimizer.optimizer):
             raise ConfigError(
-                "the Trainer has another optimizer than in its last train(), and the hook of DistributedDataParallel "
-                "stays with the former one: make a new Trainer"
+                "the Trainer has another optimizer than in its last train(), and the exchange stays with the former "
+                "one: make a new Trainer"
             )
+        self.training = True
         if checkpoint is not None:
             self._load(Path(checkpoint, FILE))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Run a last outer round, unless all ranks have loaded the best checkpoint."""
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        self.end_training(flush=not best)
+        if best and self.wrapped is not None and self.wrapped.rounds:
+            self.model = None  # another train() begins anew, from the best parameters
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the state of all ranks into the checkpoint's folder."""
@@ -114,6 +129,7 @@ class GraceCallback(Chosen, TrainerCallback):
 
     def _on_all_ranks(self, act: Callable[[], Any], failed: str) -> Any:
         """Call a function, and raise on all ranks if one of them failed."""
+        assert self.wrapped is not None
         result = None
         error = None
         try:
@@ -121,7 +137,7 @@ class GraceCallback(Chosen, TrainerCallback):
         except Exception as raised:
             error = raised
         if self.state is not None:
-            gather_or_raise(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
+            gather_or_raise(self.wrapped.runner.backend, "a Trainer's checkpoint", None, error, failed)
         elif error is not None:
             raise error
         return result

@@ -1,14 +1,22 @@
-"""Common parts of the integrations: the hook on a model that a framework has wrapped, and its memories in
-checkpoints."""
+"""Common parts of the integrations: the exchange of a model that a framework has wrapped, and its memories in
+checkpoints.
 
+DistributedDataParallel's communication hook exchanges gradients in every step. Where ranks train alone between outer
+rounds, the framework's own optimizer becomes a distributed one, and the wrapper exchanges nothing.
+"""
+
+import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from grace.backends.alone import check_trainer
@@ -16,8 +24,10 @@ from grace.core.api_names import TORCH
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
-from grace.torch.ddp import DDPState, register_ddp_hook
-from grace.torch.wrappers import unwrap_compiled
+from grace.torch.ddp import RoundsError, register_ddp_hook
+from grace.torch.optimizer import DistributedOptimizer
+from grace.torch.state_dict import INNER, StateMixin, load_state
+from grace.torch.wrappers import Silence, unwrap_compiled
 
 KEY = "grace"
 """Key of the state of all ranks in a framework's checkpoint."""
@@ -26,17 +36,24 @@ NOTHING: dict[str, Any] = {KEY: None}
 
 
 class Wrapped:
-    """Grace on one model: the state of its hook, in the form that frameworks' checkpoints take.
+    """Grace on one model, with its state in the form that frameworks' checkpoints take.
 
     Attributes:
-        state: the hook's state; None in one process, where nothing is exchanged.
+        state: the hook's state; the distributed optimizer if there are outer rounds; None in one process, where nothing
+            is exchanged.
+        runner: the runner of the exchanges.
+        rounds: True if there are outer rounds.
+        optimizer: the optimizer that uses what is exchanged; None if several do.
         memory_state: treatment of memories in a checkpoint: "strict", "keep" or "reset".
         progress: returns the framework's own counts of steps, by name, which are saved with memories, and which the
             framework restores before memories.
     """
 
-    def __init__(self, state: DDPState | None, memory_state: str, progress: Callable[[], dict[str, int]]):
+    def __init__(self, state: Any, memory_state: str, progress: Callable[[], dict[str, int]]):
         self.state = state
+        self.runner: Any = None if state is None else getattr(state, "_grace", state).runner
+        self.rounds = isinstance(state, StateMixin)
+        self.optimizer = state if self.rounds else getattr(state, "optimizer", None)
         self.memory_state = memory_state
         self.progress = progress
 
@@ -44,7 +61,9 @@ class Wrapped:
         """Return the state of all ranks, as bytes, and its step; every rank must call it."""
         if self.state is None:
             return dict(NOTHING)
-        return {KEY: {"memories": self.state.full_state_dict(packed=True), "at": self.progress()}}
+        saved = self.state.full_state_dict(packed=True)
+        parts = {"memories": saved["grace"], "inner": saved[INNER]} if self.rounds else {"memories": saved}
+        return {KEY: {**parts, "at": self.progress()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the state of all ranks, on any number of ranks; every rank must call it.
@@ -64,14 +83,20 @@ class Wrapped:
                 )
             return
         if saved == NOTHING:
-            self.state.load_state_dict(None, "reset")
+            self._load(None, (), "reset")
             return
         self._compare_steps({} if earlier else found.get("at"))
-        self.state.load_state_dict(memories, self.memory_state)
+        self._load(memories, () if earlier else found.get("inner", ()), self.memory_state)
+
+    def _load(self, memories: Any, inner: Any, memory_state: str) -> None:
+        if not self.rounds:
+            self.state.load_state_dict(memories, memory_state)
+            return
+        # The framework has loaded the optimizer's state of one rank into those of all.
+        load_state(self.state, {**self.state.state_dict(), "grace": memories, INNER: inner}, memory_state)
 
     def _compare_steps(self, at: Any) -> None:
         """Refuse memories of another step, on all ranks; under "keep" warn of them."""
-        assert self.state is not None
         now = self.progress()
         error = None
         saved = {**now, **at} if isinstance(at, dict) else now  # counts that only one of them has are not compared
@@ -80,7 +105,7 @@ class Wrapped:
             for name in now
             if saved.get(name, now[name]) != now[name]
         ]
-        calls = self.state.runner.context.api_names
+        calls = self.runner.context.api_names
         if different:
             why = (
                 f"the memories were saved at {different[0]}: they are of another checkpoint than the weights beside "
@@ -90,7 +115,7 @@ class Wrapped:
                 error = ConfigError(f"{why}. Take those that were saved with them, or start with none: {calls.reset}")
             elif self.memory_state == "keep":
                 warnings.warn(why, stacklevel=3)
-        backend = self.state.runner.backend
+        backend = self.runner.backend
         gather_or_raise(backend, "the step of a checkpoint's memories", None, error, "did not load them")
 
     def metrics(self) -> dict[str, float]:
@@ -99,14 +124,28 @@ class Wrapped:
         found = {} if self.state is None else self.state.metrics()
         return {f"grace_{name}": value for name, value in found.items() if not math.isnan(value)}
 
+    def anchor(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the parameters that all ranks share. Without outer rounds it changes
+        nothing."""
+        return self.state.anchor() if self.rounds else contextlib.nullcontext()
+
+    def flush(self) -> None:
+        """Run a last outer round, after which all ranks have equal parameters; every rank must call it. Without outer
+        rounds it does nothing."""
+        if self.rounds:
+            self.state.flush()
+
     def close(self) -> None:
-        """End the exchange of this model's gradients; every rank must call it."""
+        """End the exchange of this model; every rank must call it."""
         if self.state is not None:
             self.state.close()
 
 
 class Chosen:
-    """Base class of frameworks' callbacks, with the user's choices, and the hook once training has begun."""
+    """Base class of frameworks' callbacks, with the user's choices, and the exchange once training has begun."""
+
+    training = False
+    """True from the begin of training to its end."""
 
     def __init__(
         self,
@@ -114,6 +153,8 @@ class Chosen:
         memory: Any = None,
         communicator: Any = None,
         *,
+        outer: Any = None,
+        period: int | None = None,
         strategy: Any = None,
         hierarchical: bool = False,
         compress_after: int = 0,
@@ -122,6 +163,8 @@ class Chosen:
         memory_state: str = "strict",
     ):
         self.choices = {
+            "outer": outer,
+            "period": period,
             "compressor": compressor,
             "memory": memory,
             "communicator": communicator,
@@ -136,8 +179,31 @@ class Chosen:
 
     @property
     def state(self) -> Any:
-        """State of the hook."""
+        """State of the hook, or the distributed optimizer."""
         return None if self.wrapped is None else self.wrapped.state
+
+    def anchor(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a model in training has the parameters that all ranks share."""
+        return self.wrapped.anchor() if self.wrapped is not None and self.training else contextlib.nullcontext()
+
+    def at_anchor(self, owner: Any, *methods: str) -> None:
+        """Let methods of the framework's object run in the context of :meth:`anchor`."""
+        for name in methods:
+            setattr(owner, name, self._at_anchor(getattr(owner, name)))
+
+    def _at_anchor(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def at_anchor(*args: Any, **kwargs: Any) -> Any:
+            with self.anchor():
+                return method(*args, **kwargs)
+
+        return at_anchor
+
+    def end_training(self, flush: bool) -> None:
+        """End training, with a last outer round unless the framework has set the parameters of all ranks since."""
+        self.training = False
+        if self.wrapped is not None and flush:
+            self.wrapped.flush()
 
 
 def wrap(
@@ -160,7 +226,8 @@ def wrap(
         way: the advice how to let the framework use DistributedDataParallel, for messages.
         load: the call that loads a checkpoint, for messages, with a place for the treatment of memories.
         progress: returns the framework's counts of steps, by name.
-        choices: for :func:`grace.torch.register_ddp_hook`.
+        choices: for :func:`grace.torch.register_ddp_hook`; and outer and period of
+            :func:`grace.DistributedOptimizer`.
 
     Raises:
         ConfigError: the model is wrapped by another class, or has a hook already, or the choices cannot work; or a
@@ -178,10 +245,84 @@ def wrap(
             )
         warnings.warn("one process exchanges no gradients, so Grace compresses nothing in this run", stacklevel=3)
         return Wrapped(None, memory_state, progress)
-    state = register_ddp_hook(ddp, optimizer=_optimizer_of(ddp, optimizers), **choices)
+    optimizer = _optimizer_of(ddp, optimizers)
+    outer = choices.pop("outer", None)
+    period = choices.pop("period", None)
+    state: Any = None
+    if outer is None and period is None:
+        with contextlib.suppress(RoundsError):  # then the strategy has rounds
+            state = register_ddp_hook(ddp, optimizer=optimizer, **choices)
+    if state is None:
+        state = train_alone(ddp, optimizer, outer=outer, period=period, **choices)
+    wrapped = Wrapped(state, memory_state, progress)
     calls = dataclasses.replace(TORCH, save_all="the framework's own checkpoint", load=load, memory="memory_state")
-    state.runner.context.api_names = calls
-    return Wrapped(state, memory_state, progress)
+    wrapped.runner.context.api_names = calls
+    return wrapped
+
+
+def train_alone(model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, **choices: Any) -> Any:
+    """Let ranks train alone between outer rounds: make the optimizer distributed, and the wrapper of the model silent.
+
+    The ranks of a node that average gradients have the means at the end of backward, as DistributedDataParallel has,
+    because frameworks clip them before the optimizer's step.
+
+    Args:
+        model: the model, which exchanges nothing until the optimizer is closed.
+        optimizer: the optimizer of all its parameters; None if there is no such one.
+        choices: for :func:`grace.DistributedOptimizer`.
+
+    Raises:
+        ConfigError: there is no such optimizer; or the choices cannot work, or keep some variables in step.
+    """
+    if optimizer is None:
+        raise ConfigError(
+            "outer rounds need one optimizer that has all parameters of the model that train, and the framework has "
+            "none: make one optimizer with several parameter groups, or exchange in every step, without outer"
+        )
+    silence = Silence(model)
+    try:
+        distributed = DistributedOptimizer(optimizer, model.module, process_group=model.process_group, **choices)
+    except BaseException:
+        silence.remove()
+        raise
+    session = distributed._grace
+    session.hooks.append(silence)
+    in_step = [name for name, shard in session.runner.shards.items() if shard.outer is None]
+    if in_step:
+        distributed.close()
+        raise ConfigError(
+            f"the strategy keeps {in_step[0]!r} in step and lets ranks train other variables alone: frameworks clip "
+            "all gradients by one norm, each rank by its own, so its values would differ by rank. Give all variables "
+            "outer (over='nodes' keeps the ranks of a node in step), or call grace.DistributedOptimizer in a loop of "
+            "your own"
+        )
+    type(model).optimizer = weakref.ref(distributed)  # type: ignore[attr-defined]
+    distributed._saved_by_framework = True
+    distributed._grace_added.add("_saved_by_framework")
+    if session.runner.buckets:
+        parameters = list(session.parameters.values())
+        session.hooks.append(register_multi_grad_hook(parameters, EndOfBackward(distributed), mode="any"))
+    return distributed
+
+
+class EndOfBackward:
+    """Hook of the first gradient of a backward pass, which lets the pass end with the exchange of its gradients.
+
+    Args:
+        optimizer: the distributed optimizer; the hook does not keep it alive.
+    """
+
+    def __init__(self, optimizer: Any):
+        self.optimizer = weakref.ref(optimizer)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Exchange the gradients, unless they only accumulate in this pass."""
+        optimizer = self.optimizer()
+        if optimizer is not None and optimizer._grace.computed:
+            optimizer.synchronize()
 
 
 def check_unsharded(model: torch.nn.Module, way: str) -> None:

@@ -71,6 +71,10 @@ class Fragment:
     coming: dict[str, Any] | None = None
     sent_bytes: int = 0
 
+    def arrives(self, t: int) -> bool:
+        """Return True if a round is applied after iteration t."""
+        return self.travels and self.sent_at + self.outer.delay == t
+
     def until_sent(self, t: int) -> int:
         """Return the number of iterations from t to the next one after which the fragment is sent; 0 if that is t."""
         outer = self.outer
@@ -182,8 +186,7 @@ class OuterRounds:
         """Return a context in which the state has all that a resumed run needs: parameters of ranks that have left the
         anchors, and means that are still to be applied."""
         for fragment in self.fragments:
-            if fragment.under_way:
-                self._collect(fragment)
+            self._collect(fragment)
             self._coming.state.update(fragment.coming or {})
             if self.held and self._moved(fragment):
                 own = {shard.variable.name: self.read(shard) for shard in fragment.shards}
@@ -253,11 +256,7 @@ class OuterRounds:
     def due(self) -> bool:
         """True if a fragment is to be sent or applied after the last iteration."""
         span = range(self.at + 1, self.runner.context.step + 1)
-        return any(
-            fragment.until_sent(t) == 0 or (fragment.travels and fragment.sent_at + fragment.outer.delay == t)
-            for fragment in self.fragments
-            for t in span
-        )
+        return any(fragment.until_sent(t) == 0 or fragment.arrives(t) for fragment in self.fragments for t in span)
 
     def run_due(self) -> None:
         """Send and apply the fragments that are due. Called after each iteration; a second call does nothing.
@@ -271,8 +270,7 @@ class OuterRounds:
         while self.at < self.runner.context.step:
             self.at += 1
             for fragment in self.fragments:
-                if fragment.travels and fragment.sent_at + fragment.outer.delay == self.at:
-                    self._collect(fragment)
+                if fragment.arrives(self.at):
                     self._apply(fragment, fragment.outer.merge)
                 if fragment.until_sent(self.at) == 0:
                     self._send(fragment, later=fragment.outer.delay > 0)
@@ -291,7 +289,6 @@ class OuterRounds:
         self.hold()
         for fragment in self.fragments:
             if fragment.travels:
-                self._collect(fragment)
                 self._apply(fragment, fragment.outer.merge)
         # A rank with more iterations may wait in the round that is due next: the order lets both find that out.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.until_sent(self.at)):
@@ -352,12 +349,12 @@ class OuterRounds:
         return pending
 
     def _collect(self, fragment: Fragment) -> None:
-        """Wait for the means of the round under way.
+        """Wait for the means of the round under way, if there is one.
 
         Raises:
             ExchangeError, PayloadError, StepError: the thread failed.
         """
-        if fragment.coming is not None:  # a checkpoint's, or collected for one
+        if not fragment.under_way:  # its means are here, or a checkpoint's
             return
         outcomes: list[Outcome] = []
         fragment.sent_bytes = 0
@@ -390,7 +387,8 @@ class OuterRounds:
                 fragment.coming[outcome.variable.name] = _copy(outcome.value, _wide(shard))
 
     def _apply(self, fragment: Fragment, merge: float) -> None:
-        """Move the anchors of a fragment by the means that arrived, and the parameters with them."""
+        """Move the anchors of a fragment by the means of the last round, and the parameters with them."""
+        self._collect(fragment)
         means, fragment.coming = fragment.coming or {}, None
         with recorder.phase("outer step", "part"):
             for shard in fragment.shards:

@@ -481,16 +481,20 @@ class DDPState(PythonReducerMixin):
         self.outcomes += outcomes
 
 
+class RoundsError(ConfigError):
+    """Refusal of a strategy with outer rounds, which a hook cannot run."""
+
+
 def check_no_rounds(runner: StepRunner, what: str) -> None:
     """Refuse a strategy whose ranks train variables alone between outer rounds, and close its runner.
 
     Raises:
-        ConfigError: the strategy does so.
+        RoundsError: the strategy does so.
     """
     alone = [name for name, shard in runner.shards.items() if shard.period]
     if alone:
         runner.close()
-        raise ConfigError(
+        raise RoundsError(
             f"the strategy lets ranks train {alone[0]!r} alone between outer rounds (outer, none(period)), and {what} "
             "exchanges in every step: give grace.DistributedOptimizer the plain model, or leave it out of the strategy"
         )

@@ -330,6 +330,14 @@ class Session:
                 "parameters are sharded: give outer, over ranks, to all variables, or exchange all gradients by "
                 "grace.torch.register_fsdp_hook(model, mesh['replicate'], ...)"
             )
+        in_step = [name for name, shard in runner.shards.items() if shard.outer is None]
+        if self.grad_scaler is not None and runner.rounds and in_step:
+            raise ConfigError(
+                f"the strategy keeps {in_step[0]!r} in step and lets ranks train other variables alone: their gradient "
+                "scalers skip different steps, so its values would differ by rank. Give all variables outer, or train "
+                "in bfloat16 without a scaler"
+            )
+            )
 
     def switch(self, plan: ExchangePlan) -> None:
         """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the planner is loaded only by who asks for it
 KEY = "grace.rank"
 """Prefix of the key of a rank's memories. They lie among the settings of the first parameter group, which
 ``torch.distributed.checkpoint`` saves and loads."""
+INNER = "grace.inner"
+"""Key of the states of all ranks' own optimizers, as bytes, where ranks train alone between outer rounds."""
 
 
 class StateMixin:
@@ -33,6 +35,8 @@ class StateMixin:
     _grace: Session
     _memories_saved_separately = False
     """True if :class:`grace.torch.Memories` saves and loads the memories."""
+    _saved_by_framework = False
+    """True if a framework saves and loads torch's part alone, and Grace's integration the rest."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a further parameter group: the groups of the exchange are fixed when the optimizer is made
@@ -53,6 +57,8 @@ class StateMixin:
             ExchangeError: a step is in progress.
         """
         checkpoint.check_settled(self._grace)
+        if self._saved_by_framework:
+            return super().state_dict()  # type: ignore[misc]
         dcp_frame = _dcp_caller()
         if dcp_frame is None:
             check_not_saved_directly(self._grace.runner, "the optimizer")
@@ -78,7 +84,8 @@ class StateMixin:
         """Return the state as ``state_dict()`` does, with every rank's memories, for one file that loads on any number
         of ranks.
 
-        Every rank must call it; save it on one.
+        Every rank must call it; save it on one. With outer rounds it has the user's optimizers' states of all ranks,
+        which as many ranks load; other numbers of ranks load that of the saving one.
 
         Args:
             packed: True for a "grace" entry of one value, bytes, which ``torch.distributed.checkpoint`` loads whole.
@@ -86,10 +93,12 @@ class StateMixin:
         Raises:
             ExchangeError: a step is in progress.
         """
-        saved = checkpoint.gather(self._grace.runner, lambda: checkpoint.check_settled(self._grace))
+        runner = self._grace.runner
+        saved = checkpoint.gather(runner, lambda: checkpoint.check_settled(self._grace))
         state = super().state_dict()  # type: ignore[misc]
-        state["grace"] = pack_state(saved) if packed else saved
-        return state
+        if runner.rounds and self._grace.shard_group is None:
+            state = {**state, INNER: runner.backend.allgather_object(pack_state(state))}
+        return {**state, "grace": pack_state(saved) if packed else saved}
 
     def load_state_dict(self, state_dict: dict[str, Any], memory: str = "strict") -> None:
         """Restore a saved state. A run that is stopped and resumed continues bit for bit. If a rank refuses its state,
@@ -107,12 +116,12 @@ class StateMixin:
             ExchangeError: a step is in progress.
             RankError: another rank refused its state, or the ranks load states of different saves.
         """
-        if memory == "strict" and _dcp_caller() is not None:
-            if self._memories_saved_separately:
-                with _reporting_damage():
-                    super().load_state_dict(state_dict)  # type: ignore[misc]
-                return
-            memory = "maybe"  # torch's functions have no argument for it
+        by_dcp = memory == "strict" and _dcp_caller() is not None
+        if self._saved_by_framework or (by_dcp and self._memories_saved_separately):
+            with _reporting_damage():
+                super().load_state_dict(state_dict)  # type: ignore[misc]
+            return
+        memory = "maybe" if by_dcp else memory  # torch's functions have no argument for it
         group = self._grace.shard_group
         others: Sequence[Backend] = () if group is None else group.backends
         load_state(self, state_dict, memory, self._grace.ranks_load_alone, others)
@@ -225,7 +234,7 @@ def load_state(
         try:
             checkpoint.check_settled(session)
             with _reporting_damage():
-                plain, saved = _split_state(state_dict, _key(former))
+                plain, saved = _split_state(state_dict, former)
             if memory == "maybe":
                 memory = "keep" if saved is None else "strict"
         except Exception as raised:
@@ -297,11 +306,14 @@ def _key(runner: Any) -> str:
     return f"{KEY}{runner.backend.rank}" + (f".{runner.part}" if runner.part else "")
 
 
-def _split_state(state_dict: Any, key: str) -> tuple[dict[str, Any], Any]:
-    """Return a state dict as torch knows it, and Grace's part of it: this rank's, by its key, if there are several."""
+def _split_state(state_dict: Any, runner: Any) -> tuple[dict[str, Any], Any]:
+    """Return a state dict as torch knows it, and Grace's part of it: this rank's, if there are several."""
     if not isinstance(state_dict, dict):
         raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")
-    plain = {key: value for key, value in state_dict.items() if key != "grace"}
+    inner = state_dict.get(INNER, ())
+    if len(inner) == runner.backend.size:
+        state_dict = {**state_dict, **unpack_state(inner[runner.backend.rank])}
+    plain = {key: value for key, value in state_dict.items() if key not in ("grace", INNER)}
     groups = []
     found = {}
     for group in plain.get("param_groups", ()):
@@ -311,7 +323,7 @@ def _split_state(state_dict: Any, key: str) -> tuple[dict[str, Any], Any]:
         plain["param_groups"] = groups
     saved = state_dict.get("grace")
     if saved is None and found:
-        saved = found.get(key, next(iter(found.values())))
+        saved = found.get(_key(runner), next(iter(found.values())))
     return plain, unpack_state(saved)
 
 

@@ -1,7 +1,9 @@
 """Wrappers of models that exchange gradients themselves, so that Grace's optimizer cannot do it as well."""
 
+import copyreg
 import gc
 import sys
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,6 +28,57 @@ WRAPPING = {
     "model = ray.train.torch.prepare_model(model); grace.torch.register_ddp_hook(model, ...)",
 }
 """Packages that wrap models for their users, and the line to use there."""
+
+
+class Never:
+    """Attribute that is False, whatever is assigned to it."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> bool:
+        return False
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        pass
+
+
+class SilentDDP(DistributedDataParallel):
+    """DistributedDataParallel model that exchanges nothing, because a distributed optimizer does.
+
+    Frameworks make such wrappers, and call them; :class:`Silence` makes one silent, of a class of its own.
+    """
+
+    require_backward_grad_sync = Never()  # type: ignore[assignment]
+    require_forward_param_sync = Never()  # type: ignore[assignment]
+    static_graph = Never()  # type: ignore[assignment]  # it and the next one wait for reductions in backward
+    find_unused_parameters = Never()  # type: ignore[assignment]
+    optimizer: Any = None
+    """Weak reference to the distributed optimizer."""
+
+    def no_sync(self) -> Any:
+        """Return the context in which the optimizer's gradients only accumulate."""
+        return self.optimizer().no_sync()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return the parts of a copy or a pickle: a model that exchanges gradients itself."""
+        return copyreg.__newobj__, (type(self).__bases__[-1],), super().__getstate__()  # type: ignore[attr-defined]
+
+
+class Silence:
+    """Handle of a silent DistributedDataParallel model.
+
+    Args:
+        model: the model, which becomes silent.
+    """
+
+    def __init__(self, model: DistributedDataParallel):
+        self.model = weakref.ref(model)
+        self.kind = kind = type(model)
+        model.__class__ = type(kind.__name__, (SilentDDP, kind), {"__module__": kind.__module__})
+
+    def remove(self) -> None:
+        """Let the model exchange gradients again."""
+        model = self.model()
+        if model is not None:
+            model.__class__ = self.kind
 
 
 def unwrap_compiled(model: Any) -> Any:
@@ -89,7 +142,7 @@ def _wrappers_of(parameters: Collection[torch.nn.Parameter]) -> list[tuple[Any, 
     kinds = [DistributedDataParallel, sharding]
     for kind in kinds:  # the list grows; looking a type up in a set is faster than issubclass for every object
         kinds += kind.__subclasses__()
-    wanted = set(kinds)
+    wanted = {kind for kind in kinds if not issubclass(kind, SilentDDP)}
     held = []
     wrappers = [thing for thing in gc.get_objects() if type(thing) in wanted]
     for wrapper in wrappers:

@@ -3,6 +3,8 @@
 import contextlib
 import math
 import os
+import threading
+import time
 from collections import Counter, defaultdict
 
 import pytest
@@ -176,6 +178,63 @@ def check_format(trace):
                 open_until.pop()
             assert not open_until or start - negative <= open_until[-1] + 1e-3, name
             open_until.append(start - negative)
+
+
+FRAGMENTS = {"optimizer": "nesterov", "period": 8, "fragments": 2, "delay": 3}
+IN_FRAGMENTS = {
+    "version": 1,
+    "rules": [{"match": {}, "sync": {"type": "allgather"}, "compressor": "topk(ratio=0.2)", "outer": FRAGMENTS}],
+}
+
+
+def in_fragments(folder):
+    """Eight steps. Rank 1 sends a fragment only when both ranks have made two more steps."""
+    released = threading.Event()
+
+    @contextlib.contextmanager
+    def held():
+        assert grace.rank() == 0 or released.wait(60)
+        yield
+
+    with recorded(folder):
+        model = net()
+        optimizer = distributed(model, strategy=IN_FRAGMENTS)
+        runner = optimizer._grace.runner
+        runner.computing = held
+        for step in range(8):
+            train(model, optimizer, range(step, step + 1))
+            fragment = runner.rounds.fragments[step // 4]
+            while step % 4 == 0 and grace.rank() == 0 and fragment.under_way[0].round_trip.handle is None:
+                time.sleep(0.001)
+            if step % 4 == 2:
+                grace.barrier()
+                released.set()
+            if step % 4 == 3:
+                released.clear()
+
+
+def test_training_goes_on_in_the_trace_while_fragments_travel(two_ranks, tmp_path):
+    two_ranks.run(in_fragments, str(tmp_path))
+    ranks = load(tmp_path)
+    check_format(merged(ranks))
+    for rank in ranks:
+        for name, steps in (("drift", [0, 4]), ("outer step", [3, 7])):
+            assert [step_of(rank, event) for event in rank.events if event["name"] == name] == steps
+    first = ranks[0]
+    backward = [e for e in first.events if e["name"] == "backward"]
+    applied = [e for e in first.events if e["name"] == "outer step"]
+    for number in range(2):
+        begun = [e for e in first.events if e["ph"] == "b" and e["args"]["label"].startswith(f"grace.outer.{number}.")]
+        ends = {e["id"]: e["ts"] for e in first.events if e["ph"] == "e"}
+        assert begun[0]["ts"] <= backward[4 * number + 1]["ts"]
+        assert backward[4 * number + 2]["ts"] + backward[4 * number + 2]["dur"] <= ends[begun[0]["id"]]
+        assert max(ends[e["id"]] for e in begun) <= applied[number]["ts"]
+
+
+def step_of(rank, event):
+    """The step in which an event lies."""
+    (step,) = [s["args"]["step"] for s in rank.steps if s["ts"] <= event["ts"] <= s["ts"] + s["dur"]]
+    return step
 
 
 def parts_of_steps(folder):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import grace
-from tests.support.frameworks import check_refused, digits, kept, torchrun
+from tests.support.frameworks import OUTER, Recorded, bits, check_refused, digits, kept, torchrun
 from tests.support.pool import Ranks
 from tests.support.pools import on_ranks
 from tests.support.training import digest
@@ -28,6 +28,10 @@ TOPK = "topk(ratio=0.1)"
 def net(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def accelerator(**options: Any) -> Any:
@@ -46,11 +50,12 @@ class Run:
         by.scaler = scaler
         x, y = digits()
         model, data = net(seed), torch.utils.data.TensorDataset(x[:512], y[:512])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model)
+        self.recorded = Recorded(model, optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
         loader = torch.utils.data.DataLoader(data, batch_size=16)
         given = model, optimizer, loader, scheduler
-        if compressor is None:
+        if compressor is None and not choices:
             made = by.prepare(*given)
         else:
             made = grace.integrations.accelerate.prepare(by, *given, compressor=compressor, **choices)
@@ -59,6 +64,10 @@ class Run:
     @property
     def state(self) -> Any:
         return grace.integrations.accelerate.state_of(self.model)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.by.unwrap_model(self.model)
 
     def train(self, batches: int = 8, clip: bool = True) -> "Run":
         for images, labels in list(self.loader)[:batches]:
@@ -140,6 +149,53 @@ def test_a_run_goes_on_bit_for_bit_and_also_on_other_numbers_of_ranks(
     two_ranks.run(empty_after_one_process, tmp_path / "one")
 
 
+def weights_in(folder: Path) -> torch.nn.Module:
+    """The model that a checkpoint has."""
+    from safetensors.torch import load_model
+
+    model = net(seed=9)
+    load_model(model, folder / "model.safetensors")
+    return model
+
+
+@on_ranks(2)
+def test_ranks_that_train_alone_go_the_way_of_the_loop_by_hand(tmp_path):
+    """Four steps at a time, where a period is three; one is stopped after the first four, and resumed."""
+    with torchrun():
+        whole = Run(**OUTER)
+        for number in range(4):
+            whole.train()
+            with grace.integrations.accelerate.anchor(whole.model), torch.no_grad():
+                whole.model.eval()(digits()[0][:8])
+                shared = bits(whole.module)
+            whole.model.train()
+            if number == 0:
+                whole.save(tmp_path)
+                assert bits(weights_in(tmp_path)) == shared
+        assert grace.integrations.accelerate.metrics(whole.model)["grace_drift_norm"] > 0
+        resumed = Run(seed=1, **OUTER).load(tmp_path)
+        for _ in range(3):
+            resumed.train()
+        assert bits(resumed.module) == bits(whole.module) != shared
+        assert kept(resumed.state) == kept(whole.state)
+        for run in (whole, resumed):
+            grace.integrations.accelerate.flush(run.model)
+        assert bits(resumed.module) == bits(whole.module)
+        assert whole.recorded.by_hand(hand := net(), sgd(hand), **OUTER) == bits(whole.module)
+        return bits(whole.module)
+
+
+@on_ranks(2)
+def test_a_strategy_may_keep_the_ranks_of_a_node_in_step():
+    """Then clipping sees the mean of their gradients."""
+    with torchrun():
+        outer = {"optimizer": "none", "period": 2, "over": "nodes"}
+        rules = [{"match": {}, "sync": {"type": "allreduce"}, "outer": outer}]
+        run = Run(None, strategy={"version": 1, "rules": rules}).train()
+        assert len(run.recorded.gradients) == 4
+        return bits(run.module), digest(run.recorded.gradients)
+
+
 @on_ranks()
 def test_the_loss_is_within_noise_of_the_uncompressed_one():
     """Of two seeds each, uncompressed and compressed."""
@@ -211,7 +267,17 @@ def test_what_cannot_work_is_refused_in_accelerates_words(tmp_path):
         grace.from_root(lambda: shutil.copy(tmp_path / "two" / name, tmp_path / "one" / name))
         Run().load(tmp_path / "one")
 
+    def in_step() -> None:
+        rules = [{"match": {"name": "0.*"}, "sync": {"type": "allreduce"}}]
+        rules += [{"match": {}, "sync": {"type": "allreduce"}, "outer": {"optimizer": "none", "period": 2}}]
+        Run(None, strategy={"version": 1, "rules": rules})
+
+    def without_optimizer() -> None:
+        grace.integrations.accelerate.prepare(accelerator(), net(), outer="none", period=2)
+
     misuses = {
+        in_step: ["keeps '0.weight' in step", "frameworks clip all", "over='nodes'"],
+        without_optimizer: ["need one optimizer that has all parameters"],
         wrapping: [
             "is in a DistributedDataParallel model",
             "grace.integrations.accelerate.prepare(accelerator, model, optimizer,",
@@ -265,3 +331,7 @@ def test_another_try_is_saved_alone_and_the_first_model_is_freed(tmp_path):
         model, optimizer = prepared()
         by.load_state(str(tmp_path))
         assert kept(grace.integrations.accelerate.state_of(model)) == remembered != {}
+        second = prepared()  # beside the first one, which is saved all the same
+        by.save_state(str(tmp_path / "both"))
+        by.wait_for_everyone()
+        assert len(second) == len(list((tmp_path / "both").glob("custom_checkpoint*"))) == 2

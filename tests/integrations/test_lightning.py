@@ -11,7 +11,8 @@ import torch
 
 import grace
 from tests.support import warm
-from tests.support.frameworks import check_refused, digits, kept, torchrun
+from tests.support.frameworks import OUTER, Recorded, check_refused, digits, kept, torchrun
+from tests.support.frameworks import bits as parameter_bits
 from tests.support.pools import on_ranks
 from tests.support.training import digest
 
@@ -116,6 +117,33 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path):
         one = [*after[:1], bits(other)]
         assert one[0] != one[1]
         return one
+
+
+@on_ranks(2)
+def test_ranks_that_train_alone_go_the_way_of_the_loop_by_hand(tmp_path):
+    """Twelve steps, a period of five, validated and saved after each four; one is resumed from the eighth."""
+    recorded = []
+
+    def record(made: Any, module: Any) -> Any:
+        recorded.append(Recorded(module, made))
+        return made
+
+    def fitted(folder: Path, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+        own, model = callback(**choices), net(seed, record)
+        made = trainer(folder, own)
+        made.fit(model, *loaders(), **options)
+        return parameter_bits(model), kept(own.state)
+
+    choices = {**OUTER, "period": 5}
+    with torchrun():
+        whole = fitted(tmp_path)
+        assert fitted(tmp_path / "b", seed=1, ckpt_path=str(tmp_path / "step=8.ckpt")) == whole
+        hand, seen = net(), recorded[0].evaluated
+        assert recorded[0].by_hand(hand, hand.configure_optimizers(), **choices) == whole[0]
+        saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)["state_dict"]
+        hand.load_state_dict(saved)
+        assert parameter_bits(hand) == seen[8]
+        return whole[0]
 
 
 @on_ranks()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import grace
-from tests.support.frameworks import check_refused, kept, torchrun
+from tests.support.frameworks import OUTER, Recorded, check_refused, kept, torchrun
+from tests.support.frameworks import bits as parameter_bits
 from tests.support.pools import on_ranks
 from tests.support.training import digest
 
@@ -111,6 +112,58 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path):
         one = [after[0], own[0][0]]
         assert one[0] != one[1]
         return one
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@on_ranks(2)
+def test_ranks_that_train_alone_go_the_way_of_the_loop_by_hand(tmp_path):
+    """Eight steps, a period of three, evaluated after each second and saved after each fourth; one is resumed."""
+
+    def run(folder: Path, model: Any, **options: Any) -> tuple[Any, Any]:
+        optimizer = adamw(model)
+        recorded = Recorded(model, optimizer)
+        made = trainer(folder, own := callback(**OUTER), model=model, optimizer=optimizer, max_steps=8, save_steps=4)
+        made.train(**options)
+        return (parameter_bits(model), kept(own.state)), recorded
+
+    with torchrun():
+        whole, recorded = run(tmp_path, gpt())
+        resumed, _ = run(tmp_path, gpt(seed=1), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert resumed == whole
+        hand = gpt()
+        assert recorded.by_hand(hand, adamw(hand), **OUTER) == whole[0]
+        saved = type(hand).from_pretrained(tmp_path / "checkpoint-4")
+        assert parameter_bits(saved) == recorded.evaluated[4]
+        return whole[0]
+
+
+@on_ranks(2)
+def test_training_goes_on_from_the_best_parameters(tmp_path):
+    """Those of the first evaluation, since the loss is said to rise; the last round leaves them alone."""
+    with torchrun():
+        model = gpt()
+        best = {"load_best_model_at_end": True, "save_steps": 2, "save_total_limit": 1}
+        made = trainer(tmp_path, own := callback(**OUTER), model=model, max_steps=6, **best)
+        losses = iter(range(100))
+        made.add_callback(rising(losses))
+        made.train()
+        saved = type(model).from_pretrained(tmp_path / "checkpoint-2")
+        assert parameter_bits(model) == parameter_bits(saved)
+        made.train()
+        return parameter_bits(model), own.state.traffic.steps
+
+
+def rising(losses: Any) -> Any:
+    import transformers
+
+    class Rising(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            metrics["eval_loss"] = float(next(losses))
+
+    return Rising()
 
 
 @on_ranks()

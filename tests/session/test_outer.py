@@ -438,6 +438,22 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
         assert resumed.ends() == run.ends(), stop
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@on_ranks(2)
+def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):
+    """It has the states of all ranks' own optimizers, which are Adam's."""
+    run = Run(RESUMED["plain"])
+    run.train(range(6))
+    states = run.optimizer.full_state_dict(packed), run.schedule.state_dict()
+    optimizer, schedule = copied(grace.broadcast_object(states, 0))
+    resumed = Run(RESUMED["plain"], seed=9)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.schedule.load_state_dict(schedule)
+    for one in (run, resumed):
+        one.train(range(6, 10))
+    assert resumed.ends() == run.ends()
+
+
 def saved_by_all():
     run = Run(RESUMED["plain"])
     run.train(range(6))
@@ -550,6 +566,9 @@ def test_arguments_that_do_not_go_together_are_refused():
     assert "period: must be a whole number of at least 1, not 0" in refused(outer="none", period=0)
     assert "has no parameter 'rate'" in refused(outer="nesterov(rate=1)", period=2)
     assert "3 variables (or parts) cannot be dealt to 4 fragments" in refused(strategy=fragmented(fragments=4, delay=0))
+    in_step = {"match": {"name": "matrix"}, "sync": {"type": "allreduce"}}
+    mixed = {"version": 1, "rules": [in_step, *fragmented(fragments=1, delay=0)["rules"]]}
+    assert "keeps 'matrix' in step" in refused(strategy=mixed, grad_scaler=torch.amp.GradScaler("cpu"))
     assert "'matrix' has outer's delay, which is not possible over nodes" in refused(strategy=fragmented(over="nodes"))
     assert "applies means in later steps: with outer" in refused(
         outer="none", period=2, communicator="reduce_broadcast(staleness=1)"

@@ -33,11 +33,56 @@ def torchrun() -> Iterator[None]:
         os.environ.update(before)
 
 
+OUTER = {"compressor": "topk(ratio=0.1)", "outer": "nesterov(lr=0.7, momentum=0.6)", "period": 3}
+"""Choices by which ranks train alone for three steps."""
+
+
+class Recorded:
+    """Gradients of an optimizer's steps, as they were after clipping, and weights of the model in evaluations."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.model = model
+        self.gradients: list[list[torch.Tensor]] = []
+        self.rates: list[float] = []
+        self.evaluated: dict[int, str] = {}
+        optimizer.register_step_post_hook(self.step)
+        model.register_forward_pre_hook(self.forward)
+
+    def step(self, optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
+        self.gradients.append([p.grad.clone() for p in self.model.parameters()])
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def forward(self, *ignored: Any) -> None:
+        if not self.model.training:
+            self.evaluated[len(self.gradients)] = bits(self.model)
+
+    def by_hand(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **choices: Any) -> str:
+        """The same steps by hand on another model: evaluations see its anchors; the bits of its weights at the end."""
+        run = grace.DistributedOptimizer(optimizer, model, **choices)
+        assert self.evaluated
+        for step, gradients in enumerate(self.gradients, 1):
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.grad = gradient
+            run.param_groups[0]["lr"] = self.rates[step - 1]
+            run.step()
+            if step in self.evaluated:
+                with run.anchor():
+                    assert bits(model) == self.evaluated[step]
+        run.flush()
+        return bits(model)
+
+
+def bits(model: torch.nn.Module) -> str:
+    """A hash of the parameters."""
+    return digest([p.detach() for p in model.parameters()])
+
+
 def kept(state: Any) -> dict[str, str]:
-    """Digests of what a hook's state remembers, by kind and variable."""
+    """Digests of what the state of a hook, or a distributed optimizer, remembers, by kind and variable."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is this rank's alone
-        saved = state.state_dict()["state"]
+        alone = hasattr(state, "_grace")
+        saved = state._grace.runner.state() if alone else state.state_dict()["state"]
     return {f"{kind} {name}": digest(v) for kind, values in saved.items() for name, v in values.items()}
 
 

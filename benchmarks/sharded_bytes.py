@@ -73,7 +73,7 @@ def train(task: CharacterGPT, name: str, seed: int, steps: int) -> tuple[float, 
         the loss on held-out text; and for each step the bytes of weights, and of gradients, that this rank sent.
     """
     weights, gradients = CONTESTANTS[name]
-    model = task.network(seed)
+    model: Any = task.network(seed)
     for module in (*model.blocks, model):
         fully_shard(module)
     gathers: list[Any] = (

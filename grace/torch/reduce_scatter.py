@@ -36,8 +36,8 @@ from grace.torch.uses import GradientUses
 class ReduceScatterState(ShardGroupState):
     """The state of compressed reduce-scatters between steps: the residuals of each module, for each other rank of the
     shard group, of the part that was sent to it. Together they have the size of the unsharded gradients, in float32.
-    Where nodes have equally many ranks, and several, parts are added up inside each node first, exactly, and residuals
-    are those of the sums that a rank sends to its peers on other nodes.
+    Where nodes have equally many ranks, and several, parts are added up inside each node first, and residuals are those
+    of the sums that a rank sends to its peers on other nodes; what is sent inside a node leaves none.
 
     A step ends when an optimizer steps, or when a module comes a second time. If a gradient of any rank of the shard
     group was not finite, all of them get NaN, and keep their former state; so does every replica that gets this NaN by

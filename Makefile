@@ -19,7 +19,7 @@ help:
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
 	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
 	@echo "make versions  tries TORCH='2.6.0 2.14.1' and PYTHONS='python3.10': an environment (gigabytes) and a log for each in out/versions"
-	@echo "make outside  torch's own tests of DistributedDataParallel, with Grace's hook in it"
+	@echo "make outside  torch's own tests of DistributedDataParallel and Accelerate's test scripts, with Grace in every model"
 	@echo "make device  tries and measures Grace on a GPU, with the Python that is there: tables in OUT=out/device"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
 	@echo "make clean   remove .venv and everything else that was made here"

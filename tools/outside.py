@@ -1,77 +1,57 @@
-"""Runs torch's own tests of DistributedDataParallel with Grace's hook in every model; see `make outside`.
+"""Runs tests of torch and of Accelerate that lie in their wheels, with Grace in every model; see `make outside`.
 
-The hook sends gradients uncompressed, so that what these tests expect of DDP must hold. They are in torch's wheel, and
-need the package expecttest. Tests of fully_shard are in no wheel, and so not here.
+The hook sends gradients uncompressed, so that what these tests expect of DDP must hold. torch's need the package
+expecttest; its tests of fully_shard are in no wheel: tests/in_torch/test_fully_shard_training.py has their pattern.
 """
 
 import os
 import re
 import subprocess
 import sys
-import tempfile
-import unittest
 from importlib.util import find_spec
+from pathlib import Path
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-import grace
-
-TESTS = (
-    "test_DistributedDataParallelCPU",
-    "test_DistributedDataParallelCPU_grad_is_view",
-    "test_DistributedDataParallel_requires_grad",
-)
-"""Tests of ``DistributedTest`` that run on CPUs and make a DDP model."""
-
-
-def put_in_hook() -> None:
-    """Let every DistributedDataParallel model have Grace's hook from its start."""
-    make = DistributedDataParallel.__init__
-
-    def make_with_hook(self, *args, **options):
-        """Make the model, and register the hook."""
-        make(self, *args, **options)
-        grace.torch.register_ddp_hook(self, "none")
-
-    DistributedDataParallel.__init__ = make_with_hook
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+PARTS = {
+    "torch": ("expecttest", ["tools.outside_torch"]),
+    "test_ddp_comm_hook": ("accelerate", [*TORCHRUN, "tools.outside_accelerate", "test_ddp_comm_hook"]),
+    "test_sync": ("accelerate", [*TORCHRUN, "tools.outside_accelerate", "test_sync"]),
+    "test_script": ("accelerate", [*TORCHRUN, "tools.outside_accelerate", "test_script"]),
+}
+"""The package that a part needs, and the module that runs its tests, with arguments."""
+COUNTS = re.compile(r"\d+ of \d+ passed")
 
 
-def run_test(name: str) -> None:
-    """Run one test in this process, which starts the ranks."""
-    folder = tempfile.mkdtemp()
-    os.environ.update(BACKEND="gloo", WORLD_SIZE="2", TEMP_DIR=folder)
-    for part in ("barrier", "test_dir"):
-        os.mkdir(os.path.join(folder, part))
-    unittest.main(module="tools.outside_torch", argv=["outside", f"TestDDP.{name}"])
+def run(part: str, names: list[str]) -> str:
+    """Run the tests of a part, or those of these names alone, and print what they print.
 
-
-def passed(name: str) -> bool:
-    """Run one test in a process of its own; print the end of what it says if it fails; return True if it passed."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tools.outside", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    said = done.stdout + done.stderr
-    good = done.returncode == 0 and not re.search(r"OK \(skipped=", said)
-    if not good:
-        print(said[-3000:])
-    return good
+    Returns:
+        How many tests passed, of how many; or why none did.
+    """
+    package, command = PARTS[part]
+    if not find_spec(package):
+        return f"FAILED: install {package} first"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["ACCELERATE_USE_CPU"] = "true"
+    counts = "no count"
+    line = [sys.executable, "-m", *command, *names]
+    with subprocess.Popen(line, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for said in process.stdout:
+            print(said, end="", flush=True)
+            counts = said.strip() if COUNTS.match(said) else counts
+    return counts if process.returncode == 0 else f"FAILED: {counts}"
 
 
 def main() -> int:
-    """Run all tests, print the count of those that passed, and return the exit code."""
-    found = []
-    for name in TESTS:
-        found.append(passed(name))
-        print(f"{name}: {'passed' if found[-1] else 'FAILED'}", flush=True)
-    print(f"{sum(found)} of {len(found)} passed (torch {torch.__version__})")
-    return 0 if all(found) else 1
+    """Run all parts, or the one that is named first, print the counts, and return the exit code."""
+    found = {part: run(part, sys.argv[2:]) for part in sys.argv[1:2] or PARTS}
+    for part, counts in found.items():
+        print(f"{part}: {counts}")
+    return 1 if any(counts.startswith("FAILED") for counts in found.values()) else 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_test(sys.argv[1])
-    else:
-        sys.exit(main() if find_spec("expecttest") else "install expecttest first")
+    sys.exit(main())

@@ -11,9 +11,16 @@ from grace.session.step_runner import StepRunner
 
 
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a DDP model that need gradients, by name."""
-    names, parameters = zip(*model.module.named_parameters(), strict=True)
-    return {name: p for name, p in zip(unwrap_names(names), parameters, strict=True) if p.requires_grad}
+    """Return the parameters of a DDP model that need gradients, by name, without those that DDP was told to ignore."""
+    ignored = (
+        model.parameters_to_ignore
+    )  # names of modules and parameters with a point between them, even of the root's
+    pairs = [
+        (name, p)
+        for name, p in model.module.named_parameters()
+        if p.requires_grad and (name if "." in name else f".{name}") not in ignored
+    ]
+    return dict(zip(unwrap_names([name for name, _ in pairs]), (p for _, p in pairs), strict=True))
 
 
 def check_no_join(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from grace.backends.topology import two_hops
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.api_names import REDUCE_SCATTER
 from grace.core.backend import Backend
-from grace.core.context import Context
+from grace.core.context import Context, SubgroupContext
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.header import OVERFLOW, PRESENT
@@ -36,15 +36,15 @@ from grace.torch.uses import GradientUses
 class ReduceScatterState(ShardGroupState):
     """The state of compressed reduce-scatters between steps: the residuals of each module, for each other rank of the
     shard group, of the part that was sent to it. Together they have the size of the unsharded gradients, in float32.
-    Where nodes have equally many ranks, and several, parts are added up inside each node first, exactly, and residuals
-    are those of the sums that a rank sends to its peers on other nodes.
+    Where nodes have equally many ranks, and several, parts are added up inside each node first, and residuals are those
+    of the sums that a rank sends to its peers on other nodes; what is sent inside a node leaves none.
 
     A step ends when an optimizer steps, or when a module comes a second time. If a gradient of any rank of the shard
     group was not finite, all of them get NaN, and keep their former state; so does every replica that gets this NaN by
     :func:`register_fsdp_hook`'s exchange.
     """
 
-    def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner, grad_scaler: Any):
+    def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner, grad_scaler: Any, inside: Any = None):
         super().__init__(layouts, runner)
         self.grad_scaler = grad_scaler
         self.stateful_parts = list(self.communicator.stateful_parts.values())
@@ -54,6 +54,13 @@ class ReduceScatterState(ShardGroupState):
         """Backend over the ranks that compressed parts are exchanged with."""
         self.peer_ranks = list(range(self.backend.size)) if self.hops is None else self.hops.peer_ranks
         """Numbers in the shard group of the ranks of ``peers``."""
+        self.inside: Any = None
+        """Method of the sums inside nodes; None if they are exact."""
+        if self.hops is not None and inside is not None:
+            node = self.hops.node
+            communicator = _build_inside(inside, self.backend.size)
+            communicator.bind(SubgroupContext(self.context, node.rank, node.size), node)
+            self.inside = communicator.compressor
         self.overflow = False
         self.seen: set[str] = set()
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
@@ -204,29 +211,8 @@ class ReduceScatterState(ShardGroupState):
             sums = rows.float()
         else:
             sums, finite = self._sum_in_node(name, rows, finite)
-        rank = self.peers.rank
-        payloads = {}
-        for peer, to in enumerate(self.peer_ranks):
-            if peer != rank:
-                payloads[peer], ctx = self._encode(f"{name}/to_{to}", sums[peer], finite)
-        if name not in self.wires:  # sizes follow from shapes, so one layout and one buffer serve all steps
-            wire = Layout.from_payloads(k, [next(iter(payloads.values()))], sums=False)
-            buffer = torch.zeros(self.peers.size * wire.length, dtype=torch.uint8, device=given.device)
-            self.wires[name] = wire, buffer
-        wire, buffer = self.wires[name]
-        for peer, payload in payloads.items():
-            row_buffer = buffer[peer * wire.length : (peer + 1) * wire.length]
-            wire.pack([payload], [PRESENT if finite else OVERFLOW], out=row_buffer)
-        self.sent_bytes += (self.peers.size - 1) * wire.length
-        with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {name!r}"):
-            arrived = self.peers.alltoall(buffer).wait()
-        total = sums[rank].clone()  # this rank's own part is exact
-        all_finite = finite
-        for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
-            if sender != rank:
-                all_finite = k.to_list(wire.statuses(row)) == [PRESENT] and all_finite
-                (payload,) = wire.unpack(row)
-                total = self.compressor.accumulate(payload, ctx, total)
+        encode = partial(self._encode_between, name)
+        total, all_finite = self._sum_encoded(self.peers, name, list(sums), finite, self.compressor, encode)
         if not all_finite:
             self.overflow = True
             total.fill_(torch.nan)  # every rank of the group does so, and a GradScaler skips the step on all of them
@@ -243,6 +229,11 @@ class ReduceScatterState(ShardGroupState):
         """
         assert self.hops is not None
         node = self.hops.node
+        if self.inside is not None:
+            parts = [rows[column].reshape(-1).float() for column in self.hops.columns]
+            encode = partial(self._encode_inside, name)
+            total, finite = self._sum_encoded(node, f"{name}, inside nodes", parts, finite, self.inside, encode)
+            return total.view(len(self.peer_ranks), -1), finite and bool(kernels_of(total).all_finite(total))
         sent = rows.new_empty((node.size, len(self.peer_ranks) * rows.shape[1] + 1))
         for receiver, column in enumerate(self.hops.columns):
             sent[receiver, :-1] = rows[column].view(-1)
@@ -254,6 +245,62 @@ class ReduceScatterState(ShardGroupState):
         for part in arrived:  # in the order of ranks
             total += part.view(sent.dtype)
         return total[:-1].view(len(self.peer_ranks), -1), bool(kernels_of(total).all_finite(total))
+
+    def _sum_encoded(
+        self,
+        backend: Backend,
+        key: str,
+        parts: Sequence[torch.Tensor],
+        finite: bool,
+        compressor: Any,
+        encode: Callable[[int, torch.Tensor, bool], tuple[Any, Any]],
+    ) -> tuple[torch.Tensor, bool]:
+        """Send each rank of a backend its part, compressed.
+
+        Args:
+            key: the key of the wire.
+            parts: for each rank its part, in float32.
+            finite: True if this rank's parts are finite.
+            compressor: the method.
+            encode: returns the payload and the ctx of a part, given the rank's number.
+
+        Returns:
+            the sum of this rank's own part, which is exact, and those that arrived; and True if all are finite.
+        """
+        rank = backend.rank
+        k = kernels_of(parts[rank])
+        payloads = {}
+        for to, part in enumerate(parts):
+            if to != rank:
+                payloads[to], ctx = encode(to, part, finite)
+        if key not in self.wires:  # sizes follow from shapes, so one layout and one buffer serve all steps
+            wire = Layout.from_payloads(k, [next(iter(payloads.values()))], sums=False)
+            buffer = torch.zeros(backend.size * wire.length, dtype=torch.uint8, device=parts[rank].device)
+            self.wires[key] = wire, buffer
+        wire, buffer = self.wires[key]
+        for to, payload in payloads.items():
+            row_buffer = buffer[to * wire.length : (to + 1) * wire.length]
+            wire.pack([payload], [PRESENT if finite else OVERFLOW], out=row_buffer)
+        self.sent_bytes += (backend.size - 1) * wire.length
+        with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {key!r}"):
+            arrived = backend.alltoall(buffer).wait()
+        total = parts[rank].clone()
+        for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
+            if sender != rank:
+                finite = k.to_list(wire.statuses(row)) == [PRESENT] and finite
+                (payload,) = wire.unpack(row)
+                total = compressor.accumulate(payload, ctx, total)
+        return total, finite
+
+    def _encode_between(self, name: str, peer: int, part: torch.Tensor, finite: bool) -> tuple[Any, Any]:
+        """Compensate and compress a module's part for one of the peers."""
+        return self._encode(f"{name}/to_{self.peer_ranks[peer]}", part, finite)
+
+    def _encode_inside(self, name: str, number: int, part: torch.Tensor, finite: bool) -> tuple[Any, Any]:
+        """Compress a module's parts for one rank of this node and its peers."""
+        x = part if finite else torch.zeros_like(part)
+        encoded: tuple[Any, Any] = self.inside.compress(x, f"{name}/in_{number}")
+        return encoded
 
     def _reduce_uncompressed(self, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
         """Reduce and scatter by torch's own collective, before the compression begins."""
@@ -366,6 +413,7 @@ def compress_reduce_scatter(
     block: Any = "block(bits=8)",
     memory: Any = None,
     *,
+    inside: Any = None,
     grad_scaler: Any = None,
     compress_after: int = 0,
     seed: int = 0,
@@ -374,9 +422,10 @@ def compress_reduce_scatter(
 
     Each rank sends to every other one the part of its gradient that the other keeps, compressed, and adds up the
     received parts in float32; its own part is exact. Where nodes have equally many ranks, and several, it takes two
-    hops: parts are summed inside each node, exactly, and these sums are sent, compressed, between the ranks of equal
-    number on all nodes, so that with N nodes a node's link carries (N - 1) / N of one payload of the model, and not
-    one for each of its ranks. Ranks are on one node if their hosts' names (or GRACE_NODE) are the same.
+    hops: parts are summed inside each node, exactly or by the method ``inside``, and these sums are sent, compressed,
+    between the ranks of equal number on all nodes, so that with N nodes a node's link carries (N - 1) / N of one
+    payload of the model, and not one for each of its ranks. Ranks are on one node if their hosts' names (or GRACE_NODE)
+    are the same.
 
     With :func:`register_fsdp_hook` these are the two levels of ZeRO++ and SDP4Bit. Residuals take the size of what a
     rank sends, in float32: that of the unsharded gradients, and of a node's part of them with two hops;
@@ -386,6 +435,8 @@ def compress_reduce_scatter(
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on.
         block: the method: ``block``, or another one that may compress parts of a tensor alike.
         memory: the memory that keeps residuals; the method's default if left out.
+        inside: the method of the sums inside nodes, without a memory, as "block(bits=8)"; they are exact if left out.
+            Without two hops there are none.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         compress_after: steps that are reduced uncompressed first.
         seed: seed of the random numbers of stochastic methods; the same on all ranks.
@@ -410,6 +461,7 @@ def compress_reduce_scatter(
         ("the gradients of", "reduce-scatters"),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
         ("compress_after", str(compress_after)),
+        ("inside", "exact" if inside is None else str(getattr(inside, "spec", inside))),
         *((f"module {layout.name!r}", ", ".join(layout.names)) for layout in layouts),
     ]
 
@@ -426,10 +478,12 @@ def compress_reduce_scatter(
 
     def choose() -> WholeTensorPlan:
         """Return the plan, which has the method and its memory."""
+        if inside is not None:
+            _build_inside(inside, backend.size)
         return WholeTensorPlan(None, None, _build_method(block, memory, backend.size))
 
     runner = build_step_runner(rows, choose, backend, context, facts, compress_after=compress_after)
-    state = ReduceScatterState(layouts, runner, grad_scaler)
+    state = ReduceScatterState(layouts, runner, grad_scaler, inside)
     for layout in layouts:
         # buffers then have the same size on all ranks, whatever parameters a rank used
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -452,4 +506,17 @@ def _build_method(block: Any, memory: Any, size: int) -> Any:
         raise ConfigError(
             f"compress_reduce_scatter: memory {built.memory.spec} needs the optimizer; use residual or loco"
         )
+    return built
+
+
+def _build_inside(inside: Any, size: int) -> Any:
+    """Return the method of sums inside nodes, as a communicator that has it, without a memory.
+
+    Raises:
+        ConfigError: the method cannot serve them.
+    """
+    what = "compress_reduce_scatter(inside=...)"
+    built = build_method(inside, "none", size, what, "nothing is reduced and scattered")
+    if built.compressor.stateful:
+        raise ConfigError(f"{what}: {built.compressor.spec} keeps state between steps; use block(bits=8)")
     return built

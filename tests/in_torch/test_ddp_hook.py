@@ -195,3 +195,24 @@ def test_a_rank_that_waits_in_the_hook_does_not_count_itself_among_the_absent(tw
     assert "rank 1 is at test_ddp_hook.py" in said
     assert "The engine says: no answer from the other ranks within 0.5 s" in said  # not in gloo's own words
     assert "rank 0 is" not in said, said
+
+
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_are_not_exchanged():
+    """They may even have other shapes on other ranks."""
+    model = net()
+    model.extra = torch.nn.Module()
+    model.extra.own = torch.nn.Parameter(torch.ones(2 + grace.rank()))
+    ignored = {"extra.own", "conv.bias"}
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    wrapped = ddp(model)
+    optimizer = sgd(model.parameters())
+    state = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)", optimizer=optimizer)
+    train(wrapped, optimizer, range(2))
+    assert not ignored & state.traffic.payload_bytes.keys()
+    trained = weights(model)
+    assert bool(trained.pop("extra.own").eq(1).all())
+    alone = [torch.empty_like(trained["conv.bias"]) for _ in range(2)]
+    torch.distributed.all_gather(alone, trained.pop("conv.bias"))
+    assert not torch.equal(*alone)
+    return digest(trained)

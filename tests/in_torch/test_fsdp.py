@@ -355,6 +355,7 @@ REFUSED = {
     "tensor parallelism": "register_fsdp_hook compresses what replicas of such models exchange",
     "divided": "set_gradient_divide_factor asks for",
     "topk in a reduce-scatter": "use block",
+    "topk inside nodes": "compress_reduce_scatter(inside=...): topk",
     "efsignsgd in a reduce-scatter": "use residual or loco",
     "a shard axis of one rank": "register_fsdp_hook",
 }
@@ -379,6 +380,7 @@ def test_what_cannot_work_is_refused_with_what_would():
         "tensor parallelism": lambda: scatter(tensor_parallel(mesh_of(2, 1, 2)["shard"])),
         "divided": lambda: divided(mesh),
         "topk in a reduce-scatter": lambda: scatter(built(mesh["shard"]), "topk"),
+        "topk inside nodes": lambda: scatter(built(mesh["shard"]), "block", inside="topk"),
         "efsignsgd in a reduce-scatter": lambda: scatter(built(mesh["shard"]), "block", "efsignsgd"),
         "a shard axis of one rank": lambda: scatter(fully_shard(Net(), mesh=mesh_of(4, 1)["shard"]), "block"),
     }

@@ -323,11 +323,40 @@ def test_bytes_between_nodes_are_those_of_one_payload():
             assert state.sent_bytes == between + inside
 
 
+@pytest.mark.parametrize("nodes", ["aabb", "abab"])
+@on_ranks(4)
+def test_sums_inside_nodes_may_be_compressed_too(nodes):
+    """Of each node one rank sends 8 bits, within half a step of its largest gradient; the rest is exact."""
+    mesh = mesh_of(1, 4)["shard"]
+    plain, net = built(mesh), built(mesh)
+    plain.set_reduce_scatter_unused_params(True)
+    wanted = reduced(plain)
+    torch.manual_seed(7)
+    alone = Net()
+    loss_of(alone, 0).backward()
+    largest = torch.stack([p.grad.abs().max() for p in alone.parameters() if p.grad is not None]).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    with on_nodes(nodes), compressed(net, shards=("none", "none"), inside="block(bits=8, block=32)") as (state,):
+        before = state.peers.sent_bytes
+        got = reduced(net)
+        between = state.peers.sent_bytes - before
+        parts = [sum(p.padded_sharded_param_size.numel() for p in layout.params) for layout in state.layouts]
+        inside = [2 * n + 4 * -(-2 * n // 32) + 1 for n in parts]  # the other's two parts, and a status
+        assert between == sum(-(-(4 * n + 1) // 8) * 8 for n in parts)
+        assert state.sent_bytes == between + sum(-(-nbytes // 8) * 8 for nbytes in inside)
+    errors = torch.stack([(got[name] - value).abs().amax() for name, value in wanted.items() if value.numel()])
+    assert float(errors.max()) <= 2 * float(largest) / 127 / 2 / 4 * 1.001 + 1e-7
+    lossy = errors.max()
+    dist.all_reduce(lossy, dist.ReduceOp.MAX)
+    assert float(lossy) > 1e-5
+
+
+@pytest.mark.parametrize("inside", [None, "block(bits=8)"])
 @pytest.mark.parametrize("bad", [0, 3])
 @on_ranks(4)
-def test_a_gradient_that_overflowed_is_dropped_on_all_nodes(bad):
+def test_a_gradient_that_overflowed_is_dropped_on_all_nodes(bad, inside):
     net = built(mesh_of(1, 4)["shard"])
-    with on_nodes("aabb"), compressed(net, shards="block(bits=4)") as (state,):
+    with on_nodes("aabb"), compressed(net, shards="block(bits=4)", inside=inside) as (state,):
         loss_of(net, 0).backward()
         state.close_step()
         before = {name: value.clone() for name, value in state.memory.state.committed.items()}

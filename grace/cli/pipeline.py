@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from grace.bench.common.text import digits, of_bytes, parse_rate
-from grace.cli.inputs import call_model_function, parse_bytes, parse_seconds
+from grace.bench.common.text import digits, of_bytes
+from grace.cli.inputs import call_model_function
 from grace.cli.terminal import plain_table, standard_output
+from grace.core.quantities import parse_bytes, parse_rate, parse_seconds
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.pipeline.planning import baselines, profiles

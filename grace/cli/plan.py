@@ -13,10 +13,10 @@ from rich.table import Table
 
 from grace.bench.common.options import bandwidths, split
 from grace.bench.common.text import digits, of_bytes
-from grace.cli.inputs import parse_seconds
 from grace.cli.plan_inputs import CODECS, PARTS, build_problem, choose_cluster, load_model, read_calibration
 from grace.cli.terminal import check_writable, plain_table, progress_bar, standard_output
 from grace.core.atomic_files import atomic_write
+from grace.core.quantities import parse_seconds
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto

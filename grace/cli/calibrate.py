@@ -27,10 +27,9 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
 from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.codecs import measure
-from grace.planner.costs import Codec
-from grace.planner.links import MeasuredLinks, measure_network
+from grace.planner.costs import CodecCost
+from grace.planner.links import MeasuredLinks, measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
-from grace.planner.oversubscription import oversubscription
 from grace.session.agreement import gather_or_raise
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)
@@ -257,18 +256,18 @@ def measure_codecs(
     shared: float,
     seed: int,
     progress: ShowProgress,
-) -> tuple[dict[str, Codec], dict[str, str]]:
+) -> tuple[dict[str, CodecCost], dict[str, str]]:
     """Measure methods on every rank; where ranks share cores, on rank 0 alone, and the others' turns are added.
 
     Returns:
         The codecs of the slowest rank, for which all others wait; and the reasons why other methods have none.
     """
-    codecs: dict[str, Codec] = {}
+    codecs: dict[str, CodecCost] = {}
     left_out: dict[str, str] = {}
     for i, choice in enumerate(choices):
         method = choice.describe()
         progress(method, 0.5 + i / len(choices) / 2)
-        answer: str | tuple[str, Codec] | None = None
+        answer: str | tuple[str, CodecCost] | None = None
         error: Exception | None = None
         try:
             if shared == 1 or backend.rank == 0:

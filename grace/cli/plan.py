@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +21,9 @@ from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.error_budget import REFERENCE
-from grace.planner.explain import Plan, plan_of
+from grace.planner.explain import HEADINGS, Plan, plan_of
 from grace.planner.greedy import find_candidates
-from grace.planner.outer_plans import OuterPlan, outer_plans
+from grace.planner.outer_plans import outer_plans
 from grace.planner.step import Prediction
 
 FORMAT = 1
@@ -192,7 +192,7 @@ def plan(
             "strategy": strategy.to_dict(),
             "plan": found.to_dict(),
             "outer": [
-                {"name": one.name, **{key: getattr(one.prediction, key) for key in OUTER_FIGURES}} for one in outer
+                {"name": spec, **{key: getattr(step, key) for key in OUTER_FIGURES}} for spec, step in outer.items()
             ],
         }
         with atomic_write(json_file) as draft:
@@ -207,14 +207,14 @@ def plan(
         console.print(f"Wrote {escape(line)}", soft_wrap=True)
 
 
-def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: Sequence[OuterPlan]) -> None:
+def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: Mapping[str, Prediction]) -> None:
     """Print a plan as tables.
 
     Args:
         plan: the plan.
         sources: facts about the problem, and sources of figures, in words.
         console: the console to print to.
-        outer: plans whose ranks train alone, which are shown beside the others.
+        outer: mean steps of plans whose ranks train alone, which are shown beside the others.
     """
     for heading, source in sources.items():
         console.print(f"{heading + ':':<9}{escape(source)}", soft_wrap=True, style="dim")
@@ -222,13 +222,8 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
     console.print(_candidates_table(plan, outer))
     console.print(
         "ms of a step as expected; exposed: communication that the step waits for; sent: by the rank that sends most;\n"
-        "memory: of exchanges, on a rank; error: largest part of a variable's bound (matrices: the error of "
-        f"{escape(plan.reference)}), at most 1; quality: {plan.quality}"
-        + (
-            "\ndiloco: ranks train alone, and exchange drifts; it changes training, and is never chosen"
-            if outer
-            else ""
-        ),
+        f"memory: of exchanges, on a rank; {escape(plan.legend)}\n"
+        "diloco: ranks train alone, and exchange drifts; it changes training, and is never chosen",
         style="dim",
         soft_wrap=True,
     )
@@ -241,7 +236,7 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
         console.print(escape(remark), soft_wrap=True)
 
 
-def _candidates_table(plan: Plan, outer: Sequence[OuterPlan]) -> Table:
+def _candidates_table(plan: Plan, outer: Mapping[str, Prediction]) -> Table:
     numbers = ("step", "x plain", "compute", "codec", "exposed", "sent", "memory", "error")
     table = plain_table(["", "plan", *numbers], ("", "plan"))
     plain = plan.plain.prediction.step
@@ -250,8 +245,8 @@ def _candidates_table(plan: Plan, outer: Sequence[OuterPlan]) -> Table:
         name = "plain all-reduce" if candidate is plan.plain else candidate.name
         cells = _figures(name, candidate.prediction, plain)
         table.add_row("*" if chosen else "", *cells, digits(candidate.share, 2), style="bold" if chosen else "")
-    for one in outer:
-        table.add_row("", *_figures(one.name, one.prediction, plain), "", style="dim")
+    for spec, prediction in outer.items():
+        table.add_row("", *_figures(spec, prediction, plain), "", style="dim")
     return table
 
 
@@ -264,9 +259,7 @@ def _figures(name: str, prediction: Prediction, plain: float) -> list[str]:
 
 
 def _variables_table(plan: Plan) -> Table:
-    headings = ("variables", "", "elements", "method", "sync", "error", "why")
-    table = plain_table(headings, {"variables", "method", "sync", "why"})
+    table = plain_table(HEADINGS, {"variables", "method", "sync", "why"})
     for row in plan.rows:
-        cells = (row.variables, f"x{row.count}", f"{row.elements:,}", row.method, row.sync)
-        table.add_row(*map(escape, cells), digits(row.share, 2), escape(row.why))
+        table.add_row(*map(escape, row.cells))
     return table

@@ -40,18 +40,29 @@ BEST = ("none", "fp16", "block(bits=4)", "block(bits=2)", "powersgd(rank=4)", "t
 """Methods of the longer runs."""
 STRATEGIES = ('diloco(period=20, compressor="block(bits=4)", optimizer="nesterov(lr=0.7, momentum=0.6)")',)
 """Strategies' builders that are measured beside the methods."""
+OUTER = (
+    "none",
+    "topk(ratio=0.01)",
+    "diloco(period=15, optimizer=none)",
+    'diloco(period=15, compressor="block(bits=4)", optimizer="nesterov(lr=0.7, momentum=0.6)")',
+    'diloco(period=50, compressor="block(bits=4)", optimizer="nesterov(lr=0.7, momentum=0.6)")',
+    "sparseloco(period=15)",
+)
+"""Methods of the table of outer optimizers, beside which every-step methods stand."""
 OPTIMIZERS = ("adamw", "sgd")
+RATES = "1gbit,100mbit"
 PICTURED = {
-    "DDP": "none",
-    "DDP fp16 hook": "fp16",
-    "DDP PowerSGD(4) hook": None,
-    "block(bits=4)": "block(bits=4)",
-    "powersgd(rank=4)": "powersgd(rank=4)",
-    "topk(ratio=0.01)": "topk(ratio=0.01)",
-    **{f"strategy {spec}": spec for spec in STRATEGIES},
+    "DDP": ("DDP", "none"),
+    "DDP fp16 hook": ("DDP, torch's fp16 hook", "fp16"),
+    "DDP PowerSGD(4) hook": ("DDP, torch's PowerSGD hook", None),
+    "fp16": ("fp16", "fp16"),
+    "block(bits=4)": ("block(bits=4)", "block(bits=4)"),
+    "powersgd(rank=4)": ("powersgd(rank=4)", "powersgd(rank=4)"),
+    "topk(ratio=0.01)": ("topk(ratio=0.01)", "topk(ratio=0.01)"),
+    **{f"strategy {spec}": ("outer Nesterov each 20 steps", spec) for spec in STRATEGIES},
 }
-"""Rows of the picture, and the method whose loss stands beside each; None if no such method is trained."""
-LOSSES = "train-chargpt-adamw-1gbit"
+"""Rows of the picture: the label of each, and the method whose loss stands beside it, if such a method is trained."""
+LOSSES = "train-chargpt-adamw"
 """The part whose losses stand in the picture."""
 PANELS = {"steps-transformer-1gbit": "1 Gbit/s", "steps-transformer-100mbit": "100 Mbit/s"}
 
@@ -80,18 +91,14 @@ def parts(smallest: bool = False) -> list[Part]:
         _steps("resnet50-1gbit", BEST, "resnet50", "1gbit"),
         _steps("transformer-4-ranks-1gbit", BEST, "transformer", "1gbit", ranks=4),
     ]
-    # A loss after equal steps does not depend on the network: over the slower one a seed is enough for the seconds.
-    found += [
-        _training("chargpt", METHODS, optimizer, rate, seeds)
-        for rate, seeds in (("1gbit", "3"), ("100mbit", "1"))
-        for optimizer in OPTIMIZERS
-    ]
-    found += [
-        _training(task, BEST, optimizer, rate, "2")
-        for task in ("digits-cnn", "recommender")
-        for rate in ("1gbit", "100mbit")
-        for optimizer in OPTIMIZERS
-    ]
+    trained = [("chargpt", METHODS, "3"), ("digits-cnn", BEST, "2"), ("recommender", BEST, "2")]
+    for task, methods, seeds in trained:
+        for optimizer in OPTIMIZERS:
+            # A loss after equal steps depends on no network, and may be measured on a busy machine.
+            found.append(_training(f"{task}-{optimizer}", methods, task, optimizer, seeds))
+            found.append(_training(f"{task}-{optimizer}-seconds", methods, task, optimizer, "1", "--bandwidth", RATES))
+    found.append(_training("outer", OUTER, "chargpt", "adamw", "2", "--epochs", "6"))
+    found.append(_training("outer-seconds", OUTER, "chargpt", "adamw", "1", "--epochs", "6", "--bandwidth", "100mbit"))
     found.append(Part("codecs", ("kernels", "--methods", ",".join(METHODS), "--size", "25M", "--tensors", "gaussian")))
     return [_smallest(part) for part in found] if smallest else found
 
@@ -107,14 +114,10 @@ def _steps(name: str, methods: Sequence[str], model: str, rate: str, ranks: int 
     )
 
 
-def _training(task: str, methods: Sequence[str], optimizer: str, rate: str, seeds: str) -> Part:
-    return Part(
-        f"train-{task}-{optimizer}-{rate}",
-        (
-            *("train", "--task", task, "--optimizer", optimizer, "--bandwidth", rate, "--seeds", seeds),
-            *("--methods", ",".join([*methods, *STRATEGIES])),
-        ),
-    )
+def _training(name: str, methods: Sequence[str], task: str, optimizer: str, seeds: str, *more: str) -> Part:
+    names = ",".join(dict.fromkeys([*methods, *STRATEGIES]))
+    words = ("train", "--task", task, "--optimizer", optimizer, "--seeds", seeds, *more, "--methods", names)
+    return Part(f"train-{name}", words)
 
 
 def _smallest(part: Part) -> Part:
@@ -167,7 +170,7 @@ def draw(results: Path, picture: Path) -> bool:
             colors = ["#818B98" if rows[name]["kind"] == "baseline" else "#0072B2" for name in names]
             bars = axes.barh(range(len(names)), seconds, color=colors)
             axes.bar_label(bars, [_label(name, rows[name], losses) for name in names], padding=4)
-            axes.set_yticks(range(len(names)), names)
+            axes.set_yticks(range(len(names)), [PICTURED[name][0] for name in names])
             axes.set_xlim(0, 1.9 * max(seconds))
             axes.set_title(title, loc="left", fontsize=11)
             axes.set_xlabel("seconds of a training step")
@@ -182,7 +185,7 @@ def draw(results: Path, picture: Path) -> bool:
 
 def _label(name: str, row: dict, losses: dict[str, float]) -> str:
     """Return the text beside a bar: seconds, and the loss after equal steps, if it was measured."""
-    loss = losses.get(PICTURED[name] or "", math.nan)
+    loss = losses.get(PICTURED[name][1] or "", math.nan)
     seconds = row["step_ms"] / 1e3
     return f"{seconds:.2f} s" + ("" if math.isnan(loss) else f", loss {loss:.2f}")
 

@@ -43,12 +43,12 @@ def run_under(name, example):
     return done
 
 
-TOPK, ALONE = "topk(ratio=0.01)", "local, rank 0 of 1"
+BLOCK, ALONE = "block(bits=4)", "local, rank 0 of 1"
 RUNS = [
-    (PLAIN, EXAMPLE, TOPK, ALONE),
+    (PLAIN, EXAMPLE, BLOCK, ALONE),
     (TORCHRUN, EXAMPLE, "powersgd(rank=2)", "torch.distributed (gloo), rank 0 of 2"),
     (TORCHRUN, EXAMPLE.with_name("outer.py"), "block(bits=4)", "torch.distributed (gloo), rank 0 of 2"),
-    *((PLAIN, example, TOPK, ALONE) for example in TENSORFLOW),
+    *((PLAIN, example, BLOCK, ALONE) for example in TENSORFLOW),
 ]
 
 
@@ -109,7 +109,7 @@ def test_a_frameworks_example_trains_on_two_ranks(name, tmp_path):
     assert done.returncode == 0, done.stderr
     loss, ratio = re.search(r"loss ([\d.]+) after 20 steps, (\d+) times fewer bytes", done.stdout).groups()
     assert float(loss) < 5
-    assert int(ratio) > 10
+    assert int(ratio) >= 7  # 32 bits by 4.06, where the method takes all variables
     marked = [line for line in example.read_text().splitlines() if line.endswith("# +")]
     assert len(marked) == 2
 

@@ -64,7 +64,7 @@ def train(config):
 def main(argv=None):
     """Start the workers and print the result."""
     parser = argparse.ArgumentParser(description="Train on digits under Ray Train, with compressed gradients.")
-    parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+    parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2, help="two or more (default: %(default)s)")
     parser.add_argument("--gpu", action="store_true", help="a GPU for each")

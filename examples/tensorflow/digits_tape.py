@@ -1,6 +1,6 @@
 """Train on scikit-learn's digits in a loop of your own, with compressed gradients. Six lines are Grace's: `# +`.
 
-horovodrun -np 2 python examples/tensorflow/digits_tape.py --compressor "topk(ratio=0.01)"
+horovodrun -np 2 python examples/tensorflow/digits_tape.py --compressor "block(bits=4)"
 mpirun -np 2 python examples/tensorflow/digits_tape.py       # with Horovod (make horovod) or mpi4py
 python examples/tensorflow/digits_tape.py
 """
@@ -15,7 +15,7 @@ from sklearn.model_selection import train_test_split
 import grace  # +
 
 parser = argparse.ArgumentParser(description="Train on scikit-learn's digits with compressed gradients.")
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--lr", type=float, default=0.05)
 args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's digits with Accelerate. Two lines are Grace's: `# +`.
 
-torchrun --nproc-per-node 2 examples/torch/accelerate_digits.py --compressor "topk(ratio=0.01)"
+torchrun --nproc-per-node 2 examples/torch/accelerate_digits.py --compressor "block(bits=4)"
 accelerate launch --multi_gpu --num_processes 2 examples/torch/accelerate_digits.py      # on GPUs
 """
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from grace.integrations.accelerate import metrics, prepare  # +
 
 parser = argparse.ArgumentParser(description="Train on scikit-learn's digits in a loop of Accelerate's.")
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--output", default="out/accelerate", help="folder of the last state (default: %(default)s)")
 parser.add_argument("--resume", action="store_true", help="go on from there")

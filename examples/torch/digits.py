@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's digits, with compressed gradients. Six lines are Grace's: `# +`.
 
-torchrun --nproc-per-node 2 examples/torch/digits.py --compressor "topk(ratio=0.01)"
+torchrun --nproc-per-node 2 examples/torch/digits.py --compressor "block(bits=4)"
 horovodrun -np 2 python examples/torch/digits.py       # with Horovod (make horovod); --gloo or --mpi
 mpirun -np 2 python examples/torch/digits.py           # with Horovod or mpi4py
 python examples/torch/digits.py
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import grace  # +
 
 parser = argparse.ArgumentParser(description="Train on scikit-learn's digits with compressed gradients.")
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--lr", type=float, default=0.05)
 args = parser.parse_args()

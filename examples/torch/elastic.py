@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import grace
 
 parser = argparse.ArgumentParser(description="Train on scikit-learn's digits, and survive the death of a rank.")
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--checkpoint", type=Path, default=Path("digits.pt"), help="seen by rank 0 (default: %(default)s)")
 args = parser.parse_args()

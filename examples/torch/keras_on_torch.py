@@ -1,6 +1,6 @@
 """Train a Keras model on Keras's torch backend by Keras's own fit and a torch optimizer. Lines of Grace: `# +`.
 
-torchrun --nproc-per-node 2 examples/torch/keras_on_torch.py --compressor "topk(ratio=0.01)"
+torchrun --nproc-per-node 2 examples/torch/keras_on_torch.py --compressor "block(bits=4)"
 python examples/torch/keras_on_torch.py
 """
 
@@ -35,7 +35,7 @@ class Classifier(keras.Sequential):
 
 
 parser = argparse.ArgumentParser(description="Train a Keras model on torch with compressed gradients.")
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--epochs", type=int, default=10)
 args = parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's digits with Lightning. Two lines are Grace's: `# +`.
 
-torchrun --nproc-per-node 2 examples/torch/lightning_digits.py --devices 2 --compressor "topk(ratio=0.01)"
+torchrun --nproc-per-node 2 examples/torch/lightning_digits.py --devices 2 --compressor "block(bits=4)"
 python examples/torch/lightning_digits.py --devices 2        # Lightning starts the other rank
 """
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from grace.integrations.lightning import GraceCallback  # +
 
 parser = argparse.ArgumentParser(description="Train on scikit-learn's digits under Lightning.")
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--devices", type=int, default=1, help="ranks on this machine (default: %(default)s)")
 parser.add_argument("--output", default="out/lightning", help="folder of checkpoints and logs (default: %(default)s)")

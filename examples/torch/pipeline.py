@@ -1,7 +1,7 @@
 """Train a small GPT with a large vocabulary in stages, which Grace cuts automatically and whose replicas
 exchange compressed gradients.
 
-torchrun --nproc-per-node 4 examples/torch/pipeline.py --stages 2 --compressor "topk(ratio=0.01)"
+torchrun --nproc-per-node 4 examples/torch/pipeline.py --stages 2 --compressor "block(bits=4)"
 torchrun --nproc-per-node 3 examples/torch/pipeline.py --replicas 1 2
 python examples/torch/pipeline.py --stages 1
 """
@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser(description="Train a GPT in stages, with compre
 parser.add_argument("--stages", type=int, help="how many; searched for if left out")
 parser.add_argument("--replicas", type=int, nargs="+", help="of every stage, or one number for each")
 parser.add_argument("--microbatches", type=int, default=4)
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--plan", help="a file: written if it is not there, or else read")
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--vocabulary", type=int, default=2048)

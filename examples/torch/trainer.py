@@ -1,6 +1,6 @@
 """Train a small GPT on Python source with the Trainer of Hugging Face's transformers. Two lines are Grace's: `# +`.
 
-torchrun --nproc-per-node 2 examples/torch/trainer.py --compressor "topk(ratio=0.01)"
+torchrun --nproc-per-node 2 examples/torch/trainer.py --compressor "block(bits=4)"
 torchrun --nproc-per-node 2 examples/torch/trainer.py --resume       # goes on from the last checkpoint
 """
 
@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from grace.integrations.transformers import GraceCallback  # +
 
 parser = argparse.ArgumentParser(description="Train a small GPT under Hugging Face's Trainer.")
-parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--output", default="out/trainer", help="folder of checkpoints (default: %(default)s)")
 parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")

@@ -165,12 +165,14 @@ class Calibration:
             raise ConfigError(f"is of format {version}; this Grace reads format {FORMAT}")
         try:
             given = {name: value for name, value in _object(document, "it").items() if name != "format"}
-            codecs = _object(given.get("codecs"), "codecs")
             parts = {
                 "key": _key(given.get("key")),
                 "network": _network(given.get("network"), "network"),
                 "inside": _network(given.get("inside"), "inside"),
-                "codecs": {name: _codec(codec, f"codecs.{name}") for name, codec in codecs.items()},
+                "codecs": {
+                    name: _codec(codec, f"codecs.{name}")
+                    for name, codec in _object(given.get("codecs"), "codecs").items()
+                },
             }
             return documents.record(cls, given, "the calibration", **parts)  # type: ignore[no-any-return]
         except ConfigError as error:
@@ -232,7 +234,7 @@ def _object(document: Any, where: str) -> dict[str, Any]:
 
 
 def _key(document: Any) -> Key:
-    hosts = _object(document, "key").get("hosts")
+    hosts: Any = _object(document, "key").get("hosts")
     for host in hosts if isinstance(hosts, list) else [hosts]:
         fits = isinstance(host, list) and len(host) == 2 and isinstance(host[0], str) and type(host[1]) is int
         if not fits or host[1] < 1:

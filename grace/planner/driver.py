@@ -17,19 +17,20 @@ It is then watched: a link that becomes slower is told, and with ``replan`` plan
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, GraceError
+from grace.planner import planning
 from grace.planner.explain import MARGIN
 from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import gather_or_raise
+from grace.session.step_runner import StepRunner
+from grace.strategy.choices import AutoRequest
 from grace.strategy.plan import Strategy
-
-if TYPE_CHECKING:
-    from grace.planner.planning import Planning
 
 BASELINE = "none"
 """Name of the candidate that exchanges everything uncompressed."""
@@ -90,7 +91,7 @@ class Driver:
 
     def __init__(
         self,
-        planner: "Planning",
+        planner: planning.Planning,
         backend: Backend,
         start: Strategy,
         switch: Callable[[Strategy], None],
@@ -400,6 +401,36 @@ class Driver:
         self.watch = None
         if self.replan:
             self._advance()
+
+
+def build_driver(
+    request: AutoRequest,
+    runner: StepRunner,
+    start: Strategy,
+    switch: Callable[[Strategy], None],
+    framework: str,
+    threads: int,
+    adaptive: bool,
+) -> Driver:
+    """Return the driver that plans for a session, and have the session's checkpoints hold its state.
+
+    Args:
+        request: what the user said.
+        runner: the session's first one.
+        start: the strategy that it runs.
+        switch: goes on by another strategy; it must not keep the session alive.
+        framework, threads, adaptive: as :class:`grace.planner.planning.Planning` takes them.
+    """
+    backend = runner.backend
+
+    def say(line: str) -> None:
+        if backend.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    planner = planning.Planning(request, backend, runner.node_names, runner.variables, framework, threads, adaptive)
+    driver = Driver(planner, backend, start, switch, say, request.options.replan)
+    runner.planned = driver.document
+    return driver
 
 
 class LinkWatch:

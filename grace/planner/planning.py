@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from grace.errors import ConfigError
 from grace.planner.calibration import NAMED, Calibration, Key, default_path, read
 from grace.planner.codecs import is_table, measure
 from grace.planner.default_costs import DefaultCodecs
-from grace.planner.driver import Driver
 from grace.planner.error_budget import ErrorModel
 from grace.planner.explain import plan_of
 from grace.planner.greedy import Candidate, Names, find_candidates
@@ -31,10 +29,8 @@ from grace.planner.network import MeasuredNetwork
 from grace.planner.problem import ExchangeMethod, Problem, methods_of
 from grace.planner.step import Timeline
 from grace.planner.uniform import assigned_strategy, uniform_strategy
-from grace.session.step_runner import StepRunner
 from grace.strategy.builder import Cluster
 from grace.strategy.choices import AutoRequest
-from grace.strategy.plan import Strategy
 from grace.strategy.resources import cluster_of
 
 if TYPE_CHECKING:  # which a request brings
@@ -50,36 +46,6 @@ MOST_FACTOR = 4.0
 """The largest factor by which collectives in a step may be slower, or faster, than measured alone."""
 SKEWED = 0.1
 """The part of a step by which a rank's computing must be longer than another's to be told."""
-
-
-def build_driver(
-    request: AutoRequest,
-    runner: StepRunner,
-    start: Strategy,
-    switch: Callable[[Strategy], None],
-    framework: str,
-    threads: int,
-    adaptive: bool,
-) -> Driver:
-    """Return the driver that plans for a session, and have the session's checkpoints hold its state.
-
-    Args:
-        request: what the user said.
-        runner: the session's first one.
-        start: the strategy that it runs.
-        switch: goes on by another strategy; it must not keep the session alive.
-        framework, threads, adaptive: as :class:`Planning` takes them.
-    """
-    backend = runner.backend
-
-    def say(line: str) -> None:
-        if backend.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    planner = Planning(request, backend, runner.node_names, runner.variables, framework, threads, adaptive)
-    driver = Driver(planner, backend, start, switch, say, request.options.replan)
-    runner.planned = driver.document
-    return driver
 
 
 class Planning:

@@ -1,7 +1,7 @@
 """Time that planning takes: ``python -m benchmarks.planning_time``.
 
 For each number of variables a model like a transformer's, of made up shapes, is planned as ``auto`` does without
-measuring: layouts and methods, refinement, and the explanation. One line each: seconds, and what was chosen.
+measuring: the choice of methods, and its explanation. One line each: seconds, and what was chosen.
 """
 
 import argparse
@@ -55,13 +55,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="two on each node (default: 8)")
     parser.add_argument("--bandwidth", default="1gbit", help="of each rank (default: 1gbit)")
     parser.add_argument("--quality", default="feedback", help="exact, half, unbiased or feedback (default)")
-    parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
     arguments = parser.parse_args()
     if min([*arguments.variables, arguments.ranks]) < 1:
         parser.error("numbers of variables and ranks are at least 1")
     for count in arguments.variables:
         try:
-            options = {"bandwidth": arguments.bandwidth, "quality": arguments.quality, "seed": arguments.seed}
+            options = {"bandwidth": arguments.bandwidth, "quality": arguments.quality}
             seconds, plan = timed(count, arguments.ranks, **options)
         except GraceError as error:
             parser.error(str(error))

@@ -12,12 +12,13 @@ from rich.console import Console
 from grace.bench.common import options, results
 from grace.bench.common.options import option
 from grace.bench.common.results import Results
-from grace.bench.common.text import parse_rate, show_rate
+from grace.bench.common.text import show_rate
 from grace.bench.kernels import kernels_command
 from grace.bench.lifecycle import BenchmarkRun, need_report
 from grace.bench.link.emulation import possible
 from grace.bench.step import step_command, step_settings
 from grace.bench.train import train_command, train_settings
+from grace.core.quantities import parse_rate
 
 BANDWIDTHS, QUICK_BANDWIDTH = "10gbit,1gbit,100mbit", "1gbit"
 

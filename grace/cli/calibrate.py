@@ -27,10 +27,9 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
 from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.codecs import measure
-from grace.planner.costs import Codec
-from grace.planner.links import MeasuredLinks, measure_network
+from grace.planner.costs import CodecCost
+from grace.planner.links import MeasuredLinks, measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
-from grace.planner.oversubscription import oversubscription
 from grace.session.agreement import gather_or_raise
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)
@@ -45,37 +44,55 @@ FRAMEWORKS = (*runtime.FRAMEWORKS, "numpy")
 
 def calibrate(
     methods: Annotated[
-        str, typer.Option(help="Compressors, separated by commas, or all; a memory behind a slash: topk/none.")
+        str,
+        typer.Option(
+            help="Compressors to measure, separated by commas, or all. topk/none is top-k with the memory none; "
+            "without a slash a compressor has its default memory."
+        ),
     ] = "all",
     model: Annotated[
-        str | None, typer.Option("--model", help="module:function that makes a model, for its variables' shapes.")
+        str | None,
+        typer.Option(
+            "--model",
+            help="module:function of a function that returns a model. Methods are then measured on gradients of its "
+            "variables' shapes.",
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write; in your cache if left out.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help='File to write; if left out, a file in your cache, which strategy="auto" finds.'
+        ),
     ] = None,
     framework: Annotated[
-        str | None, typer.Option(help="torch, tensorflow or numpy: what gradients are; the first installed one.")
+        str | None,
+        typer.Option(
+            help="Framework whose tensors are measured: torch, tensorflow or numpy.", show_default="the first installed"
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure for a shorter time, and only methods' default communicators.")
+        bool,
+        typer.Option("--quick", help="Measure each method for a shorter time, and with its default communicator only."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the gradients, and of random methods.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the gradients, and of methods that draw random numbers.")] = 0,
     shown: Annotated[
-        Path | None, typer.Option("--show", metavar="FILE", help="Measure nothing; show such a file.")
+        Path | None,
+        typer.Option("--show", metavar="FILE", help="Show a file that was written earlier, and measure nothing."),
     ] = None,
 ) -> None:
-    """Measure what this cluster's network and the methods take, for the planner; once per cluster and engine.
+    """Measure the times of this cluster's network and of compression methods, and keep them in a file for planning.
 
-    Start it as you start training, with as many ranks and threads:
+    Do it once for each cluster and engine. Start it as you start training, with as many ranks and threads:
 
         torchrun --nproc-per-node 4 --no-python grace calibrate
         mpirun -n 4 grace calibrate
 
-    All ranks time collectives of rising sizes, each method's encoding and
-    decoding, and computing beside a collective. Rank 0 writes the file, which
-    strategy="auto" and grace plan read. It is for these hosts, this engine,
-    and these versions, and is taken for 30 days. GRACE_CALIBRATION names
-    another file than the one in your cache.
+    The ranks time collectives of many sizes, the compressing and decompressing
+    of each method, and how much a collective slows computation down. Rank 0
+    writes the file, which strategy="auto" and grace plan read. The file is used
+    for these hosts, this engine and these versions only, and for 30 days. The
+    environment variable GRACE_CALIBRATION names another file than the one in
+    your cache.
     """
     console = standard_output(120)
     if shown is not None:
@@ -239,18 +256,18 @@ def measure_codecs(
     shared: float,
     seed: int,
     progress: ShowProgress,
-) -> tuple[dict[str, Codec], dict[str, str]]:
+) -> tuple[dict[str, CodecCost], dict[str, str]]:
     """Measure methods on every rank; where ranks share cores, on rank 0 alone, and the others' turns are added.
 
     Returns:
         The codecs of the slowest rank, for which all others wait; and the reasons why other methods have none.
     """
-    codecs: dict[str, Codec] = {}
+    codecs: dict[str, CodecCost] = {}
     left_out: dict[str, str] = {}
     for i, choice in enumerate(choices):
         method = choice.describe()
         progress(method, 0.5 + i / len(choices) / 2)
-        answer: str | tuple[str, Codec] | None = None
+        answer: str | tuple[str, CodecCost] | None = None
         error: Exception | None = None
         try:
             if shared == 1 or backend.rank == 0:

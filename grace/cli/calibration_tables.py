@@ -10,7 +10,7 @@ from rich.table import Table
 from grace.bench.common.text import of_bytes
 from grace.cli.terminal import plain_table
 from grace.planner.calibration import Calibration
-from grace.planner.costs import Codec, Curve
+from grace.planner.costs import CodecCost, Curve
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 """Bytes of collectives in the table."""
@@ -65,15 +65,15 @@ def _codecs_table(calibration: Calibration) -> Table:
     return table
 
 
-def _seconds(codec: Codec, ranks: int) -> list[float]:
+def _seconds(codec: CodecCost, ranks: int) -> list[float]:
     """Return the seconds of a codec's three parts for the bucket in the table."""
     return [part.seconds(VARIABLES, ELEMENTS, ranks) for part in (codec.start, codec.middle, codec.finish)]
 
 
-def total_seconds(codec: Codec, ranks: int) -> float:
+def total_seconds(codec: CodecCost, ranks: int) -> float:
     """Return the seconds of a codec for the bucket in the table, by which codecs of one method are compared.
 
-    >>> total_seconds(Codec(), 2)
+    >>> total_seconds(CodecCost(), 2)
     0.0
     """
     return sum(_seconds(codec, ranks))

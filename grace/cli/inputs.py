@@ -1,10 +1,8 @@
-"""Inputs that several commands share: models of users, their variables and gradients, and numbers with units."""
+"""Inputs that several commands share: models of users, their variables and gradients, and clusters."""
 
 import importlib
-import math
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import numpy as np
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
-from grace.planner.builders.auto import TIMES
 from grace.strategy.builder import Cluster, OneNode
 
 # -- models ---------------------------------------------------------------------------------------------------------
@@ -134,46 +131,7 @@ def random_gradients(
     return found
 
 
-# -- numbers and clusters -------------------------------------------------------------------------------------------
-
-BYTES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-"""Prefixes of bytes, and their values."""
-
-
-def parse_quantity(text: str, units: Mapping[str, float], form: str) -> float:
-    """Return the value of a number with a unit, in units of 1.
-
-    Args:
-        text: the number and its unit.
-        units: the value of each unit, in small letters.
-        form: the beginning of the error's message: how such a number is written.
-
-    Raises:
-        ConfigError: the text is no such number.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
-    value = float(found[1]) * units.get(found[2].lower(), math.nan) if found else math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{form}, not {text!r}")
-    return value
-
-
-def parse_seconds(text: str, form: str) -> float:
-    """Return a duration in seconds.
-
-    >>> parse_seconds("12ms", "--forward is a time"), parse_seconds("0.5 s", "--forward is a time")
-    (0.012, 0.5)
-    """
-    return parse_quantity(text, TIMES, form)
-
-
-def parse_bytes(text: str) -> float:
-    """Return a size in bytes.
-
-    >>> parse_bytes("16GB"), parse_bytes("500 MB"), parse_bytes("1e9")
-    (16000000000.0, 500000000.0, 1000000000.0)
-    """
-    return parse_quantity(text.rstrip("Bb"), BYTES, "a size is a number with kB, MB, GB or TB, as 16GB")
+# -- clusters -------------------------------------------------------------------------------------------------------
 
 
 def load_cluster(resources: Path | None, ranks: int | None) -> Cluster | None:

@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from grace.bench.common.text import digits, of_bytes, parse_rate
-from grace.cli.inputs import call_model_function, parse_bytes, parse_seconds
+from grace.bench.common.text import digits, of_bytes
+from grace.cli.inputs import call_model_function
 from grace.cli.terminal import plain_table, standard_output
+from grace.core.quantities import parse_bytes, parse_rate, parse_seconds
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.pipeline.planning import baselines, profiles
@@ -29,61 +30,105 @@ app = typer.Typer(no_args_is_help=True, help="Plan pipelines, show them and chec
 
 RANGE = "a number, several with commas, or a range as 2-4"
 Profile = Annotated[
-    Path | None, typer.Option("--profile", help="A graph with its times: Grace's JSON, or a profile of PipeDream's.")
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="File with the model's graph and times: written by grace pipeline graph -o, or a profile of PipeDream.",
+    ),
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", help="module:function, which makes (model, example inputs) of torch.")
+    str | None,
+    typer.Option("--model", help="module:function of a function that returns (torch model, example inputs)."),
 ]
-Dry = Annotated[bool, typer.Option("--dry", help="Estimate times from FLOPs and bytes; the model is not run.")]
-File = Annotated[Path, typer.Argument(help="A plan, as `grace pipeline plan` writes it.")]
+Dry = Annotated[bool, typer.Option("--dry", help="Do not run the model: estimate times from FLOPs and bytes.")]
+File = Annotated[Path, typer.Argument(help="File that grace pipeline plan wrote.")]
 
 
 @app.command()
 def plan(
-    devices: Annotated[int, typer.Option("-n", "--devices", min=1, help="How many ranks.")],
+    devices: Annotated[int, typer.Option("-n", "--devices", min=1, help="Number of ranks, one for each device.")],
     model: Model = None,
     profile: Profile = None,
     dry: Dry = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write the plan to.")] = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows of a step, of all ranks; those of the profile for each, if left out."),
+        typer.Option(
+            min=1,
+            help="Rows (samples) of a step, of all ranks together.",
+            show_default="the profile's or example's rows for each rank",
+        ),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Of a device, as 16GB; without a limit if left out.")] = None,
-    memory_margin: Annotated[float, typer.Option(min=0, max=1, help="The part of it that stays free.")] = 0.1,
-    bandwidth: Annotated[str, typer.Option(help="Between nodes (between ranks, on one), as 10gbit.")] = "10gbit",
-    inside: Annotated[str | None, typer.Option(help="Within a node, as 100gbit.")] = None,
-    latency: Annotated[str, typer.Option(help="Of a message, as 50us.")] = "20us",
-    nodes: Annotated[int, typer.Option(min=1, help="On how many nodes the ranks are.")] = 1,
-    compressor: Annotated[str | None, typer.Option(help="Of gradients, as 'topk(ratio=0.01)'.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a device, as 16GB.", show_default="no limit")] = None,
+    memory_margin: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of --memory that stays free: 0.1 is a tenth.")
+    ] = 0.1,
+    bandwidth: Annotated[
+        str, typer.Option(help="Bandwidth between nodes, as 10gbit; with one node, between its ranks.")
+    ] = "10gbit",
+    inside: Annotated[
+        str | None, typer.Option(help="Bandwidth within a node, as 100gbit.", show_default="--bandwidth")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="Time that one message takes over a link, as 50us.")] = "20us",
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes that the ranks are on.")] = 1,
+    compressor: Annotated[str | None, typer.Option(help="Compressor of all gradients, as 'topk(ratio=0.01)'.")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="How gradients are exchanged, instead: a file, auto, or another builder.")
+        str | None,
+        typer.Option(
+            help="How gradients are exchanged, instead of --compressor: a strategy's file, auto, or another builder."
+        ),
     ] = None,
-    stages: Annotated[str | None, typer.Option(help=f"How many: {RANGE}.")] = None,
+    stages: Annotated[str | None, typer.Option(help=f"Number of stages: {RANGE}.")] = None,
     replicas: Annotated[
-        str | None, typer.Option(help="Of every stage, as 2 or 1-4; or of each, with commas: 2,1,1.")
+        str | None, typer.Option(help="Replicas of every stage, as 2 or 1-4; or one number for each stage, as 2,1,1.")
     ] = None,
-    microbatches: Annotated[str | None, typer.Option(help=f"How many: {RANGE}.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b; both are tried.")] = None,
+    microbatches: Annotated[str | None, typer.Option(help=f"Number of micro-batches: {RANGE}.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b.", show_default="both are tried")] = None,
     recompute: Annotated[
-        bool | None, typer.Option("--recompute/--keep", help="Compute stages' forward again; both are tried.")
+        bool | None,
+        typer.Option(
+            "--recompute/--keep",
+            help="Recompute activations in backward, or keep them.",
+            show_default="both are tried",
+        ),
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="Neighbours in the order of ranks: replicas or stages.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="What neighbouring ranks are: replicas (of one stage) or stages.", show_default="both are tried"
+        ),
+    ] = None,
     blocks: Annotated[
-        str | None, typer.Option(help=f"From how many blocks stages are made: {RANGE}.", show_default="32,128")
+        str | None,
+        typer.Option(
+            help=f"Number of blocks that the model is cut into, from which stages are made: {RANGE}.",
+            show_default="32,128",
+        ),
     ] = None,
     cuts: Annotated[
-        str | None, typer.Option("--cut", help="Last nodes of all stages but the last, with commas.")
+        str | None,
+        typer.Option(
+            "--cut", help="Where to cut: the last graph node of each stage but the last, separated by commas."
+        ),
     ] = None,
     optimizer_state: Annotated[
-        float, typer.Option(min=0, help="Bytes for each byte of parameters: SGD 0, with momentum 1, Adam 2.")
+        float,
+        typer.Option(
+            min=0,
+            help="Bytes that the optimizer keeps for each byte of parameters: SGD 0, SGD with momentum 1, Adam 2.",
+        ),
     ] = 1.0,
     fewer: Annotated[
-        bool, typer.Option("--fewer", help="Leave devices unused where that is faster, up to half of them.")
+        bool, typer.Option("--fewer", help="Also try plans that use fewer devices, down to half of them.")
     ] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Show what cuts by hand would take, too.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also show the times of plans that people make by hand.")
+    ] = False,
 ) -> None:
-    """Plan a pipeline for a model, or for one that was measured elsewhere: no devices are needed."""
+    """Plan a pipeline: how to cut a model into stages, and how many ranks each stage gets.
+
+    The model is measured here in one process, or was measured elsewhere (--profile). No other device is needed.
+    """
     if compressor is not None and strategy is not None:
         raise ConfigError(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
@@ -145,9 +190,9 @@ def plan(
 @app.command()
 def show(
     plan: File,
-    html: Annotated[Path | None, typer.Option("--html", help="Draw it: an HTML file to write.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="HTML file to draw the plan in.")] = None,
 ) -> None:
-    """Show a plan: stages, replicas, times, memory, the bubble, and what crosses each cut."""
+    """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
     found = Plan.load(plan)
     _print_plan(found)
     if html is not None:
@@ -163,11 +208,11 @@ def graph(
     profile: Profile = None,
     dry: Dry = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write, which --profile takes elsewhere.")
+        Path | None, typer.Option("--out", "-o", help="File to write, for --profile, also on another machine.")
     ] = None,
-    longest: Annotated[int, typer.Option(min=1, help="How many nodes the table has, those that take longest.")] = 20,
+    longest: Annotated[int, typer.Option(min=1, help="Number of nodes in the table: those that take longest.")] = 20,
 ) -> None:
-    """Show what a model is made of: its operations, what each takes, and what it hands on."""
+    """Show a model's graph: its operations, the time of each, and the bytes that each gives to later ones."""
     found = load_graph(profile, model, dry)
     _print_graph(found, longest)
     if out is not None:
@@ -180,9 +225,11 @@ def check(
     plan: File,
     model: Model = None,
     profile: Profile = None,
-    devices: Annotated[int | None, typer.Option("-n", "--devices", min=1, help="How many ranks there are.")] = None,
+    devices: Annotated[
+        int | None, typer.Option("-n", "--devices", min=1, help="Number of ranks that the plan must be for.")
+    ] = None,
 ) -> None:
-    """Check a plan: its form, and that it is for the model and the ranks."""
+    """Check that a plan's file is valid, and made for this model and this number of ranks."""
     found = Plan.load(plan)
     if profile is not None or model is not None:
         known = load_graph(profile, model, dry=model is not None)  # times are not checked

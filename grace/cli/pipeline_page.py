@@ -21,7 +21,8 @@ from grace.bench.report.figures.style import (
     write,
 )
 from grace.bench.report.tables import figure_of, table, words_of
-from grace.pipeline.planning.pipeline_plan import UNITS, Plan
+from grace.core.quantities import byte_unit
+from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.predict import timeline
 
 BLUE, ORANGE, _, YELLOW = PALETTE[:4]
@@ -138,7 +139,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _memory_figure(plan: Plan) -> Figure:
     """Draw the bytes of each rank, in the unit of the fullest one, beside the limit if that is near."""
     most = max(plan.memory)
-    unit, size = next(((unit, size) for unit, size in UNITS.items() if most >= size), ("B", 1.0))
+    unit, size = byte_unit(most)
     bars = [
         Bar(f"rank {rank}", [(nbytes / size, "full")], of_bytes(nbytes), Look(BLUE))
         for rank, nbytes in enumerate(plan.memory)

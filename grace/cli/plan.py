@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +13,17 @@ from rich.table import Table
 
 from grace.bench.common.options import bandwidths, split
 from grace.bench.common.text import digits, of_bytes
-from grace.cli.inputs import parse_seconds
 from grace.cli.plan_inputs import CODECS, PARTS, build_problem, choose_cluster, load_model, read_calibration
 from grace.cli.terminal import check_writable, plain_table, progress_bar, standard_output
 from grace.core.atomic_files import atomic_write
+from grace.core.quantities import parse_seconds
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.error_budget import REFERENCE
-from grace.planner.explain import Plan, plan_of
+from grace.planner.explain import HEADINGS, Plan, plan_of
 from grace.planner.greedy import find_candidates
-from grace.planner.outer_plans import OuterPlan, outer_plans
+from grace.planner.outer_plans import outer_plans
 from grace.planner.step import Prediction
 
 FORMAT = 1
@@ -37,36 +37,56 @@ def plan(
         str,
         typer.Option(
             "--model",
-            help="module:function that returns (model, loss, samples), where loss(model) is the loss of a batch; or a "
-            "model alone; or a name that grace bench step knows.",
+            help="The model: module:function of a function that returns (model, loss, samples), where loss(model) is "
+            "the loss of one batch, or the model alone; or the name of a model of grace bench step, as resnet.",
         ),
     ],
-    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="How many ranks, without a file.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", "-n", min=1, help="Number of ranks, on one machine. For several machines use --resources."
+        ),
+    ] = None,
     resources: Annotated[
-        Path | None, typer.Option("--resources", "-r", help="The cluster's file, with its nodes' bandwidths.")
+        Path | None,
+        typer.Option(
+            "--resources", "-r", help="A file that describes the cluster: its nodes, and the bandwidth of each."
+        ),
     ] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Of each rank's link, as in 100mbit or 2.5gbit.", show_default="10gbit")
+        str | None, typer.Option(help="Bandwidth of each rank's link, as in 100mbit or 2.5gbit.", show_default="10gbit")
     ] = None,
-    latency: Annotated[str | None, typer.Option(help="Of a message, as in 50us.", show_default="50us")] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Time that one message takes over the link, as in 50us.", show_default="50us")
+    ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="A file of grace calibrate: links and methods as measured.")
+        Path | None,
+        typer.Option(help="A file that grace calibrate wrote: the links and methods are as it measured them."),
     ] = None,
     forward: Annotated[
-        str | None, typer.Option(help="A step's forward time, as in 12ms.", show_default="measured here")
+        str | None, typer.Option(help="Time of a step's forward pass, as in 12ms.", show_default="measured here")
     ] = None,
-    backward: Annotated[str | None, typer.Option(help="Likewise backward.", show_default="measured here")] = None,
+    backward: Annotated[
+        str | None, typer.Option(help="Time of a step's backward pass.", show_default="measured here")
+    ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Likewise the optimizer's step.", show_default="measured here")
+        str | None, typer.Option(help="Time of the optimizer's step.", show_default="measured here")
     ] = None,
     codecs: Annotated[
         str | None,
         typer.Option(
-            help="What methods compute: measure (here, on this model's gradients) or usual (as measured elsewhere).",
+            help="Source of the times of compressing and decompressing: measure (on this machine, with this model's "
+            "gradients) or usual (typical figures of another machine).",
             show_default="the calibration's, or measure",
         ),
     ] = None,
-    quality: Annotated[str, typer.Option(help="What may be lost: exact, half, unbiased or feedback.")] = "feedback",
+    quality: Annotated[
+        str,
+        typer.Option(
+            help="How much compression may change gradients. exact: not at all; half: they become 16-bit floats; "
+            "unbiased: they are right on average; feedback: what is left out is added in later steps."
+        ),
+    ] = "feedback",
     methods: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,39 +95,52 @@ def plan(
             show_default="those that offer themselves",
         ),
     ] = None,
-    reference: Annotated[str, typer.Option(help="The method whose error on a matrix others may have.")] = REFERENCE,
-    seed: Annotated[int, typer.Option(min=0, help="Of random methods.")] = 0,
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="A method that is known to train well. On a matrix, no other method may have a larger error than it."
+        ),
+    ] = REFERENCE,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of methods that draw random numbers.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the strategy, for grace launch --strategy.")
+        Path | None, typer.Option("--out", "-o", help="File to write the strategy to, for grace launch --strategy.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write candidates, reasons and predictions.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="JSON file to write candidates, reasons and predictions to.")
+    ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write an HTML page: a step's Gantt chart, other ranks and bandwidths.")
+        Path | None,
+        typer.Option(
+            help="HTML file to write: the timeline of a step, and predictions for other numbers of ranks and other "
+            "bandwidths."
+        ),
     ] = None,
     validate: Annotated[
         bool,
         typer.Option(
             "--validate",
-            help="Measure instead, with real ranks here, whether steps take what is predicted: grace bench plan of "
-            "this model, these ranks (2), this --bandwidth (an emulated link; loopback) and these --methods.",
+            help="Instead of planning, train on real ranks of this machine and compare predicted with measured steps, "
+            "as grace bench plan does. It uses --model, --ranks (default 2), --methods and --bandwidth (an emulated "
+            "link; default: none).",
         ),
     ] = False,
 ) -> None:
-    """Choose by prediction which variables to compress, with what, carried how; or say: do not compress.
+    """Choose a compression method for each variable by predicting the time of a training step.
 
     grace plan --model train:net -n 8 --bandwidth 1gbit --latency 50us -o s.yaml
     grace plan --model train:net -r cluster.yaml --report plan.html
     grace plan --model train:net --calibration c.json
 
-    A step is played through: when each gradient is ready, what encoding takes,
-    what the wire takes, what hides behind backward. What the model computes is
-    measured here, on one process, unless you say it; what methods take too,
-    unless a calibration says it. From the best method for all variables on,
-    each variable gets what shortens the step most within a bound on its error,
-    and the plan is taken if it is 3 % faster than plain all-reduce.
+    A training step is simulated: when each gradient is ready, how long it takes
+    to compress and to send, and how much of that overlaps with backward. The
+    model's times are measured here in one process, unless you give them; so are
+    the times of compression methods, unless a calibration has them. Planning
+    starts from the best single method for all variables. Then each variable gets
+    the method that shortens the step most within a bound on its error. If no
+    plan is 3 % faster than plain all-reduce, the answer is not to compress.
 
-    grace launch -n 8 --strategy s.yaml -- python train.py then trains with it.
-    strategy="auto" plans by itself while training runs, and tries what it plans.
+    Train with the plan: grace launch -n 8 --strategy s.yaml -- python train.py.
+    With strategy="auto", a training run makes its own plan, and tries it.
     """
     console = standard_output(150)
     specs = [spec for text in methods or () for spec in split(text)] or None
@@ -159,7 +192,7 @@ def plan(
             "strategy": strategy.to_dict(),
             "plan": found.to_dict(),
             "outer": [
-                {"name": one.name, **{key: getattr(one.prediction, key) for key in OUTER_FIGURES}} for one in outer
+                {"name": spec, **{key: getattr(step, key) for key in OUTER_FIGURES}} for spec, step in outer.items()
             ],
         }
         with atomic_write(json_file) as draft:
@@ -174,14 +207,14 @@ def plan(
         console.print(f"Wrote {escape(line)}", soft_wrap=True)
 
 
-def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: Sequence[OuterPlan]) -> None:
+def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: Mapping[str, Prediction]) -> None:
     """Print a plan as tables.
 
     Args:
         plan: the plan.
         sources: facts about the problem, and sources of figures, in words.
         console: the console to print to.
-        outer: plans whose ranks train alone, which are shown beside the others.
+        outer: mean steps of plans whose ranks train alone, which are shown beside the others.
     """
     for heading, source in sources.items():
         console.print(f"{heading + ':':<9}{escape(source)}", soft_wrap=True, style="dim")
@@ -189,13 +222,8 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
     console.print(_candidates_table(plan, outer))
     console.print(
         "ms of a step as expected; exposed: communication that the step waits for; sent: by the rank that sends most;\n"
-        "memory: of exchanges, on a rank; error: largest part of a variable's bound (matrices: the error of "
-        f"{escape(plan.reference)}), at most 1; quality: {plan.quality}"
-        + (
-            "\ndiloco: ranks train alone, and exchange drifts; it changes training, and is never chosen"
-            if outer
-            else ""
-        ),
+        f"memory: of exchanges, on a rank; {escape(plan.legend)}\n"
+        "diloco: ranks train alone, and exchange drifts; it changes training, and is never chosen",
         style="dim",
         soft_wrap=True,
     )
@@ -208,7 +236,7 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
         console.print(escape(remark), soft_wrap=True)
 
 
-def _candidates_table(plan: Plan, outer: Sequence[OuterPlan]) -> Table:
+def _candidates_table(plan: Plan, outer: Mapping[str, Prediction]) -> Table:
     numbers = ("step", "x plain", "compute", "codec", "exposed", "sent", "memory", "error")
     table = plain_table(["", "plan", *numbers], ("", "plan"))
     plain = plan.plain.prediction.step
@@ -217,8 +245,8 @@ def _candidates_table(plan: Plan, outer: Sequence[OuterPlan]) -> Table:
         name = "plain all-reduce" if candidate is plan.plain else candidate.name
         cells = _figures(name, candidate.prediction, plain)
         table.add_row("*" if chosen else "", *cells, digits(candidate.share, 2), style="bold" if chosen else "")
-    for one in outer:
-        table.add_row("", *_figures(one.name, one.prediction, plain), "", style="dim")
+    for spec, prediction in outer.items():
+        table.add_row("", *_figures(spec, prediction, plain), "", style="dim")
     return table
 
 
@@ -231,9 +259,7 @@ def _figures(name: str, prediction: Prediction, plain: float) -> list[str]:
 
 
 def _variables_table(plan: Plan) -> Table:
-    headings = ("variables", "", "elements", "method", "sync", "error", "why")
-    table = plain_table(headings, {"variables", "method", "sync", "why"})
+    table = plain_table(HEADINGS, {"variables", "method", "sync", "why"})
     for row in plan.rows:
-        cells = (row.variables, f"x{row.count}", f"{row.elements:,}", row.method, row.sync)
-        table.add_row(*map(escape, cells), digits(row.share, 2), escape(row.why))
+        table.add_row(*map(escape, row.cells))
     return table

@@ -39,24 +39,35 @@ class WithProgram(TyperCommand):
 def trace(
     context: typer.Context,
     folder: Annotated[
-        Path | None, typer.Argument(help="What ranks have left; or else -- and a program.", metavar="FOLDER")
+        Path | None,
+        typer.Argument(
+            help="Folder with the files that ranks wrote, with GRACE_TRACE=folder. Without it, end with -- and a "
+            "program.",
+            metavar="FOLDER",
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The trace file; .json, or .json.gz.")] = Path("trace.json"),
-    top: Annotated[int, typer.Option(min=1, help="Variables and groups in the tables.")] = 10,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write the timeline to: .json, or .json.gz.")] = Path(
+        "trace.json"
+    ),
+    top: Annotated[int, typer.Option(min=1, help="Number of variables, and of groups, in the tables.")] = 10,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="Ranks to run the program on.", show_default="1")
+        int | None, typer.Option("--ranks", "-n", help="Number of ranks that run the program.", show_default="1")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="horovod, torch or mpi.", show_default="the first that is installed")
+        str | None,
+        typer.Option(help="Engine of the ranks: horovod, torch or mpi.", show_default="the first that is installed"),
     ] = None,
     strategy: Annotated[
-        Path | None, typer.Option(help="A strategy's file, as for launch.", show_default="none")
+        Path | None, typer.Option(help="A strategy's file, as for grace launch.", show_default="none")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to record.", show_default=str(recorder.DEFAULT_STEPS))
+        int | None, typer.Option(min=1, help="Number of steps to record.", show_default=str(recorder.DEFAULT_STEPS))
     ] = None,
     skip: Annotated[
-        int | None, typer.Option(min=0, help="Steps before them.", show_default=str(recorder.DEFAULT_SKIP))
+        int | None,
+        typer.Option(
+            min=0, help="Number of steps before them that are not recorded.", show_default=str(recorder.DEFAULT_SKIP)
+        ),
     ] = None,
 ) -> None:
     """Record where the time of training steps goes: a timeline and a table.
@@ -66,13 +77,13 @@ def trace(
     GRACE_TRACE=folder torchrun --nproc-per-node 2 train.py; grace trace folder
 
     The first form runs a program that uses Grace on ranks of this machine, as
-    grace launch does. In the second, ranks that were started in any way leave
-    their files in a folder (GRACE_TRACE_STEPS and GRACE_TRACE_SKIP are --steps
-    and --skip); collect those of several machines in one. Open the file at
-    ui.perfetto.dev (it stays on your machine) or chrome://tracing. Each rank
-    is a process there. Ranks of one machine share a clock; those of several
-    are aligned as well as the machines' clocks are. On GPUs, times are those
-    of starting operations.
+    grace launch does. In the second form you start the ranks in any way; each
+    writes a file to the folder that GRACE_TRACE names. (GRACE_TRACE_STEPS and
+    GRACE_TRACE_SKIP stand for --steps and --skip.) Copy the files of several
+    machines into one folder. Open the trace file at ui.perfetto.dev (it stays
+    on your machine) or chrome://tracing, which show each rank as a process.
+    Times of several machines fit together only as well as their clocks do. On
+    a GPU the timeline shows when operations were started, not when they ran.
     """
     program: list[str] | None = context.meta.get(PROGRAM)
     if (program is None) == (folder is None):

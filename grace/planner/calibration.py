@@ -8,10 +8,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
@@ -20,7 +20,7 @@ from grace.core.documents import shown
 from grace.core.user_cache import user_cache
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import KINDS, MeasuredNetwork, Network
 from grace.session.versions import public
@@ -31,7 +31,6 @@ MAX_AGE = 30 * 86400.0
 AGAIN = "Run `grace calibrate` as the training is run"
 NAMED = "GRACE_CALIBRATION"
 """The variable of the environment that names the file."""
-T = TypeVar("T")
 PARTS = ("start", "middle", "finish")
 
 
@@ -112,7 +111,7 @@ class Calibration:
         concatenates: True if the engine gathers payloads of unequal sizes itself.
 
     >>> key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
-    >>> made = Calibration(key, made=0.0, codecs={"allreduce, none, none": Codec()})
+    >>> made = Calibration(key, made=0.0, codecs={"allreduce, none, none": CodecCost()})
     >>> Calibration.from_dict(made.to_dict()) == made
     True
     """
@@ -121,7 +120,7 @@ class Calibration:
     made: float
     network: MeasuredNetwork | None = None
     inside: MeasuredNetwork | None = None
-    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)
     contention: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
@@ -165,14 +164,17 @@ class Calibration:
         if isinstance(version, int) and version != FORMAT:
             raise ConfigError(f"is of format {version}; this Grace reads format {FORMAT}")
         try:
-            said = {name: value for name, value in _object(document, "it").items() if name != "format"}
+            given = {name: value for name, value in _object(document, "it").items() if name != "format"}
             parts = {
-                "key": _key(_object(said.get("key"), "key")),
-                "network": _network(said.get("network"), "network"),
-                "inside": _network(said.get("inside"), "inside"),
-                "codecs": _values(said.get("codecs"), "codecs", _codec),
+                "key": _key(given.get("key")),
+                "network": _network(given.get("network"), "network"),
+                "inside": _network(given.get("inside"), "inside"),
+                "codecs": {
+                    name: _codec(codec, f"codecs.{name}")
+                    for name, codec in _object(given.get("codecs"), "codecs").items()
+                },
             }
-            return documents.record(cls, said, "the calibration", **parts)  # type: ignore[no-any-return]
+            return documents.record(cls, given, "the calibration", **parts)  # type: ignore[no-any-return]
         except ConfigError as error:
             raise ConfigError(f"is damaged: {error}") from None
 
@@ -231,18 +233,13 @@ def _object(document: Any, where: str) -> dict[str, Any]:
     return document
 
 
-def _values(document: Any, where: str, read: Callable[[Any, str], T]) -> dict[str, T]:
-    """Return the values of an object, each read by a function of the value and its place."""
-    return {name: read(value, f"{where}.{name}") for name, value in _object(document, where).items()}
-
-
-def _key(document: dict[str, Any]) -> Key:
-    hosts: Any = document.get("hosts")
+def _key(document: Any) -> Key:
+    hosts: Any = _object(document, "key").get("hosts")
     for host in hosts if isinstance(hosts, list) else [hosts]:
         fits = isinstance(host, list) and len(host) == 2 and isinstance(host[0], str) and type(host[1]) is int
         if not fits or host[1] < 1:
             raise ConfigError(f"key.hosts must be a list of names and numbers of ranks, not {shown(hosts)}")
-    key: Key = documents.record(Key, document, "key", hosts=tuple((name, count) for name, count in hosts or ()))
+    key: Key = documents.record(Key, document, "key", hosts=tuple(map(tuple, hosts or ())))
     if key.ranks < 1 or key.threads < 1:
         raise ConfigError(f"key.ranks and key.threads must be from 1 on, not {key.ranks} and {key.threads}")
     return key
@@ -251,11 +248,11 @@ def _key(document: dict[str, Any]) -> Key:
 def _network(document: Any, where: str) -> MeasuredNetwork | None:
     if document is None:
         return None
-    said = _object(document, where)
-    curves = _values(said.get("curves"), f"{where}.curves", _curve)
-    if unknown := curves.keys() - set(KINDS):
+    given = _object(_object(document, where).get("curves"), f"{where}.curves")
+    if unknown := given.keys() - set(KINDS):
         raise ConfigError(f"{where}.curves: {min(unknown)!r} is no collective; there are {', '.join(KINDS)}")
-    return documents.record(MeasuredNetwork, said, where, curves=curves)  # type: ignore[no-any-return]
+    curves = {kind: _curve(points, f"{where}.curves.{kind}") for kind, points in given.items()}
+    return documents.record(MeasuredNetwork, document, where, curves=curves)  # type: ignore[no-any-return]
 
 
 def _curve(points: Any, where: str) -> Curve:
@@ -267,8 +264,7 @@ def _curve(points: Any, where: str) -> Curve:
     return Curve(tuple((float(nbytes), float(seconds)) for nbytes, seconds in points))
 
 
-def _codec(document: Any, where: str) -> Codec:
-    said = _object(document, where)
-    costs = {part: documents.record(Cost, said.get(part), f"{where}.{part}") for part in PARTS}
-    codec: Codec = documents.record(Codec, said, where, **costs)
-    return codec
+def _codec(document: Any, where: str) -> CodecCost:
+    given = _object(document, where)
+    costs = {part: documents.record(Cost, given.get(part), f"{where}.{part}") for part in PARTS}
+    return documents.record(CodecCost, given, where, **costs)  # type: ignore[no-any-return]

@@ -7,22 +7,20 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 
-from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
-from grace.core.compressor import Tensor
+from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
-from grace.exchange.bucket import Outcome
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
-from grace.planner.costs import Codec, Cost, fit
+from grace.planner.costs import CodecCost, Cost, fit
 from grace.planner.exchange_costs import codec_key
 from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step_timer import undisturbed
@@ -31,14 +29,16 @@ from grace.session.step_runner import StepRunner
 
 MOST_ELEMENTS = 1 << 24
 """Elements of a bucket that is timed."""
-PROBE, SAMPLED = 1 << 18, 1 << 16
-"""Elements of the bucket that is timed first, and of each variable whose bits are counted."""
+PROBE = 1 << 18
+"""Elements of the bucket that is timed first, to see how many can be."""
 PIECES, PIECE = 32, 256
 """Variables of the bucket that tells what a variable costs, and their elements; one of them tells a bucket's cost."""
 MOST_RANKS = 8
 """Ranks that are simulated."""
 WARM, LEAST, MOST = 2, 3, 9
 """Steps that are not timed (a bucket's codec is found in the first one), and how many are."""
+SAMPLED, SAMPLED_VARIABLES, SAMPLED_STEPS = 1 << 16, 32, 4
+"""Elements of each variable whose bits are counted, most of these variables, and steps."""
 DRAWS = 3
 """Seeds that a random method's error is the mean of."""
 SMALL = 1 << 12
@@ -46,7 +46,9 @@ SMALL = 1 << 12
 TABLE_SAMPLE = 4096
 """Rows that are looked at, to tell tables."""
 BEHIND_WARMUPS = 1 << 31
-"""The step that methods are timed at: a warm-up sends more at first, for a small part of a run."""
+"""The step that methods are measured at: a warm-up sends more at first, for a small part of a run."""
+Parts = tuple[float, float, float]
+"""Seconds of the three parts of a codec: start, middle and finish."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class MeasuredMethod:
     """
 
     method: str
-    codec: Codec
+    codec: CodecCost
     errors: Mapping[str, float]
 
 
@@ -77,9 +79,8 @@ def measure(
 
     A bucket of all variables is timed, because what a method takes depends on shapes and values, and on caches that do
     not hold them; and one of many small pieces, and one of a single piece, so that what a bucket, a variable and an
-    element take is told apart. Of
-    large models a part is taken, so that it takes about ``limit_seconds`` (and, the first time, what compiling loops
-    takes besides). Gradients are copied, never changed.
+    element take is told apart. Of large models a part is taken, so that it takes about ``limit_seconds`` (and, the
+    first time, what compiling loops takes besides). Gradients are copied, never changed.
 
     Args:
         communicator: the method; copies of it are measured, so that it stays unused.
@@ -93,6 +94,7 @@ def measure(
         ConfigError: there is no gradient that the method makes smaller, or one that holds a NaN; the method applies
             means in later steps.
 
+    >>> from grace.communicators.choice import build_communicator
     >>> x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     >>> found = measure(build_communicator("fp16", None, None), {"w": x}, ranks=2, limit_seconds=0.05)
     >>> found.method, 0 < found.errors["w"] < 1e-6
@@ -112,96 +114,108 @@ def measure(
     }
     if not smaller:
         raise ConfigError(f"{method} makes none of these {len(tensors)} gradients smaller; give it larger ones")
-    trials, simulated = _Trials(communicator, seed, synchronize), _simulated_ranks(communicator, ranks)
+    timing = _CodecTiming(communicator, ranks, seed, synchronize)
     largest = max(smaller.values(), key=numel)
-    # the root, or every rank, decodes whole payloads of all; pieces that owners decode get shorter instead
-    every_rank = not (communicator.rooted or communicator.sums or communicator.cuts)
-    grows_with_ranks = (False, communicator.rooted, every_rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        timed: Mapping[str, Tensor] = smaller
         try:
-            whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
+            runs = [timing.largest_part(smaller, limit_seconds / 2)]
         except PayloadError:  # owners of ranges, which differ, cannot all send the same; those of one variable's can
-            timed = {"x": largest}
-            whole, took = trials.time_whole(timed, simulated, limit_seconds / 2)
-        given = list(timed.values())
+            runs = [timing.largest_part({"x": largest}, limit_seconds / 2)]
+        whole, took = runs[0]
+        given = list(whole.values())
         pieces = {f"x{i}": shortened(given[i % len(given)], PIECE) for i in range(PIECES)}
-        runs = [(whole, took)]
         with contextlib.suppress(PayloadError):
             for few in (pieces, {"x0": pieces["x0"]}):
-                runs.append((few, trials.time(few, simulated, limit_seconds / 8)))
-        start, middle, finish = (
-            _cost([(tensors, seconds[part]) for tensors, seconds in runs], simulated if grows else 0)
-            for part, grows in enumerate(grows_with_ranks)
-        )
-        each = max(1e-12, sum(took) / sum(map(numel, whole.values())))
-        share = min(1.0, limit_seconds / 4 / DRAWS / (each * sum(map(numel, tensors.values()))))
-        errors = trials.errors(smaller, share)
+                runs.append((few, timing.seconds(few, limit_seconds / 8)))
+        each = max(1e-12, sum(took) / _elements(whole))
+        share = limit_seconds / 4 / DRAWS / (each * _elements(smaller))
+        taken = {name: shortened(x, max(SMALL, math.ceil(min(1.0, share) * numel(x)))) for name, x in smaller.items()}
+        errors = _errors(communicator.compressor, taken, seed)
         bits = None
         if communicator.compressor.wire_bits(tuple(largest.shape)) is None:
-            bits = trials.bits({name: shortened(smaller[name], SAMPLED) for name in list(smaller)[:32]})
-    return MeasuredMethod(method, Codec(start, middle, finish, bits), errors)
+            some = {name: shortened(smaller[name], SAMPLED) for name in list(smaller)[:SAMPLED_VARIABLES]}
+            bits = _bits(communicator, some, seed)
+    return MeasuredMethod(method, replace(timing.codec(runs), bits=bits), errors)
 
 
-def _cost(runs: Sequence[tuple[Mapping[str, Tensor], float]], ranks: int) -> Cost:
-    """Return the cost of a bucket, of each variable and of each element by which some buckets take what they took.
+def _errors(compressor: Compressor, tensors: Mapping[str, Tensor], seed: int) -> dict[str, float]:
+    """Return |x - C(x)|^2 / |x|^2 of each tensor; 0 where x is."""
+    drawn: list[dict[str, float]] = []
+    for draw in range(DRAWS):
+        made: Compressor = copy.deepcopy(compressor).with_context(Context(seed=seed + draw, step=BEHIND_WARMUPS))
+        drawn.append({})
+        for name, x in tensors.items():
+            decoded = x if compressor.traits.exact else made.decompress(*made.compress(_copied(x, "float32"), name))
+            drawn[-1][name] = _relative_error(x, decoded)
+        if draw and drawn[0] == drawn[1]:  # it draws nothing
+            break
+    return {name: fmean(errors[name] for errors in drawn) for name in tensors}
 
-    Args:
-        runs: buckets, and the seconds of each; of one alone the elements are taken to be all.
-        ranks: of how many ranks' payloads each element is computed; 0 if it does not grow with the ranks.
+
+def _bits(communicator: Communicator, tensors: Mapping[str, Tensor], seed: int) -> float:
+    """Return the bits of a payload per element, with the memory: the mean of some steps."""
+    own, context = copy.deepcopy(communicator), Context(seed=seed, step=BEHIND_WARMUPS)
+    compressor, memory = own.compressor.with_context(context), own.memory.with_context(context)
+    sent = 0
+    for _ in range(SAMPLED_STEPS):
+        for name, tensor in tensors.items():
+            x = memory.compensate(_copied(tensor, "float32"), name)
+            payload, ctx = compressor.compress(x, name)
+            memory.update(x, name, compressor, payload, ctx)
+            sent += sum(kernels_of(part).nbytes(part) for part in payload)
+    return 8 * sent / SAMPLED_STEPS / _elements(tensors)
+
+
+class _CodecTiming:
+    """Exchanges of one method over simulated ranks that are timed, each by a copy that remembers nothing.
+
+    As many ranks are simulated as the communicator was made for, or as there are, but few.
     """
-    rows = [(1, len(tensors), sum(map(numel, tensors.values()))) for tensors, _ in runs]
-    if len(runs) == 1:
-        rows = [(0, 0, rows[0][2])]
-    call, variable, element = fit(rows, [max(seconds, 1e-9) for _, seconds in runs])
-    if ranks:
-        return Cost(call, variable, peer=element / ranks)
-    return Cost(call, variable, element)
 
-
-class _Trials:
-    """Exchanges of one method over simulated ranks, each by a copy of a communicator that remembers nothing."""
-
-    def __init__(self, communicator: Communicator, seed: int, synchronize: Callable[[], object]):
+    def __init__(self, communicator: Communicator, ranks: int, seed: int, synchronize: Callable[[], object]):
         self.communicator, self.seed, self.synchronize = communicator, seed, synchronize
+        root = getattr(communicator, "root", 0)
+        self.root = root if isinstance(root, int) else 0
+        """The rank that computes for others; 0 if there is none."""
+        self.ranks = communicator.made_for or max(2, self.root + 1, min(ranks, MOST_RANKS))
 
-    def time_whole(
-        self, tensors: Mapping[str, Tensor], ranks: int, seconds: float
-    ) -> tuple[dict[str, Tensor], tuple[float, float, float]]:
+    def largest_part(self, tensors: Mapping[str, Tensor], seconds: float) -> tuple[Mapping[str, Tensor], Parts]:
         """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took."""
-        whole, elements = sum(map(numel, tensors.values())), PROBE
+        elements = PROBE
         while True:
             taken = share_of(tensors, elements)
-            took = self.time(taken, ranks, 0.0, least=1)
-            size = sum(map(numel, taken.values()))
-            most = size * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
-            if size >= whole or elements * 4 > min(most, MOST_ELEMENTS):
-                return taken, self.time(taken, ranks, seconds)
+            took = self.seconds(taken, 0.0, least=1)
+            most = _elements(taken) * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
+            if _elements(taken) >= _elements(tensors) or elements * 4 > min(most, MOST_ELEMENTS):
+                return taken, self.seconds(taken, seconds)
             elements *= 4
 
-    def time(
-        self, tensors: Mapping[str, Tensor], ranks: int, seconds: float, least: int = LEAST
-    ) -> tuple[float, float, float]:
+    def seconds(self, tensors: Mapping[str, Tensor], seconds: float, least: int = LEAST) -> Parts:
         """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
         lower quartiles of some steps, because what else a machine does makes them longer only.
 
         Args:
             tensors: all compressed.
-            ranks: how many are simulated.
             seconds: for all steps, if they are enough for some.
             least: so many.
         """
         communicator = copy.deepcopy(self.communicator)
-        backend = SimulatedRanks(ranks, _root(communicator))
-        with _runner(communicator, tensors, backend, self.seed) as runner:
-            given = list(tensors.values())
-            k = kernels_of(given[0])
-            outs = [k.zeros(tuple(x.shape), "float32", x) for x in given] if k.mutable else [None] * len(given)
-            if communicator.compressor.traits.exact and k.mutable:
-                outs = [_copied(x) for x in given]
-            took: list[tuple[float, float, float]] = []
-            ends = math.inf
+        backend = SimulatedRanks(self.ranks, self.root)
+        variables = [_variable(name, x) for name, x in tensors.items()]
+        shards = [Shard(variable, variable, communicator) for variable in variables]
+        context = Context(seed=self.seed, step=BEHIND_WARMUPS)
+        runner = StepRunner(variables, shards, backend, context, communicator.describe())
+        runner.claim_components()
+        given = list(tensors.values())
+        k = kernels_of(given[0])
+        outs = [k.zeros(tuple(x.shape), "float32", x) if k.mutable else None for x in given]
+        if communicator.compressor.traits.exact and k.mutable:
+            outs = [_copied(x, k.dtype(x)) for x in given]
+        took: list[Parts] = []
+        ends = math.inf
+        try:
+            runner.agree()
             for step in range(WARM + MOST):
                 if step == WARM:
                     ends = time.perf_counter() + seconds
@@ -210,12 +224,31 @@ class _Trials:
                     took.append(parts)
                 if step >= WARM + least - 1 and self._now() > ends:
                     break
+        finally:
+            runner.close()
         start, middle, finish = (max(0.0, undisturbed(column)) for column in zip(*took, strict=True))
         return start, middle, finish
 
-    def _step(
-        self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]
-    ) -> tuple[float, float, float]:
+    def codec(self, runs: Sequence[tuple[Mapping[str, Tensor], Parts]]) -> CodecCost:
+        """Return the codec by which some buckets take what they took; of one bucket the elements are taken to be all.
+
+        The seconds of an element grow with the ranks where the root, or every rank, decodes whole payloads of all;
+        pieces that owners decode get shorter instead.
+        """
+        rooted, cuts = self.communicator.rooted, self.communicator.cuts
+        grows = (False, rooted, not (rooted or cuts or self.communicator.sums))
+        rows = [(1, len(tensors), _elements(tensors)) for tensors, _ in runs]
+        if len(runs) == 1:
+            rows = [(0, 0, rows[0][2])]
+        costs = []
+        for part, by_rank in enumerate(grows):
+            call, variable, element = fit(rows, [max(took[part], 1e-9) for _, took in runs])
+            peer = element / self.ranks if by_rank else 0.0
+            costs.append(Cost(call, variable, 0.0 if by_rank else element, peer))
+        start, middle, finish = costs
+        return CodecCost(start, middle, finish)
+
+    def _step(self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]) -> Parts:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
         marks, gaps = [self._computed(backend)], 0
         exchange = runner.start(runner.buckets[0], given, [True] * len(given))
@@ -235,69 +268,6 @@ class _Trials:
     def _now(self) -> float:
         self.synchronize()
         return time.perf_counter()
-
-    def errors(self, tensors: Mapping[str, Tensor], share: float) -> dict[str, float]:
-        """Return |x - C(x)|^2 / |x|^2 of a share of the elements of each; 0 where x is."""
-        taken = {name: shortened(x, max(SMALL, math.ceil(share * numel(x)))) for name, x in tensors.items()}
-        drawn: list[dict[str, float]] = []
-        for draw in range(DRAWS):
-            with _runner(self._alone(False), taken, SimulatedRanks(1), self.seed + draw) as runner:
-                found = {outcome.variable.name: outcome.value for outcome in _exchange(runner, taken)}
-            drawn.append({name: _relative_error(taken[name], found[name]) for name in taken})
-            if draw and drawn[0] == drawn[1]:  # it draws nothing
-                break
-        return {name: fmean(errors[name] for errors in drawn) for name in taken}
-
-    def bits(self, tensors: Mapping[str, Tensor], steps: int = 4) -> float:
-        """Return the bits of a payload per element, with the memory."""
-        with _runner(self._alone(True), tensors, SimulatedRanks(1), self.seed) as runner:
-            for _ in range(steps):
-                _exchange(runner, tensors)
-            sent = sum(runner.traffic.payload_bytes.values())
-        return 8 * sent / steps / sum(map(numel, tensors.values()))
-
-    def _alone(self, memory: bool) -> Communicator:
-        """Return the method in its default communicator, which decodes what was sent and does nothing else to it."""
-        made = copy.deepcopy(self.communicator)
-        if not memory:
-            with contextlib.suppress(ConfigError):
-                return build_communicator(made.compressor, "none", None)
-        return build_communicator(made.compressor, made.memory, None)
-
-
-def _exchange(runner: StepRunner, tensors: Mapping[str, Tensor]) -> list[Outcome]:
-    runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
-    return runner.finish_step(lambda bucket: [None] * len(tensors))
-
-
-@contextlib.contextmanager
-def _runner(
-    communicator: Communicator, tensors: Mapping[str, Tensor], backend: SimulatedRanks, seed: int
-) -> Iterator[StepRunner]:
-    """Yield a runner of one bucket, which all tensors travel in."""
-    variables = [_variable(name, x) for name, x in tensors.items()]
-    shards = [Shard(variable, variable, communicator) for variable in variables]
-    context = Context(seed=seed, step=BEHIND_WARMUPS)
-    runner = StepRunner(variables, shards, backend, context, communicator.describe())
-    runner.claim_components()
-    try:
-        runner.agree()
-        yield runner
-    finally:
-        runner.close()
-
-
-def _simulated_ranks(communicator: Communicator, ranks: int) -> int:
-    """Return how many ranks are simulated: as many as the communicator was made for, or as there are, but few."""
-    if communicator.made_for is not None:
-        return communicator.made_for
-    return max(2, _root(communicator) + 1, min(ranks, MOST_RANKS))
-
-
-def _root(communicator: Communicator) -> int:
-    """Return the rank that computes for others; 0 if there is none."""
-    root = getattr(communicator, "root", 0)
-    return root if isinstance(root, int) else 0
 
 
 def _variable(name: str, x: Tensor) -> Variable:
@@ -350,15 +320,19 @@ def shortened(x: Tensor, most: int) -> Tensor:
 
 def share_of(tensors: Mapping[str, Tensor], elements: int) -> dict[str, Tensor]:
     """Return the first rows of each tensor, in proportion, so that all have about so many elements."""
-    share = elements / sum(map(numel, tensors.values()))
+    share = elements / _elements(tensors)
     if share >= 1:
         return dict(tensors)
     return {name: shortened(x, max(1, int(share * numel(x)))) for name, x in tensors.items()}
 
 
-def _copied(x: Tensor) -> Tensor:
+def _elements(tensors: Mapping[str, Tensor]) -> int:
+    return sum(map(numel, tensors.values()))
+
+
+def _copied(x: Tensor, dtype: str) -> Tensor:
     k = kernels_of(x)
-    return k.reshape(k.join([k.flat(x)]), tuple(x.shape))
+    return k.cast(k.reshape(k.join([k.flat(x)]), tuple(x.shape)), dtype)
 
 
 def _array(x: Tensor) -> np.ndarray:

@@ -62,7 +62,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecCost:
     """Computing of a method (a communicator with its compressor and memory) for a bucket.
 
     Attributes:
@@ -81,9 +81,9 @@ class Codec:
         if self.bits is not None and not 0 < self.bits < np.inf:
             raise ConfigError(f"a value takes more than 0 bits on the wire, not {self.bits}")
 
-    def times(self, factor: float) -> "Codec":
+    def times(self, factor: float) -> "CodecCost":
         """Return the codec with all seconds multiplied."""
-        return Codec(self.start.times(factor), self.middle.times(factor), self.finish.times(factor), self.bits)
+        return CodecCost(self.start.times(factor), self.middle.times(factor), self.finish.times(factor), self.bits)
 
 
 @dataclass(frozen=True)

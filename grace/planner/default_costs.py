@@ -10,7 +10,7 @@ import numpy as np
 
 from grace.core import specs
 from grace.core.registry import make
-from grace.planner.costs import Codec, Cost
+from grace.planner.costs import CodecCost, Cost
 
 COPY = 0.4e-9
 """Seconds that a copy takes for each float: 10 ms for 25 million."""
@@ -24,7 +24,7 @@ KEEPING, ROUND = 2.0, 2.0
 """Copies that a memory takes, and that a method of several rounds takes between two of them."""
 
 
-class DefaultCodecs(Mapping[str, Codec]):
+class DefaultCodecs(Mapping[str, CodecCost]):
     """Codecs of every method and communicator, by :func:`grace.planner.exchange_costs.codec_key`.
 
     >>> codec = DefaultCodecs()["allgather, topk(ratio=0.05), residual"]
@@ -32,7 +32,7 @@ class DefaultCodecs(Mapping[str, Codec]):
     40.1
     """
 
-    def __getitem__(self, key: str) -> Codec:
+    def __getitem__(self, key: str) -> CodecCost:
         return _codec(key)
 
     def __iter__(self) -> Iterator[str]:
@@ -43,7 +43,7 @@ class DefaultCodecs(Mapping[str, Codec]):
 
 
 @functools.cache
-def _codec(key: str) -> Codec:
+def _codec(key: str) -> CodecCost:
     communicator, _, rest = key.partition(", ")
     compressor, _, memory = rest.rpartition(", ")
     first, *others = [make("compressor", part).traits for part in specs.split(compressor) or (compressor,)]
@@ -51,7 +51,7 @@ def _codec(key: str) -> Codec:
     encode += KEEPING * (memory != "none") + 0.2 * len(others)  # a second method encodes few values
     each = communicator in ("allgather", "broadcast")  # decodes what every rank sent
     again = encode + decode if communicator in ("scatter_reduce", "scatter_merge", "reduce_broadcast") else ROUND
-    return Codec(
+    return CodecCost(
         start=Cost(CALL, VARIABLE, encode * COPY),
         middle=Cost(CALL, VARIABLE, again * COPY),
         finish=Cost(CALL, VARIABLE, (1.0 if each else decode) * COPY, decode * COPY if each else 0.0),

@@ -17,19 +17,20 @@ It is then watched: a link that becomes slower is told, and with ``replan`` plan
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, GraceError
+from grace.planner import planning
 from grace.planner.explain import MARGIN
 from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import gather_or_raise
+from grace.session.step_runner import StepRunner
+from grace.strategy.choices import AutoRequest
 from grace.strategy.plan import Strategy
-
-if TYPE_CHECKING:
-    from grace.planner.planning import Planning
 
 BASELINE = "none"
 """Name of the candidate that exchanges everything uncompressed."""
@@ -58,6 +59,7 @@ class Resumed(NamedTuple):
         plan: the choice and its reasons; None before.
         settled: True if it was chosen, and not only tried.
         left: steps until all is measured again; 0 for never.
+        cluster: the numbers of ranks and nodes.
     """
 
     current: str
@@ -65,6 +67,7 @@ class Resumed(NamedTuple):
     plan: Any
     settled: bool
     left: int
+    cluster: list[int]
 
 
 class Driver:
@@ -88,7 +91,7 @@ class Driver:
 
     def __init__(
         self,
-        planner: "Planning",
+        planner: planning.Planning,
         backend: Backend,
         start: Strategy,
         switch: Callable[[Strategy], None],
@@ -99,26 +102,18 @@ class Driver:
         self.replan = replan
         self.names = [variable.name for variable in start.variables]
         self.strategies = {BASELINE: start}
-        """Strategies that were tried, by name."""
-        self.resumed_strategy: dict[str, Any] = {}
-        """The document of the strategy that a checkpoint had."""
+        """Strategies that were tried, or that a checkpoint had, by name."""
         self.cluster = [start.world_size, start.nodes]
         self.gradients: dict[str, Tensor] = {}
-        self.timeline: Timeline | None = None
         self.results: dict[str, float] = {}
         """Seconds of a step of each candidate on the slowest rank, of the last turns that it had."""
         self.rounds = 0
         """Rounds of trials that have begun since the links were measured."""
-        self.problems = ""
-        """Why further methods could not be measured, on rank 0."""
         self.current, self.plan = BASELINE, None
         self.holds = self.settled = False
-        self.watch: Watch | None = None
-        self.begin(self._follow(WARM))
-
-    def begin(self, phases: Generator[int, None, None]) -> None:
-        """Follow these phases, which yield the number of steps to train before they go on."""
-        self.phases = phases
+        self.watch: LinkWatch | None = None
+        self.phases = self._follow(WARM)
+        """What planning does, one part after the other; it yields the number of steps to train before it goes on."""
         self._advance()
 
     def _advance(self) -> None:
@@ -126,11 +121,6 @@ class Driver:
         self.left, self.skip, self.timer = next(self.phases, 0), SETTLED, StepTimer()
 
     # -- what a session tells -------------------------------------------------------------------------
-
-    @property
-    def watching(self) -> bool:
-        """True if anything of the next step is to be told."""
-        return self.left > 0
 
     def ready(self, name: str) -> None:
         """Note that a variable's gradient is there."""
@@ -171,11 +161,9 @@ class Driver:
         """Return what a checkpoint holds of planning; empty once the user chose."""
         if not self.current:
             return ""
-        known = self.strategies.get(self.current)
-        strategy = self.resumed_strategy if known is None else known.to_dict()
-        left = self.left if self.settled else 0
-        state = Resumed(self.current, strategy, self.plan, self.settled, left)
-        return json.dumps({**state._asdict(), "cluster": self.cluster})
+        strategy, left = self.strategies[self.current].to_dict(), self.left if self.settled else 0
+        state = Resumed(self.current, strategy, self.plan, self.settled, left, self.cluster)
+        return json.dumps(state._asdict())
 
     def found(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
         """Return what a checkpoint says of planning; None if nothing, or for another cluster.
@@ -186,24 +174,24 @@ class Driver:
         if not saved or "plan" not in saved:
             return None
         try:
-            told = json.loads(saved["plan"])
-            resumed = Resumed(**{name: told[name] for name in Resumed._fields})
-            cluster = told["cluster"]
-        except (ValueError, KeyError, TypeError) as error:
+            resumed = Resumed(**json.loads(saved["plan"]))
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"the checkpoint's plan is damaged: {error!r}") from error
-        return resumed if cluster == self.cluster else None
+        return resumed if resumed.cluster == self.cluster else None
 
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
-        self.resumed_strategy = resumed.strategy
-        self.strategies = {BASELINE: self.strategies[BASELINE]}
+        self.strategies = {
+            resumed.current: Strategy.from_dict(resumed.strategy),
+            BASELINE: self.strategies[BASELINE],
+        }
         self.holds, self.settled, self.watch = False, resumed.settled, None
         if resumed.settled:
             self._watch()
-            self.begin(self._follow(resumed.left if self.replan else 0))
-        else:
-            self.begin(self._follow(1))
+        steps = resumed.left if self.replan else 0
+        self.phases = self._follow(steps if resumed.settled else 1)
+        self._advance()
 
     def stop(self) -> None:
         """End planning, because the user chose another strategy: nothing of it is measured, tried, or saved."""
@@ -239,12 +227,13 @@ class Driver:
         self.holds = True
         yield HELD
         self.holds = False
-        self.timeline = self.timer.timeline(self.names)
+        timeline = self.timer.timeline(self.names)
         yield PLAIN
-        self._measure()
+        self._measure(timeline)
         first = self._candidates()[:TRIED]
         yield from self._try([BASELINE, *first], self._measure_next)
-        self._on_rank_0("further methods", self._measure_rest)
+        while self._measure_next():
+            pass
         found = self._candidates()[:TRIED]
         known = sorted((name for name in self.results if name != BASELINE), key=self.results.__getitem__)
         names = list(dict.fromkeys([*known[:1], *found]))
@@ -252,9 +241,9 @@ class Driver:
         chosen, note = yield from self._check()
         self._decide(chosen, note)
 
-    def _measure(self) -> None:
+    def _measure(self, timeline: Timeline | None) -> None:
         """Measure the links and the most promising codecs, after the baseline's steps."""
-        timeline, plain = self.timeline, self.timer.seconds()
+        plain = self.timer.seconds()
         seen = bool(plain and timeline and self.gradients)
         told = gather_or_raise(self.backend, "steps to plan by", (timeline, undisturbed(plain)) if seen else None)
         if None in told:
@@ -269,7 +258,7 @@ class Driver:
         self._agree("links", lambda: self.planner.measure_links(plain_step))
         gradients, self.gradients = self.gradients, {}
         self._on_rank_0("methods", lambda: self.planner.prepare(gradients, slowest, plain_step, skew))
-        self.results, self.problems, self.rounds = {}, "", 0
+        self.results, self.rounds = {}, 0
 
     def _candidates(self) -> list[str]:
         """Return the names of the candidates beside the baseline, best first."""
@@ -278,18 +267,14 @@ class Driver:
         self.strategies.update({name: found[name] for name in names})
         return names
 
-    def _measure_next(self) -> None:
-        """Measure one method more, on rank 0."""
-        if self.backend.rank == 0 and not self.problems:
-            self.problems = _failure(self.planner.measure_next)
+    def _measure_next(self) -> bool:
+        """Measure one method more, on rank 0; return False if there is none left."""
+        measured: bool = self._on_rank_0("further methods", self.planner.measure_next)
+        return measured
 
-    def _measure_rest(self) -> None:
-        if self.problems:
-            raise ConfigError(self.problems)
-        while self.planner.measure_next():
-            pass
-
-    def _try(self, names: Sequence[str], between: Callable[[], None] = lambda: None) -> Generator[int, None, list[str]]:
+    def _try(
+        self, names: Sequence[str], between: Callable[[], object] = lambda: None
+    ) -> Generator[int, None, list[str]]:
         """Train some steps by each candidate in turn. Return the names of those that all ranks have timed, whose
         seconds on the slowest rank are ``results`` then.
 
@@ -301,17 +286,15 @@ class Driver:
             PlanningError: the baseline was not timed.
         """
         self.rounds += 1
-        took: dict[str, list[float]] = {name: [] for name in names}
-        refused = set()
+        took: dict[str, float] = {}
         for name in names:
-            if name in refused or not self._switched(name):
-                refused.add(name)
+            if not self._switched(name):
                 continue
             yield SETTLED + TIMED
-            took[name] += self.timer.seconds()
+            if seconds := self.timer.seconds():
+                took[name] = statistics.median(seconds)
             between()
-        medians = {name: statistics.median(seconds) for name, seconds in took.items() if seconds}
-        everyone = gather_or_raise(self.backend, "what trials took", medians)
+        everyone = gather_or_raise(self.backend, "what trials took", took)
         timed = [name for name in everyone[0] if all(name in one for one in everyone)]
         if BASELINE not in timed:
             raise PlanningError("no uncompressed step was measured")
@@ -384,9 +367,14 @@ class Driver:
         Raises:
             PlanningError: it failed on some rank.
         """
-        found: list[Any] = []
-        why = _failure(lambda: found.append(compute()))
-        answers = gather_or_raise(self.backend, what, (found[0] if found else None, why))
+        value, why = None, ""
+        try:
+            value = compute()
+        except ExchangeError:
+            raise
+        except Exception as error:
+            why = str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
+        answers = gather_or_raise(self.backend, what, (value, why))
         for rank, (_, reason) in enumerate(answers):
             if reason:
                 raise PlanningError(f"rank {rank}: {reason}" if len(answers) > 1 else reason)
@@ -395,7 +383,7 @@ class Driver:
     # -- watching -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self.watch = Watch() if self.backend.size > 1 else None
+        self.watch = LinkWatch() if self.backend.size > 1 else None
 
     def _look(self) -> None:
         """Compare waits with those when the choice was made; plan again, or tell once, if they have grown."""
@@ -415,18 +403,37 @@ class Driver:
             self._advance()
 
 
-def _failure(compute: Callable[[], Any]) -> str:
-    """Compute something of this rank's, and return why it failed; empty if it did not."""
-    try:
-        compute()
-    except ExchangeError:
-        raise
-    except Exception as error:
-        return str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
-    return ""
+def build_driver(
+    request: AutoRequest,
+    runner: StepRunner,
+    start: Strategy,
+    switch: Callable[[Strategy], None],
+    framework: str,
+    threads: int,
+    adaptive: bool,
+) -> Driver:
+    """Return the driver that plans for a session, and have the session's checkpoints hold its state.
+
+    Args:
+        request: what the user said.
+        runner: the session's first one.
+        start: the strategy that it runs.
+        switch: goes on by another strategy; it must not keep the session alive.
+        framework, threads, adaptive: as :class:`grace.planner.planning.Planning` takes them.
+    """
+    backend = runner.backend
+
+    def say(line: str) -> None:
+        if backend.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    planner = planning.Planning(request, backend, runner.node_names, runner.variables, framework, threads, adaptive)
+    driver = Driver(planner, backend, start, switch, say, request.options.replan)
+    runner.planned = driver.document
+    return driver
 
 
-class Watch:
+class LinkWatch:
     """Looks at a settled run every few steps: how long ranks wait for exchanges, and how long steps take."""
 
     def __init__(self) -> None:

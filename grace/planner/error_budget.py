@@ -138,8 +138,8 @@ class ErrorModel:
 
     >>> model = ErrorModel(measured={"topk": {"w": 0.9}, "powersgd(rank=4)": {"w": 0.95}, "qsgd": {"w": 0.01}})
     >>> w = Variable("w", (512, 512))
-    >>> [model.fits(method, "allgather", "none", w) for method in ("topk", "powersgd(rank=4)", "qsgd")]
-    [False, True, True]
+    >>> [round(model.share(method, "allgather", "none", w), 2) for method in ("topk", "powersgd(rank=4)", "qsgd")]
+    [3.0, 1.0, 0.03]
     """
 
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -184,10 +184,6 @@ class ErrorModel:
             error *= 2
         bound = self.bound(method, variable)
         return error / bound if bound else math.inf
-
-    def fits(self, method: str, communicator: str, memory: str, variable: Variable) -> bool:
-        """Return True if a variable's error is within its bound."""
-        return self.share(method, communicator, memory, variable) <= SLACK
 
 
 def synthetic_error(method: str, shape: Sequence[int]) -> float:

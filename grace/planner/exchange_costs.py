@@ -1,31 +1,27 @@
 """Costs of each bucket of a plan in a step: the bytes of its route's legs (:mod:`grace.exchange.route_bytes`), and
-seconds as they were measured.
-
-Hierarchical exchanges are the leaders', between an all-reduce and broadcasts within the node.
-"""
+seconds as they were measured."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from grace.communicators import Allreduce
-from grace.communicators.sparse import row_communicator
 from grace.core.communicator import Communicator
 from grace.core.route import EngineTraits
+from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
-from grace.exchange.route_bytes import LegBytes, bytes_of, bytes_within_node, rows_of
+from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
 from grace.exchange.sparse_codec import RowCompressor
-from grace.planner.costs import Codec
-from grace.planner.network import KINDS, Network, between_nodes
+from grace.planner.costs import CodecCost
+from grace.planner.network import KINDS, Network
 from grace.planner.step import Transfer, Work
 from grace.session.sharding import Shard, make_buckets
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
 
 DENSE = "allreduce, none, none"
-"""The codec of uncompressed sums: of averages now and then, and of those within a node."""
+"""The codec of uncompressed sums."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +31,14 @@ class Costs:
     Attributes:
         network: between the ranks that exchange.
         codecs: computing of methods, by :func:`codec_key`.
-        inside: the network within a node, for pipelines and hierarchical exchanges; ``network`` if left out.
+        inside: the network within a node, for pipelines; ``network`` if left out.
         contention: the part by which computing takes longer while a collective is under way.
         by_ring, concatenates: as :class:`grace.core.backend.Backend` has them.
         rows: rows that a step's gradients have, of sparse variables by name; all of them where it does not say.
     """
 
     network: Network
-    codecs: Mapping[str, Codec]
+    codecs: Mapping[str, CodecCost]
     inside: Network | None = None
     contention: float = 0.0
     by_ring: bool = False
@@ -62,7 +58,7 @@ def codec_key(communicator: Communicator) -> str:
 
 
 def works(strategy: Strategy, costs: Costs) -> list[Work]:
-    """Return what the buckets of a strategy do, in the order in which ranks start them; averages come last.
+    """Return what the buckets of a strategy do, in the order in which ranks start them.
 
     Raises:
         ConfigError: there is no codec for what it uses, which the message names.
@@ -71,65 +67,63 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     >>> from grace.planner.network import Links
     >>> from grace.strategy.plan import ShardPlan, VariablePlan
     >>> plans = tuple(VariablePlan(Variable(name, (1000,)), (ShardPlan(),)) for name in "ab")
-    >>> (work,) = works(Strategy(plans, world_size=2), Costs(Links(1e9), {DENSE: Codec()}))
+    >>> (work,) = works(Strategy(plans, world_size=2), Costs(Links(1e9), {DENSE: CodecCost()}))
     >>> work.names, work.transfers[0].nbytes
     (('a', 'b'), 8048.0)
     """
-    return works_of(compiled(strategy, strategy.variables), strategy.world_size, costs, strategy.nodes)
+    return works_of(compiled(strategy, strategy.variables), strategy.world_size, costs)
 
 
-def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: int = 1) -> list[Work]:
+def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
     """Return what the buckets of shards do, whose communicators need not be in a run.
+
+    All ranks exchange with each other, and in every step: sums over nodes first, and rounds of ranks that train alone,
+    are not modelled.
 
     Args:
         shards: of the model.
         ranks: how many there are.
         costs: what exchanging and computing takes.
-        nodes: how many nodes the ranks are on, for hierarchical exchanges.
 
     Raises:
         ConfigError: as :func:`works`.
     """
-    by_name = {shard.variable.name: shard for shard in shards}
+    whole = {shard.variable.name: shard.whole.name for shard in shards}
     found, carried = [], set[bool]()
-    for averaged in (False, True):
-        for bucket in make_buckets([shard for shard in shards if bool(shard.period) == averaged]):
-            if not averaged:  # one bucket of a step carries the header, and one beside training
-                bucket.carries = bucket.communicator.delayed not in carried
-                carried.add(bucket.communicator.delayed)
-            own = [by_name[name] for name in bucket.names]
-            names = tuple(dict.fromkeys([shard.whole.name for shard in own]))
-            if own[0].hierarchical:
-                found.append(_led_work(bucket, names, ranks, nodes, costs))
-            else:
-                found.append(_work(bucket, names, own[0].period, ranks, costs))
+    for bucket in make_buckets(shards):
+        # one bucket of a step carries the header, and one beside training
+        bucket.carries = bucket.communicator.delayed not in carried
+        carried.add(bucket.communicator.delayed)
+        names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
+        found.append(_work(bucket, names, ranks, costs))
     return found
 
 
-def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs: Costs) -> Work:
-    """Return what a bucket does in a step.
-
-    Args:
-        names: of the variables that it belongs to.
-        period: steps between two averages; 0 if it is exchanged in every step.
+def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> Work:
+    """Return what a bucket, which belongs to the variables of these names, does in a step.
 
     Raises:
         ConfigError: nobody measured its method, or the bits of its elements.
     """
     communicator = bucket.communicator
-    codec = _codec_of(DENSE if period else codec_key(communicator), names, costs)
-    # averages now and then are dense
-    elements = sum(variable.numel for variable in bucket.variables) if period else _elements(bucket, costs)
+    codec = costs.codecs.get(codec_key(communicator))
+    if codec is None:
+        raise ConfigError(
+            f"{names[0]!r} is carried by {codec_key(communicator)}, and nobody measured what that takes. Measured: "
+            f"{', '.join(map(repr, costs.codecs)) or 'nothing'}"
+        )
     compressor = communicator.compressor
     inner = compressor.inner if isinstance(compressor, RowCompressor) else compressor
     if codec.bits is None and any(inner.wire_bits(variable.shape) is None for variable in bucket.variables):
         raise ConfigError(
             f"{bucket.names[0]!r} is carried by {communicator.describe()}, whose bytes the data decide: its codec must "
-            "say the bits that an element takes (Codec.bits), as it was measured"
+            "say the bits that an element takes (CodecCost.bits), as it was measured"
         )
-    legs = bytes_of(bucket, _engine(bucket, ranks, costs), codec.bits, costs.rows)
+    on_cpu = bucket.variables[0].device.startswith("cpu")
+    legs = bytes_of(bucket, EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu), codec.bits, costs.rows)
     gaps = len(legs) - 1
     computed = gaps - sum(leg.in_parts for leg, _, _ in legs[:-1])  # behind a part of a sum comes its other half
+    elements = sum(_elements(variable, costs) for variable in bucket.variables)
     size = len(bucket.variables), elements, ranks
     return Work(
         names=names,
@@ -137,57 +131,14 @@ def _work(bucket: Bucket, names: tuple[str, ...], period: int, ranks: int, costs
         transfers=transfers_of(legs, ranks, costs.network),
         middle=codec.middle.seconds(*size) * computed / gaps if gaps else 0.0,
         finish=codec.finish.seconds(*size),
-        delayed=communicator.delayed and not period,
-        memory=_memory(bucket, ranks, elements, legs, averaged=period > 0),
-        period=period,
+        delayed=communicator.delayed,
+        memory=_memory(bucket, ranks, elements, legs),
     )
 
 
-def _codec_of(key: str, names: Sequence[str], costs: Costs) -> Codec:
-    """Return a codec by its key.
-
-    Raises:
-        ConfigError: nobody measured it.
-    """
-    codec = costs.codecs.get(key)
-    if codec is None:
-        raise ConfigError(
-            f"{names[0]!r} is carried by {key}, and nobody measured what that takes. Measured: "
-            f"{', '.join(map(repr, costs.codecs)) or 'nothing'}"
-        )
-    return codec
-
-
-def _engine(bucket: Bucket, ranks: int, costs: Costs) -> EngineTraits:
-    on_cpu = bucket.variables[0].device.startswith("cpu")
-    return EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu)
-
-
-def _elements(bucket: Bucket, costs: Costs) -> float:
-    """Return the elements that a bucket exchanges: of sparse variables those of the rows that have gradients."""
-    if not bucket.variables[0].sparse:
-        return sum(variable.numel for variable in bucket.variables)
-    return sum(rows_of(v, costs.rows) * math.prod(v.shape[1:]) for v in bucket.variables)
-
-
-def _led_work(bucket: Bucket, names: tuple[str, ...], ranks: int, nodes: int, costs: Costs) -> Work:
-    """Return what a bucket does on the leader of the largest node, where nodes sum first and leaders exchange."""
-    between = replace(costs, network=between_nodes(costs.network))
-    work, members = _work(bucket, names, 0, nodes, between), -(-ranks // nodes)
-    if members == 1:
-        return work
-    engine = _engine(bucket, members, costs)
-    summing = row_communicator(Allreduce("none"), "") if bucket.variables[0].sparse else Allreduce("none")
-    summed, shared = bytes_within_node(bucket, summing, engine, costs.rows)
-    codec, inside = _codec_of(DENSE, names, costs), costs.inside or between.network
-    size = len(bucket.variables), _elements(bucket, costs), members
-    return replace(
-        work,
-        start=work.start + codec.start.seconds(*size) + codec.finish.seconds(*size),
-        memory=work.memory + max(nbytes for _, nbytes, _ in summed),
-        node_sum=transfers_of(summed, members, inside),
-        node_share=transfers_of(shared, members, inside),
-    )
+def _elements(variable: Variable, costs: Costs) -> float:
+    """Return the elements of a variable that travel: of a sparse one those of the rows that have gradients."""
+    return rows_of(variable, costs.rows) * math.prod(variable.shape[1:]) if variable.sparse else variable.numel
 
 
 def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tuple[Transfer, ...]:
@@ -211,12 +162,12 @@ def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tupl
     return tuple(found)
 
 
-def _memory(bucket: Bucket, ranks: int, elements: float, legs: Sequence[LegBytes], averaged: bool) -> float:
+def _memory(bucket: Bucket, ranks: int, elements: float, legs: Sequence[LegBytes]) -> float:
     """Return the bytes that a bucket's exchange keeps on the rank that keeps most: the state of its method and
     memories twice (as it is kept, and as this step makes it); its buffers; and what comes from other ranks."""
     communicator: Any = bucket.communicator
     kept = wires = 0.0
-    for kind, part in () if averaged else communicator.stateful_parts.items():
+    for kind, part in communicator.stateful_parts.items():
         share = ranks if kind == "shard_memory" else 1
         for variable in bucket.variables if part.stateful else ():
             shape = (-(-variable.numel // share),) if share > 1 else variable.shape

@@ -1,23 +1,28 @@
 """Plans explained: which candidates there were, which one was taken and why, and what it does with each variable."""
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from grace.core.quantities import show_bytes
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
 from grace.planner.outer_plans import outer_plans, outer_remarks
 from grace.planner.problem import Problem, short
 from grace.planner.step import Prediction
-from grace.strategy.plan import FIELDS, ShardPlan, Strategy, Sync, VariablePlan
+from grace.planner.uniform import DENSE
+from grace.strategy.plan import Strategy, VariablePlan
 
 MARGIN = 0.03
 """The part of a step by which a plan must be faster than no compression."""
 MOST_ROWS = 24
 """Kinds of variables that are told apart."""
+PLAN_HEADINGS = ("", "plan", "expected", "measured", "sent", "error", "memory")
+"""Headings of candidates; a star stands before the one that is taken."""
+HEADINGS = ("variables", "", "elements", "method", "sync", "error", "why")
+"""Headings of the cells of rows."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,12 @@ class Row:
     saved: float
     share: float
     why: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, under :data:`HEADINGS`."""
+        count, elements, share = f"x{self.count}", f"{self.elements:,}", f"{self.share:.2g}"
+        return (self.variables, count, elements, self.method, self.sync, share, self.why)
 
 
 @dataclass(frozen=True)
@@ -96,39 +107,37 @@ class Plan:
         return f"{one.name}: {_ms(mine)} {how} against {_ms(other)} uncompressed, {other / mine:.1f}x; {lost}"
 
     def __str__(self) -> str:
-        head = ("", "plan", "expected", "measured", "sent", "error", "memory")
-        lines = [
-            (
-                "*" if one is self.chosen else "",
-                one.name,
-                _ms(one.prediction.step),
-                "" if one.measured is None else _ms(one.measured),
-                _bytes(one.prediction.sent),
-                f"{one.share:.2g}",
-                _bytes(one.prediction.memory),
-            )
-            for one in self.candidates
-        ]
-        found = [self.why, *self.remarks, "", *_table([head, *lines])]
+        found = [self.why, *self.remarks, "", *_table([PLAN_HEADINGS, *map(self._cells, self.candidates)])]
         if self.rows:
-            titles = ("variables", "", "elements", "method", "sync", "error", "why")
-            rows = [
-                (r.variables, f"x{r.count}", f"{r.elements:,}", r.method, r.sync, f"{r.share:.2g}", r.why)
-                for r in self.rows
-            ]
-            found += ["", *_table([titles, *rows])]
-        about = f"error: largest part of a variable's bound (matrices: the error of {self.reference})"
-        return "\n".join([*found, "", f"{about}; quality: {self.quality}"])
+            found += ["", *_table([HEADINGS, *(row.cells for row in self.rows)])]
+        return "\n".join([*found, "", self.legend])
+
+    @property
+    def legend(self) -> str:
+        """The meaning of the errors."""
+        bound = f"largest part of a variable's bound (matrices: the error of {self.reference})"
+        return f"error: {bound}; quality: {self.quality}"
+
+    def _cells(self, one: Candidate) -> tuple[str, ...]:
+        """Return a candidate as text, under :data:`PLAN_HEADINGS`."""
+        step, sent, memory = one.prediction.step, one.prediction.sent, one.prediction.memory
+        times = _ms(step), "" if one.measured is None else _ms(one.measured)
+        taken = "*" if one is self.chosen else ""
+        return (taken, one.name, *times, show_bytes(sent, 3), f"{one.share:.2g}", show_bytes(memory, 3))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, but for the predictions' events, as JSON holds it; :meth:`from_dict` is the way back."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return {
-            **own,
-            "candidates": [_candidate_document(one) for one in self.candidates],
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "remarks": list(self.remarks),
-        }
+        candidates = [
+            {
+                **vars(one),
+                "strategy": one.strategy.to_dict(),
+                "prediction": {key: value for key, value in vars(one.prediction).items() if key != "events"},
+                "methods": list(one.methods),
+            }
+            for one in self.candidates
+        ]
+        rows = [asdict(row) for row in self.rows]
+        return {**vars(self), "candidates": candidates, "rows": rows, "remarks": list(self.remarks)}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "Plan":
@@ -138,12 +147,18 @@ class Plan:
             ConfigError: something is missing, or is no such thing.
         """
         try:
-            candidates = tuple(_candidate_of(one) for one in document["candidates"])
+            candidates = tuple(map(_candidate_of, document["candidates"]))
             rows, remarks = tuple(Row(**row) for row in document["rows"]), tuple(document["remarks"])
             candidates[document["number"]]
             return cls(**{**document, "candidates": candidates, "rows": rows, "remarks": remarks})
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise ConfigError(f"no document of a plan: {error}; make the plan again") from error
+
+
+def _candidate_of(document: Mapping[str, Any]) -> Candidate:
+    prediction, strategy = Prediction(**document["prediction"]), Strategy.from_dict(document["strategy"])
+    methods = tuple(document["methods"])
+    return Candidate(**{**document, "methods": methods, "prediction": prediction, "strategy": strategy})
 
 
 def plan_of(
@@ -177,9 +192,8 @@ def plan_of(
         if mine < other * (1 - MARGIN):
             taken = best
     number = next(i for i, one in enumerate(candidates) if one is taken)
-    rows = tuple(_rows(problem, taken))
-    reference = problem.errors.reference
     said = (*remarks, *outer_remarks(outer_plans(problem), taken.prediction))
+    rows, reference = tuple(_rows(problem, taken)), problem.errors.reference
     return Plan(tuple(candidates), number, problem.quality, reference, rows, note=note, remarks=said)
 
 
@@ -198,21 +212,27 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
     kinds: dict[tuple[str, str, str], list[VariablePlan]] = {}
     for plan in one.strategy.plans:
         kinds.setdefault((re.sub(r"\d+", "*", plan.variable.name), _method(plan), _sync(plan)), []).append(plan)
-    ordered = sorted(kinds.items(), key=lambda item: -_elements(item[1]))
-    others = [plan for _, plans in ordered[MOST_ROWS:] for plan in plans]
-    rows = [(name if len(plans) > 1 else plans[0].variable.name, plans) for (name, _, _), plans in ordered[:MOST_ROWS]]
-    for name, plans in [*rows, *([("others", others)] if others else [])]:
+    ordered = sorted(kinds.values(), key=_elements, reverse=True)
+    named = [(_name(plans), plans) for plans in ordered[:MOST_ROWS]]
+    if others := [plan for plans in ordered[MOST_ROWS:] for plan in plans]:
+        named.append(("others", others))
+    for name, plans in named:
         saved = _saved(problem, one, plans)
         yield Row(
             name,
             len(plans),
             _elements(plans),
-            " / ".join(sorted({_method(plan) for plan in plans})),
-            " / ".join(sorted({_sync(plan) for plan in plans})),
+            " / ".join(sorted(set(map(_method, plans)))),
+            " / ".join(sorted(set(map(_sync, plans)))),
             saved,
-            max((largest_share(problem, plan) for plan in plans), default=0.0),
+            max(largest_share(problem, plan) for plan in plans),
             _why(problem, plans, saved),
         )
+
+
+def _name(alike: Sequence[VariablePlan]) -> str:
+    name = alike[0].variable.name
+    return name if len(alike) == 1 else re.sub(r"\d+", "*", name)
 
 
 def _elements(plans: Sequence[VariablePlan]) -> int:
@@ -220,13 +240,17 @@ def _elements(plans: Sequence[VariablePlan]) -> int:
 
 
 def _method(plan: VariablePlan) -> str:
-    methods = [(short(part.compressor), part.memory) for part in plan.parts]
-    return " / ".join(dict.fromkeys(name if kept in (None, "none") else f"{name}, {kept}" for name, kept in methods))
+    part = plan.parts[0]  # the planner cuts no variable
+    name = short(part.compressor)
+    return name if part.memory in (None, "none") else f"{name}, {part.memory}"
 
 
 def _sync(plan: VariablePlan) -> str:
-    kinds = dict.fromkeys(p.sync.type + (", by nodes" if p.sync.hierarchical else "") for p in plan.parts)
-    return " / ".join(kinds) + (f", {len(plan.parts)} parts" if plan.axis is not None else "")
+    return plan.parts[0].sync.type
+
+
+def _compressed(plan: VariablePlan) -> bool:
+    return bool(plan.parts[0].compressor != "none")
 
 
 def largest_share(problem: Problem, plan: VariablePlan) -> float:
@@ -235,67 +259,34 @@ def largest_share(problem: Problem, plan: VariablePlan) -> float:
     return max(share(p.compressor, p.sync.type, p.memory or "none", plan.variable) for p in plan.parts)
 
 
-def _compressed(plan: VariablePlan) -> bool:
-    return any(part.compressor != "none" for part in plan.parts)
-
-
 def _saved(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> float:
     """Return the seconds by which the step would be longer if these were not compressed."""
     names = {plan.variable.name for plan in plans if _compressed(plan)}
     if not names:
         return 0.0
-    changed = []
-    for plan in one.strategy.plans:
-        if plan.variable.name in names:
-            plan = dataclasses.replace(plan, parts=tuple(map(_dense, plan.parts)))
-        changed.append(plan)
-    return problem.predict(dataclasses.replace(one.strategy, plans=tuple(changed))).step - one.prediction.step
+    changed = tuple(_dense(plan) if plan.variable.name in names else plan for plan in one.strategy.plans)
+    return problem.predict(replace(one.strategy, plans=changed)).step - one.prediction.step
+
+
+def _dense(plan: VariablePlan) -> VariablePlan:
+    """Return the plan of a variable that goes on uncompressed: in the same group, or over the same root."""
+    sync = plan.parts[0].sync
+    if sync.type != "reduce_broadcast":
+        sync = replace(sync, type="allreduce")
+    return replace(plan, parts=(replace(DENSE, sync=sync, priority=plan.parts[0].priority),))
 
 
 def _why(problem: Problem, plans: Sequence[VariablePlan], saved: float) -> str:
     """Return why variables are treated so: what compressing them saves, or why they are not compressed."""
     if any(map(_compressed, plans)):
         return f"saves {_ms(saved)}" if saved > 5e-7 else "saves nothing alone"
-    errors, largest = problem.errors, max(plans, key=lambda plan: plan.variable.numel).variable
+    largest = max(plans, key=lambda plan: plan.variable.numel).variable
     lossy = [method for method in problem.candidates() if method.compressor != "none"]
-    serving = [method for method in lossy if method.serves(largest, errors.tables)]
+    serving = [method for method in lossy if method.serves(largest, problem.errors.tables)]
     if not serving:
         return "no method makes them smaller" if lossy else ""
-    shares = [errors.share(m.compressor, m.communicator.name, m.memory, largest) for m in serving]
-    return "every method loses too much" if min(shares) > SLACK else "compressing them gains nothing"
-
-
-def _dense(part: ShardPlan) -> ShardPlan:
-    sync = part.sync if part.sync.type == "reduce_broadcast" else dataclasses.replace(part.sync, type="allreduce")
-    return ShardPlan(sync, "none", "none", part.priority)
-
-
-# -- documents -----------------------------------------------------------------------------------------
-
-
-def _candidate_document(one: Candidate) -> dict[str, Any]:
-    prediction = {key: value for key, value in dataclasses.asdict(one.prediction).items() if key != "events"}
-    own = {each.name: getattr(one, each.name) for each in dataclasses.fields(one)}
-    return {**own, "strategy": one.strategy.to_dict(), "prediction": prediction, "methods": list(one.methods)}
-
-
-def _candidate_of(document: Mapping[str, Any]) -> Candidate:
-    for entry in document["strategy"]["variables"].values():
-        for part in entry.get("parts", [entry]):
-            _check_sync(part["sync"])
-    prediction, strategy = Prediction(**document["prediction"]), Strategy.from_dict(document["strategy"])
-    return Candidate(
-        **{**document, "methods": tuple(document["methods"]), "prediction": prediction, "strategy": strategy}
-    )
-
-
-def _check_sync(document: Mapping[str, Any]) -> None:
-    """Refuse a synchronization of no known type, or with a field that its type has not."""
-    fields = dict(document)
-    kind = fields.pop("type")
-    if kind not in FIELDS:
-        del fields["group"]  # which every communicator of somebody else has
-    Sync.from_spec({"name": kind, **fields})
+    least = min(problem.share(method, largest) for method in serving)
+    return "every method loses too much" if least > SLACK else "compressing them gains nothing"
 
 
 # -- text ----------------------------------------------------------------------------------------------
@@ -316,15 +307,3 @@ def _ms(seconds: float) -> str:
     if abs(ms) < 5e-4:
         return "0 ms"
     return f"{ms:.0f} ms" if abs(ms) >= 100 else f"{ms:.3g} ms"
-
-
-def _bytes(nbytes: float) -> str:
-    """Return bytes as text, in decimal units.
-
-    >>> _bytes(1_234_000), _bytes(12)
-    ('1.23 MB', '12 B')
-    """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} B"

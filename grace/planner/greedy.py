@@ -9,15 +9,13 @@
 How much is tried depends on the problem and on no clock, so that the same problem gives the same plans.
 """
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
-from grace.planner.problem import Method, Problem, short
+from grace.planner.problem import ExchangeMethod, Problem, short
 from grace.planner.step import Prediction, Work
 from grace.planner.uniform import assigned_strategy, shards_of, uniform_strategy
 from grace.session.sharding import Chooser
@@ -36,8 +34,8 @@ ALIKE = 0.01
 Progress = Callable[[str, float], None]
 Choice = tuple[int, ...]
 """The number of each variable's method."""
-PlanKey = tuple[bool, tuple[VariablePlan, ...]]
-"""Identity of a plan: True of the baseline, and what it does with each variable."""
+Names = dict[tuple[VariablePlan, ...], str]
+"""Names of plans, by what they do with each variable."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,11 @@ class Candidate:
     share: float = 0.0
     measured: float | None = None
     baseline: bool = False
-    methods: tuple[str, ...] = field(default=())
+    methods: tuple[str, ...] = ()
 
 
 def find_candidates(
-    problem: Problem, progress: Progress | None = None, names: dict[PlanKey, str] | None = None
+    problem: Problem, progress: Progress = lambda what, done: None, names: Names | None = None
 ) -> list[Candidate]:
     """Return plans, best first (:meth:`Greedy.score`): greedy ones, uniform ones within the bounds, and no compression.
 
@@ -76,7 +74,7 @@ def find_candidates(
     Raises:
         ConfigError: ``methods`` names something unknown or excluded, or nobody knows what no compression takes.
     """
-    return Greedy(problem, problem.candidates(), names).run(progress or (lambda what, done: None))
+    return Greedy(problem, problem.candidates(), {} if names is None else names).run(progress)
 
 
 class Greedy:
@@ -88,16 +86,12 @@ class Greedy:
         names: of plans that were found before.
     """
 
-    def __init__(self, problem: Problem, methods: Sequence[Method], names: dict[PlanKey, str] | None = None):
+    def __init__(self, problem: Problem, methods: Sequence[ExchangeMethod], names: Names):
         self.problem, self.methods, self.variables = problem, list(methods), list(problem.variables)
-        self.names = {} if names is None else names
+        self.names = names
         choose = Chooser()
         choose.dense = self.methods[0].communicator  # type: ignore[assignment]
-        tables = problem.errors.tables
-        self.shares = [
-            [self._share(method, v) if method.serves(v, tables) else math.inf for v in self.variables]
-            for method in self.methods
-        ]
+        self.shares = [[problem.share(method, variable) for variable in self.variables] for method in self.methods]
         """The part of its bound that each method loses of each variable; infinite where it may not be chosen."""
         self.shards = [
             shards_of(
@@ -198,9 +192,6 @@ class Greedy:
             return False
         return True
 
-    def _share(self, method: Method, variable: Variable) -> float:
-        return self.problem.errors.share(method.compressor, method.communicator.name, method.memory, variable)
-
     def _moved(self, choice: Choice, unit: Sequence[int], number: int) -> Choice:
         """Return the choice with another method for a set of variables, where it may be chosen."""
         changed = list(choice)
@@ -211,26 +202,28 @@ class Greedy:
 
     def _candidates(self, found: Sequence[Choice], plain: Choice) -> list[Candidate]:
         """Return choices as candidates, without those that hardly differ from a better one."""
+        baseline = self._candidate(plain, True)
+        distinct_name(baseline, self.names)  # it gets its name first
         made: list[Candidate] = []
         for choice in found:
-            one = self._candidate(choice, choice == plain)
+            one = baseline if choice == plain else self._candidate(choice, False)
+            alike = [other for other in made if not other.baseline and set(other.methods) == set(one.methods)]
             step = one.prediction.step
-            near = [c for c in made if set(c.methods) == set(one.methods) and step <= c.prediction.step * (1 + ALIKE)]
-            if one.baseline or not any(not c.baseline for c in near):
+            if one.baseline or not any(step <= other.prediction.step * (1 + ALIKE) for other in alike):
                 made.append(one)
-        return with_distinct_names(made, self.names)
+        return [replace(one, name=distinct_name(one, self.names)) for one in made]
 
     def _candidate(self, choice: Choice, baseline: bool) -> Candidate:
         problem, elements = self.problem, dict[str, int]()
         for variable, number in zip(self.variables, choice, strict=True):
             spec = self.methods[number].compressor
             elements[spec] = elements.get(spec, 0) + variable.numel
-        methods = tuple(sorted(elements, key=lambda spec: -elements[spec]))
-        made = {"name": "auto", "params": {}, "seed": problem.seed}
-        wanted = [self.methods[number].communicator for number in choice]
+        methods = tuple(sorted(elements, key=elements.__getitem__, reverse=True))
         if baseline:  # the strategy that planning starts from, which training goes on by if nothing is faster
             strategy = uniform_strategy(self.variables, problem.ranks, nodes=problem.nodes)
         else:
+            wanted = [self.methods[number].communicator for number in choice]
+            made = {"name": "auto", "params": {}, "seed": problem.seed}
             strategy = assigned_strategy(self.variables, wanted, problem.ranks, problem.nodes, builder=made)
         share = max((self.shares[number][v] for v, number in enumerate(choice)), default=0.0)
         return Candidate(named(methods), strategy, problem.predict(strategy), share, None, baseline, methods)
@@ -250,25 +243,19 @@ def named(methods: Sequence[str]) -> str:
     return names[0] if names else "none"
 
 
-def with_distinct_names(found: Sequence[Candidate], names: dict[PlanKey, str]) -> list[Candidate]:
-    """Return the candidates with distinct names: a number stands behind a name that another plan has. A plan keeps the
-    name that it has in ``names``, to which new ones are added; the baseline keeps its own.
+def distinct_name(one: Candidate, names: Names) -> str:
+    """Return the name that a plan has in ``names``, or else add a new one. A number stands behind a name that another
+    plan has.
 
-    >>> step = Candidate("none", Strategy((), builder={"name": "auto"}), None)
-    >>> plain = replace(step, strategy=Strategy(()), baseline=True)
-    >>> [one.name for one in with_distinct_names([step, plain], {})]
-    ['none (2)', 'none']
+    >>> from grace.core.variable import Variable
+    >>> from grace.planner.uniform import DENSE
+    >>> some = Candidate("fp16", Strategy((VariablePlan(Variable("w", (1,)), (DENSE,)),)), None)
+    >>> none, names = replace(some, strategy=Strategy(())), {}
+    >>> [distinct_name(one, names) for one in (some, none, some)]
+    ['fp16', 'fp16 (2)', 'fp16']
     """
-    names.update({_key(one): one.name for one in found if one.baseline})
-    made = []
-    for one in found:
-        name, number = one.name, 1
-        while _key(one) not in names and name in names.values():
-            number += 1
-            name = f"{one.name} ({number})"
-        made.append(replace(one, name=names.setdefault(_key(one), name)))
-    return made
-
-
-def _key(one: Candidate) -> PlanKey:
-    return one.baseline, one.strategy.plans
+    plans, taken = one.strategy.plans, set(names.values())
+    if plans not in names:
+        numbered = (one.name if number == 1 else f"{one.name} ({number})" for number in range(1, len(taken) + 2))
+        names[plans] = next(name for name in numbered if name not in taken)
+    return names[plans]

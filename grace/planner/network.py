@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,32 +93,6 @@ class Links:
         messages, through = steps_of(kind, nbytes, ranks)
         return messages * self.latency + through / self.bandwidth
 
-    @classmethod
-    def fitted(cls, measured: Iterable[tuple[str, float, int, float]]) -> "Links":
-        """Return the links that are nearest to measurements, by the squares of relative errors.
-
-        Args:
-            measured: kind, bytes, ranks and seconds of each.
-
-        Raises:
-            ConfigError: there are none of two ranks or more, or one is no measurement: below zero, or so large or so
-                small that squares overflow.
-
-        >>> true = Links(bandwidth=1e9, latency=1e-5)
-        >>> cases = [("allreduce", n, w) for n in (1e3, 1e5, 1e7) for w in (2, 4)]
-        >>> found = Links.fitted([(*case, true.seconds(*case)) for case in cases])
-        >>> round(found.latency, 9), round(found.bandwidth)
-        (1e-05, 1000000000)
-        """
-        of_several = [(steps_of(kind, n, ranks), seconds) for kind, n, ranks, seconds in measured if ranks > 1]
-        if not of_several:
-            raise ConfigError("latency and bandwidth are fitted to collectives of 2 ranks or more, and there are none")
-        for (messages, through), seconds in of_several:
-            if not (seconds > 0 and 0 <= max(messages, through) / seconds < MOST_A_SECOND):
-                raise ConfigError(f"{through:g} bytes in {seconds:g} s cannot have been measured of a link")
-        latency, per_byte = fit([steps for steps, _ in of_several], [seconds for _, seconds in of_several])
-        return cls(1 / per_byte if per_byte > 0 else math.inf, latency)
-
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
@@ -132,34 +106,41 @@ class MeasuredNetwork:
         ranks: how many measured.
 
     Raises:
-        ConfigError: nothing was measured, or a kind that there is not.
+        ConfigError: nothing was measured; a kind that there is not; or what is no measurement: below zero, or so large
+            or so small that squares overflow.
 
     >>> curve = Curve.through([(n, 2e-5 + n / 1e9) for n in (1e3, 1e6, 1e8)])
     >>> network = MeasuredNetwork({"allreduce": curve}, ranks=2)
     >>> network.seconds("allreduce", 1e6, 2), round(network.seconds("allreduce", 1e8, 4), 4)
     (0.00102, 0.1501)
-    >>> round(network.seconds("alltoall", 1e8, 2), 3)
-    0.05
+    >>> round(network.seconds("alltoall", 1e8, 2), 3), round(network.links.latency, 9), round(network.links.bandwidth)
+    (0.05, 1e-05, 1000000000)
     """
 
     curves: Mapping[str, Curve]
     ranks: int
 
     def __post_init__(self) -> None:
-        for kind in self.curves:
-            steps_of(kind, 1.0, 2)
-        _ = self.links  # raises where there is nothing to fit to
+        if self.ranks < 2 or not self.curves:
+            raise ConfigError("latency and bandwidth are fitted to collectives of 2 ranks or more, and there are none")
+        _ = self.links  # raises where a measurement is none
 
     @functools.cached_property
     def links(self) -> Links:
-        """Latency and bandwidth that fit best."""
-        of_kinds = [(kind, point) for kind, curve in self.curves.items() for point in curve.points]
-        return Links.fitted([(kind, nbytes, self.ranks, seconds) for kind, (nbytes, seconds) in of_kinds])
+        """Links that are nearest to the measurements, by the squares of relative errors."""
+        points = [(kind, *point) for kind, curve in self.curves.items() for point in curve.points]
+        steps = [steps_of(kind, nbytes, self.ranks) for kind, nbytes, _ in points]
+        times = [seconds for _, _, seconds in points]
+        for (messages, through), seconds in zip(steps, times, strict=True):
+            if not (seconds > 0 and 0 <= max(messages, through) / seconds < MOST_A_SECOND):
+                raise ConfigError(f"{through:g} bytes in {seconds:g} s cannot have been measured of a link")
+        latency, per_byte = fit(steps, times)
+        return Links(1 / per_byte if per_byte > 0 else math.inf, latency)
 
     @functools.cached_property
     def _scaled(self) -> dict[tuple[str, int], Curve]:
-        """Curves of other numbers of ranks, as far as they were asked for."""
-        return {}
+        """Curves by kind and number of ranks, as far as they were asked for."""
+        return {(kind, self.ranks): curve for kind, curve in self.curves.items()}
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
         if ranks <= 1:
@@ -178,8 +159,6 @@ class MeasuredNetwork:
 
     def _curve(self, kind: str, ranks: int) -> Curve:
         """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""
-        if ranks == self.ranks:
-            return self.curves[kind]
         points = []
         for nbytes, seconds in self.curves[kind].points:
             usual = self.links.seconds(kind, nbytes, self.ranks)
@@ -189,7 +168,7 @@ class MeasuredNetwork:
 
 
 @dataclass(frozen=True)
-class Levels:
+class SharedUplinks:
     """Several nodes, whose ranks share their node's link to the others.
 
     What goes round a ring passes each node's link once; what everyone sends to everyone passes it as often as there
@@ -203,7 +182,7 @@ class Levels:
     Raises:
         ConfigError: a node without ranks.
 
-    >>> two = Levels(Links(1e10), Links(1e9), per_node=2)
+    >>> two = SharedUplinks(Links(1e10), Links(1e9), per_node=2)
     >>> two.seconds("alltoall", 1e6, 2), two.seconds("alltoall", 1e6, 4), two.seconds("allreduce", 1e6, 4)
     (5e-05, 0.001, 0.0015)
     """
@@ -226,20 +205,12 @@ class Levels:
         return max(within, self.between.seconds(kind, nbytes, ranks))
 
 
-def between_nodes(network: Network) -> Network:
-    """Return the network as one rank of each node sees it alone, which shares its node's link with none.
-
-    >>> between_nodes(Levels(Links(1e10), Links(1e8), per_node=2)).bandwidth
-    100000000.0
-    """
-    return network.between if isinstance(network, Levels) else network
-
-
 def links_of(network: Network) -> Links | None:
     """Return latency and bandwidth of a network's links, between nodes, or as fitted; None if nobody knows them.
 
-    >>> links_of(Levels(Links(1e10), Links(1e8), per_node=2)).bandwidth
+    >>> links_of(SharedUplinks(Links(1e10), Links(1e8), per_node=2)).bandwidth
     100000000.0
     """
-    network = between_nodes(network)
+    if isinstance(network, SharedUplinks):
+        network = network.between
     return network if isinstance(network, Links) else getattr(network, "links", None)

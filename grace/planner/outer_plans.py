@@ -4,8 +4,8 @@ They change training, so that they are shown beside other plans, and are never c
 """
 
 from collections import ChainMap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from grace.communicators.choice import build_communicator
@@ -27,68 +27,55 @@ MUCH_FASTER = 2.0
 """Ratio of steps from which on an outer plan is mentioned."""
 
 
-@dataclass(frozen=True)
-class OuterPlan:
-    """Plan whose ranks train alone.
-
-    Attributes:
-        name: spec of the strategy's builder.
-        prediction: the mean step of a period.
-    """
-
-    name: str
-    prediction: Prediction
-
-
-def outer_plans(problem: Problem) -> list[OuterPlan]:
-    """Return the outer plans of a problem.
+def outer_plans(problem: Problem) -> dict[str, Prediction]:
+    """Return the mean step of a period of each outer plan, by the spec of the builder that makes it.
 
     All of a round is exposed: T = compute + (codec + transfers) / H. What a codec takes is as measured elsewhere if it
     was not measured here: so small a part of a step.
 
     >>> from grace.core.variable import Variable
-    >>> from grace.planner.costs import Codec
+    >>> from grace.planner.costs import CodecCost
     >>> from grace.planner.exchange_costs import DENSE, Costs
     >>> from grace.planner.network import Links
     >>> from grace.planner.step import Timeline
     >>> from grace.strategy.builder import OneNode
-    >>> costs = Costs(Links(1e6), {DENSE: Codec()})
-    >>> plan, _ = outer_plans(Problem([Variable("w", (1000, 500))], Timeline({"w": 0.1}, 0, 0.1), costs, OneNode(2)))
-    >>> plan.name, round(plan.prediction.step, 3), round(plan.prediction.sent)
-    ('diloco(period=20)', 0.2, 100002)
+    >>> costs = Costs(Links(1e6), {DENSE: CodecCost()})
+    >>> plans = outer_plans(Problem([Variable("w", (1000, 500))], Timeline({"w": 0.1}, 0, 0.1), costs, OneNode(2)))
+    >>> plain = plans["diloco(period=20)"]
+    >>> round(plain.step, 3), round(plain.sent)
+    (0.2, 100002)
     """
     variables = [replace(variable, sparse=False) for variable in problem.variables]  # drifts are dense
     codecs: Any = ChainMap(problem.costs.codecs, DefaultCodecs())  # type: ignore[arg-type]  # which nothing writes to
     problem = replace(problem, costs=replace(problem.costs, codecs=codecs))
-    compute = problem.timeline.compute
-    found = []
+    compute, copies = problem.timeline.compute, COPY_BYTES * sum(variable.numel for variable in variables)
+    found = {}
     for compressor in CARRIERS:
         carrier = build_communicator(compressor, None, None, problem.ranks)
         works = problem.works_of(shards_of(variables, [carrier] * len(variables), Chooser()))
-        codec = sum(one.start + one.finish + one.middle * max(0, len(one.transfers) - 1) for one in works) / PERIOD
-        exposed = sum(transfer.seconds for one in works for transfer in one.transfers) / PERIOD
-        memory = sum(one.memory for one in works) + COPY_BYTES * sum(variable.numel for variable in variables)
+        codec = sum(work.start + work.finish + work.middle * max(0, len(work.transfers) - 1) for work in works) / PERIOD
+        exposed = sum(transfer.seconds for work in works for transfer in work.transfers) / PERIOD
+        memory = copies + sum(work.memory for work in works)
         step = round(compute + codec + exposed, 12)
-        prediction = Prediction(step, compute, codec, exposed, most_sent(works) / PERIOD, memory)
-        found.append(OuterPlan(DiLoCo(compressor, period=PERIOD).spec, prediction))
+        spec = DiLoCo(compressor, period=PERIOD).spec
+        found[spec] = Prediction(step, compute, codec, exposed, most_sent(works) / PERIOD, memory)
     return found
 
 
-def outer_remarks(plans: Sequence[OuterPlan], taken: Prediction) -> list[str]:
+def outer_remarks(plans: Mapping[str, Prediction], taken: Prediction) -> list[str]:
     """Return one line about the fastest outer plan if it is much faster than the plan that is taken; else nothing.
 
     >>> slow, fast = Prediction(0.6, 0.15, 0, 0.45, 1e6), Prediction(0.15, 0.15, 0, 0, 1e4)
-    >>> outer_remarks([OuterPlan("diloco(period=20)", fast)], slow)
+    >>> outer_remarks({"diloco(period=20)": fast}, slow)
     ['training over this link would take 4 times less with outer= (diloco(period=20)); it changes training, see
     docs/outer.md']
-    >>> outer_remarks([OuterPlan("diloco(period=20)", fast)], fast)
+    >>> outer_remarks({"diloco(period=20)": fast}, fast)
     []
     """
-    best = min(plans, key=lambda plan: plan.prediction.step, default=None)
-    if best is None or best.prediction.step <= 0 or taken.step < MUCH_FASTER * best.prediction.step:
+    spec, best = min(plans.items(), key=lambda plan: plan[1].step)
+    if best.step <= 0 or taken.step < MUCH_FASTER * best.step:
         return []
-    times = taken.step / best.prediction.step
     return [
-        f"training over this link would take {times:.2g} times less with outer= ({best.name}); it changes training, "
-        "see docs/outer.md"
+        f"training over this link would take {taken.step / best.step:.2g} times less with outer= ({spec}); it changes "
+        "training, see docs/outer.md"
     ]

@@ -23,12 +23,10 @@ from grace.planner.codecs import is_table, measure
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.error_budget import ErrorModel
 from grace.planner.explain import plan_of
-from grace.planner.greedy import Candidate, PlanKey, find_candidates
-from grace.planner.links import MeasuredLinks, measure_network
+from grace.planner.greedy import Candidate, Names, find_candidates
+from grace.planner.links import MeasuredLinks, measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
-from grace.planner.outer_plans import outer_plans, outer_remarks
-from grace.planner.oversubscription import oversubscription
-from grace.planner.problem import Method, Problem, methods_of
+from grace.planner.problem import ExchangeMethod, Problem, methods_of
 from grace.planner.step import Timeline
 from grace.planner.uniform import assigned_strategy, uniform_strategy
 from grace.strategy.builder import Cluster
@@ -76,7 +74,9 @@ class Planning:
         threads: int,
         adaptive: bool = False,
     ):
-        self.request, self.backend, self.names, self.variables = request, backend, names, list(variables)
+        self.options: Auto = request.options
+        self.resources = request.resources
+        self.backend, self.names, self.variables = backend, names, list(variables)
         self.framework, self.threads, self.adaptive = framework, threads, adaptive
         self.calibration: Calibration | None = None
         self.path: Path | None = None
@@ -86,16 +86,10 @@ class Planning:
         self.left_out: dict[str, str] = {}
         """Why methods could not be measured."""
         self.found: list[Candidate] = []
-        self.plan_names: dict[PlanKey, str] = {}
+        self.plan_names: Names = {}
         """The name of each plan that was ever a candidate."""
         self.skew = 0.0
         self.oversubscribed = 1.0
-
-    @property
-    def options(self) -> "Auto":
-        """Parameters of the user's request."""
-        options: Auto = self.request.options
-        return options
 
     # -- every rank -----------------------------------------------------------------------------------
 
@@ -127,7 +121,7 @@ class Planning:
         options = self.options
         tables = {name for name, x in gradients.items() if is_table(x)}
         errors = ErrorModel({}, tables, self.adaptive, make("compressor", options.reference).spec)
-        cluster: Cluster = cluster_of(self.request.resources, Topology(list(self.nodes)))
+        cluster: Cluster = cluster_of(self.resources, Topology(list(self.nodes)))
         made = self._calibration(self.nodes, self.links)
         costs = replace(made.costs(), codecs={})  # what is not measured on these gradients is not chosen
         problem = Problem(
@@ -177,26 +171,21 @@ class Planning:
             note: why it is not the fastest, if it is not.
         """
         remarks = [f"not measured: {choice}: {why}" for choice, why in self.left_out.items()]
-        if self.skew > SKEWED * self.problem.timeline.compute:
-            slow = self.problem.timeline.compute
+        slow = self.problem.timeline.compute
+        if self.skew > SKEWED * slow:
             remarks.append(
                 f"the slowest rank computes {1e3 * slow:.3g} ms a step, the fastest {1e3 * (slow - self.skew):.3g}: no "
                 "compression shortens what the others wait for it"
             )
         plan = plan_of(self.problem, self.found, chosen=chosen, note=note, remarks=remarks)
-        outer = outer_remarks(outer_plans(self.problem), plan.chosen.prediction)
-        return plan.to_dict(), "; ".join([plan.why, *outer])
+        return plan.to_dict(), "; ".join([plan.why, *plan.remarks[len(remarks) :]])
 
     def _calibration(self, nodes: Sequence[str], links: MeasuredLinks) -> Calibration:
         """Return what is known before codecs are measured: the links, and the codecs that earlier runs have kept."""
         key = Key.of(self.backend, nodes, self.framework, self.threads)
-        made = Calibration(
-            key, time.time(), links.network, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates
-        )
-        former = self._former(key)
-        if former is None:
-            return made
-        return replace(made, inside=former.inside, codecs=former.codecs, contention=former.contention)
+        former = self._former(key) or Calibration(key, 0.0)
+        by_ring, concatenates = self.backend.by_ring, self.backend.concatenates
+        return replace(former, made=time.time(), network=links.network, by_ring=by_ring, concatenates=concatenates)
 
     def _former(self, key: Key) -> Calibration | None:
         """Return what is kept of earlier runs, if it is for this one. What is refused is told; a file of the cache is
@@ -215,13 +204,13 @@ class Planning:
 
 def methods_to_measure(problem: Problem) -> tuple[list[Communicator], list[Communicator]]:
     """Return the communicators by which methods are measured: no compression's and the reference's, which every plan is
-    compared with; and those of the methods that may be chosen, best first by the step of each for all variables.
+    compared with; and those of the methods that may be chosen, best first (:func:`by_predicted_step`).
 
     Where some gradients are rows, which are gathered, a method that is summed is measured by the all-gather as well, if
     that can carry it.
 
     Args:
-        problem: with the links and tables as they are; codecs are taken as they usually are.
+        problem: with the links and tables as they are; codecs are taken as they were measured elsewhere.
 
     >>> from grace.planner.builders.auto import Auto
     >>> from grace.strategy.builder import OneNode
@@ -231,35 +220,34 @@ def methods_to_measure(problem: Problem) -> tuple[list[Communicator], list[Commu
     (['allreduce, none, none', 'allgather, none, none'], [])
     """
     references = [problem.errors.reference] if problem.quality != "exact" else []
-    needed = measured_by(methods_of(references, problem.quality, problem.ranks), problem.variables)
-    found = measured_by(by_promise(problem), problem.variables)
-    return list(needed.values()), [choice for name, choice in found.items() if name not in needed]
+    needed = _measured_by(methods_of(references, problem.quality, problem.ranks), problem)
+    others = _measured_by(by_predicted_step(problem), problem)
+    return list(needed.values()), [choice for name, choice in others.items() if name not in needed]
 
 
-def measured_by(methods: Sequence[Method], variables: Sequence[Variable]) -> dict[str, Communicator]:
+def _measured_by(methods: Sequence[ExchangeMethod], problem: Problem) -> dict[str, Communicator]:
     """Return the communicators by which methods are measured, by their descriptions."""
-    sparse, found = any(variable.sparse for variable in variables), dict[str, Communicator]()
-    for method in methods:
-        found[method.communicator.describe()] = method.communicator
-        gathers = sparse and method.communicator.name == "allreduce"
-        if gathers and "allgather" in legal_communicators(method.communicator.compressor):
-            other = build_communicator(method.compressor, method.memory, "allgather")
+    sparse, found = any(variable.sparse for variable in problem.variables), dict[str, Communicator]()
+    for communicator in (method.communicator for method in methods):
+        found[communicator.describe()] = communicator
+        if sparse and communicator.name == "allreduce" and "allgather" in legal_communicators(communicator.compressor):
+            other = build_communicator(communicator.compressor.spec, communicator.memory.spec, "allgather")
             found[other.describe()] = other
     return found
 
 
-def by_promise(problem: Problem) -> list[Method]:
+def by_predicted_step(problem: Problem) -> list[ExchangeMethod]:
     """Return the methods, best first by the predicted step of each for all variables that it serves, with codecs as
-    they usually are."""
-    usual = replace(problem, costs=replace(problem.costs, codecs=DefaultCodecs()))
-    methods = usual.candidates()
+    they were measured elsewhere."""
+    problem = replace(problem, costs=replace(problem.costs, codecs=DefaultCodecs()))
+    methods = problem.candidates()
     dense = methods[0].communicator
 
-    def step(method: Method) -> float:
+    def step(method: ExchangeMethod) -> float:
         served = [method.serves(variable, problem.errors.tables) for variable in problem.variables]
         wanted = [method.communicator if serves else dense for serves in served]
         try:
-            return usual.predict(assigned_strategy(problem.variables, wanted, problem.ranks, problem.nodes)).step
+            return problem.predict(assigned_strategy(problem.variables, wanted, problem.ranks, problem.nodes)).step
         except ConfigError:  # it cannot carry rows
             return math.inf
 

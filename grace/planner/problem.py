@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,13 +88,20 @@ class Problem:
         Raises:
             ConfigError: as :meth:`predict`.
         """
-        return works_of(shards, self.ranks, self.costs, self.nodes)
+        return works_of(shards, self.ranks, self.costs)
 
     def simulate(self, found: Sequence[Work]) -> Prediction:
         """Predict a step whose buckets do this, in the order in which they start."""
         return simulate(self.timeline, found, self.costs.contention)
 
-    def candidates(self) -> list["Method"]:
+    def share(self, method: "ExchangeMethod", variable: Variable) -> float:
+        """Return the part of its bound that a method loses of a variable: at most 1 is within it, and infinite where it
+        does not serve the variable."""
+        if not method.serves(variable, self.errors.tables):
+            return math.inf
+        return self.errors.share(method.compressor, method.communicator.name, method.memory, variable)
+
+    def candidates(self) -> list["ExchangeMethod"]:
         """Return the methods to choose from, no compression first; those whose costs nobody knows are left out.
 
         Raises:
@@ -104,7 +112,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Method:
+class ExchangeMethod:
     """A way to exchange a variable.
 
     Attributes:
@@ -160,7 +168,7 @@ def offers() -> Iterator[Offer]:
             yield Offer(spec, True)
 
 
-def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[Method]:
+def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[ExchangeMethod]:
     """Return the methods that the user names, or else those that offer themselves and are of the class.
 
     Args:
@@ -177,18 +185,18 @@ def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: 
     >>> [method.compressor for method in methods_of(None, "unbiased", 2)]
     ['none', 'cast', 'qsgd']
     """
-    found = [Method(build_communicator("none", None, None, ranks), "exact")]
+    found = [ExchangeMethod(build_communicator("none", None, None, ranks), "exact")]
     if named is not None:
         found += [_named(entry, quality, ranks) for entry in named]
     else:
         for offer in offers():
             if (tables or not offer.tables_only) and allows(quality, class_of(offer.spec)):
                 communicator = build_communicator(offer.spec, None, None, ranks)
-                found.append(Method(communicator, class_of(offer.spec), offer.tables_only))
+                found.append(ExchangeMethod(communicator, class_of(offer.spec), offer.tables_only))
     return list({method.communicator.describe(): method for method in reversed(found)}.values())[::-1]
 
 
-def _named(entry: Named, quality: str, ranks: int) -> Method:
+def _named(entry: Named, quality: str, ranks: int) -> ExchangeMethod:
     """Return the method that an entry of ``methods`` names."""
     said: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) and "name" not in entry else {"compressor": entry}
     if others := said.keys() - {"compressor", "memory", "communicator"}:
@@ -205,15 +213,10 @@ def _named(entry: Named, quality: str, ranks: int) -> Method:
             f"{f'of the class {found!r}' if found else 'a vote, or loses what no memory keeps'}, and quality is "
             f"{quality!r}: take quality={found or CLASSES[-1]!r}, or another method"
         )
-    return Method(build_communicator(made, memory, said.get("communicator"), ranks), found)
+    return ExchangeMethod(build_communicator(made, memory, said.get("communicator"), ranks), found)
 
 
 @functools.cache
-def short_names() -> dict[str, str]:
-    """Return the short names of compressors, by their specs."""
-    return {make("compressor", name).spec: name for name in aliases("compressor")}
-
-
 def short(spec: str) -> str:
     """Return a method's short name, if it has one, else its spec.
 
@@ -222,4 +225,4 @@ def short(spec: str) -> str:
     """
     with contextlib.suppress(ConfigError):  # another Grace's, in a document
         spec = make("compressor", spec).spec
-    return short_names().get(spec, spec)
+    return {make("compressor", name).spec: name for name in aliases("compressor")}.get(spec, spec)

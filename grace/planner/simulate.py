@@ -9,8 +9,6 @@ The rules are those of the exchanges (:class:`grace.session.step_runner.StepRunn
   for the last one and decodes. The optimizer comes after all of them.
 - What goes through a root (a parameter server) waits in the same queue, and computing between a gather and its answer
   is the root's: of several roots, whose links are apart, no overlap is supposed.
-- In a hierarchical exchange computing waits for the sum over the node before it encodes, and for what the leader hands
-  on after it has decoded; both use links of their own, within the node.
 - Delayed exchanges run beside training, one after the other, from the end of the step that sent them; a step takes no
   less than they do, and the link carries theirs in addition.
 - While something travels, computing takes longer by ``contention``.
@@ -20,7 +18,7 @@ None of this lets a step become faster when something in it takes longer.
 
 from collections.abc import Sequence
 
-from grace.planner.step import Prediction, Timeline, Transfer, Work
+from grace.planner.step import Prediction, Timeline, Work
 
 
 def simulate(timeline: Timeline, works: Sequence[Work], contention: float = 0.0) -> Prediction:
@@ -37,18 +35,20 @@ def simulate(timeline: Timeline, works: Sequence[Work], contention: float = 0.0)
     >>> simulate(timeline, [Work(("b",), transfers=(send,)), Work(("w",), transfers=(send,))]).step
     0.5
     """
-    return _Step(timeline, works, contention).run()
+    return _SimulatedStep(timeline, works, contention).run()
 
 
-class _Step:
+class _SimulatedStep:
     """One step of the rank that takes longest."""
 
     def __init__(self, timeline: Timeline, works: Sequence[Work], contention: float):
         self.timeline, self.works = timeline, works
         self.slower = 1.0 + contention
+        self.exposed = [i for i, work in enumerate(works) if not work.delayed]
+        """Numbers of the buckets that the step waits for."""
+        self.time = self.codec = 0.0
         self.free = 0.0
         """When the engine can carry one more."""
-        self.time = self.codec = 0.0
         self.busy = 0.0
         """When all that was started is done."""
         self.done = [0.0] * len(works)
@@ -59,13 +59,15 @@ class _Step:
         """Play the step through."""
         beside, carried = self._delayed()
         self.busy = beside
-        self._model(self.timeline.forward)
+        self._compute("compute", -1, self.timeline.forward)
         self._backward()
-        self._go_on()
-        self._finish()
-        self._model(self.timeline.optimizer)
-        own = sum(t.seconds for w in self.works if not (w.delayed or w.period) for t in w.transfers)
-        step = max(self.time, beside, carried + own if carried else 0.0) + self._averages()
+        self._further_rounds()
+        for i in self.exposed:
+            self._wait(i)
+            self._encode("finish", i, self.works[i].finish)
+        self._compute("compute", -1, self.timeline.optimizer)
+        own = sum(transfer.seconds for i in self.exposed for transfer in self.works[i].transfers)
+        step = max(self.time, beside, carried + own if carried else 0.0)
         compute = self.timeline.compute
         return Prediction(
             step=round(step, 12),
@@ -77,43 +79,30 @@ class _Step:
             events=self.events,
         )
 
-    def _compute(self, seconds: float) -> None:
+    def _compute(self, what: str, i: int, seconds: float) -> None:
         """Go on computing; slower while something is under way, which it is without a break until ``busy``."""
-        free = self.busy - self.time
-        if free > 0:
-            done = free / self.slower
-            if seconds <= done:
-                self.time += seconds * self.slower
-                return
-            self.time, seconds = self.busy, seconds - done
-        self.time += seconds
-
-    def _model(self, seconds: float) -> None:
-        """Let the model compute."""
+        begin = self.time
+        slowed = min(seconds, max(0.0, self.busy - begin) / self.slower)
+        self.time += slowed * self.slower + (seconds - slowed)
         if seconds > 0:
-            begin = self.time
-            self._compute(seconds)
-            self.events.append(("compute", -1, begin, self.time))
+            self.events.append((what, i, begin, self.time))
 
     def _encode(self, what: str, i: int, seconds: float) -> None:
         """Let a bucket's codec compute: its "start", "middle" or "finish"."""
-        begin = self.time
-        self._compute(seconds)
+        self._compute(what, i, seconds)
         self.codec += seconds
-        self.events.append((what, i, begin, self.time))
 
-    def _wait(self, until: float) -> None:
-        self.time = max(self.time, until)
+    def _wait(self, i: int) -> None:
+        """Wait for the collective of a bucket that is under way."""
+        self.time = max(self.time, self.done[i])
 
-    def _launch(self, i: int, number: int, ready: float) -> None:
+    def _launch(self, i: int, number: int) -> None:
         """Let a bucket's collective join the queue."""
-        begin = max(ready, self.free)
-        end = self.free = begin + self.works[i].transfers[number].seconds
-        self.done[i] = end
+        begin = max(self.time, self.free)
+        end = begin + self.works[i].transfers[number].seconds
+        self.free = self.done[i] = end
         self.busy = max(self.busy, end)
         self.events.append(("wire", i, begin, end))
-
-    # -- the parts of a step ---------------------------------------------------------------------------
 
     def _delayed(self) -> tuple[float, float]:
         """Return the seconds of exchanges beside training, and those of them in which they occupy the link."""
@@ -121,81 +110,43 @@ class _Step:
         for i, work in enumerate(self.works):
             if not work.delayed:
                 continue
-            for number, transfer in enumerate(work.transfers):
-                if number:
-                    self.events.append(("middle", i, beside, beside + work.middle))
-                    beside += work.middle
-                self.events.append(("wire", i, beside, beside + transfer.seconds))
-                beside, carried = beside + transfer.seconds, carried + transfer.seconds
-            self.events.append(("finish", i, beside, beside + work.finish))
-            beside += work.finish
+            parts: list[tuple[str, float]] = []
+            for transfer in work.transfers:
+                carried += transfer.seconds
+                parts += [("middle", work.middle), ("wire", transfer.seconds)]
+            for what, seconds in [*parts[1:], ("finish", work.finish)]:
+                self.events.append((what, i, beside, beside + seconds))
+                beside += seconds
         return beside, carried
 
     def _backward(self) -> None:
         """Play backward through, and the buckets that start in it."""
         ready, end, done = self.timeline.ready, self.timeline.backward, 0.0
         for i, work in enumerate(self.works):
-            if work.period:
-                continue
             need = max([ready.get(name, end) for name in work.names], default=0.0)
-            if need > done:
-                self._model(need - done)
-                done = need
-            self._within_node(i, work.node_sum)
+            self._compute("compute", -1, max(0.0, need - done))
+            done = max(done, need)
             self._encode("start", i, work.start)
             if work.transfers and not work.delayed:
-                self._launch(i, 0, self.time)
-        self._model(end - done)
+                self._launch(i, 0)
+        self._compute("compute", -1, end - done)
 
-    def _go_on(self) -> None:
+    def _further_rounds(self) -> None:
         """Play through the collectives that follow the first ones, round by round."""
-        under_way = [i for i, work in enumerate(self.works) if not work.delayed and not work.period]
-        number = 0
-        while True:
-            number += 1
-            under_way = [i for i in under_way if len(self.works[i].transfers) > number]
-            if not under_way:
-                return
-            for i in under_way:
-                self._wait(self.done[i])
-                self._encode("middle", i, self.works[i].middle)
-                self._launch(i, number, self.time)
-
-    def _finish(self) -> None:
-        """Play through decoding, bucket by bucket."""
-        for i, work in enumerate(self.works):
-            if work.delayed or work.period:
-                continue
-            self._wait(self.done[i])
-            self._encode("finish", i, work.finish)
-            self._within_node(i, work.node_share)
-
-    def _within_node(self, i: int, transfers: Sequence[Transfer]) -> None:
-        """Wait for collectives within the node."""
-        if transfers:
-            begin = self.time
-            self.time += sum(transfer.seconds for transfer in transfers)
-            self.events.append(("inside", i, begin, self.time))
-
-    def _averages(self) -> float:
-        """Return the seconds per step of averages now and then."""
-        total = 0.0
-        for work in self.works:
-            if work.period:
-                codec = (work.start + work.finish) / work.period
-                self.codec += codec
-                total += codec + sum(transfer.seconds for transfer in work.transfers) / work.period
-        return total
+        most = max((len(self.works[i].transfers) for i in self.exposed), default=0)
+        for number in range(1, most):
+            for i in self.exposed:
+                if number < len(self.works[i].transfers):
+                    self._wait(i)
+                    self._encode("middle", i, self.works[i].middle)
+                    self._launch(i, number)
 
 
 def most_sent(works: Sequence[Work]) -> float:
-    """Return the bytes that leave the rank that sends most, in a step; of a hierarchical exchange that is a leader."""
-    usual, more = 0.0, dict[int, float]()
-    for work in works:
-        usual += sum(transfer.nbytes for transfer in work.node_sum)
-        usual += sum(transfer.root_nbytes for transfer in work.node_share)
-        for transfer in work.transfers:
-            usual += transfer.nbytes / max(1, work.period)
-            if transfer.root >= 0:
-                more[transfer.root] = more.get(transfer.root, 0.0) + transfer.root_nbytes - transfer.nbytes
-    return usual + max(0.0, max(more.values(), default=0.0))
+    """Return the bytes that leave the rank that sends most, in a step."""
+    transfers = [transfer for work in works for transfer in work.transfers]
+    more: dict[int, float] = {}
+    for transfer in transfers:
+        if transfer.root >= 0:
+            more[transfer.root] = more.get(transfer.root, 0.0) + transfer.root_nbytes - transfer.nbytes
+    return sum(transfer.nbytes for transfer in transfers) + max(0.0, max(more.values(), default=0.0))

@@ -23,7 +23,7 @@ class SimulatedRanks(Backend):
 
     Nothing travels. What arrives is made of copies, as it would be of other memory than what was sent; the seconds that
     copying took are counted in ``spent``, so that who measures an exchange can leave them out. Bytes are counted as
-    every backend counts them. What another rank broadcasts is what this rank last broadcast, if that is alike, and
+    every backend counts them. What another rank broadcasts is what this rank broadcast before, if that is alike, and
     else what the tensor held before.
 
     Args:
@@ -40,7 +40,7 @@ class SimulatedRanks(Backend):
     [[7], [7], [7]]
     """
 
-    name = "mirror"
+    name = "simulated"
 
     def __init__(self, size: int, rank: int = 0):
         if not 0 <= rank < size:
@@ -78,19 +78,12 @@ class SimulatedRanks(Backend):
         return self._done(self._copies(tensor[self.rank * part : (self.rank + 1) * part]), began)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        began = time.perf_counter()
         if root == self.rank:
             self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
             self._given = tensor
-            return Handle(lambda: None, tensor)
-        arrived: list[Tensor] = []
-
-        def wait() -> None:
-            if not arrived:
-                began = time.perf_counter()
-                arrived.append(self._given_to(tensor))
-                self.spent += time.perf_counter() - began
-
-        return Handle(wait, later=lambda: arrived[0])
+            return self._done(tensor, began)
+        return self._done(self._given_to(tensor), began)
 
     def gather(self, tensor: Tensor, root: int) -> Handle:
         if root != self.rank:

@@ -73,9 +73,6 @@ class Work:
         finish: seconds of computing after the last one.
         delayed: its means are applied in a later step, so that nothing waits for it as long as the link can follow.
         memory: bytes that it keeps on a rank, between steps and during one: residuals, wires, what is decoded.
-        period: averaged every so many steps, after the optimizer's, while all wait; 0 if it is exchanged in every step.
-        node_sum, node_share: collectives within the node, of a hierarchical exchange: the sum before the leaders'
-            exchange, and what the leader hands on after it. Computing waits for both.
     """
 
     names: tuple[str, ...]
@@ -85,9 +82,6 @@ class Work:
     finish: float = 0.0
     delayed: bool = False
     memory: float = 0.0
-    period: int = 0
-    node_sum: tuple[Transfer, ...] = ()
-    node_share: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class Prediction:
         sent: bytes that leave the rank that sends most.
         memory: bytes that exchanges keep on a rank beside the gradients.
         events: (what, bucket, begin, end), for a picture; what is "compute" (the model's, of bucket -1), "start",
-            "wire", "middle", "finish", or "inside" within the node.
+            "wire", "middle" or "finish".
     """
 
     step: float

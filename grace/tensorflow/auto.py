@@ -78,7 +78,7 @@ def is_adaptive(optimizer: Any) -> bool:
 
 def driver_of(session: Any) -> "Driver":
     """Return the driver that plans for a session."""
-    from grace.planner.sessions import build_driver
+    from grace.planner.driver import build_driver
 
     me = weakref.proxy(session)  # which holds the driver
 

@@ -29,6 +29,7 @@ from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
+from grace.session.switching import build_replacement
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
@@ -236,13 +237,20 @@ class Session:
         if auto is None:
             checkpoint.load(former, lambda: saved, memory, self.inside)
             return
-        from grace.planner.sessions import load
-
-        runner, resumed = load(former, auto, saved, memory, self.inside, self.check)
-        if resumed is not None:
-            former.close()
-            self.use_runner(runner, StrategyPlan(resumed.strategy))
-            auto.resume(resumed)
+        checkpoint.compare(former.backend, saved, memory)
+        resumed = auto.found(saved)
+        if resumed is None:  # the memories that fit go into the run's own plan
+            checkpoint.load(former, lambda: saved, "keep" if memory == "strict" else memory, self.inside)
+            return
+        runner = build_replacement(former, StrategyPlan(resumed.strategy), self.check)
+        try:
+            checkpoint.load(runner, lambda: saved, memory, self.inside)
+        except BaseException:
+            runner.close()
+            raise
+        former.close()
+        self.use_runner(runner, StrategyPlan(resumed.strategy))
+        auto.resume(resumed)
 
     def _delayed(self, runner: StepRunner) -> list[int]:
         """Return the indices of variables that have a shard whose mean is delayed."""

@@ -337,7 +337,6 @@ class Session:
                 "scalers skip different steps, so its values would differ by rank. Give all variables outer, or train "
                 "in bfloat16 without a scaler"
             )
-            )
 
     def switch(self, plan: ExchangePlan) -> None:
         """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from grace.bench.common.errors import LinkError
-from grace.bench.common.text import parse_rate, show_rate
+from grace.bench.common.text import show_rate
 from grace.bench.link import link_command, namespaces
 from grace.bench.link.emulation import Link, measure, possible
+from grace.core.quantities import parse_rate
 from grace.errors import ConfigError
 from grace.launch.processes import end
 from tests.support import warm
@@ -115,7 +116,7 @@ def test_the_command_refuses_what_makes_no_sense(args, says):
     assert says in " ".join(err.split())
 
 
-@pytest.mark.parametrize("text", ["", "0gbit", "-1gbit", "1", "100mbps", "1 GB", "1tbit", "nanbit", "1e3mbit", "²mbit"])
+@pytest.mark.parametrize("text", ["", "0gbit", "-1gbit", "1", "100mbps", "1 GB", "1tbit", "nanbit", "²mbit"])
 def test_rates_that_are_none(text):
     with pytest.raises(ConfigError, match="100mbit"):
         parse_rate(text)

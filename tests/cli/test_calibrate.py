@@ -12,7 +12,7 @@ import pytest
 import grace as ranks
 from grace.cli import calibrate
 from grace.planner.calibration import read
-from grace.planner.costs import Codec, Cost
+from grace.planner.costs import CodecCost, Cost
 from grace.planner.network import KINDS
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
@@ -134,7 +134,7 @@ def codecs(crowd):
 
     def measure(choice, *ignored):
         seen.append(choice)
-        return SimpleNamespace(method=choice.compressor.spec, codec=Codec(Cost(call=1e-3 * (1 + backend.rank))))
+        return SimpleNamespace(method=choice.compressor.spec, codec=CodecCost(Cost(call=1e-3 * (1 + backend.rank))))
 
     former, calibrate.measure = calibrate.measure, measure
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grace.planner.calibration import Calibration, Key
-from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.explain import Plan
 from grace.planner.network import MeasuredNetwork
 from tests.support.command import grace_command
@@ -210,7 +210,7 @@ def calibrated(ranks=2, nodes=1, framework=None, curves=True, **key):
     framework = framework or f"torch {torch.__version__.partition('+')[0]}"
     hosts = tuple((f"node{i}", ranks // nodes) for i in range(nodes))
     curve = Curve.through([(n, 1e-4 + n / 1e6) for n in (1e3, 1e5, 1e7)])
-    cost = Codec(Cost(1e-5, 1e-6, 1e-9), Cost(1e-5), Cost(1e-5, 1e-6, 1e-9))
+    cost = CodecCost(Cost(1e-5, 1e-6, 1e-9), Cost(1e-5), Cost(1e-5, 1e-6, 1e-9))
     return Calibration(
         Key(hosts, "torch.distributed (gloo)", framework, ranks, 1, **key),
         made=time.time(),

@@ -109,4 +109,4 @@ def test_auto_is_asked_for_by_name_object_dict_or_environment(monkeypatch):
 
 def test_it_starts_from_plain_sums():
     strategy = Choices(strategy="auto").auto_request().starting_choices(Choices()).strategy.build(VARIABLES, OneNode(2))
-    assert strategy.plans == uniform_strategy(VARIABLES, 2).plans
+    assert strategy.to_dict()["variables"] == uniform_strategy(VARIABLES, 2).to_dict()["variables"]

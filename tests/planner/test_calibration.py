@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grace.core.backend import LocalBackend
 from grace.errors import ConfigError
 from grace.planner.calibration import Calibration, Key, default_path, read
-from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.network import MeasuredNetwork
 from grace.planner.simulated_ranks import SimulatedRanks
 
@@ -26,8 +26,8 @@ MADE = Calibration(
     network=MeasuredNetwork({"allreduce": CURVE, "allgather": CURVE}, 4),
     inside=MeasuredNetwork({"allreduce": CURVE}, 2),
     codecs={
-        "allreduce, none, none": Codec(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),
-        "allgather, topk, residual": Codec(Cost(1e-5), bits=1.5),
+        "allreduce, none, none": CodecCost(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),
+        "allgather, topk, residual": CodecCost(Cost(1e-5), bits=1.5),
     },
     contention=0.1,
     by_ring=True,
@@ -189,7 +189,7 @@ def test_a_file_with_other_bytes_is_refused_or_a_calibration(rng: random.Random)
 
 def test_the_key_is_that_of_the_run():
     key = Key.of(SimulatedRanks(3), ["b", "a", "b"], "numpy", 2)
-    assert (key.hosts, key.engine, key.ranks, key.threads) == ((("a", 1), ("b", 2)), "mirror", 3, 2)
+    assert (key.hosts, key.engine, key.ranks, key.threads) == ((("a", 1), ("b", 2)), "simulated", 3, 2)
     assert key.framework.startswith("numpy 2") or key.framework.startswith("numpy 1")
     assert Key.of(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2).digest == key.digest
     assert Key.of(LocalBackend(), ["a"], "numpy", 2).digest != key.digest

@@ -12,11 +12,10 @@ from grace.core.registry import known, legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
 from grace.exchange.sparse_rows import SparseRows
-from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.exchange_costs import DENSE, Costs, codec_key, works, works_of
-from grace.planner.network import Levels, Links, MeasuredNetwork
-from grace.planner.simulate import most_sent, simulate
-from grace.planner.step import Timeline
+from grace.planner.network import Links, MeasuredNetwork
+from grace.planner.simulate import most_sent
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
@@ -57,16 +56,12 @@ def gradients_of(variables, step):
     return found
 
 
-def exchanged(shards, variables, ranks, rank, nodes=None, by_ring=False, steps=4, concatenates=False):
+def exchanged(shards, variables, ranks, rank, by_ring=False, steps=4, concatenates=False):
     """Bytes that leave a rank in a step, those of payloads, and the runner."""
     backend = Pretended(ranks, rank, by_ring, concatenates)
     runner = StepRunner(variables, shards, backend, Context(rank=rank, size=ranks))
-    runner._nodes = ["here" if nodes is None else f"node {node}" for node in (nodes or range(ranks))]
+    runner._nodes = ["here"] * ranks
     runner.agree()
-    parameters = {v.name: np.zeros(v.shape, v.dtype) for v in variables}
-    runner.rounds.read = lambda shard: shard.slice_of(parameters[shard.whole.name])
-    runner.rounds.write = lambda shard, value: None
-    runner.rounds.hold()
     sent, payloads = [], []
     for step in range(steps):
         before = runner.traffic.sent_bytes, sum(runner.traffic.payload_bytes.values())
@@ -79,7 +74,6 @@ def exchanged(shards, variables, ranks, rank, nodes=None, by_ring=False, steps=4
             runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         except PayloadError:  # what others are said to have broadcast need not be a payload
             runner.abandon()
-        runner.rounds.run_due()
         sent.append(runner.traffic.sent_bytes - before[0])
         payloads.append(sum(runner.traffic.payload_bytes.values()) - before[1])
     runner.close()
@@ -89,12 +83,12 @@ def exchanged(shards, variables, ranks, rank, nodes=None, by_ring=False, steps=4
 def costs_for(shards, bits=None, **more):
     """Costs that name what these shards need."""
     keys = [DENSE, *(codec_key(shard.communicator) for shard in shards)]
-    return Costs(more.pop("network", LINKS), {key: Codec(bits=bits) for key in keys}, **more)
+    return Costs(more.pop("network", LINKS), {key: CodecCost(bits=bits) for key in keys}, **more)
 
 
 def bits_of(runner, payload):
     """What was sent per element of what the data decide, over what the method shrinks."""
-    varying = [s for s in runner.shards.values() if s.communicator.compressor.traits.varies and not s.period]
+    varying = [s for s in runner.shards.values() if s.communicator.compressor.traits.varies]
     n = sum(s.variable.numel for s in varying)
     dense = sum(s.variable.nbytes for s in runner.shards.values() if s not in varying)
     return 8 * (payload - dense) / n if n else None
@@ -177,51 +171,8 @@ def test_strategies_send_the_bytes_that_are_predicted(builder, compressor, rank)
     assert most_sent(found) == pytest.approx(max(sent_by(found, r) for r in range(3)))
 
 
-def strategy_of(part, ranks, variables=VARIABLES, nodes=1):
-    return Strategy(tuple(VariablePlan(v, (part,)) for v in variables), ranks, nodes)
-
-
-@pytest.mark.parametrize(
-    ("kind", "compressor"), [("allreduce", "none"), ("allgather", "topk(ratio=0.1)"), ("allreduce", "powersgd")]
-)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_hierarchical_exchanges_send_the_bytes_that_are_predicted(kind, compressor, rank):
-    """Of 4 ranks on 2 nodes: rank 0 leads its node, rank 1 does not."""
-    strategy = strategy_of(ShardPlan(Sync(kind, hierarchical=True), compressor), 4, LARGE, 2)
-    shards = compiled(strategy, LARGE)
-    sent, *_ = exchanged(shards, LARGE, 4, rank, nodes=[0, 0, 1, 1])
-    found = works(strategy, costs_for(shards))
-    assert all(len(work.node_share) == 1 + len(work.names) for work in found)
-    if rank == 0:
-        assert most_sent(found) == pytest.approx(sent, abs=4 * len(LARGE) * len(found))
-    else:  # the sum over its node is all that it sends
-        within = sum(transfer.nbytes for work in found for transfer in (*work.node_sum, *work.node_share))
-        assert within == pytest.approx(sent, abs=4 * len(LARGE) * len(found))
-
-
-def test_leaders_use_the_link_between_nodes_and_their_nodes_own():
-    part = ShardPlan(Sync("allgather", hierarchical=True), "topk(ratio=0.1)")
-    strategy = strategy_of(part, 8, [Variable("w", (1000, 1000))], 2)
-    shards = compiled(strategy, strategy.variables)
-
-    def step(inside, between, one=strategy):
-        costs = costs_for(shards, network=Levels(Links(inside), Links(between), 4), inside=Links(inside))
-        return simulate(Timeline({"w": 0.0}), works(one, costs)).step
-
-    flat = strategy_of(replace(part, sync=Sync("allgather")), 8, strategy.variables, 2)
-    assert step(1e10, 1e7) < step(1e10, 1e6)
-    assert step(1e10, 1e7) < step(1e8, 1e7)
-    assert step(1e10, 1e7) < 0.5 * step(1e10, 1e7, flat)  # which carries what all 8 ranks send
-    assert step(1e10, 1e7) == pytest.approx(step(1e10, 1e7, replace(strategy, world_size=2)), rel=0.1)  # one on each
-
-
-def test_averages_now_and_then_come_after_the_step():
-    part = ShardPlan(Sync("none", period=2))
-    shards = compiled(strategy_of(part, 3), VARIABLES)
-    sent, *_ = exchanged(shards, VARIABLES, 3, 1, steps=4)  # the last of which averages
-    (work,) = works(strategy_of(part, 3), costs_for(shards))
-    assert (work.period, work.memory > 0) == (2, True)
-    assert sent_by([work], 1) == pytest.approx(sent / 2, abs=1)
+def strategy_of(part, ranks, variables=VARIABLES):
+    return Strategy(tuple(VariablePlan(v, (part,)) for v in variables), ranks)
 
 
 def test_dtypes_travel_as_wide_as_they_are():
@@ -257,7 +208,7 @@ def test_delayed_exchanges_are_marked_and_hold_what_is_under_way():
 def test_a_communicator_that_was_not_measured_is_named():
     shards = uniform(VARIABLES, quiet("topk", "allgather"))
     with pytest.raises(ConfigError, match=r"is carried by allgather, topk, residual, and nobody measured.*'allreduce"):
-        works_of(shards, 2, Costs(LINKS, {DENSE: Codec()}))
+        works_of(shards, 2, Costs(LINKS, {DENSE: CodecCost()}))
     shards = uniform(VARIABLES, quiet("threshold", "allgather"))
     with pytest.raises(ConfigError, match="bytes the data decide: its codec must say the bits"):
         works_of(shards, 2, costs_for(shards))
@@ -265,8 +216,8 @@ def test_a_communicator_that_was_not_measured_is_named():
 
 def test_codecs_cost_what_they_cost_for_the_bucket():
     shards = uniform([Variable("w", (1000,)), Variable("v", (24, 10))], quiet("powersgd", "allreduce"))
-    codec = Codec(Cost(call=1.0), Cost(variable=2.0), Cost(element=3.0, peer=1.0))
-    found = works_of(shards, 2, Costs(LINKS, {"allreduce, powersgd, residual": codec, DENSE: Codec()}))
+    codec = CodecCost(Cost(call=1.0), Cost(variable=2.0), Cost(element=3.0, peer=1.0))
+    found = works_of(shards, 2, Costs(LINKS, {"allreduce, powersgd, residual": codec, DENSE: CodecCost()}))
     matrix, vector = sorted(found, key=lambda work: -len(work.transfers))
     assert (matrix.start, matrix.middle, matrix.finish) == (1.0, 2.0, 3 * 240 + 2 * 240)
     assert (vector.start, vector.middle, vector.finish, vector.names) == (0.0, 0.0, 0.0, ("w",))
@@ -308,7 +259,7 @@ def test_sums_of_halves_take_what_those_were_measured_to_take():
         kind: Curve.through([(1e3, 1e-4), (1e6, slow)]) for kind, slow in [("allreduce", 1e-3), ("allreduce16", 2e-3)]
     }
     shards = uniform([Variable("w", (500_000 - 8,))], quiet("fp16", "allreduce"))
-    codecs = {"allreduce, cast, none": Codec()}
+    codecs = {"allreduce, cast, none": CodecCost()}
     (halves,) = works_of(shards, 2, Costs(MeasuredNetwork(curves, 2), codecs))
     (unknown,) = works_of(shards, 2, Costs(MeasuredNetwork({"allreduce": curves["allreduce"]}, 2), codecs))
     assert halves.transfers[0].seconds == pytest.approx(2e-3, rel=0.01)

@@ -179,15 +179,9 @@ def test_a_damaged_document_is_refused(problem, damage):
         Plan.from_dict({**document, **damage})
 
 
-@pytest.mark.parametrize(
-    ("sync", "why"),
-    [
-        ({"type": "ring", "group": 0}, "ring"),
-        ({"type": "allreduce", "group": 0, "destination": 1}, "sync allreduce has no field 'destination'"),
-    ],
-)
-def test_a_document_with_another_sync_is_refused(problem, sync, why):
+def test_a_document_with_another_sync_is_refused(problem):
     document = json.loads(json.dumps(plan_of(problem, three(problem)).to_dict()))
+    sync = {"type": "ring", "group": 0}
     next(iter(document["candidates"][0]["strategy"]["variables"].values()))["sync"] = sync
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match="ring"):
         Plan.from_dict(document)

@@ -10,7 +10,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.costs import Curve
-from grace.planner.network import DIRECT_BYTES, KINDS, Levels, Links, MeasuredNetwork, steps_of
+from grace.planner.network import DIRECT_BYTES, KINDS, Links, MeasuredNetwork, SharedUplinks, steps_of
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 GIGABYTE = Links(bandwidth=1e9, latency=1e-4)
@@ -56,7 +56,7 @@ def test_what_is_no_collective_is_refused():
     with pytest.raises(ConfigError, match="there are none"):
         MeasuredNetwork({}, 2)
     with pytest.raises(ConfigError, match="at least 1 rank"):
-        Levels(GIGABYTE, GIGABYTE, 0)
+        SharedUplinks(GIGABYTE, GIGABYTE, 0)
 
 
 def measured(links, ranks, kinds=("allreduce", "allgather"), sizes=(1e3, 1e5, 1e6, 1e7, 1e8)):
@@ -78,7 +78,13 @@ NOISY = MeasuredNetwork(
     },
     2,
 )
-NETWORKS = [GIGABYTE, NOISY, measured(GIGABYTE, 4), Levels(Links(1e10), NOISY, 4), Levels(NOISY, GIGABYTE, 2)]
+NETWORKS = [
+    GIGABYTE,
+    NOISY,
+    measured(GIGABYTE, 4),
+    SharedUplinks(Links(1e10), NOISY, 4),
+    SharedUplinks(NOISY, GIGABYTE, 2),
+]
 
 
 @given(network=st.sampled_from(NETWORKS), kind=EACH, nbytes=BYTES, more=BYTES, ranks=RANKS)
@@ -103,7 +109,7 @@ def test_other_numbers_of_ranks_follow_that_which_was_measured():
 
 
 def test_ranks_of_a_node_share_its_link():
-    two = Levels(Links(1e12), Links(1e9), per_node=4)
+    two = SharedUplinks(Links(1e12), Links(1e9), per_node=4)
     assert two.seconds("allreduce", 1e6, 4) == Links(1e12).seconds("allreduce", 1e6, 4)
     assert two.seconds("allreduce", 1e6, 8) == Links(1e9).seconds("allreduce", 1e6, 8)
     # each node sends half of what its four ranks have to the other one

@@ -6,7 +6,7 @@ import pytest
 
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.planner.costs import Codec, Cost
+from grace.planner.costs import CodecCost, Cost
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import DENSE, Costs
 from grace.planner.explain import Plan, plan_of
@@ -32,23 +32,21 @@ def problem_of(bandwidth, variables=MEGA, methods=(), ranks=2):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_bytes_and_memory_of_outer_plans_are_those_of_their_strategies(ranks):
     problem = problem_of(1e8, [*MEGA[:2], Variable("table", (900, 16), sparse=True), Variable("b", (7,))], ranks=ranks)
-    plain, block = outer_plans(problem)
-    for plan, bits in ((plain, 32), (block, 4)):
-        strategy = make("builder", plan.name).build(problem.variables, OneNode(ranks))
+    for (spec, prediction), bits in zip(outer_plans(problem).items(), (32, 4), strict=True):
+        strategy = make("builder", spec).build(problem.variables, OneNode(ranks))
         assert {shard.period for shard in compiled(strategy, strategy.variables)} == {PERIOD}
         sent = max(map(sum, links(strategy)))  # without headers
-        assert sent < plan.prediction.sent < sent * 1.01 + 64
+        assert sent < prediction.sent < sent * 1.01 + 64
         elements = sum(variable.numel for variable in problem.variables)
-        assert plan.prediction.memory > 8 * elements + elements * bits / 8
+        assert prediction.memory > 8 * elements + elements * bits / 8
 
 
 def test_the_figures_at_1_gbit_are_those_of_the_arithmetic():
     problem = problem_of(1e9 / 8)
-    plain, block = outer_plans(problem)
-    assert plain.prediction.step == pytest.approx(0.150 + 0.537 / PERIOD, rel=0.1)  # a step's exchange takes 537 ms
-    assert block.prediction.step == pytest.approx(0.154, abs=0.006)
-    p = block.prediction
-    assert p.step == pytest.approx(p.compute + p.codec + p.exposed)
+    plain, block = outer_plans(problem).values()
+    assert plain.step == pytest.approx(0.150 + 0.537 / PERIOD, rel=0.1)  # a step's exchange takes 537 ms
+    assert block.step == pytest.approx(0.154, abs=0.006)
+    assert block.step == pytest.approx(block.compute + block.codec + block.exposed)
 
 
 def test_an_outer_plan_that_is_much_faster_is_mentioned_and_not_taken():
@@ -70,8 +68,9 @@ def test_nothing_is_said_of_outer_plans_over_a_fast_link():
 
 def test_what_was_not_measured_takes_as_long_as_elsewhere():
     problem = problem_of(1e9 / 8)
-    measured = {DENSE: Codec(start=Cost(1.0))}
-    plain, block = outer_plans(dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, codecs=measured)))
-    usual, usual_block = outer_plans(problem)
-    assert plain.prediction.codec > usual.prediction.codec + 1 / PERIOD - 1e-9
-    assert block.prediction.codec == usual_block.prediction.codec
+    measured = {DENSE: CodecCost(start=Cost(1.0))}
+    known = dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, codecs=measured))
+    plain, block = outer_plans(known).values()
+    usual, usual_block = outer_plans(problem).values()
+    assert plain.codec > usual.codec + 1 / PERIOD - 1e-9
+    assert block.codec == usual_block.codec

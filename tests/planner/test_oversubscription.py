@@ -9,9 +9,9 @@ import grace
 from grace.core.variable import Variable
 from grace.planner import planning
 from grace.planner.codecs import MeasuredMethod
-from grace.planner.costs import Codec, Cost
+from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import codec_key
-from grace.planner.oversubscription import cores, oversubscription
+from grace.planner.links import cores, oversubscription
 from grace.planner.step import Timeline
 from grace.strategy.choices import Choices
 
@@ -46,7 +46,7 @@ def planned(node):
 
     def measure(choice, *ignored):
         seen.append(choice)
-        return MeasuredMethod(codec_key(choice), Codec(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0})
+        return MeasuredMethod(codec_key(choice), CodecCost(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0})
 
     options = Choices(strategy="auto(methods=['fp16'])").auto_request()
     made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))], "numpy", 1)

@@ -15,7 +15,7 @@ from grace.planner.costs import Curve
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links, MeasuredNetwork
-from grace.planner.planning import Planning, by_promise, fitted
+from grace.planner.planning import Planning, by_predicted_step, fitted
 from grace.planner.problem import Problem, offers
 from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step import Timeline
@@ -58,7 +58,7 @@ def prepared(gradients, strategy="auto", plain=4e-3, **options):
 def order(bandwidth):
     costs = Costs(Links(bandwidth, 1e-6), DefaultCodecs())
     problem = Problem(VARIABLES, TIMELINE, costs, OneNode(2))
-    return [method.compressor for method in by_promise(problem)]
+    return [method.compressor for method in by_predicted_step(problem)]
 
 
 def test_slow_links_want_few_bytes_and_fast_ones_little_computing():

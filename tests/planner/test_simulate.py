@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
-from grace.planner.costs import Codec, Cost
+from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import DENSE, Costs, works_of
 from grace.planner.network import Links
 from grace.planner.simulate import most_sent, simulate
@@ -51,9 +51,9 @@ def test_one_bucket_of_everything_overlaps_nothing():
 def test_a_link_without_latency_or_end_costs_nothing():
     timeline = Timeline({"w": 1.0}, backward=1.0)
     shards = uniform([Variable("w", (1000,))], build_communicator("none", None, None))
-    costs = Costs(Links(float("inf")), {DENSE: Codec()})
+    costs = Costs(Links(float("inf")), {DENSE: CodecCost()})
     assert step(works_of(shards, 8, costs), timeline).step == 1.0
-    slow = step(works_of(shards, 2, Costs(Links(1e3), {DENSE: Codec()})), timeline)
+    slow = step(works_of(shards, 2, Costs(Links(1e3), {DENSE: CodecCost()})), timeline)
     assert slow.step == pytest.approx(1 + 4 * (1000 + 1 + 10) / 1e3)
 
 
@@ -131,23 +131,6 @@ def test_what_goes_through_roots_waits_in_one_queue():
     assert (sent_by(same, 0), sent_by(same, 1), sent_by(apart, 3)) == (1200.0, 400.0, 600.0)
 
 
-def test_nodes_sum_before_leaders_exchange_and_share_afterwards():
-    within = {"node_sum": sends(0.5), "node_share": (Transfer("broadcast", 0.25, root=0, root_nbytes=50.0),)}
-    works = [
-        Work(("c",), 0.25, sends(1.0), finish=0.25, **within),
-        Work(("a",), 0.25, sends(1.0), finish=0.25, **within),
-    ]
-    found = step(works)
-    # at 2 the node sums, and backward waits: it ends at 5.75; then the other bucket, and both finish
-    assert [event[1:] for event in found.events if event[0] == "inside"] == [
-        *((0, 2, 2.5), (1, 5.75, 6.25)),
-        *((0, 6.75, 7.0), (1, 7.75, 8.0)),
-    ]
-    assert found.step == 8.5
-    assert (found.codec, found.exposed) == (1.0, 2.0)
-    assert found.sent == 2 * (100.0 + 50.0 + 50.0)
-
-
 def test_delayed_exchanges_are_free_as_long_as_the_link_can_follow():
     work = Work(("a",), start=0.25, transfers=through(1), middle=0.5, finish=0.5, delayed=True)
     assert (step([work]).step, step([work]).exposed) == (5.75, 0.0)
@@ -160,31 +143,22 @@ def test_delayed_exchanges_are_free_as_long_as_the_link_can_follow():
     assert slowed.step == pytest.approx(5.75 + 1.0)  # computing beside 3 s of exchange is 2 s worth
 
 
-def test_averages_are_shared_by_the_steps_between():
-    work = Work(("a",), start=0.5, transfers=sends(3.0), finish=0.5, period=4)
-    found = step([work])
-    assert (found.step, found.codec, found.exposed, found.sent) == (6.5, 0.25, 0.75, 75.0)
-
-
 # -- what holds of all steps -------------------------------------------------------------------------------
 
 QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
-KINDS = ["sum", "rounds", "root", "delayed", "average", "nodes"]
+KINDS = ["sum", "rounds", "root", "delayed"]
 
 
 @st.composite
 def a_work(draw):
     kind = draw(st.sampled_from(KINDS))
     names = tuple(draw(st.sets(st.sampled_from("abc"), min_size=1)))
-    seconds = [draw(QUARTERS) for _ in range(1 if kind in ("sum", "average") else draw(st.integers(1, 3)))]
+    seconds = [draw(QUARTERS) for _ in range(1 if kind == "sum" else draw(st.integers(1, 3)))]
     transfers = sends(*seconds)
     if kind in ("root", "delayed"):
         root, kinds = draw(st.integers(0, 2)), ("gather", "broadcast", "broadcast")
         transfers = tuple(Transfer(k, s, 1, root) for k, s in zip(kinds, seconds, strict=False))
-    more = {"delayed": kind == "delayed", "period": 3 * (kind == "average")}
-    if kind == "nodes":
-        more.update(node_sum=sends(draw(QUARTERS)), node_share=sends(draw(QUARTERS)))
-    return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS), **more)
+    return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS), delayed=kind == "delayed")
 
 
 STEPS = st.lists(a_work(), max_size=6)
@@ -236,7 +210,7 @@ def test_the_parts_add_up(works, contention):
     assert found.step >= found.compute + found.codec - 1e-9
     assert found.step == pytest.approx(found.compute + found.codec + found.exposed)
     bound = found.compute + found.codec
-    bound += sum(t.seconds for w in works for t in (*w.transfers, *w.node_sum, *w.node_share))
+    bound += sum(t.seconds for w in works for t in w.transfers)
     if not any(w.delayed for w in works) and not contention:
         assert found.step <= bound + sum(w.middle * len(w.transfers) for w in works) + 1e-9
     assert all(begin <= end for _, _, begin, end in found.events)
@@ -249,7 +223,7 @@ def test_the_parts_add_up(works, contention):
     method=st.sampled_from(["none", "fp16", "qsgd", "topk", "powersgd"]), ranks=st.integers(2, 64),
 )  # fmt: skip
 def test_more_bytes_or_worse_links_never_predict_a_faster_step(numel, more, slower, later, method, ranks):
-    codec = Codec(Cost(call=1e-5, element=1e-9), Cost(element=1e-10), Cost(element=1e-9, peer=1e-10))
+    codec = CodecCost(Cost(call=1e-5, element=1e-9), Cost(element=1e-10), Cost(element=1e-9, peer=1e-10))
 
     def predicted(n, links):
         communicator = build_communicator(method, None, None)

@@ -28,29 +28,29 @@ FRAMEWORKS = ["numpy", "torch", pytest.param("tensorflow", marks=pytest.mark.slo
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (3, 0), (3, 2)])
 def test_every_collective_brings_what_equal_ranks_would(framework, size, rank):
-    mirror = SimulatedRanks(size, rank)
+    simulated = SimulatedRanks(size, rank)
     numbers, raw = made(framework, [1.0, 2.0, -3.0], "float32"), made(framework, [5, 6, 7], "uint8")
-    gathered, kept = mirror.allgather(raw).wait(), raw
+    gathered, kept = simulated.allgather(raw).wait(), raw
     assert [np.asarray(part).tolist() for part in gathered] == [[5, 6, 7]] * size
     assert all(part is not kept for part in gathered)
-    (joined,) = mirror.concatenate(raw).wait()
+    (joined,) = simulated.concatenate(raw).wait()
     assert np.asarray(joined).tolist() == [5, 6, 7] * size
-    parts = mirror.alltoall(raw).wait()
+    parts = simulated.alltoall(raw).wait()
     own = [5, 6, 7] if size == 1 else [[5], [6], [7]][rank]
     assert [np.asarray(part).tolist() for part in parts] == [own] * size
-    assert [np.asarray(part).tolist() for part in mirror.gather(raw, rank).wait()] == [[5, 6, 7]] * size
-    assert np.asarray(mirror.allreduce(numbers).wait()).tolist() == [size, 2 * size, -3 * size]
-    assert mirror.allgather_object({"a": rank}) == [{"a": rank}] * size
+    assert [np.asarray(part).tolist() for part in simulated.gather(raw, rank).wait()] == [[5, 6, 7]] * size
+    assert np.asarray(simulated.allreduce(numbers).wait()).tolist() == [size, 2 * size, -3 * size]
+    assert simulated.allgather_object({"a": rank}) == [{"a": rank}] * size
     if size > 1:
-        assert mirror.gather(raw, (rank + 1) % size).wait() == []
+        assert simulated.gather(raw, (rank + 1) % size).wait() == []
 
 
 def test_bytes_are_counted_as_every_backend_counts_them():
     def sent(do, rank=0):
-        mirror = SimulatedRanks(4, rank)
-        handle = do(mirror)
+        simulated = SimulatedRanks(4, rank)
+        handle = do(simulated)
         assert isinstance(handle, Handle)
-        return mirror.sent_bytes
+        return simulated.sent_bytes
 
     x, raw = np.zeros(8, np.float32), np.zeros(8, np.uint8)
     assert sent(lambda m: m.allreduce(x)) == 48  # 2 (W-1)/W of 32
@@ -61,10 +61,10 @@ def test_bytes_are_counted_as_every_backend_counts_them():
 
 
 def test_others_broadcast_what_this_rank_does():
-    mirror, own = SimulatedRanks(3, 1), np.uint8([1, 2])
-    first, mine, last = (mirror.broadcast(own if r == 1 else np.zeros(2, np.uint8), r) for r in range(3))
-    assert [handle.wait().tolist() for handle in (first, mine, last)] == [[1, 2]] * 3
-    assert mirror.broadcast(np.uint8([9]), 0).wait().tolist() == [9]  # nothing like it was sent
+    simulated, own = SimulatedRanks(3), np.uint8([1, 2])
+    every = [simulated.broadcast(own if r == 0 else np.zeros(2, np.uint8), r) for r in range(3)]
+    assert [handle.wait().tolist() for handle in every] == [[1, 2]] * 3
+    assert simulated.broadcast(np.uint8([9]), 0).wait().tolist() == [9]  # nothing like it was sent
 
 
 def test_copies_of_large_tensors_are_shared(monkeypatch):
@@ -94,12 +94,12 @@ def test_collectives_of_users_become_known_ones_that_bring_as_many_tensors():
 
 
 def test_it_splits_and_tells_how_long_it_took():
-    mirror = SimulatedRanks(4, 2)
-    some = mirror.split([1, 2])
-    assert (some.size, some.rank, mirror.split([0, 1])) == (2, 1, None)
-    mirror.allgather(np.zeros(1 << 16, np.uint8))
-    assert mirror.spent > 0
-    assert mirror.duplicate().sent_bytes == 0
+    simulated = SimulatedRanks(4, 2)
+    some = simulated.split([1, 2])
+    assert (some.size, some.rank, simulated.split([0, 1])) == (2, 1, None)
+    simulated.allgather(np.zeros(1 << 16, np.uint8))
+    assert simulated.spent > 0
+    assert simulated.duplicate().sent_bytes == 0
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16", "topk(ratio=0.1)", "efsignsgd", "powersgd(rank=2)", "threshold"])
@@ -109,13 +109,13 @@ def test_exchanges_over_it_give_what_one_rank_alone_gets(spec, ranks):
     x = np.random.default_rng(0).standard_normal((20, 30)).astype(np.float32)
 
     def mean(size):
-        mirror, variable = SimulatedRanks(size), Variable("w", x.shape)
+        simulated, variable = SimulatedRanks(size), Variable("w", x.shape)
         plan = UniformPlan(spec, None, "allgather" if spec == "efsignsgd" else None)
-        runner = build_step_runner(lambda: [variable], lambda: plan, mirror, Context(seed=3))
+        runner = build_step_runner(lambda: [variable], lambda: plan, simulated, Context(seed=3))
         runner.start(runner.buckets[0], [x.copy()], [True])
         (outcome,) = runner.finish_step(lambda bucket: [None])
         runner.close()
-        return outcome.value, mirror.sent_bytes
+        return outcome.value, simulated.sent_bytes
 
     (alone, nothing), (together, sent) = mean(1), mean(ranks)
     np.testing.assert_allclose(together, alone, rtol=2e-3 if spec == "fp16" else 1e-5, atol=1e-6)

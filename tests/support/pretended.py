@@ -11,11 +11,8 @@ def there(result) -> Handle:
 
 
 def sent_by(works, rank: int) -> float:
-    """Bytes that leave a rank, in a step; of a hierarchical exchange, one that speaks for its node."""
-    return sum(
-        sum(t.root_nbytes if t.root == rank else t.nbytes for t in work.transfers) / max(1, work.period)
-        for work in works
-    )
+    """Bytes that leave a rank, in a step."""
+    return sum(t.root_nbytes if t.root == rank else t.nbytes for work in works for t in work.transfers)
 
 
 class Pretended(Backend):

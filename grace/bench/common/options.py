@@ -13,7 +13,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from grace.bench.common.text import UNITS, parse_rate
+from grace.bench.common.text import UNITS
+from grace.core.quantities import parse_rate
 from grace.core.registry import aliases, known
 from grace.errors import ConfigError
 

@@ -10,8 +10,9 @@ from rich.console import Console
 from grace.bench.common.ending import Ending
 from grace.bench.common.errors import LinkError
 from grace.bench.common.tables import figures_table
-from grace.bench.common.text import parse_rate, show_rate
+from grace.bench.common.text import show_rate
 from grace.bench.link.emulation import Link, measure, possible
+from grace.core.quantities import parse_rate
 from grace.errors import ConfigError
 
 TOLERANCE = 0.1

@@ -36,7 +36,7 @@ MOST = 10
 """Steps of a block."""
 
 
-class Trainer:
+class AutoTrainer:
     """Model that trains under ``strategy="auto"``."""
 
     def __init__(self, model: str, backend: Backend):
@@ -79,7 +79,7 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     Raises:
         ExchangeError: the engine failed, or planning did.
     """
-    began, trainer = time.perf_counter(), Trainer(model, backend)
+    began, trainer = time.perf_counter(), AutoTrainer(model, backend)
     settled, uncompressed = trainer.train_until_settled()
     planner = trainer.session.auto.planner
     plan = trainer.optimizer.plan  # which the turns end
@@ -147,7 +147,7 @@ def _allowed(problem: Problem, strategy: Strategy) -> bool:
 class PlanRun:
     """Plan that is ready to train by, with memories of its own. Runners of later plans are made beside the first's."""
 
-    def __init__(self, trainer: Trainer, strategy: Strategy, number: int):
+    def __init__(self, trainer: AutoTrainer, strategy: Strategy, number: int):
         self.session = trainer.session
         if number == 0:
             trainer.optimizer.use_strategy(strategy)
@@ -170,7 +170,7 @@ class PlanRun:
         return max(undisturbed([s for block in self.blocks for s in block[rank]]) for rank in ranks)
 
 
-def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, trainer: Trainer, emit: Emit) -> None:
+def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, trainer: AutoTrainer, emit: Emit) -> None:
     """Measure plans in turns, one round after the other, backwards in every other one."""
     emit({"blocks": settings.rounds * len(runs)})
     for number in range(settings.rounds):

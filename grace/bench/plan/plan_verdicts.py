@@ -38,7 +38,7 @@ Plan = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PlanVerdict:
     """The verdict on a scenario, or on several: then the worst of each.
 
     Attributes:
@@ -88,7 +88,7 @@ def order(plans: Sequence[Plan]) -> tuple[int, int]:
     return right, pairs
 
 
-def judge(scenario: Scenario) -> Verdict:
+def judge(scenario: Scenario) -> PlanVerdict:
     """Return the verdict on a scenario."""
     plans = scenario["plans"]
     plain = next(plan for plan in plans if plan["name"] == "none")
@@ -96,7 +96,7 @@ def judge(scenario: Scenario) -> Verdict:
     allowed = [plan["measured_ms"] for plan in plans if plan["allowed"] or plan is plain]
     single = [plan["measured_ms"] for plan in plans if plan is plain or (plan["allowed"] and plan["single"])]
     mine = chosen["measured_ms"]
-    return Verdict(
+    return PlanVerdict(
         *order(plans),
         chosen["name"],
         max(0.0, mine / min(allowed) - 1),
@@ -108,7 +108,7 @@ def judge(scenario: Scenario) -> Verdict:
     )
 
 
-def totals(scenarios: Sequence[Scenario]) -> tuple[Verdict, float]:
+def totals(scenarios: Sequence[Scenario]) -> tuple[PlanVerdict, float]:
     """Return the worst of all scenarios, of which there must be one, and the median regret.
 
     Raises:
@@ -120,7 +120,7 @@ def totals(scenarios: Sequence[Scenario]) -> tuple[Verdict, float]:
     worst = max(found, key=lambda verdict: verdict.regret)
     most = {key: max(getattr(one, key) for one in found) for key in GOALS if key != "order"}
     right, pairs = sum(one.right for one in found), sum(one.pairs for one in found)
-    total = Verdict(right, pairs, worst.chosen, **most)
+    total = PlanVerdict(right, pairs, worst.chosen, **most)
     return total, median(one.regret for one in found)
 
 

@@ -15,7 +15,6 @@ from grace.bench.common.text import (
     of_ranks,
     of_rate,
     of_seconds,
-    parse_rate,
 )
 from grace.bench.report.figures import kernels_figures, step_figures, train_figures
 from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
@@ -23,6 +22,7 @@ from grace.bench.report.rows import Row, identity
 from grace.bench.report.tables import KERNELS, step_columns, step_rows, table, train_columns
 from grace.bench.report.words import verdict
 from grace.core.atomic_files import atomic_write
+from grace.core.quantities import parse_rate
 from grace.core.version import __version__
 from grace.errors import ConfigError
 

@@ -91,7 +91,7 @@ class Exchanges:
 
     def _work_by_method(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
         """Return the work of the exchange, for each method that may be chosen."""
-        costs = dataclasses.replace(self.costs, network=network, inside=None)
+        costs = dataclasses.replace(self.costs, network=network)
         if self.strategy is not None and variables[0] is not LEAST:  # no document names it
             own = of_stage(self.strategy, [variable.name for variable in variables])
             resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks

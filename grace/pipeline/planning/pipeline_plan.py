@@ -9,12 +9,12 @@ from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
+from grace.core.quantities import show_bytes
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.schedules import SCHEDULES
 
-UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 VERSION = 1
 
 
@@ -213,20 +213,10 @@ class Plan:
     def summary(self) -> str:
         """Line with the schedule, the step's seconds, bubble and exchange, and the fullest rank's memory."""
         again = ", computing forward again" if self.recompute else ""
-        limit = "" if self.limit is None else f" of {_size(self.limit)}"
-        full = f"; the fullest rank has {_size(max(self.memory))}{limit}" if self.memory else ""
+        limit = "" if self.limit is None else f" of {show_bytes(self.limit)}"
+        full = f"; the fullest rank has {show_bytes(max(self.memory))}{limit}" if self.memory else ""
         return (
             f"{self.schedule}, {self.microbatches} micro-batches of {self.batch // self.microbatches} rows{again}: "
             f"{1e3 * self.seconds:.3f} ms a step, bubble {100 * self.bubble:.1f} %, exchange not hidden "
             f"{1e3 * self.exposed:.3f} ms (gradients: {self.compressor}){full}"
         )
-
-
-def _size(nbytes: float) -> str:
-    """Return bytes as text, in the largest unit that is not larger.
-
-    >>> _size(2.5e9), _size(245e3), _size(7.0)
-    ('2.5 GB', '245 kB', '7 B')
-    """
-    unit, size = next(((unit, size) for unit, size in UNITS.items() if nbytes >= size), ("B", 1.0))
-    return f"{nbytes / size:.4g} {unit}"

@@ -1,13 +1,13 @@
 """Auto: the plan whose step is expected to be shortest."""
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grace.core.quantities import BITS, SECONDS, parse_quantity
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.planner.default_costs import DefaultCodecs
@@ -15,21 +15,19 @@ from grace.planner.error_budget import REFERENCE, ErrorModel, check_quality
 from grace.planner.exchange_costs import Costs
 from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates
-from grace.planner.network import Levels, Links
+from grace.planner.network import Links, SharedUplinks
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
-from grace.planner.uniform import Baseline
 from grace.strategy.builder import Builder, Cluster, bandwidths
+from grace.strategy.builders import Uniform
 from grace.strategy.plan import Strategy
 
-GIGA = 1e9 / 8
-"""Bytes per second of a Gbit/s."""
-GBIT, LATENCY = 10.0, 50e-6
-"""Gbit/s and seconds of a message, where nobody says them."""
-INSIDE = Links(100 * GIGA, 10e-6)
-"""What the ranks of a node exchange by, likewise."""
-UNITS = {"gbit": 1.0, "mbit": 1e-3, "kbit": 1e-6}
-TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9, "s": 1.0}
+GIGA = 1e9
+"""bit/s of a Gbit/s."""
+RATE, LATENCY = 10 * GIGA, 50e-6
+"""bit/s of a link and seconds of a message, where nobody says them."""
+INSIDE = Links(100 * GIGA / 8, 10e-6)
+"""Links between the ranks of a node, where a file describes several nodes."""
 
 
 @dataclass
@@ -85,13 +83,12 @@ class Auto(Builder):
             self.check_number("backward", 0.0)
         self.check_integer("seed", 0)
         self.check_integer("replan", 0)
-        self._quantity("bandwidth", GBIT, UNITS, "Gbit/s above 0, or text as '100mbit'")
-        self._quantity("latency", LATENCY, TIMES, "seconds, or text as '50us'")
+        self.links()
 
     @property
     def baseline(self) -> Builder:
         """The builder of the strategy that planning starts from."""
-        return Baseline()
+        return Uniform()
 
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
         """Return the strategy of :meth:`plan`."""
@@ -123,45 +120,39 @@ class Auto(Builder):
     def costs(self, resources: Cluster) -> Costs:
         """Return the costs of exchanges over the links that the parameters, or else the resources, describe; codecs as
         they were measured elsewhere. The ranks of a node share its bandwidth."""
-        latency = self._quantity("latency", LATENCY, TIMES, "")
-        counts = Counter(resources.ranks)  # in the order in which nodes first have ranks
-        inside, several = (INSIDE if len(counts) > 1 else None), max(counts.values())
-        told = bandwidths(resources) if self.bandwidth is None else None
-        if told is None or len(counts) == 1:
-            gbit = min(told) if told else self._quantity("bandwidth", GBIT, UNITS, "")
-            return Costs(Links(gbit * GIGA, latency), DefaultCodecs(), inside=inside)
-        by_rank = dict(zip(resources.ranks, told, strict=True))
-        between = Links(min(by_rank[node] * count for node, count in counts.items()) * GIGA, latency)  # all wait for it
-        if several == 1:
-            return Costs(between, DefaultCodecs(), inside=inside)
-        levels = Levels(INSIDE, between, several)
-        return Costs(levels, DefaultCodecs(), inside=inside)
+        links = self.links()
+        gbit = bandwidths(resources) if self.bandwidth is None else None
+        if gbit is None:
+            return Costs(links, DefaultCodecs())
+        counts = Counter(resources.ranks)
+        if len(counts) == 1:
+            return Costs(Links(min(gbit) * GIGA / 8, links.latency), DefaultCodecs())
+        per_node, shares = max(counts.values()), dict(zip(resources.ranks, gbit, strict=True))
+        slowest = min(shares[node] * count for node, count in counts.items())  # all wait for it
+        between = Links(slowest * GIGA / 8, links.latency)
+        return Costs(between if per_node == 1 else SharedUplinks(INSIDE, between, per_node), DefaultCodecs())
 
-    def _quantity(self, key: str, usual: float, units: dict[str, float], what: str) -> float:
-        """Return a parameter, which is a number or text with a unit, as a number."""
+    def links(self) -> Links:
+        """Return the links that the parameters describe.
+
+        Raises:
+            ConfigError: a parameter is no bandwidth, or no latency.
+        """
+        rate = self._quantity("bandwidth", RATE, BITS, GIGA, "Gbit/s above 0, or text as '100mbit'")
+        if not rate:
+            raise self.refuse(f"bandwidth must be Gbit/s above 0, or text as '100mbit', not {self.bandwidth!r}")
+        return Links(rate / 8, self._quantity("latency", LATENCY, SECONDS, 1.0, "seconds, or text as '50us'"))
+
+    def _quantity(self, key: str, default: float, units: Mapping[str, float], unit: float, form: str) -> float:
+        """Return a parameter, which is a number in a unit or text with one of several, in units of 1."""
         value = getattr(self, key)
         if value is None:
-            return usual
-        found = quantity(value, units)
-        if not (math.isfinite(found) and (found > 0 if key == "bandwidth" else found >= 0)):
-            raise self.refuse(f"{key} must be {what}, not {value!r}")
-        return found
-
-
-def quantity(value: Any, units: dict[str, float]) -> float:
-    """Return a number, or text with one of the units, as a number; NaN of anything else.
-
-    >>> quantity("100mbit", UNITS), quantity(" 50 us", TIMES), quantity(2, UNITS), quantity("2", UNITS)
-    (0.1, 5e-05, 2.0, nan)
-    """
-    if isinstance(value, str):
-        text = value.strip().lower()
-        unit = next((unit for unit in units if text.endswith(unit)), "")
-        with contextlib.suppress(ValueError):
-            return round(float(text[: -len(unit)]) * units[unit], 15) if unit else math.nan
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    return math.nan
+            return default
+        if isinstance(value, str):
+            return parse_quantity(value, units, str(self.refuse(f"{key} must be {form}")))
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise self.refuse(f"{key} must be {form}, not {value!r}")
+        return value * unit
 
 
 def timeline(variables: Sequence[Variable], backward: float) -> Timeline:

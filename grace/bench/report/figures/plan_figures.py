@@ -27,9 +27,9 @@ KEYS = (
     ("encode and decode", "codec"),
     ("on the wire", "wire"),
 )
-LANES = {"wire": 0, "inside": 0, "compute": 1}
+LANES = {"wire": 0, "compute": 1}
 """Heights of events; encoding and decoding interrupt computation."""
-COLORS = {"compute": MUTED, "wire": PALETTE[0], "inside": PALETTE[0]}
+COLORS = {"compute": MUTED, "wire": PALETTE[0]}
 CODEC = PALETTE[1]
 DARK = {"none": INK, "this plan": MUTED}
 """Colours of names that are no method's."""

@@ -174,7 +174,7 @@ def write_losses(results: Path) -> None:
             continue
         found: dict[str, dict[int, dict]] = {}
         for row in (row for path in paths for row in load(path).rows):
-            method = DEFAULTS.get(row["method"], row["method"])
+            method = DEFAULTS.get(str(row["method"]), str(row["method"]))
             found.setdefault(method, {}).update({run["seed"]: run for run in row["runs"]})
         rows = [
             {

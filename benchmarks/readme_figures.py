@@ -167,7 +167,8 @@ DEFAULTS = {"block(bits=2, scale=max)": "block(bits=2)"}
 
 
 def write_losses(results: Path) -> None:
-    """Write the mean losses over all seeds that were run, and half of their range, from the runs that are there."""
+    """Write the mean losses over all seeds that were run, half of their range, and the part of the fall of the loss
+    without compression that a method lacks, from the runs that are there."""
     for name, files in LOSSES.items():
         paths = [results / f"{file}.json" for file in files]
         if not all(path.exists() for path in paths):
@@ -176,16 +177,22 @@ def write_losses(results: Path) -> None:
         for row in (row for path in paths for row in load(path).rows):
             method = DEFAULTS.get(str(row["method"]), str(row["method"]))
             found.setdefault(method, {}).update({run["seed"]: run for run in row["runs"]})
-        rows = [
-            {
-                "method": method,
-                "quality": statistics.fmean(run["quality"] for run in runs.values()),
-                "spread": (max(run["quality"] for run in runs.values()) - min(r["quality"] for r in runs.values())) / 2,
-                "seeds": len(runs),
-                "bits_per_element": statistics.fmean(run["bits_per_element"] for run in runs.values()),
-            }
-            for method, runs in found.items()
-        ]
+        plain = statistics.fmean(run["quality"] for run in found["none"].values())
+        start = statistics.fmean(run["curve"][0][-1] for run in found["none"].values())
+        rows = []
+        for method, runs in found.items():
+            qualities = [run["quality"] for run in runs.values()]
+            mean = statistics.fmean(qualities)
+            rows.append(
+                {
+                    "method": method,
+                    "quality": mean,
+                    "spread": (max(qualities) - min(qualities)) / 2,
+                    "lacking": 100 * (mean - plain) / (start - plain),  # percent of the fall of the loss
+                    "seeds": len(runs),
+                    "bits_per_element": statistics.fmean(run["bits_per_element"] for run in runs.values()),
+                }
+            )
         with atomic_write(results / f"losses-{name}.json") as draft:
             draft.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Default costs of methods, in copies of the gradient ("Codecs of whole buckets" in BENCHMARKS.md).
+"""Default costs of methods, in copies of the gradient ("Encoding and decoding" in BENCHMARKS.md).
 
 ``grace calibrate`` measures it on the cluster and the engine that there are.
 """

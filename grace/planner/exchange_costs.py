@@ -2,6 +2,7 @@
 seconds as they were measured."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,8 @@ def codec_key(communicator: Communicator) -> str:
 
 
 def works(strategy: Strategy, costs: Costs) -> list[Work]:
-    """Return what the buckets of a strategy do, in the order in which ranks start them.
+    """Return what the buckets of a strategy do, in the order in which ranks start them. A warning names variables that
+    are predicted as exchanged by all ranks in every step, and are not.
 
     Raises:
         ConfigError: there is no codec for what it uses, which the message names.
@@ -71,7 +73,14 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     >>> work.names, work.transfers[0].nbytes
     (('a', 'b'), 8048.0)
     """
-    return works_of(compiled(strategy, strategy.variables), strategy.world_size, costs)
+    shards = compiled(strategy, strategy.variables)
+    other = next((shard for shard in shards if shard.hierarchical or shard.outer is not None), None)
+    if other is not None:
+        way = "reduced in each node first" if other.hierarchical else f"exchanged once in {other.period} steps"
+        warnings.warn(
+            f"{other.whole.name!r} is {way}, and predicted as if all ranks exchanged it in every step", stacklevel=2
+        )
+    return works_of(shards, strategy.world_size, costs)
 
 
 def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:

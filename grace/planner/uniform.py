@@ -9,6 +9,7 @@ from grace.core.communicator import Communicator
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard, make_buckets
+from grace.strategy.builder import Builder, Cluster
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 LIMITS = Limits()
@@ -87,3 +88,15 @@ def uniform_strategy(
     wanted = build_communicator(compressor, memory, communicator, ranks)
     made = {"name": "uniform", "params": {"compressor": wanted.compressor.spec}, "seed": 0}
     return assigned_strategy(variables, [wanted] * len(variables), ranks, nodes, made)
+
+
+class Baseline(Builder):
+    """Sums everything uncompressed, as an optimizer without any choice does; planning starts from it.
+
+    The strategy is the one that a plan without compression names; the builder ``uniform`` writes memories otherwise.
+    """
+
+    name = "uniform"
+
+    def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
+        return uniform_strategy(variables, resources.world_size, nodes=len(set(resources.ranks)))

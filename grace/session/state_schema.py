@@ -241,7 +241,7 @@ def check(saved: Any) -> None:
 def check_facts(saved: dict[str, Any]) -> None:
     """Refuse a state, which :func:`check` accepted, if entries other than its values differ from the saved ones."""
     if saved["checksum"] != _checksum_of_facts(saved):
-        raise damage_error("its entries on steps, ranks and variables were changed after it was saved (checksum)")
+        raise damage_error("its steps, ranks and variables are not what was saved (its checksum differs)")
 
 
 def _check_cut(cut: dict[str, Any], where: str) -> None:

@@ -178,7 +178,7 @@ def test_a_state_that_is_refused_changes_nothing_on_any_rank(two_ranks):
         ("its checksum differs", 2),
         ("does not say of which tensors it is", 4),
         ("'w' is float32[3] now, and was float32[4]", 6),
-        ("give what its state_dict() returned", 8),
+        ("pass the dict that its state_dict() returned", 8),
     ):
         assert all(words in told for told in (first[place], second[place], second[place + 1]))
         assert "rank 1" in first[place + 1]  # which alone was given it

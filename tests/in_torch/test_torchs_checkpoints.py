@@ -264,7 +264,7 @@ def test_what_has_no_memories_is_refused():
     plain = refusal(grace.torch.Memories, torch.optim.SGD(Net().parameters(), lr=0.1))
     state = refusal(grace.torch.Memories, sharded().memories["grace_shards"])
     empty = refusal(run.memories["grace"].load_state_dict, {})
-    assert "grace.DistributedOptimizer or grace.torch.register_ddp_hook returned, not SGD" in plain
+    assert "takes a grace.DistributedOptimizer or the state of register_ddp_hook, not SGD" in plain
     assert "put this state beside the model" in state
     assert "has no 'grace' entry" in empty
     for owner in (run.optimizer, by_ddp().memories["grace"].owner):

@@ -110,3 +110,10 @@ def test_auto_is_asked_for_by_name_object_dict_or_environment(monkeypatch):
 def test_it_starts_from_plain_sums():
     strategy = Choices(strategy="auto").auto_request().starting_choices(Choices()).strategy.build(VARIABLES, OneNode(2))
     assert strategy.to_dict()["variables"] == uniform_strategy(VARIABLES, 2).to_dict()["variables"]
+
+
+def test_planning_starts_from_the_strategy_that_a_plan_without_compression_names():
+    """A run that keeps it executes the strategy of its plan, to the letter."""
+    auto = Auto(bandwidth="10gbit", methods=["fp16"])
+    baseline = auto.baseline.build(VARIABLES, OneNode(2)).to_dict()
+    assert baseline == auto.plan(VARIABLES, OneNode(2)).plain.strategy.to_dict()

@@ -214,6 +214,20 @@ def test_a_communicator_that_was_not_measured_is_named():
         works_of(shards, 2, costs_for(shards))
 
 
+@pytest.mark.parametrize(
+    ("sync", "way"),
+    [
+        (Sync("allreduce", hierarchical=True), "'w' is reduced in each node first"),
+        (Sync("none", period=4), "'w' is exchanged once in 4 steps"),
+    ],
+)
+def test_variables_that_not_all_ranks_exchange_in_every_step_are_named(sync, way):
+    part = ShardPlan(sync, "none", "none")
+    strategy = Strategy((VariablePlan(VARIABLES[0], (part,)),), world_size=4, nodes=2)
+    with pytest.warns(UserWarning, match=f"{way}, and predicted as if all ranks exchanged it in every step"):
+        works(strategy, Costs(LINKS, {DENSE: CodecCost()}))
+
+
 def test_codecs_cost_what_they_cost_for_the_bucket():
     shards = uniform([Variable("w", (1000,)), Variable("v", (24, 10))], quiet("powersgd", "allreduce"))
     codec = CodecCost(Cost(call=1.0), Cost(variable=2.0), Cost(element=3.0, peer=1.0))

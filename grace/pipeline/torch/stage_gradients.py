@@ -11,8 +11,8 @@ from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
 from grace.pipeline.torch.mesh import Mesh
+from grace.planner.uniform import Baseline
 from grace.session.metrics import metrics
-from grace.strategy.builders import Uniform
 from grace.strategy.choices import STRATEGY
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.step_hooks import around_steps
@@ -137,7 +137,7 @@ class Gradients:
         if self.mesh.stage_backend.size == 1:  # there is no other replica
             chosen = {"op": options.get("op", "average"), "seed": options.get("seed", 0)}
             if strategy is not None:
-                chosen["strategy"] = Uniform()
+                chosen["strategy"] = Baseline()
         self.optimizer = DistributedOptimizer(
             self.optimizer,
             list(self.parameters.items()),

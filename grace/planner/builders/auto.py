@@ -18,8 +18,8 @@ from grace.planner.greedy import find_candidates
 from grace.planner.network import Links, SharedUplinks
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
+from grace.planner.uniform import Baseline
 from grace.strategy.builder import Builder, Cluster, bandwidths
-from grace.strategy.builders import Uniform
 from grace.strategy.plan import Strategy
 
 GIGA = 1e9
@@ -88,7 +88,7 @@ class Auto(Builder):
     @property
     def baseline(self) -> Builder:
         """The builder of the strategy that planning starts from."""
-        return Uniform()
+        return Baseline()
 
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
         """Return the strategy of :meth:`plan`."""

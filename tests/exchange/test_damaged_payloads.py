@@ -117,7 +117,7 @@ DAMAGES = {
     "another size": put(0, 1, 0, 0, 0),
     "code": lambda tensor: tensor[4 * 100 :].fill_(0xFF),  # behind the means of sketch
 }
-ABSURD, COUNT = "bytes, more than", "where there must be"
+ABSURD, COUNT = "bytes, and they can have", "where there must be"
 CASES = [  # communicator, what happens to which collective of rank 1, what is said, who knows why
     (partial(Allgather, "topk"), "far", 0, "position 2147483647 is not in [0, 70000)", (0, 1)),
     (partial(Broadcast, "topk"), "negative", 0, "position -2 is not in [0, 70000)", (0, 1)),

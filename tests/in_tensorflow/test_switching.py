@@ -232,7 +232,7 @@ def test_a_choice_by_hand_ends_planning_and_graphs_go_on(local):
     assert auto.holds
     loop.optimizer.use_strategy(TOPK)
     assert not auto.holds
-    assert auto.watch is None
+    assert auto.left == 0
     loop.run = graph
     loop.steps(range(5, 30))
     assert {plan.parts[0].compressor for plan in loop.optimizer.strategy.plans} == {"topk(ratio=0.1)"}

@@ -113,7 +113,7 @@ class Driver:
         self.holds = self.settled = False
         self.watch: LinkWatch | None = None
         self.phases = self._follow(WARM)
-        """What planning does, one part after the other; it yields the number of steps to train before it goes on."""
+        """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
 
     def _advance(self) -> None:

@@ -232,7 +232,7 @@ class ReduceScatterState(ShardGroupState):
         if self.inside is not None:
             parts = [rows[column].reshape(-1).float() for column in self.hops.columns]
             encode = partial(self._encode_inside, name)
-            total, finite = self._sum_encoded(node, f"{name}, inside nodes", parts, finite, self.inside, encode)
+            total, finite = self._sum_encoded(node, f"{name} (inside nodes)", parts, finite, self.inside, encode)
             return total.view(len(self.peer_ranks), -1), finite and bool(kernels_of(total).all_finite(total))
         sent = rows.new_empty((node.size, len(self.peer_ranks) * rows.shape[1] + 1))
         for receiver, column in enumerate(self.hops.columns):

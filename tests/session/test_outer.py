@@ -687,3 +687,13 @@ def test_other_engines_run_the_same_rounds(engine):
         optimizer.close()
     assert len(set(found)) == 6
     return found
+
+
+@pytest.mark.parametrize("inner", [3, None, [3], ["x"], [b"abc"], {"a": 1}], ids=str)
+def test_damaged_states_of_inner_optimizers_are_refused_and_change_nothing(local, inner):
+    optimizer = distributed(torch.nn.Linear(3, 2), inner=lambda p: sgd(p, momentum=0.9), outer="nesterov", period=4)
+    before = optimizer.full_state_dict()
+    with pytest.raises(grace.ConfigError, match="damaged"):
+        optimizer.load_state_dict({**before, "grace.inner": inner})
+    assert optimizer.full_state_dict()["grace"]["step"] == before["grace"]["step"]
+    optimizer.load_state_dict(before)

@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.device.parts import PARTS, Part
 
 SIZES, TINY = "25M,1048576,268435456", "4096,1024"
-TRAINED = "none,qsgd,efsignsgd,topk(ratio=0.01),powersgd(rank=4)"
+TRAINED = "none,block(bits=4),qsgd,efsignsgd,topk(ratio=0.01),powersgd(rank=4)"
+FEW_BITS = ["block(bits=4)", "block(bits=2)"]
+"""Measured beside every method's default."""
 PATIENCE = 20.0
 """Times as long as on a GPU the parts may take in the interpreter."""
 EVERY = 60
@@ -78,6 +80,7 @@ def main() -> int:
         parser.error(f"--only {unknown[0]}: there is no such part; parts are {', '.join(names)}")
     try:
         methods, trained = (read.methods(given.methods or default) for default in ("all", TRAINED))
+        methods += [method for method in FEW_BITS if given.methods is None]
         if given.interpret and given.methods is None:
             methods.remove("threshold")  # whose payloads have their room on devices only
         sizes = [read.size(part) for part in read.split(given.sizes or (TINY if given.interpret else SIZES))]

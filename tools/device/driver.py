@@ -198,7 +198,8 @@ class Run:
                 planned |= set(event.get("planned", []))
                 if event.get("state") in ("done", "failed", "skipped"):
                     items[event["item"]] = event
-            now += [worker.under_way["item"]] if worker.under_way else []
+            under_way = worker.under_way  # read once: the process goes on writing
+            now += [under_way["item"]] if under_way else []
         found |= {"items": list(items.values()), "planned": len(planned | set(items)), "now": now[0] if now else ""}
         found["seconds"] = time.time() - began
 

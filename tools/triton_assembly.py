@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from grace.kernels.constants import Placed
 from grace.kernels.random import Stream
@@ -241,8 +242,8 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def compiled(launch: Launch, target: str) -> Compiled:
-    """A launch's kernel as it is compiled for a target, with what is known of its arguments when it is launched."""
+def source(launch: Launch) -> ASTSource:
+    """A launch's kernel, with what Triton knows of its arguments when it is launched."""
     names, signature, constants, known = launch.kernel.arg_names, {}, {}, {}
     for place, (name, arg) in enumerate(zip(names, launch.args, strict=False)):
         chosen = launch.kernel.params[place].do_not_specialize
@@ -258,11 +259,29 @@ def compiled(launch: Launch, target: str) -> Compiled:
                 known[place,] = [["tt.divisibility", 16]]
     for name in names[len(launch.args) :]:
         signature[name], constants[name] = "constexpr", launch.constants[name]
-    options = {name: value for name, value in launch.constants.items() if name not in names}
+    return ASTSource(launch.kernel, signature, constants, known)
+
+
+def options(launch: Launch) -> dict[str, Any]:
+    """The compiler's options among a launch's constants."""
+    return {name: value for name, value in launch.constants.items() if name not in launch.kernel.arg_names}
+
+
+def parsed(launch: Launch, target: str) -> Any:
+    """A launch's kernel in Triton's own language, the first stage of compiling: a mistake in Python is raised there."""
+    backend, context = make_backend(TARGETS[target]), ir.context()
+    chosen = backend.parse_options(options(launch))
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    given = backend.get_codegen_implementation(chosen), backend.get_module_map(), context
+    return source(launch).make_ir(TARGETS[target], chosen, *given)
+
+
+def compiled(launch: Launch, target: str) -> Compiled:
+    """A launch's kernel as it is compiled for a target."""
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
-        source = ASTSource(launch.kernel, signature, constants, known)
-        made = triton.compile(source, target=TARGETS[target], options=options)
+        made = triton.compile(source(launch), target=TARGETS[target], options=options(launch))
     if made.hash not in _MADE:  # what was made before, nothing is said of again
         read = _nvidia if "ptx" in made.asm else _amd
         found = read(made.asm, log.getvalue())

@@ -160,7 +160,7 @@ def renew_columns(out, found, x, n, columns, key_low, key_high, step, draw, N: t
 def write_walked(out, n, k, key_low, key_high, step, draw, left_bits, right_bits, N: tl.constexpr):
     place = tl.program_id(0) * N + tl.arange(0, N)
     given = tl.where(place < k, place, 0).to(tl.uint32)
-    walked_to = walked(given, n.to(tl.uint32), key_low, key_high, step, draw, left_bits, right_bits)
+    walked_to = walked(given, tl.cast(n, tl.uint32), key_low, key_high, step, draw, left_bits, right_bits)
     tl.store(out + place, walked_to.to(tl.int32), mask=place < k)
 
 

@@ -131,7 +131,8 @@ def bucket_at(base, place, bucket_size):
     """Return the buckets of elements, by one 64-bit division a program and 32-bit ones."""
     bucket = base // bucket_size
     rest = (base - bucket * bucket_size).to(tl.uint32)
-    return bucket + ((rest + place.to(tl.uint32)) // bucket_size.to(tl.uint32)).to(tl.int32)
+    size = tl.cast(bucket_size, tl.uint32)  # to Triton an argument of 1 is a constant, which has no methods
+    return bucket + ((rest + place.to(tl.uint32)) // size).to(tl.int32)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 
 from grace.bench.common import clocks, results
 from grace.bench.kernels.device_timing import RESIDUAL, Exchanged, floors, floors_of, fraction
-from grace.bench.kernels.fidelity import NAME
+from grace.bench.kernels.fidelity import NAME, sent_bytes
 from grace.bench.kernels.gradients import matrix
 from grace.bench.kernels.timing import extra_bytes, times_ms, works_of
 from grace.core.registry import make
@@ -91,7 +91,7 @@ def measured(method: str, x: torch.Tensor) -> dict[str, Any]:
     at_once = all(one.at_once for one in made.values())
     works: dict[str, Callable[[], Any]] = {"copy": functools.partial(out.copy_, x)}
     if at_once:
-        bits = compressor.wire_bits(tuple(x.shape))
+        bits = compressor.wire_bits(tuple(x.shape)) or 8 * sent_bytes(method, x) / x.numel()  # the data's, else
         floor = floors_of(compressor, bits, bits / 32)
         for kept, one in made.items():
             works |= {f"encode {kept}": one.encode, f"exchange {kept}": one}

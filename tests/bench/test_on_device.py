@@ -1,10 +1,16 @@
 """``grace bench kernels`` and ``step`` with ``--device cuda``: what is computed from times, with injected clocks;
 tests/device runs the commands."""
 
+import functools
+import gc
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 from rich.console import Console
 
+from grace.bench.common import clocks
 from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Results
 from grace.bench.kernels import device_timing, kernel_tables, rivals
@@ -61,6 +67,23 @@ def test_works_take_turns_each_behind_a_flush_and_medians_count():
     assert times_ms({"a": work, "b": work}, 3, clock) == {"a": 2.0, "b": 20.0}
     assert clock.asked[:6] == ["settle", "flush", "now", "work", "now", "settle"]
     assert len(clock.asked) == 6 * 8
+
+
+def test_what_a_replay_reads_stays_as_long_as_the_replay(monkeypatch):
+    """Or others' numbers lie there: replays of a decoder died of indices out of bounds."""
+
+    monkeypatch.setattr(torch, "cuda", mock.MagicMock(**{"get_device_properties.return_value.L2_cache_size": 0}))
+    monkeypatch.setattr(clocks, "reads_back", lambda work: False)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    clock, payload = clocks.DeviceClock(), torch.zeros(3)
+    held = weakref.ref(payload)
+    _replay, replayed = clock.prepared(functools.partial(payload.add, 1))
+    del payload
+    gc.collect()
+    assert replayed
+    assert held() is not None
+    clock.forget()
+    assert held() is None
 
 
 def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move():

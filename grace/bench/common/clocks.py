@@ -52,7 +52,8 @@ class DeviceClock(HostClock):
     def __init__(self) -> None:
         cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0)
         self._flushing = torch.empty(max(FLUSHED * cache, LEAST_FLUSH), dtype=torch.uint8, device="cuda")
-        self._graphs: list[Any] = []
+        self._graphs: list[tuple[Any, Callable[[], Any]]] = []
+        """Captured graphs, and what was captured: a replay reads the tensors that the work holds."""
         self._pool = torch.cuda.graph_pool_handle()
         """Temporary memory of all graphs: none needs the data that another one left there."""
 
@@ -72,7 +73,7 @@ class DeviceClock(HostClock):
         except RuntimeError:  # the work waits in a way that reads_back does not see
             torch.cuda.synchronize()
             return work, False
-        self._graphs.append(graph)
+        self._graphs.append((graph, work))
         return graph.replay, True
 
     def flush(self) -> None:

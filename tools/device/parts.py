@@ -33,7 +33,8 @@ PARTS = [
     Part("products", "PowerSGD's exchange beside torch.bmm", 20, 10, 1, "tools.device.figures:products"),
     Part("waits", "how often the host waits for the GPU in a step", 30, 15, 1, "tools.device.steps:waits"),
     Part("captured", "replays of captured steps against eager ones", 30, 15, 1, "tools.device.steps:captured"),
+    Part("host", "where the host's time of a step goes", 45, 20, 1, "tools.device.host:host"),
     Part("steps", "whole steps of GPT-2 small and ResNet-50", 115, 60, 1, "tools.device.steps:whole"),
     Part("memory", "what two steps of a method hold at most", 20, 10, 1, "tools.device.figures:memory"),
 ]
-"""The most telling first; all of their seconds are less than nine minutes."""
+"""The most telling first; all of their seconds are less than ten minutes."""

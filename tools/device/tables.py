@@ -181,6 +181,15 @@ def products(row: Row) -> list[str]:
     return [digits(row["exchange_ms"]), percent(row["exchange_fraction"]), bmm, digits(row["to_bmm"])]
 
 
+def hosted(row: Row) -> list[str]:
+    """Of a step of one rank: calls and milliseconds, and the functions that the host was found in."""
+    calls = [
+        f"{digits(row[f'{name}_calls'])}: {digits(row[f'{name}_ms'])}" for name in ("launch", "to_device", "to_host")
+    ]
+    functions = ", ".join(f"`{name}` {digits(ms)}" for name, ms in row["functions"].items())
+    return [digits(row["step_ms"]), *calls, functions]
+
+
 def simple(head: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> Callable[[list[Row]], list[str]]:
     """A table of a line for each item."""
     return lambda rows: table(head, [[row["item"], *cells(row)] for row in rows])
@@ -211,6 +220,17 @@ FIGURES: dict[str, Callable[[list[Row]], list[str]]] = {
     "captured": simple(
         ["method, engine", "equal", "torch says"],
         lambda row: ["no" if unlike(row) else "yes", last(row["said"])],
+    ),
+    "host": simple(
+        [
+            "method",
+            "step ms",
+            "launches: ms",
+            "copies to the device: ms",
+            "copies back, waiting: ms",
+            "most time in, ms",
+        ],
+        hosted,
     ),
     "steps": steps,
     "memory": simple(

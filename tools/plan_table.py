@@ -13,7 +13,7 @@ from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_paralle
 from grace.pipeline.planning.profiles import read
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.pipeline.planning.stage_costs import Setting, Space
-from grace.pipeline.planning.stage_search import Cut, StageSearch
+from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.network import Links
 
 MEMORY = 16e9
@@ -67,7 +67,7 @@ def _against_all(space: Space, most: int = 10) -> float:
     return 1.0 if best is None else stage_search.longest() / best.longest
 
 
-def exhaustive(search: StageSearch) -> Cut | None:
+def exhaustive(search: StageSearch) -> StageCut | None:
     """Return the best cut by brute force: over every way to cut the blocks, with every way to deal the ranks.
 
     Returns:
@@ -76,10 +76,10 @@ def exhaustive(search: StageSearch) -> Cut | None:
     count, stages, setting = search.space.count, search.stages, search.setting
     costs: dict[tuple[int, int], list[list[list[float]]]] = {}
 
-    def cuts(left: int, start: int, ranks: int, longest: float) -> Iterator[Cut]:
+    def cuts(left: int, start: int, ranks: int, longest: float) -> Iterator[StageCut]:
         """Yield all cuts of the blocks from ``start`` on into the last ``left`` stages."""
         if not left:
-            yield Cut(longest, (), ())
+            yield StageCut(longest, (), ())
             return
         if (left, ranks) not in costs:
             costs[left, ranks] = search.cost(left, ranks).tolist()
@@ -92,7 +92,7 @@ def exhaustive(search: StageSearch) -> Cut | None:
                 cost = costs[left, ranks][start][end][replicas]
                 if math.isfinite(cost):
                     for rest in cuts(left - 1, end, ranks - replicas, max(longest, cost)):
-                        yield Cut(rest.longest, (end, *rest.ends), (replicas, *rest.replicas))
+                        yield StageCut(rest.longest, (end, *rest.ends), (replicas, *rest.replicas))
 
     ranks = search.most * stages if setting.equal_stages else search.devices
     every_cut = cuts(stages, 0, ranks, 0.0) if stages <= count else ()

@@ -20,17 +20,17 @@ the YAML language server, the first line of a file names it:
 """
 SECTIONS = {
     "": "The file",
-    "Cluster": "`cluster`",
+    "ClusterEntry": "`cluster`",
     "BuilderEntry": "`builder`",
     "VariableEntry": "An entry of `variables`",
-    "Cut": "`partition` of a variable",
+    "CutEntry": "`partition` of a variable",
     "PartEntry": "An entry of `parts`",
-    "Collective": "`sync` of type `allreduce`, `allgather`, `broadcast`, `scatter_reduce` or `scatter_merge`",
-    "ReduceBroadcast": "`sync` of type `reduce_broadcast`",
+    "CollectiveEntry": "`sync` of type `allreduce`, `allgather`, `broadcast`, `scatter_reduce` or `scatter_merge`",
+    "ReduceBroadcastEntry": "`sync` of type `reduce_broadcast`",
     "Alone": "`sync` of type `none`",
     "Rounds": "`outer`",
     "Own": "`sync` of another type",
-    "Rule": "An entry of `rules`",
+    "RuleEntry": "An entry of `rules`",
     "Match": "`match` of a rule",
     "Shards": "`partition` of a rule",
 }

@@ -38,7 +38,7 @@ from grace.strategy.matching import Match, Natural, Positive, Spec, Strict
 from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, VariablePlan, fingerprint
 
 
-class Collective(Strict):
+class CollectiveEntry(Strict):
     """Synchronization by a collective."""
 
     type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge"]
@@ -49,7 +49,7 @@ class Collective(Strict):
     """The ranks of each node average among themselves first, uncompressed; one of them exchanges with other nodes."""
 
 
-class ReduceBroadcast(Strict):
+class ReduceBroadcastEntry(Strict):
     """Synchronization by a rank that reduces and sends the mean round: a parameter server."""
 
     type: Literal["reduce_broadcast"]
@@ -126,8 +126,8 @@ def _tag(sync: Any) -> str:
 
 
 Synchronization = Annotated[
-    Annotated[Collective, Tag("collective")]
-    | Annotated[ReduceBroadcast, Tag("reduce_broadcast")]
+    Annotated[CollectiveEntry, Tag("collective")]
+    | Annotated[ReduceBroadcastEntry, Tag("reduce_broadcast")]
     | Annotated[Alone, Tag("none")]
     | Annotated[Own, Tag("own")],
     Discriminator(_tag),
@@ -156,7 +156,7 @@ class PartEntry(Method):
     """The rounds, if ranks train alone; else gradients are exchanged in every step."""
 
 
-class Cut(Strict):
+class CutEntry(Strict):
     """Lengths along an axis."""
 
     axis: Natural
@@ -178,7 +178,7 @@ class VariableEntry(Method):
     """The gradient's dtype."""
     sparse: StrictBool = False
     """True if the gradient is rows, as for embeddings."""
-    partition: Cut | None = None
+    partition: CutEntry | None = None
     """The cut into parts; none if the variable is not cut."""
     parts: list[PartEntry] | None = None
     """The parts, one for each size of the partition."""
@@ -215,7 +215,7 @@ class Shards(Strict):
     """The number of parts, at most the dimension."""
 
 
-class Rule(PartEntry):
+class RuleEntry(PartEntry):
     """The exchange of the variables that a rule matches."""
 
     match: Match
@@ -244,7 +244,7 @@ class BuilderEntry(Strict):
     """The seed of the builder's random draws."""
 
 
-class Cluster(Strict):
+class ClusterEntry(Strict):
     """The cluster that the strategy is for; keys that are left out are as in the run."""
 
     world_size: Positive | None = None
@@ -263,11 +263,11 @@ class Document(Strict):
     model: StrictStr | None = None
     """The fingerprint of the variables: a file whose variables were changed by hand is refused, unless this is removed.
     """
-    cluster: Cluster = Cluster()
+    cluster: ClusterEntry = ClusterEntry()
     """The ranks that the strategy is for; any number if left out."""
     variables: dict[StrictStr, VariableEntry] = {}
     """The variables by name, in the model's order: each one has its entry, or a rule matches it."""
-    rules: list[Rule] = []
+    rules: list[RuleEntry] = []
     """Rules for the variables that have no entry; the first that matches counts, and one must match."""
 
 
@@ -275,7 +275,7 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of strategy files, for editors.
 
     >>> json_schema()["properties"]["rules"]["items"]
-    {'$ref': '#/$defs/Rule'}
+    {'$ref': '#/$defs/RuleEntry'}
     """
     dialect = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": dialect, **Document.model_json_schema(), "title": "Strategies of Grace"}
@@ -351,7 +351,7 @@ def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: 
     return strategy
 
 
-def _plan_by_rules(rules: Sequence[Rule], variable: Variable) -> VariablePlan:
+def _plan_by_rules(rules: Sequence[RuleEntry], variable: Variable) -> VariablePlan:
     for rule in rules:
         if rule.match.fits(variable):
             return rule.plan(variable)

@@ -27,7 +27,7 @@ SMALL = 1 << 20
 compress a small variable."""
 
 
-class Run:
+class StepRun:
     """Exchange of one step's gradients, which is run as often as the graph.
 
     Args:
@@ -111,7 +111,7 @@ class Run:
         return SparseRows(*map(outside, value)) if isinstance(value, SparseRows) else outside(value)
 
 
-class HostRun(Run):
+class HostRun(StepRun):
     """Exchange by an engine that Python drives: buckets start one after the other, in one order on all ranks."""
 
     def run(self, gradients: Sequence[Any], rate: Any) -> list[Pair]:
@@ -152,7 +152,7 @@ class HostRun(Run):
         return self.wholes(packed(variables, flat[:-1]), gradients)
 
 
-class GraphRun(Run):
+class GraphRun(StepRun):
     """Exchange by an engine whose operations are part of the graph and find each other by name: buckets run side by
     side.
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import Block, blocks
+from grace.pipeline.planning.blocks import ModelBlock, blocks
 from grace.pipeline.planning.coarsening import closed
 from grace.pipeline.planning.graph import Graph, Node
 from grace.pipeline.planning.profiles import read
@@ -133,7 +133,7 @@ def test_profiles_are_cut(path):
 
 def test_a_block_counts_each_parameter_once():
     nodes = Node("a", ("x",), parameters={"w": 8.0}), Node("b", ("a",), parameters={"w": 8.0, "v": 4.0})
-    assert Block.of_nodes(Graph(nodes, {"x": 1.0}, ("b",)), ("a", "b")).parameters == 12.0
+    assert ModelBlock.of_nodes(Graph(nodes, {"x": 1.0}, ("b",)), ("a", "b")).parameters == 12.0
 
 
 def test_no_block_is_refused():

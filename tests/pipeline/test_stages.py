@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import Block
+from grace.pipeline.planning.blocks import ModelBlock
 from grace.pipeline.planning.coarsening import closed
 from grace.pipeline.planning.exchange_prediction import Exchanges
 from grace.pipeline.planning.predict import predicted, timeline
@@ -18,7 +18,7 @@ from grace.pipeline.planning.rank_layout import Devices
 from grace.pipeline.planning.schedules import schedule_error
 from grace.pipeline.planning.search import SearchOptions, search
 from grace.pipeline.planning.stage_costs import Setting, Space
-from grace.pipeline.planning.stage_search import Cut, StageSearch
+from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
@@ -32,7 +32,7 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=None):
     """A drawn graph, a block for each of its nodes, on drawn links."""
     draws = random.Random(seed)
     graph = drawn(seed, count)
-    made = [Block.of_nodes(graph, (graph.nodes[i].name for i in unit)) for unit in closed(graph)]
+    made = [ModelBlock.of_nodes(graph, (graph.nodes[i].name for i in unit)) for unit in closed(graph)]
     between, inside = (Links(draws.choice([1.0, 10.0, 1000.0]), draws.choice([0.0, 0.1])) for _ in range(2))
     costs = Costs(between, DefaultCodecs(), inside)
     ranks = Devices(tuple(rank * nodes // devices for rank in range(devices)), between, inside)
@@ -240,6 +240,6 @@ def test_what_is_chosen_is_near_the_best_of_all_that_could_be_played(seed):
         for ends, of, many in itertools.product(inner, replicas, (1, 2, 3, 4, 6, 12)):
             for schedule in ("gpipe", "1f1b"):
                 if all(space.rows(many, r) for r in of) and not schedule_error(schedule, stages, many):
-                    made = predicted(space, Setting(schedule, many), Cut(0.0, (*ends, space.count), of))
+                    made = predicted(space, Setting(schedule, many), StageCut(0.0, (*ends, space.count), of))
                     best = min(best, made.seconds)
     assert best * (1 - 1e-9) <= chosen.seconds <= best * 1.1

@@ -12,11 +12,11 @@ from numpy import ndarray as Array
 from grace.kernels.constants import Placed, gaussian_reach
 from grace.kernels.torch.copies import constant
 from grace.kernels.triton import bucket_levels, buckets, rounding, tables
-from grace.kernels.triton.codec import TYPES, Codec, End, Step
+from grace.kernels.triton.codec import TYPES, End, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, LARGEST_ROW, launch
 
 
-class Numbers(Codec):
+class TritonNumbers(TritonCodec):
     """float32 or 16 bits; see :class:`~grace.compressors.cast.Cast`."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
@@ -35,7 +35,7 @@ class Numbers(Codec):
         launch(buckets.decode_numbers, len(self.owners), *given, **self.kind, N=self.span)
 
 
-class Signs(Codec):
+class TritonSigns(TritonCodec):
     """One bit per element; see :class:`~grace.compressors.efsignsgd.EFSignSGD` (scaled), ``OneBit`` (sided),
     ``SignSGD`` (voted) and ``Signum`` (moment)."""
 
@@ -73,7 +73,7 @@ class Signs(Codec):
         launch(buckets.decode_signs, len(self.owners), *given, **self.form, N=self.span)
 
 
-class Powers(Codec):
+class TritonPowers(TritonCodec):
     """See :class:`~grace.compressors.natural.Natural`."""
 
     draws = True
@@ -89,7 +89,7 @@ class Powers(Codec):
         launch(buckets.decode_powers, len(self.owners), *given, N=self.span)
 
 
-class Levels(Codec):
+class TritonLevels(TritonCodec):
     """See :class:`~grace.compressors.qsgd.QSGD`, and :class:`~grace.compressors.block.Block`.
 
     In one launch where a program reads whole buckets, and their codes begin with a byte.
@@ -176,7 +176,7 @@ class Levels(Codec):
         launch(bucket_levels.decode_levels, len(self.owners), *given, **self.scaled)
 
 
-class Ternary(Levels):
+class TritonTernary(TritonLevels):
     """See :class:`~grace.compressors.terngrad.TernGrad`."""
 
     form = bucket_levels.TERNARY
@@ -186,7 +186,7 @@ class Ternary(Levels):
         super().__init__(sizes, payloads, device, levels=1, bits=2)
 
 
-class Table(Levels):
+class Table(TritonLevels):
     """See :class:`~grace.compressors.dynamic8.Dynamic8`."""
 
     form = bucket_levels.TABLE
@@ -203,12 +203,12 @@ class Table(Levels):
         self.edges, self.entries = constant(edges, device), constant(entries, device)
 
 
-CODECS: dict[str, type[Codec]] = {
-    "numbers": Numbers,
-    "signs": Signs,
-    "powers": Powers,
-    "levels": Levels,
-    "coded": Levels,
-    "ternary": Ternary,
+CODECS: dict[str, type[TritonCodec]] = {
+    "numbers": TritonNumbers,
+    "signs": TritonSigns,
+    "powers": TritonPowers,
+    "levels": TritonLevels,
+    "coded": TritonLevels,
+    "ternary": TritonTernary,
     "table": Table,
 }

@@ -32,7 +32,7 @@ End = tuple[Sequence[int], str, Sequence[float], float, Sequence[int]]
 the status of an overflow, and addresses of received statuses."""
 
 
-class Codec:
+class TritonCodec:
     """Encodes and decodes all variables of a bucket; addresses are of contiguous tensors on one device.
 
     Args:

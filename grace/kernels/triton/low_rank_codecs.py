@@ -10,7 +10,7 @@ from numpy import ndarray as Array
 
 from grace.kernels.constants import LARGEST_FACTOR, Placed
 from grace.kernels.triton import low_rank_buckets
-from grace.kernels.triton.codec import Codec, End, Step
+from grace.kernels.triton.codec import End, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, launch
 
 R, C = 64, 128
@@ -24,7 +24,7 @@ WIDEST = 1 << 24
 """Columns of a matrix: within a tile 32 bits count elements."""
 
 
-class LowRank(Codec):
+class LowRank(TritonCodec):
     """See :class:`~grace.compressors.powersgd.PowerSGD`. Each payload is the first round's (P), and the second's (Q).
 
     ``encode`` writes P; ``receive`` takes its sum over ranks, ``follow`` writes Q, ``receive`` takes that sum, and

@@ -13,13 +13,13 @@ from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
 from grace.kernels.triton import sparse_buckets, tables
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
-from grace.kernels.triton.codec import Codec, End, Step
+from grace.kernels.triton.codec import End, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, FEWER, STEP, launch, room_of, signed, steps_of
 from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.selection import SAMPLE, STATE
 
 
-class Entries(Codec):
+class Entries(TritonCodec):
     """Base of codecs whose payloads are values with their positions."""
 
     chunk, kept = 0, 1
@@ -51,7 +51,7 @@ class Entries(Codec):
         launch(sparse_buckets.decode_entries, programs, marked, *given, weight, self.kept, **shape)
 
 
-class LargestOfChunks(Entries):
+class TritonLargestOfChunks(Entries):
     """See :class:`~grace.compressors.topk.TopK`, with chunks."""
 
     def __init__(
@@ -67,7 +67,7 @@ class LargestOfChunks(Entries):
         return self.write_end(table, end)
 
 
-class Largest(Entries):
+class TritonLargest(Entries):
     """See :class:`~grace.compressors.topk.TopK`."""
 
     least: Callable[[], float] | None = None
@@ -102,7 +102,7 @@ class Largest(Entries):
         return self.write_end(table, end)
 
 
-class LargestAbove(Largest):
+class LargestAbove(TritonLargest):
     """See :class:`~grace.compressors.threshold.Threshold`."""
 
     def __init__(
@@ -116,7 +116,7 @@ class LargestAbove(Largest):
         self.least, self.plan[:, tables.COUNT.value] = least, [count.offset for _, _, count in payloads]
 
 
-class Drawn(Codec):
+class TritonDrawn(TritonCodec):
     """See :class:`~grace.compressors.randomk.RandomK`: places that all ranks draw alike, twice, as that costs less than
     keeping them."""
 
@@ -154,12 +154,12 @@ class Drawn(Codec):
         return True
 
 
-CODECS: dict[str, type[Codec]] = {
+CODECS: dict[str, type[TritonCodec]] = {
     **VALUE_CODECS,
-    "drawn": Drawn,
-    "largest": Largest,
+    "drawn": TritonDrawn,
+    "largest": TritonLargest,
     "largest above": LargestAbove,
-    "largest of chunks": LargestOfChunks,
+    "largest of chunks": TritonLargestOfChunks,
     "low rank": LowRank,
 }
 """All codecs by name."""

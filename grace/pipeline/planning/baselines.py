@@ -10,7 +10,7 @@ from grace.pipeline.planning.predict import memory_of, predicted
 from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
 from grace.pipeline.planning.search import MOST_MICROBATCHES
 from grace.pipeline.planning.stage_costs import Setting, Space
-from grace.pipeline.planning.stage_search import Cut
+from grace.pipeline.planning.stage_search import StageCut
 from grace.planner.step import Timeline
 
 
@@ -100,7 +100,7 @@ def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | 
             own = space.recut(how(graph, stages))
         except ConfigError:  # what must be together is not
             continue
-        cut = Cut(0.0, tuple(range(1, stages + 1)), (count // stages,) * stages)
+        cut = StageCut(0.0, tuple(range(1, stages + 1)), (count // stages,) * stages)
         found += list(_predicted_plans(own, cut, stages))
     return min(found, key=lambda plan: plan.seconds, default=None)
 
@@ -109,7 +109,7 @@ def data_parallel(space: Space) -> float | None:
     """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward. It accumulates over as
     few micro-batches as memory suffices for; None if memory suffices for none."""
     graph, count = space.graph, space.devices.count
-    cut = Cut(0.0, (space.count,), (count,))
+    cut = StageCut(0.0, (space.count,), (count,))
     for many in (m for m in range(1, space.batch // count + 1) if space.batch % (m * count) == 0):
         if memory_of(space, Setting("1f1b", many, equal_stages=1), cut)[0] <= space.limit:
             break
@@ -127,7 +127,7 @@ def data_parallel(space: Space) -> float | None:
     return space.exchanges.overlapped_step(variables, count, network, Timeline(ready, before, backward))
 
 
-def _predicted_plans(space: Space, cut: Cut, stages: int) -> Iterator[Plan]:
+def _predicted_plans(space: Space, cut: StageCut, stages: int) -> Iterator[Plan]:
     """Yield the plans of a cut, over numbers of micro-batches, schedules and recomputation."""
     most = MOST_MICROBATCHES * space.devices.count
     for many in (m for m in range(1, min(space.batch, most) + 1) if space.batch % m == 0):

@@ -20,7 +20,7 @@ SWEEPS = 4
 
 
 @dataclass(frozen=True)
-class Block:
+class ModelBlock:
     """Nodes that are always in one stage.
 
     Attributes:
@@ -37,7 +37,7 @@ class Block:
     parameters: float = 0.0
 
     @classmethod
-    def of_nodes(cls, graph: Graph, names: Iterable[str]) -> "Block":
+    def of_nodes(cls, graph: Graph, names: Iterable[str]) -> "ModelBlock":
         """Return the block of some nodes of a graph."""
         nodes = [graph.nodes[i] for i in sorted(graph.index[name] for name in names)]
         parameters = {name: nbytes for node in nodes for name, nbytes in node.parameters.items()}
@@ -55,7 +55,7 @@ def fits_always(parameters: float, kept: float) -> bool:
     return True
 
 
-def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always, uncoarsen: bool = True) -> list[Block]:
+def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always, uncoarsen: bool = True) -> list[ModelBlock]:
     """Return a graph as blocks, in an order in which each reads values of earlier blocks only.
 
     Args:
@@ -85,10 +85,10 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always, uncoarsen: bo
     found = [[i for u in members for i in units[u]] for members in border.blocks()]
     while len(found) > most and _compact(graph, found, fits):
         pass
-    return [Block.of_nodes(graph, (graph.nodes[i].name for i in members)) for members in found]
+    return [ModelBlock.of_nodes(graph, (graph.nodes[i].name for i in members)) for members in found]
 
 
-def cut_at(graph: Graph, cuts: Sequence[str]) -> list[Block]:
+def cut_at(graph: Graph, cuts: Sequence[str]) -> list[ModelBlock]:
     """Return the blocks between cuts: one up to each named node, in the graph's order, and one of the rest.
 
     Raises:
@@ -103,7 +103,7 @@ def cut_at(graph: Graph, cuts: Sequence[str]) -> list[Block]:
     bounds = [0, *ends, len(names)]
     if sorted(set(bounds)) != bounds:
         raise ConfigError(f"cuts must stand in the graph's order, each once, before its last node: {', '.join(cuts)}")
-    return [Block.of_nodes(graph, names[a:b]) for a, b in itertools.pairwise(bounds)]
+    return [ModelBlock.of_nodes(graph, names[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 class _BlockBorders:
@@ -239,7 +239,7 @@ class _BlockBorders:
 def _compact(graph: Graph, found: list[list[int]], fits: Fits) -> bool:
     """Merge, in place, the two neighbouring blocks that are shortest together and fit. Return True if some were
     merged."""
-    made = [Block.of_nodes(graph, (graph.nodes[i].name for i in members)) for members in found]
+    made = [ModelBlock.of_nodes(graph, (graph.nodes[i].name for i in members)) for members in found]
     seconds = [block.forward + block.backward for block in made]
     for b in sorted(range(len(found) - 1), key=lambda b: (seconds[b] + seconds[b + 1], b)):
         if fits(made[b].parameters + made[b + 1].parameters, made[b].kept + made[b + 1].kept):

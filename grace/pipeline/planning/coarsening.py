@@ -11,7 +11,7 @@ from grace.pipeline.planning.graph import Graph
 
 Fits = Callable[[float, float], bool]
 """Function that returns True if a group fits on a device, of its bytes of parameters and its other bytes (see
-``Block.kept``)."""
+``ModelBlock.kept``)."""
 
 
 def closed(graph: Graph) -> list[list[int]]:

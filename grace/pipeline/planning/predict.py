@@ -6,10 +6,10 @@ from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.pipeline.planning.rank_layout import groups_of
 from grace.pipeline.planning.schedules import SimulatedStep, StageTimes, micro_batches_in_flight, simulate
 from grace.pipeline.planning.stage_costs import Setting, Space
-from grace.pipeline.planning.stage_search import Cut
+from grace.pipeline.planning.stage_search import StageCut
 
 
-def predicted(space: Space, setting: Setting, cut: Cut) -> Plan | None:
+def predicted(space: Space, setting: Setting, cut: StageCut) -> Plan | None:
     """Return the plan of a cut; None if its memory does not suffice."""
     memory = memory_of(space, setting, cut)
     if max(memory) > space.limit * (1 + 1e-12):
@@ -62,7 +62,7 @@ def timeline(plan: Plan) -> SimulatedStep:
     return simulate(plan.schedule, times, plan.microbatches)
 
 
-def memory_of(space: Space, setting: Setting, cut: Cut) -> list[float]:
+def memory_of(space: Space, setting: Setting, cut: StageCut) -> list[float]:
     """Return the bytes on a rank of each stage."""
     count = len(cut.ends)
     in_flight = [micro_batches_in_flight(setting.schedule, s, count, setting.microbatches) for s in range(count)]
@@ -70,7 +70,7 @@ def memory_of(space: Space, setting: Setting, cut: Cut) -> list[float]:
     return [float(space.needed_bytes(setting, replicas, most)[run]) for run, replicas, most in each]
 
 
-def _stage_times(space: Space, setting: Setting, cut: Cut, groups: Sequence[tuple[int, ...]]) -> list[StageTimes]:
+def _stage_times(space: Space, setting: Setting, cut: StageCut, groups: Sequence[tuple[int, ...]]) -> list[StageTimes]:
     """Return the seconds of each stage for a micro-batch."""
     times = []
     whole = space.batch / setting.microbatches / space.graph.rows
@@ -90,7 +90,7 @@ def _node_names(space: Space, i: int, j: int) -> list[str]:
     return sorted((name for block in space.blocks[i:j] for name in block.nodes), key=space.graph.index.__getitem__)
 
 
-def _exchange_seconds(space: Space, cut: Cut, groups: Sequence[tuple[int, ...]], stage: int) -> float:
+def _exchange_seconds(space: Space, cut: StageCut, groups: Sequence[tuple[int, ...]], stage: int) -> float:
     """Return the seconds of a stage's exchange: of tied parameters over the stages that have them, then of all over the
     replicas."""
     i, j = cut.bounds[stage]

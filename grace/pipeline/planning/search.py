@@ -15,7 +15,7 @@ from grace.pipeline.planning.predict import memory_of, predicted
 from grace.pipeline.planning.rank_layout import LAYOUTS, Devices
 from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
 from grace.pipeline.planning.stage_costs import Setting, Space
-from grace.pipeline.planning.stage_search import Cut, StageSearch
+from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
@@ -251,7 +251,7 @@ class _Candidate(NamedTuple):
     seconds: float
     number: int
     search: StageSearch
-    cut: Cut
+    cut: StageCut
     plan: Plan
 
 
@@ -305,7 +305,7 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
     free = candidate.search.replicas is None and candidate.search.by_stage is None
     ranks_move = free and not setting.equal_stages
 
-    def improves(other: Cut, under: Setting) -> bool:
+    def improves(other: StageCut, under: Setting) -> bool:
         """Adopt another cut and setting if its step is shorter."""
         nonlocal best, cut, setting
         possible = all(i < j for i, j in other.bounds) and all(
@@ -400,7 +400,7 @@ def _no_plan_message(space: Space, options: SearchOptions) -> str:
 
 def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     """Return the error that names the missing memory, of the plan whose fullest rank has least."""
-    best: tuple[float, StageSearch, Cut] | None = None
+    best: tuple[float, StageSearch, StageCut] | None = None
     for one in searches:
         by_memory = StageSearch(space, one.setting, one.stages, one.replicas, one.by_stage, by_memory=True)
         cut = by_memory.cut()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grace.pipeline.planning.blocks import Block, blocks, cut_at
+from grace.pipeline.planning.blocks import ModelBlock, blocks, cut_at
 from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
 from grace.pipeline.planning.graph import Graph, Node
 from grace.pipeline.planning.rank_layout import Devices
@@ -81,7 +81,7 @@ class Space:
     def __init__(
         self,
         graph: Graph,
-        made: Sequence[Block],
+        made: Sequence[ModelBlock],
         devices: Devices,
         exchanges: Exchanges,
         batch: int,

@@ -20,7 +20,7 @@ from grace.pipeline.planning.schedules import micro_batches_in_flight
 from grace.pipeline.planning.stage_costs import Setting, Space
 
 
-class Cut(NamedTuple):
+class StageCut(NamedTuple):
     """Blocks and replicas of all stages.
 
     Attributes:
@@ -88,13 +88,13 @@ class StageSearch:
         """Return the least cost that the longest stage can have; infinite if no cut is possible."""
         return self._solve(None)[0]
 
-    def cut(self) -> Cut | None:
+    def cut(self) -> StageCut | None:
         """Return the best cut; None if no cut is possible."""
         longest = self.longest()
         if not math.isfinite(longest):
             return None
         _, ends, replicas = self._solve(longest)
-        return Cut(longest, ends, replicas)
+        return StageCut(longest, ends, replicas)
 
     def _possible_ranks(self, left: int) -> Iterator[int]:
         """Yield the numbers of ranks that may be left for the last ``left`` stages."""

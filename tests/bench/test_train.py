@@ -19,7 +19,7 @@ from grace.bench.workloads import torch_tasks
 from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_class
 from grace.bench.workloads.torch_tasks import CharacterModel
 from grace.core.registry import known
-from tests.support.bench_runs import bench, interrupted_bench
+from tests.support.bench_runs import bench
 from tests.support.command import grace_command
 from tests.support.drawing import THOROUGH
 
@@ -308,16 +308,6 @@ def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
     assert wire * 0.95 < rows["none", 5e7]["step_ms"] < wire * 1.25 + rows["none", None]["step_ms"]
     assert rows["topk", 5e7]["step_ms"] < 0.5 * rows["none", 5e7]["step_ms"]
     assert rows["topk", 5e7]["relative_throughput"] > 2
-
-
-def test_an_interrupted_benchmark_keeps_what_is_finished(tmp_path):
-    args = ("--methods", "none", "--epochs", "1", "--seeds", "200")
-    code, err, saved = interrupted_bench("train", *args, out=tmp_path)
-    assert code == 130
-    assert err == f"grace bench train: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
-    assert not saved.complete
-    assert 0 < len(saved.rows[0]["runs"]) < 200
-    assert "interrupted" in (tmp_path / "report.html").read_text()
 
 
 def test_every_method_is_the_whole_catalogue():

@@ -200,13 +200,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, message):
     assert err.count("\n") == 1
 
 
-def test_help_says_where_to_open_the_file(tmp_path):
-    text = traced("--help", folder=tmp_path)[0]
-    for word in ("ui.perfetto.dev", "chrome://tracing", "--steps", "--skip", "--top", "GRACE_TRACE"):
-        assert word in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
 def need(engine):
     package = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}[engine]
     if importlib.util.find_spec(package) is None:

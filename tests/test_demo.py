@@ -18,13 +18,16 @@ pytestmark = pytest.mark.ranks
 GRACE = str(Path(sys.executable).with_name("grace"))
 METHODS = ("none", "block(bits=4)")
 FEWER = f"""
+from functools import partial
+from grace.bench import all as everything
 from grace.bench.step import step_settings as step
+everything.AllSettings = partial(everything.AllSettings, model="mlp")
 step.QUICK_METHODS = {METHODS}
 step.QUICK_ROUNDS = 1
 from grace.cli.main import app
 app()
 """
-"""``grace`` with fewer methods and rounds: the demo as it is takes two to three minutes of both cores."""
+"""``grace`` with a small model, few methods and rounds: as it is the demo takes two to three minutes of both cores."""
 
 
 @pytest.fixture(scope="module")

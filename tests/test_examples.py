@@ -34,12 +34,12 @@ def run_under(name, example):
     env = environment()
     if name == "mpirun-mpi":  # where Horovod is installed, mpirun means Horovod
         env["GRACE_BACKEND"] = "mpi"
-    program = command(name, 2, str(example), "--compressor", "topk(ratio=0.05)", "--epochs", "5")
+    program = command(name, 2, str(example), "--compressor", "topk(ratio=0.05)", "--epochs", "3")
     done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     engine = {"horovodrun-gloo": "Horovod (Gloo)", "mpirun-mpi": "MPI (Open MPI)"}.get(name, "Horovod (MPI)")
     assert done.stdout.count(f"topk(ratio=0.05) on {engine}, rank 0 of 2") == 1, done.stdout
-    assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout).group(1)) > 80
+    assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout).group(1)) > 60
     return done
 
 
@@ -63,17 +63,18 @@ def need(example):
 )
 def test_an_example_trains_and_prints_once_which_engine_it_is_on(launcher, example, method, engine):
     need(example)
-    done = run(launcher, "--compressor", method, "--epochs", "10", example=example)
+    done = run(launcher, "--compressor", method, "--epochs", "4", example=example)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == f"{method} on {engine}"
     accuracy, sent = re.fullmatch(r"test accuracy ([\d.]+)%, ([\d,]+) bytes sent by this rank", second).groups()
-    assert float(accuracy) > 93
+    assert float(accuracy) > 85
     assert (sent == "0") == (engine == ALONE)
 
 
-LAUNCHED = [(name, EXAMPLE) for name in (ENGINES if THOROUGH else ["horovodrun-gloo", "mpirun-mpi"])]
-LAUNCHED += zip(["horovodrun-gloo", "mpirun-mpi"], TENSORFLOW, strict=True)
+LAUNCHED = [("mpirun-mpi", EXAMPLE), ("horovodrun-gloo", TENSORFLOW[0])]
+if THOROUGH:
+    LAUNCHED = [(name, example) for name in ENGINES for example in (EXAMPLE, *TENSORFLOW)]
 
 
 @pytest.mark.slow
@@ -114,26 +115,24 @@ def test_a_frameworks_example_trains_on_two_ranks(name, tmp_path):
     assert len(marked) == 2
 
 
+RARE = pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: tests/in_torch/pipeline has such stages")
 PIPELINE = EXAMPLES / "torch" / "pipeline.py"
 
 
-def test_the_pipelines_example_trains_where_mpirun_starts_the_ranks():
-    if not available("mpirun-mpi"):
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "asked"),
+    [
+        pytest.param("torchrun", 4, ("--stages", "2"), marks=RARE),
+        ("mpirun-mpi", 3, ("--replicas", "1", "2")),
+    ],
+    ids=["2 x 2", "1 and 2"],
+)
+def test_the_pipelines_example_trains_in_stages_with_replicas(launcher, ranks, asked):
+    if launcher != "torchrun" and not available(launcher):
         pytest.skip("mpi4py is not installed (make horovod)")
-    program = command("mpirun-mpi", 2, str(PIPELINE), "--stages", "2", "--steps", "10", "--vocabulary", "512")
+    program = command(launcher, ranks, str(PIPELINE), *asked, "--steps", "20", "--vocabulary", "512")
     env = {**environment(), "GRACE_BACKEND": "torch"}
     done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("nats after 10 steps") == 1
-
-
-@pytest.mark.parametrize(
-    ("ranks", "asked"),
-    [(4, ("--stages", "2")), (3, ("--replicas", "1", "2"))],
-    ids=["2 x 2", "1 and 2"],
-)
-def test_the_pipelines_example_trains_in_stages_with_replicas(ranks, asked):
-    done = run(command("torchrun", ranks), *asked, "--steps", "20", "--vocabulary", "512", example=PIPELINE)
-    assert done.returncode == 0, done.stderr
-    loss = float(re.search(r"loss ([\d.]+) nats after 20 steps", done.stdout).group(1))
-    assert loss < 4.0  # ln 512 is 6.2
+    (loss,) = re.findall(r"loss ([\d.]+) nats after 20 steps", done.stdout)
+    assert float(loss) < 4.0  # ln 512 is 6.2

@@ -20,6 +20,7 @@ import typer
 import grace
 from grace.cli import main as cli
 from tests.support.command import grace_command
+from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import Launched
 from tests.support.frameworks import torchrun
 from tests.support.pool import Ranks
@@ -110,7 +111,7 @@ def registry():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", TORCH + KERAS, **NAMED)
+@pytest.mark.parametrize("page", TORCH + (KERAS if THOROUGH else []), **NAMED)  # those run on two ranks, too
 def test_a_pages_code_runs(page, alone, tmp_path, monkeypatch):
     if page in KERAS:
         pytest.importorskip("tensorflow", exc_type=ImportError)

@@ -16,12 +16,10 @@ from grace.bench.common.results import Results
 from grace.bench.kernels import device_timing, kernel_tables, rivals
 from grace.bench.kernels.timing import times_ms
 from grace.bench.step import one_gpu
-from grace.bench.step.step_command import command as step_command
 from grace.bench.step.step_rows import EngineRows
 from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
-from grace.errors import ConfigError
 
 
 class Scripted(HostClock):
@@ -181,22 +179,3 @@ def test_models_of_gpus_have_the_sizes_that_they_are_known_by():
         work = workload("gpt2", 0)
         assert sum(p.numel() for p in work.model.parameters()) == 124_439_808
         assert work.model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 50_257)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"device": "tpu"}, "--device is cpu or cuda, not 'tpu'"),
-        ({"device": "cuda", "sharded": 2}, "over a simulated wire: leave out --sharded"),
-        ({"device": "cuda", "engine": "mpi"}, "leave out --engine mpi"),
-        pytest.param(
-            {"device": "cuda"},
-            "--device cuda: torch sees no GPU here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-    ],
-)
-def test_steps_on_a_gpu_are_refused_before_anything_starts(tmp_path, given, says):
-    with pytest.raises(ConfigError, match=says):
-        step_command(**given, out=tmp_path / "new")
-    assert not (tmp_path / "new").exists()

@@ -23,9 +23,9 @@ COMMAND = [sys.executable, str(ROOT / "tools/on_device.py")]
 PARTS_OF_TESTS = "tests.programs.device_parts"
 
 
-def started(*options, **more):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*COMMAND, *options], env=env, capture_output=True, text=True, timeout=HANGS, **more)
+def started(*options, program=COMMAND, **environment):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([*program, *options], env=env, capture_output=True, text=True, timeout=HANGS, cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -33,7 +33,9 @@ def started(*options, **more):
 def test_every_part_finds_something_out_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     pytest.importorskip("transformers")
-    done = started("--interpret", "--methods", "qsgd", "--sizes", "1024", "--out", str(tmp_path))
+    program = [sys.executable, "-m", "tests.programs.device_here"]  # parts' own processes are tried below
+    given = ["--interpret", "--methods", "qsgd", "--sizes", "1024", "--out", str(tmp_path)]
+    done = started(*given, program=program, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     report, page = json.loads((tmp_path / "on_device.json").read_text()), (tmp_path / "on_device.md").read_text()
     assert done.returncode == 0, done.stdout + page
     assert report["ended"] == "whole"

@@ -10,7 +10,6 @@ from grace.bench.pipeline.pipeline_command import SWEEP
 from grace.bench.pipeline.pipeline_settings import CHOSEN, KNOWN, PipelineSettings
 from grace.bench.ranks import sweep
 from grace.bench.workloads.pipelines import MODELS, cuttable
-from grace.errors import ConfigError
 from tests.support.bench_runs import bench
 from tests.support.command import grace_command
 
@@ -49,23 +48,6 @@ def test_other_shares_of_ranks_are_other_cuts():
     found = judge(scenario(cut(CHOSEN, "a", 1.0, 1.0), cut("2", None, 1.0, 2.0, (2,)), cut("1-1", "a", 1.0, 1.5)))
     assert found.regret == 0
     assert len(merged(scenario(cut("2", None, 1.0, 2.0, (2,)), cut("1-1", "a", 1.0, 1.5))["cuts"])) == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"models": []}, "no models"),
-        ({"models": ["vgg"]}, "unknown model 'vgg'"),
-        ({"compressors": ["zip"]}, "zip"),
-        ({"ranks": 1}, "--ranks must be between 2 and 1000"),
-        ({"ranks": 4, "stages": 3}, "--stages must divide the 4 ranks"),
-        ({"schedule": "zbv"}, "gpipe or 1f1b"),
-        ({"blocks": 0}, "--blocks must be at least 1"),
-    ],
-)
-def test_what_cannot_work_is_refused(given, message):
-    with pytest.raises(ConfigError, match=message):
-        PipelineSettings(**given)
 
 
 def test_a_file_goes_on_with_other_numbers_of_ranks(tmp_path, monkeypatch):

@@ -119,6 +119,12 @@ def probed(path, text, *flags, width=1280):
     return json.loads(html.unescape(found[-1])), said
 
 
+def small(kind, methods):
+    """Results of a kind of few methods, in as few cases as all figures need."""
+    cases = {"step": {"bandwidths": [1e8, 1e9], "ranks": [2, 4]}, "kernels": {"tensors": ["gaussian", "captured"]}}
+    return results(kind, methods=methods, **cases.get(kind, {}))
+
+
 @pytest.fixture(scope="module")
 def whole():
     """The page of results of all kinds."""
@@ -131,7 +137,7 @@ def whole():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_writes_a_file_for_a_folder_or_a_file(kind, tmp_path):
     few = ["none", "qsgd", "topk(ratio=0.01) | qsgd(levels=127)"]
-    file, _ = results(kind, methods=few).save(tmp_path / "run")
+    file, _ = small(kind, few).save(tmp_path / "run")
     out = tmp_path / "new" / "page.html"
     said, err = run(file if kind == "step" else file.parent, "-o", out)
     assert err == ""
@@ -184,7 +190,7 @@ def test_rows_without_what_identifies_them_are_named(tmp_path):
         write_report(tmp_path / "x.html", [])
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write"):
-        write_report(tmp_path / "file" / "x.html", [step(methods=["qsgd"])])
+        write_report(tmp_path / "file" / "x.html", [step(["qsgd"], [1e9], [2])])
 
 
 # -- what is in it -------------------------------------------------------------------------------------------
@@ -196,7 +202,7 @@ def test_it_says_what_was_measured_where_and_how(whole):
         assert text in head
     assert head.index("12 of 13 methods pay") < head.index("16 cores")  # the verdict comes first
     assert "Incomplete" not in whole
-    stopped = step(methods=["qsgd"])
+    stopped = step(["qsgd"], [1e9], [2])
     stopped.complete = False
     assert "Incomplete: interrupted" in page([stopped])
 
@@ -219,7 +225,7 @@ def test_few_rows_are_enough(kind, count):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unknown_values_are_dashes(kind, every):
-    some = results(kind, methods=list(METHODS)[:5])
+    some = small(kind, list(METHODS)[:5])
     kept = {"name", "kind", "method", "engine", "ranks", "bandwidth", "tensor"}
     for i, row in enumerate(some.rows[::every]):
         for key in row.keys() - kept:
@@ -287,7 +293,7 @@ def test_labels_and_headings_differ():
 
 @pytest.mark.parametrize("kind", ["kernels", "step"])
 def test_one_method_far_from_the_others_does_not_stretch_the_axis(kind):
-    some = results(kind, methods=["none", "cast", "natural", "qsgd"])
+    some = small(kind, ["none", "cast", "natural", "qsgd"])
     key = {"kernels": "encode_copies", "step": "step_ms"}[kind]
     some.rows[-1][key] *= 1000
     if kind == "step":
@@ -300,9 +306,8 @@ def test_one_method_far_from_the_others_does_not_stretch_the_axis(kind):
     assert sorted(ticks)[-2] < 0.1 * max(ticks)  # the number at the end of its bar is far beyond the axis
 
 
-@pytest.mark.slow
 def test_one_thread_is_no_plural():
-    one, several = kernels(), kernels()
+    one, several = (kernels(["none"], ["gaussian"]) for _ in range(2))
     one.settings["threads"], several.settings["threads"] = 1, 2
     assert "1 thread," in page([one])
     assert "2 threads," in page([several])
@@ -314,13 +319,12 @@ def test_every_panel_names_all_methods(whole):
         assert {short(method) for method in METHODS} <= words
 
 
-@pytest.mark.slow
 def test_which_figures_there_are_depends_on_what_was_measured():
     few = ["qsgd", "topk(ratio=0.01)", "randomk(ratio=0.01)"]
     looks = methods_looks([step(few)])
     one = step(few, bandwidths=[None], ranks=[2])
     assert [figure.title for figure in step_figures(one.rows, looks, "s")] == ["Where the time of a step goes"]
-    titles = [figure.title for figure in step_figures(step(few).rows, looks, "s")]
+    titles = [figure.title for figure in step_figures(small("step", few).rows, looks, "s")]
     assert titles[1:] == ["Speedup against bandwidth", "Throughput against the number of ranks"]
     some = train(few)
     *_, target = train_figures(some.rows, some.settings, looks, "t")

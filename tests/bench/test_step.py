@@ -16,7 +16,6 @@ from grace.bench.step.step_rows import compare_with_plain
 from grace.bench.step.step_settings import BOUND
 from grace.bench.step.step_verdicts import verdict_text
 from tests.support.bench_runs import bench, interrupted_bench
-from tests.support.command import grace_command
 
 pytestmark = pytest.mark.ranks
 
@@ -48,13 +47,6 @@ def run(folder, *args, code=0, launcher=()):
     """Return stdout, stderr and the results of the command."""
     out, err = bench("step", *args, "--out", "out", code=code, cwd=folder, launcher=launcher, OMP_NUM_THREADS="1")
     return out, err, record.load(folder / "out") if code == 0 else None
-
-
-def check_refused(folder, args, message):
-    """Check that the command refuses arguments in one line before anything starts."""
-    code, out, err = grace_command("bench", "step", *args, folder=folder)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
 
 
 @pytest.fixture(scope="module")
@@ -216,28 +208,6 @@ def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
     assert out.count("mine:wide, 2 ranks") == 1  # rank 0 alone speaks
     assert {row["name"] for row in results.rows} >= {BOUND, "DDP", "topk"}
     assert results.complete
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--model", "vgg"], "unknown model 'vgg'; known: transformer, resnet, resnet50, gpt2, lstm, ncf, mlp, or"),
-        (["--model", "mine:nothing"], "mine has no function 'nothing'"),
-        (["--model", "nowhere:f"], "cannot import nowhere"),
-        (["--engine", "smoke"], "unknown engine 'smoke'; known: torch, horovod, mpi"),
-        (["--methods", "topq"], "did you mean 'topk'?"),
-        (["--bandwidth", "1gb"], "a bandwidth is a number"),
-        (["--baselines", "nccl"], "unknown baseline 'nccl'; known: ddp, horovod, or none"),
-        (["--baselines", "none", "--methods", ""], "nothing is to be compared"),
-        (["--strategy", "nothere"], "unknown builder 'nothere'; known: "),
-        (["--strategy", "nothere.yaml"], "there is no strategy file nothere.yaml"),
-        (["-n", "two"], "--ranks are whole numbers separated by commas"),
-        (["-n", "0"], "--ranks must be between 1 and 1000, not 0"),
-        (["--rounds", "0"], "--rounds must be at least 1, not 0"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_starts(folder, args, message):
-    check_refused(folder, args, message)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from grace.bench.step.step_settings import SHARDS_ALONE
-from tests.bench.test_step import REASON, check_refused, run
+from tests.bench.test_step import REASON, run
 
 pytestmark = pytest.mark.ranks
 
@@ -54,20 +54,3 @@ def test_ranks_that_a_launcher_has_started_form_shard_groups(folder):
     *_, results = run(folder, *args, launcher=torchrun)
     assert [(row["name"], row["ranks"]) for row in results.rows] == [(SHARDS_ALONE, 4), ("topk under FSDP2", 4)]
     assert results.complete
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["-n", "4", "--sharded", "3"], "--sharded 3 must divide the 4 ranks into two replicas or more"),
-        (["-n", "2", "--sharded", "2"], "--sharded 2 must divide the 2 ranks into two replicas or more"),
-        (["-n", "4", "--sharded", "-1"], "--sharded -1 must divide"),
-        (["-n", "4", "--sharded", "2", "--ddp-hook"], "--ddp-hook is not for --sharded"),
-        (["-n", "4", "--sharded", "2", "--bucket-bytes", "9"], "--bucket-bytes is not for --sharded"),
-        (["-n", "4", "--sharded", "1", "--reduce-scatter", "block"], "shard groups of 2 ranks or more"),
-        (["-n", "4", "--sharded", "2", "--reduce-scatter", "blok"], "did you mean 'block'?"),
-        (["-n", "4", "--reduce-scatter", "block"], "--reduce-scatter is for --sharded"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_starts(folder, args, message):
-    check_refused(folder, args, message)

@@ -19,8 +19,7 @@ from grace.bench.workloads import torch_tasks
 from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_class
 from grace.bench.workloads.torch_tasks import CharacterModel
 from grace.core.registry import known
-from tests.support.bench_runs import bench, interrupted_bench
-from tests.support.command import grace_command
+from tests.support.bench_runs import bench
 from tests.support.drawing import THOROUGH
 
 pytestmark = pytest.mark.ranks
@@ -40,12 +39,15 @@ def run(*args, **options):
     return bench("train", *args, **options)
 
 
+ALONE = "diloco(period=8, compressor='block(bits=4)')"
+
+
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """One short run; (stdout, stderr, folder, results)."""
     folder = tmp_path_factory.mktemp("train") / "new" / "folder"
     # topk with every element would need 64 bits, so its gradients travel as those of none
-    args = ["--epochs", "2", "--methods", "none,topk(ratio=1.0),topk", "--seeds", "2", "--target", "0.5"]
+    args = ["--epochs", "2", "--methods", f"none,topk(ratio=1.0),topk,{ALONE}", "--seeds", "2", "--target", "0.5"]
     (decoy := tmp_path_factory.mktemp("cwd") / "grace").mkdir()
     (decoy / "__init__.py").write_text("raise SystemExit('the wrong grace')")
     out, err = run(*args, "--out", str(folder), cwd=decoy.parent if sys.version_info >= (3, 11) else None)
@@ -62,15 +64,15 @@ def test_the_table_has_one_row_per_method_and_nothing_is_on_stderr(short):
         out,
         re.MULTILINE,
     )
-    assert [row[0] for row in rows] == ["none", "topk(ratio=1.0)", "topk"]
-    assert [row[1] for row in rows] == ["1.20 MB", "1.20 MB", "23.3 kB"]
+    assert [row[0] for row in rows] == ["none", "topk(ratio=1.0)", "topk", ALONE.split()[0]]
+    assert [row[1] for row in rows[:3]] == ["1.20 MB", "1.20 MB", "23.3 kB"]
     assert "How to read it" in out
     assert max(len(line) for line in out.splitlines() if str(short[2]) not in line) <= 80
 
 
 def test_bytes_and_bits_are_those_of_the_payloads(short):
     *_, saved = short
-    none, _, topk = saved.rows
+    none, _, topk, _ = saved.rows
     n = 301_066
     assert saved.settings["parameters"] == n
     assert 4 * n <= none["sent_bytes_per_step"] <= 4 * n + 64
@@ -85,7 +87,7 @@ def test_bytes_and_bits_are_those_of_the_payloads(short):
 
 def test_every_method_starts_from_the_same_weights_and_sees_the_same_data(short):
     *_, saved = short
-    none, dense, _ = saved.rows
+    none, dense, *_ = saved.rows
     for mine, other in zip(none["runs"], dense["runs"], strict=True):
         assert [point[-1] for point in mine["curve"]] == [point[-1] for point in other["curve"]]
     first, second = (run["curve"] for run in none["runs"])
@@ -107,7 +109,7 @@ def test_times_are_those_of_the_steps(short):
 def test_the_target_is_reached_at_the_first_point_that_is_good_enough(short):
     *_, saved = short
     assert saved.settings["target"] == 0.5
-    for row in saved.rows:
+    for row in saved.rows[:3]:
         firsts = [next(point for point in run["curve"] if point[-1] >= 0.5) for run in row["runs"]]
         assert row["reached"] == 2
         assert row["seconds_to_target"] == pytest.approx(sum(point[2] for point in firsts) / 2)
@@ -116,7 +118,7 @@ def test_the_target_is_reached_at_the_first_point_that_is_good_enough(short):
 
 def test_results_record_how_they_were_made(short):
     *_, folder, saved = short
-    assert saved.command.startswith("grace bench train --epochs 2 --methods 'none,topk(ratio=1.0),topk' --seeds 2")
+    assert saved.command.startswith("grace bench train --epochs 2 --methods 'none,topk(ratio=1.0),topk,diloco")
     assert saved.complete
     assert saved.seconds > 1
     assert saved.versions["torch"] == torch.__version__
@@ -133,23 +135,21 @@ def test_results_record_how_they_were_made(short):
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "report.html"}
 
 
-def test_methods_that_train_alone_send_in_rounds_and_are_evaluated_at_the_anchor(tmp_path):
-    alone = "diloco(period=4, compressor='block(bits=4)')"
-    out, err = run("--epochs", "1", "--seeds", "1", "--methods", f"none,{alone}", "--out", str(tmp_path))
-    assert err == ""
-    assert alone[:8] in out
-    none, outer = results.load(tmp_path).rows
+def test_methods_that_train_alone_send_in_rounds_and_are_evaluated_at_the_anchor(short):
+    out, _, folder, saved = short
+    assert ALONE[:8] in out
+    *_, outer = saved.rows
     steps = outer["runs"][0]["steps"]
-    assert (none["runs"][0]["steps"], steps) == (22, 22)
+    assert steps == 44
     bits = grace.make("compressor", "block(bits=4)").wire_bits
     payload = sum(bits(tuple(p.shape)) * p.numel() / 8 for p in torch_tasks.network(0).parameters())
-    rounds = 22 // 4 + 1  # and the last one, at the end
+    rounds = 44 // 8 + 1  # and the last one, at the end
     assert outer["sent_bytes_per_step"] * steps == pytest.approx(rounds * payload, rel=0.01)
     assert outer["bits_per_element"] == pytest.approx(rounds / steps * 4.07, rel=0.01)
     qualities = [point[-1] for point in outer["runs"][0]["curve"]]
-    assert len(set(qualities[:3])) == 1  # the anchor stays where it was until the first round
-    assert qualities[-1] == outer["quality"] > qualities[0]
-    report = (tmp_path / "report.html").read_text()
+    assert len(set(qualities[:6])) == 1  # the anchor stays where it was until the first round
+    assert qualities[-1] == outer["runs"][0]["quality"] > qualities[0]
+    report = (folder / "report.html").read_text()
     assert "against bytes" in report
     assert "against seconds" in report
 
@@ -197,7 +197,12 @@ class Clicks(Recommender):
 """
 
 
-@pytest.mark.parametrize(("task", "chance"), [("Text", 4.7), ("Clicks", 0.694)])
+RARE = pytest.mark.skipif(
+    not THOROUGH, reason="left to `make thorough`: its model is trained by a step of each framework"
+)
+
+
+@pytest.mark.parametrize(("task", "chance"), [pytest.param("Text", 4.7, marks=RARE), ("Clicks", 0.694)])
 def test_every_method_is_trained_with_each_optimizer(tmp_path, task, chance):
     (tmp_path / "mine.py").write_text(SHORT_TASKS)
     args = ["--task", f"mine:{task}", "--epochs", "2", "--methods", "none,block(bits=8)", "--seeds", "1"]
@@ -234,19 +239,6 @@ def test_a_gpt_has_about_as_many_parameters_as_are_asked_for(framework):
         assert task.rate("adamw") == pytest.approx(6e-3 * 48 / task.width)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"optimizers": ["lion"]}, "unknown optimizer 'lion'; known: sgd, adamw"),
-        ({"optimizers": ["adamw", "sgd"], "rates": {"none": 0.1}}, "is for one optimizer"),
-        ({"size": 10_000}, "the model of the task digits has one size"),
-    ],
-)
-def test_optimizers_and_sizes_that_cannot_be_are_refused(changed, message):
-    with pytest.raises(grace.ConfigError, match=message):
-        TrainSettings(methods=["none"], **changed)
-
-
 OWN = """
 import torch
 from grace.bench.workloads.torch_tasks import InTorch
@@ -279,22 +271,6 @@ def test_a_task_of_ones_own(tmp_path):
     assert saved.rows[0]["quality"] < saved.rows[0]["curve"][0][-1]
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("mine:Lines", "mine has no function 'Lines'"),
-        ("nothere:Line", "cannot import nothere"),
-        ("mine:torch.nn", "mine has no function"),
-        ("mine:wrong", "must return a grace.bench.workloads.Task, not int"),
-        ("lines", "known: chargpt, charlm, digits, digits-cnn, recommender, or module:function"),
-    ],
-)
-def test_a_task_that_is_none_is_refused(tmp_path, task, message):
-    (tmp_path / "mine.py").write_text(f"{OWN}\ndef wrong(): return 1")
-    code, _, err = grace_command("bench", "train", "--task", task, "--methods", "none", folder=tmp_path)
-    assert (code, message in err) == (2, True), err
-
-
 @pytest.mark.alone
 @pytest.mark.skipif(bool(possible()), reason=f"no link can be emulated here: {possible()}")
 def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
@@ -308,16 +284,6 @@ def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
     assert wire * 0.95 < rows["none", 5e7]["step_ms"] < wire * 1.25 + rows["none", None]["step_ms"]
     assert rows["topk", 5e7]["step_ms"] < 0.5 * rows["none", 5e7]["step_ms"]
     assert rows["topk", 5e7]["relative_throughput"] > 2
-
-
-def test_an_interrupted_benchmark_keeps_what_is_finished(tmp_path):
-    args = ("--methods", "none", "--epochs", "1", "--seeds", "200")
-    code, err, saved = interrupted_bench("train", *args, out=tmp_path)
-    assert code == 130
-    assert err == f"grace bench train: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
-    assert not saved.complete
-    assert 0 < len(saved.rows[0]["runs"]) < 200
-    assert "interrupted" in (tmp_path / "report.html").read_text()
 
 
 def test_every_method_is_the_whole_catalogue():
@@ -439,7 +405,7 @@ def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
-    methods, seeds = (METHODS, 2) if THOROUGH else (("none", "topk(ratio=0.01)", "powersgd(rank=2)"), 1)
+    methods, seeds = (METHODS, 2) if THOROUGH else (("none", "topk(ratio=0.01)"), 1)
     args = ["--methods", ",".join(methods), "--seeds", str(seeds), "--epochs", "12"]
     run(*args, "--out", str(tmp_path))
     qualities = {row["method"]: row["quality"] for row in results.load(tmp_path).rows}
@@ -457,9 +423,3 @@ def test_strategies_are_trained_with_too(tmp_path):
     assert planned["method"] == "auto(methods=['fp16'])"
     assert planned["quality"] > 0.9
     assert 16 < planned["bits_per_element"] < 40  # plain steps, and trials that send up to 64
-
-
-def test_a_strategy_that_cannot_be_built_is_refused(tmp_path):
-    *_, err = grace_command("bench", "train", "--methods", "auto(quality=best)", "--out", str(tmp_path))
-    assert "quality" in err
-    assert "feedback" in err

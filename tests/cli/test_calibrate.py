@@ -98,19 +98,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(fo
     assert said in err
 
 
-def test_help_helps():
-    code, out, _ = grace_command("calibrate", "--help")
-    assert code == 0
-    for word in (
-        "torchrun --nproc-per-node 4 --no-python grace calibrate",
-        "--quick",
-        "--methods",
-        "--show",
-        "30 days",
-    ):
-        assert word in " ".join(out.split())
-
-
 @pytest.mark.ranks
 def test_ranks_measure_links_and_methods(folder):
     grace = Path(sys.executable).with_name("grace")

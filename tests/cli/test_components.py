@@ -290,18 +290,3 @@ def test_the_program_exits_with_2_after_a_mistake():
     assert "did you mean 'topk'?" in err
     assert err.count("\n") == 1
     assert out == ""
-
-
-def test_help_lists_commands_and_options():
-    text = said("--help")
-    for command in ("list", "describe", "demo", "bench"):
-        assert re.search(rf"│ {command} ", text)
-    text = said("demo", "--help")
-    for option in ("--ranks", "--out"):
-        assert option in text
-    text = said("bench", "train", "--help")
-    for option in ("--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out", "--quick", "--bandwidth"):
-        assert option in text
-    text = said("bench", "--help")
-    for command in ("all", "kernels", "step", "train", "compare", "link"):
-        assert re.search(rf"│ {command} ", text)

@@ -10,6 +10,31 @@ from tests.support.command import grace_command
 WRITING = ["bench step", "bench train", "bench kernels", "bench all", "demo", "report", "trace", "strategy build"]
 
 
+HELPS = {
+    "": ["│ list ", "│ describe ", "│ demo ", "│ bench "],
+    "demo": ["--ranks", "--out"],
+    "bench": [f"│ {command} " for command in ("all", "kernels", "step", "train", "compare", "link")],
+    "bench train": ["--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out", "--quick", "--bandwidth"],
+    "plan": [
+        *("grace plan --model train:net -n 8 --bandwidth 1gbit --latency 50us -o s.yaml", "--calibration"),
+        *("--quality", "--report", "--json", "grace launch -n 8 --strategy s.yaml", "3 % faster"),
+    ],
+    "calibrate": [
+        *("torchrun --nproc-per-node 4 --no-python grace calibrate", "--quick", "--methods", "--show", "30 days"),
+    ],
+    "trace": ["ui.perfetto.dev", "chrome://tracing", "--steps", "--skip", "--top", "GRACE_TRACE"],
+    "launch": ["--resources", "--engine", "--ranks", "--strategy", "--dry-run", "--port", "python train.py"],
+}
+
+
+@pytest.mark.parametrize("command", HELPS)
+def test_help_names_options_and_how_to_start(command):
+    code, out, _ = grace_command(*command.split(), "--help")
+    assert code == 0
+    assert [word for word in HELPS[command] if word not in " ".join(out.split())] == []
+    assert max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("command", WRITING)
 def test_what_is_written_goes_to_out_or_o(command):
     code, text, _ = grace_command(*command.split(), "--help")

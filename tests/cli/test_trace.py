@@ -14,6 +14,7 @@ import grace
 from grace.exchange.tracing.summary import summarize
 from grace.exchange.tracing.timeline import RankTrace, load, merged, missing
 from tests.support.command import grace_command
+from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import BIN, environment
 from tests.support.limits import HANGS
 
@@ -21,6 +22,7 @@ GRACE = [sys.executable, "-m", "grace.cli.main", "trace"]
 ROOT = str(Path(grace.__file__).parents[1])
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MS = 1_000_000
+RARE = pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: another engine is traced")
 
 
 def traced(*args, folder, code=0, **variables):
@@ -198,13 +200,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, message):
     assert err.count("\n") == 1
 
 
-def test_help_says_where_to_open_the_file(tmp_path):
-    text = traced("--help", folder=tmp_path)[0]
-    for word in ("ui.perfetto.dev", "chrome://tracing", "--steps", "--skip", "--top", "GRACE_TRACE"):
-        assert word in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
 def need(engine):
     package = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}[engine]
     if importlib.util.find_spec(package) is None:
@@ -241,7 +236,7 @@ def check(path, out, steps):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", ["torch", pytest.param("horovod", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("horovod", marks=RARE)])
 def test_a_program_is_run_and_its_ranks_are_traced(tmp_path, engine):
     need(engine)
     program = [str(BIN / "python"), str(PROGRAMS / "traced.py"), "topk(ratio=0.1)"]
@@ -253,7 +248,7 @@ def test_a_program_is_run_and_its_ranks_are_traced(tmp_path, engine):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "how"), [("horovod", "graph"), ("mpi", "eager")])
+@pytest.mark.parametrize(("engine", "how"), [("horovod", "graph"), pytest.param("mpi", "eager", marks=RARE)])
 def test_keras_is_traced(tmp_path, engine, how):
     need(engine)
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -264,7 +259,7 @@ def test_keras_is_traced(tmp_path, engine, how):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", ["torch", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=RARE), "mpi"])
 def test_what_a_program_that_fails_has_recorded_is_kept(tmp_path, engine):
     need(engine)
     program = [str(BIN / "python"), str(PROGRAMS / "traced.py"), "topk(ratio=0.1)", "1000", "7"]

@@ -230,13 +230,6 @@ def test_the_default_engine_is_the_first_that_is_installed(monkeypatch):
         assert default_engine() == engine
 
 
-def test_help_says_what_it_does():
-    text = launched("--help")[0]
-    for word in ("--resources", "--engine", "--ranks", "--strategy", "--dry-run", "--port", "python train.py"):
-        assert word in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from grace.errors import missing_extra
 try:
     from matplotlib import rc_context
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Drawing
     from matplotlib.text import Text
     from matplotlib.ticker import LogLocator, NullLocator
@@ -33,6 +34,7 @@ INK, MUTED, GRID, PAPER = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF"
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card", PALETTE[0]: "--blue"}
 VARIABLES |= {grey: f"--grey{i}" for i, grey in enumerate(GREYS)}
 """Colours that the style sheet replaces in dark mode."""
+REPLACED = re.compile(f"({'|'.join(VARIABLES)})(?![0-9a-f])", re.IGNORECASE)
 WIDTH = 400
 """Width of a panel, in CSS pixels."""
 LABEL = 70
@@ -45,6 +47,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": GRID,
     "axes.facecolor": "none",
+    "figure.facecolor": "none",
     "axes.grid": True,
     "axes.spines.left": False,
     "axes.spines.right": False,
@@ -184,7 +187,8 @@ def svg(drawing: Drawing, name: str, about: str) -> str:
     with rc_context({**STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
         # Browsers have fonts with the letters that matplotlib's own one lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        drawing.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
+        # Not savefig, which draws twice: first to lay out.
+        FigureCanvasSVG(drawing).print_svg(file, metadata=NO_METADATA)
     body = file.getvalue().partition("<svg")[2].partition(">")[2]
     width, height = 72 * drawing.get_size_inches()
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" style="min-width: {SMALLEST * width:.0f}px"'
@@ -197,9 +201,7 @@ def _tag_for_page(tag: re.Match[str]) -> str:
     digits."""
     text = re.sub(r'<g id="[^"]*"', "<g", tag[0]).replace("xlink:href", "href").replace("\n", "")
     text = re.sub(r"(\d+\.\d\d)\d+", r"\1", text)
-    for color, variable in VARIABLES.items():
-        text = re.sub(f"{color}(?![0-9a-f])", f"var({variable})", text, flags=re.IGNORECASE)
-    return text
+    return REPLACED.sub(lambda color: f"var({VARIABLES[color[0].upper()]})", text)
 
 
 def named(page: str) -> tuple[str, str]:

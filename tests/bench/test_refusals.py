@@ -1,0 +1,108 @@
+"""What ``grace bench`` refuses: in a line, before anything starts."""
+
+import pytest
+import torch
+
+from tests.support.command import grace_command
+
+MINE = """
+import torch
+
+def number(): return 7
+"""
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+REFUSED = {
+    "kernels": [
+        (["--size", "25MB"], "as in 4096, 1e6, 2.5M or 25M, not '25MB'"),
+        (["--size", "10"], "--size is between 1,000 and 2,147,483,647 elements, not 10"),
+        (["--size", "3G"], "not 3,000,000,000"),
+        (["--device", "tpu"], "--device is cpu or cuda, not 'tpu'"),
+        (["--tensors", "real"], "unknown tensor 'real'; known: gaussian, heavy-tailed, captured"),
+        (["--tensors", ","], "--tensors: at least one is needed"),
+        (["--methods", "topq"], "did you mean 'topk'?"),
+        (["--methods", ""], "--methods: at least one is needed"),
+        (["--methods", "qsgd", "--memory", "dgc"], "memory dgc cannot serve qsgd"),
+        (["--repeats", "0"], "--repeats must be at least 1, not 0"),
+        (["--threads", "-1"], "--threads must be at least 1, not -1"),
+        (["--out", __file__], "cannot write to"),
+        pytest.param(["--device", "cuda"], "--device cuda: torch sees no GPU here", marks=NO_GPU),
+    ],
+    "link": [
+        (["--bandwidth", "fast"], "as in 800kbit, 100mbit or 2.5gbit, not 'fast'"),
+        (["--bandwidth", "1gbit,"], "not ''"),
+        (["--ranks", "1"], "--ranks is 1"),
+        (["--seconds", "0"], "--seconds is above 0"),
+    ],
+    "step": [
+        (["--model", "vgg"], "unknown model 'vgg'; known: transformer, resnet, resnet50, gpt2, lstm, ncf, mlp, or"),
+        (["--model", "mine:nothing"], "mine has no function 'nothing'"),
+        (["--model", "nowhere:f"], "cannot import nowhere"),
+        (["--engine", "smoke"], "unknown engine 'smoke'; known: torch, horovod, mpi"),
+        (["--methods", "topq"], "did you mean 'topk'?"),
+        (["--bandwidth", "1gb"], "a bandwidth is a number"),
+        (["--baselines", "nccl"], "unknown baseline 'nccl'; known: ddp, horovod, or none"),
+        (["--baselines", "none", "--methods", ""], "nothing is to be compared"),
+        (["--strategy", "nothere"], "unknown builder 'nothere'; known: "),
+        (["--strategy", "nothere.yaml"], "there is no strategy file nothere.yaml"),
+        (["-n", "two"], "--ranks are whole numbers separated by commas"),
+        (["-n", "0"], "--ranks must be between 1 and 1000, not 0"),
+        (["--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (["-n", "4", "--sharded", "3"], "--sharded 3 must divide the 4 ranks into two replicas or more"),
+        (["-n", "2", "--sharded", "2"], "--sharded 2 must divide the 2 ranks into two replicas or more"),
+        (["-n", "4", "--sharded", "-1"], "--sharded -1 must divide"),
+        (["-n", "4", "--sharded", "2", "--ddp-hook"], "--ddp-hook is not for --sharded"),
+        (["-n", "4", "--sharded", "2", "--bucket-bytes", "9"], "--bucket-bytes is not for --sharded"),
+        (["-n", "4", "--sharded", "1", "--reduce-scatter", "block"], "shard groups of 2 ranks or more"),
+        (["-n", "4", "--sharded", "2", "--reduce-scatter", "blok"], "did you mean 'block'?"),
+        (["-n", "4", "--reduce-scatter", "block"], "--reduce-scatter is for --sharded"),
+        (["--device", "tpu"], "--device is cpu or cuda, not 'tpu'"),
+        (["--device", "cuda", "--sharded", "2"], "over a simulated wire: leave out --sharded"),
+        (["--device", "cuda", "--engine", "mpi"], "leave out --engine mpi"),
+        pytest.param(["--device", "cuda"], "--device cuda: torch sees no GPU here", marks=NO_GPU),
+    ],
+    "train": [
+        (["--optimizer", "lion"], "unknown optimizer 'lion'; known: sgd, adamw"),
+        (["--optimizer", "adamw,sgd", "--lr", "none=0.1"], "is for one optimizer"),
+        (["--size", "10k"], "the model of the task digits has one size"),
+        (["--task", "mine:Lines"], "mine has no function 'Lines'"),
+        (["--task", "nothere:Line"], "cannot import nothere"),
+        (["--task", "mine:torch.nn"], "mine has no function"),
+        (["--task", "mine:number"], "must return a grace.bench.workloads.Task, not int"),
+        (["--task", "lines"], "known: chargpt, charlm, digits, digits-cnn, recommender, or module:function"),
+        (["--methods", "auto(quality=best)"], "quality must be one of 'exact', 'half', 'unbiased', 'feedback'"),
+    ],
+    "plan": [
+        (["--models", "vgg"], "unknown model 'vgg'; known: transformer, "),
+        (["--models", ""], "there are no models"),
+        (["-n", "1"], "--ranks must be between 2 and 1000, not 1: one rank exchanges nothing"),
+        (["--methods", "topq"], "did you mean 'topk'"),
+        (["--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (["--out", "kept.jsonl", "--resume"], "kept.jsonl, line 1, is no scenario of a benchmark"),
+    ],
+    "pipeline": [
+        (["--models", ""], "no models"),
+        (["--models", "vgg"], "unknown model 'vgg'"),
+        (["--methods", "zip"], "zip"),
+        (["-n", "1"], "--ranks must be between 2 and 1000"),
+        (["-n", "4", "--stages", "3"], "--stages must divide the 4 ranks"),
+        (["--schedule", "zbv"], "gpipe or 1f1b"),
+        (["--blocks", "0"], "--blocks must be at least 1"),
+    ],
+}
+CASES = [
+    pytest.param(command, *getattr(case, "values", case), marks=getattr(case, "marks", ()))
+    for command, cases in REFUSED.items()
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("command", "args", "says"), CASES)
+def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, says):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "kept.jsonl").write_text("{}\n")
+    out = [] if "--out" in args or command == "link" else ["--out", "new"]
+    code, said, err = grace_command("bench", command, *args, *out, folder=tmp_path)
+    assert (code, said) == (2, "")
+    assert says in " ".join(err.split())
+    assert err.count("\n") == 1
+    assert not (tmp_path / "new").exists()

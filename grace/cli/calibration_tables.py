@@ -41,8 +41,6 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
             console.print(_collectives_table(network.curves, title))
     if calibration.codecs:
         console.print(_codecs_table(calibration))
-    if calibration.contention:
-        console.print(f"computing takes {calibration.contention:.0%} longer while a collective is under way")
 
 
 def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:

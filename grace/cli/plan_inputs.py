@@ -28,7 +28,7 @@ from grace.planner.calibration import AGAIN, Calibration, Key, read
 from grace.planner.codecs import is_table
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
-from grace.planner.network import SharedUplinks, links_of
+from grace.planner.network import links_of
 from grace.planner.planning import methods_to_measure, with_measured
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
@@ -166,7 +166,7 @@ def choose_costs(auto: Auto, cluster: Cluster, calibration: Calibration | None, 
     costs = auto.costs(cluster)
     links = links_of(costs.network)
     assert links is not None
-    between = "of the slowest node" if isinstance(costs.network, SharedUplinks) else "between ranks"
+    between = "of the slowest node" if links.sharing > 1 else "between ranks"
     assumed = "" if described else ", assumed: say --bandwidth, -r or --calibration"
     source = f"{of_rate(links.bandwidth * 8)} {between}, {links.latency * 1e6:.3g} us a message{assumed}"
     if calibration is not None:

@@ -25,7 +25,7 @@ from grace.planner.exchange_costs import Costs
 from grace.planner.network import KINDS, MeasuredNetwork, Network
 from grace.session.versions import public
 
-FORMAT = 3
+FORMAT = 4
 MAX_AGE = 30 * 86400.0
 """Seconds after which a calibration is too old."""
 AGAIN = "Run `grace calibrate` as the training is run"
@@ -106,7 +106,6 @@ class Calibration:
         network: what collectives over all ranks take; None if there was one rank.
         inside: the same within a node; None if there is one node, or one rank on each.
         codecs: what methods compute, by :func:`grace.planner.exchange_costs.codec_key`.
-        contention: the part by which computing takes longer while a collective is under way.
         by_ring: True if the engine's sums go round a ring.
         concatenates: True if the engine gathers payloads of unequal sizes itself.
 
@@ -121,7 +120,6 @@ class Calibration:
     network: MeasuredNetwork | None = None
     inside: MeasuredNetwork | None = None
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)
-    contention: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
 
@@ -139,7 +137,7 @@ class Calibration:
             raise ConfigError(
                 f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
             )
-        return Costs(network, self.codecs, self.inside, self.contention, self.by_ring, self.concatenates)
+        return Costs(network, self.codecs, self.inside, self.by_ring, self.concatenates)
 
     # -- the file --------------------------------------------------------------------------------------
 
@@ -179,9 +177,8 @@ class Calibration:
             raise ConfigError(f"is damaged: {error}") from None
 
     def __post_init__(self) -> None:
-        for name in ("made", "contention"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
+        if not 0 <= self.made < math.inf:
+            raise ConfigError(f"made must be a number from 0 on, not {self.made}")
         if (count := sum(ranks for _, ranks in self.key.hosts)) != self.key.ranks:
             raise ConfigError(f"key.hosts has {count} ranks, key.ranks {self.key.ranks}")
 

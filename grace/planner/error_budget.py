@@ -9,7 +9,7 @@ A method's class is the first of :data:`CLASSES` that it is in, by its traits an
 
 A plan of a class may have methods of it and of those before it. Votes, methods and memories with a momentum of their
 own (the optimizer's would have to be 0), biased methods without a memory and noisy ones with it are in no class, and
-are, as delayed exchanges, considered only if the user names them.
+are considered only if the user names them.
 
 Within its class every variable is bounded by itself, by the relative error e(C, x) = ||x - C(x)||^2 / ||x||^2 of one
 rank's captured gradient, on which the rates of error feedback and of unbiased methods depend:

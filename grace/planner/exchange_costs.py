@@ -33,7 +33,6 @@ class Costs:
         network: between the ranks that exchange.
         codecs: computing of methods, by :func:`codec_key`.
         inside: the network within a node, for pipelines; ``network`` if left out.
-        contention: the part by which computing takes longer while a collective is under way.
         by_ring, concatenates: as :class:`grace.core.backend.Backend` has them.
         rows: rows that a step's gradients have, of sparse variables by name; all of them where it does not say.
     """
@@ -41,7 +40,6 @@ class Costs:
     network: Network
     codecs: Mapping[str, CodecCost]
     inside: Network | None = None
-    contention: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
     rows: Mapping[str, float] = field(default_factory=dict)
@@ -74,20 +72,29 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     (('a', 'b'), 8048.0)
     """
     shards = compiled(strategy, strategy.variables)
-    other = next((shard for shard in shards if shard.hierarchical or shard.outer is not None), None)
-    if other is not None:
-        way = "reduced in each node first" if other.hierarchical else f"exchanged once in {other.period} steps"
-        warnings.warn(
-            f"{other.whole.name!r} is {way}, and predicted as if all ranks exchanged it in every step", stacklevel=2
-        )
+    for shard in shards:
+        if way := _other_way(shard):
+            warnings.warn(
+                f"{shard.whole.name!r} is {way}, and predicted as if all ranks exchanged it in every step", stacklevel=2
+            )
+            break
     return works_of(shards, strategy.world_size, costs)
+
+
+def _other_way(shard: Shard) -> str:
+    """Return how a shard travels, in words, if not all ranks exchange it in every step and wait for it."""
+    if shard.hierarchical:
+        return "reduced in each node first"
+    if shard.outer is not None:
+        return f"exchanged once in {shard.period} steps"
+    return "applied in a later step" if shard.communicator.delayed else ""
 
 
 def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
     """Return what the buckets of shards do, whose communicators need not be in a run.
 
-    All ranks exchange with each other, and in every step: sums over nodes first, and rounds of ranks that train alone,
-    are not modelled.
+    All ranks exchange with each other, in every step, and wait: sums over nodes first, rounds of ranks that train
+    alone, and means that are applied later are not modelled.
 
     Args:
         shards: of the model.
@@ -140,7 +147,6 @@ def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> W
         transfers=transfers_of(legs, ranks, costs.network),
         middle=codec.middle.seconds(*size) * computed / gaps if gaps else 0.0,
         finish=codec.finish.seconds(*size),
-        delayed=communicator.delayed,
         memory=_memory(bucket, ranks, elements, legs),
     )
 

@@ -67,9 +67,13 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
 class Links:
     """Equal links, each full duplex: latency l and bandwidth b give l messages + bytes / b (:func:`steps_of`).
 
+    What goes round a ring passes the link of a node once, however many ranks the node has; what everyone sends to
+    everyone passes it as often as ranks share it.
+
     Args:
         bandwidth: bytes per second, above zero; ``math.inf`` leaves latencies only.
         latency: seconds that one message takes.
+        sharing: ranks that share a link.
 
     Raises:
         ConfigError: no bandwidth, which would predict no end, or a latency below zero or without end.
@@ -80,6 +84,7 @@ class Links:
 
     bandwidth: float
     latency: float = 0.0
+    sharing: int = 1
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -91,6 +96,8 @@ class Links:
         if ranks <= 1:
             return 0.0
         messages, through = steps_of(kind, nbytes, ranks)
+        if kind == "alltoall":
+            through *= self.sharing
         return messages * self.latency + through / self.bandwidth
 
 
@@ -167,50 +174,10 @@ class MeasuredNetwork:
         return Curve.through(points)
 
 
-@dataclass(frozen=True)
-class SharedUplinks:
-    """Several nodes, whose ranks share their node's link to the others.
-
-    What goes round a ring passes each node's link once; what everyone sends to everyone passes it as often as there
-    are ranks on the node.
-
-    Args:
-        inside: between the ranks of a node.
-        between: between nodes, as if each had one rank.
-        per_node: ranks of a node.
-
-    Raises:
-        ConfigError: a node without ranks.
-
-    >>> two = SharedUplinks(Links(1e10), Links(1e9), per_node=2)
-    >>> two.seconds("alltoall", 1e6, 2), two.seconds("alltoall", 1e6, 4), two.seconds("allreduce", 1e6, 4)
-    (5e-05, 0.001, 0.0015)
-    """
-
-    inside: Network
-    between: Network
-    per_node: int = 1
-
-    def __post_init__(self) -> None:
-        if self.per_node < 1:
-            raise ConfigError(f"a node has at least 1 rank, not {self.per_node}")
-
-    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        within = self.inside.seconds(kind, nbytes, min(ranks, self.per_node))
-        if ranks <= self.per_node:
-            return within
-        nodes = math.ceil(ranks / self.per_node)
-        if kind == "alltoall":  # each pair of nodes carries what all pairs of their ranks do
-            return max(within, self.between.seconds(kind, nbytes * self.per_node, nodes))
-        return max(within, self.between.seconds(kind, nbytes, ranks))
-
-
 def links_of(network: Network) -> Links | None:
-    """Return latency and bandwidth of a network's links, between nodes, or as fitted; None if nobody knows them.
+    """Return latency and bandwidth of a network's links, as fitted if they were measured; None if nobody knows them.
 
-    >>> links_of(SharedUplinks(Links(1e10), Links(1e8), per_node=2)).bandwidth
+    >>> links_of(Links(1e8)).bandwidth
     100000000.0
     """
-    if isinstance(network, SharedUplinks):
-        network = network.between
     return network if isinstance(network, Links) else getattr(network, "links", None)

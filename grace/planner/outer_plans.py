@@ -11,8 +11,7 @@ from typing import Any
 from grace.communicators.choice import build_communicator
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.problem import Problem
-from grace.planner.simulate import most_sent
-from grace.planner.step import Prediction
+from grace.planner.step import Prediction, most_sent
 from grace.planner.uniform import shards_of
 from grace.session.sharding import Chooser
 from grace.strategy.builders import DiLoCo

@@ -24,7 +24,7 @@ from grace.planner.default_costs import DefaultCodecs
 from grace.planner.error_budget import ErrorModel
 from grace.planner.explain import plan_of
 from grace.planner.greedy import Candidate, Names, find_candidates
-from grace.planner.links import MeasuredLinks, measure_network, oversubscription
+from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
 from grace.planner.problem import ExchangeMethod, Problem, methods_of
 from grace.planner.step import Timeline
@@ -104,7 +104,7 @@ class Planning:
         self.nodes = list(self.names())
         self.oversubscribed = oversubscription(self.backend, self.nodes)
         seconds = max(LINK_SECONDS, min(2 * plain, LONGEST))
-        self.links = measure_network(self.backend, seconds, crowded=self.oversubscribed > 1)
+        self.network = measure_network(self.backend, seconds, crowded=self.oversubscribed > 1)
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Planning:
         tables = {name for name, x in gradients.items() if is_table(x)}
         errors = ErrorModel({}, tables, self.adaptive, make("compressor", options.reference).spec)
         cluster: Cluster = cluster_of(self.resources, Topology(list(self.nodes)))
-        made = self._calibration(self.nodes, self.links)
+        made = self._calibration(self.nodes, self.network)
         costs = replace(made.costs(), codecs={})  # what is not measured on these gradients is not chosen
         problem = Problem(
             self.variables, timeline, costs, cluster, errors, options.quality, options.methods, options.seed
@@ -180,12 +180,12 @@ class Planning:
         plan = plan_of(self.problem, self.found, chosen=chosen, note=note, remarks=remarks)
         return plan.to_dict(), "; ".join([plan.why, *plan.remarks[len(remarks) :]])
 
-    def _calibration(self, nodes: Sequence[str], links: MeasuredLinks) -> Calibration:
+    def _calibration(self, nodes: Sequence[str], network: MeasuredNetwork | None) -> Calibration:
         """Return what is known before codecs are measured: the links, and the codecs that earlier runs have kept."""
         key = Key.of(self.backend, nodes, self.framework, self.threads)
         former = self._former(key) or Calibration(key, 0.0)
         by_ring, concatenates = self.backend.by_ring, self.backend.concatenates
-        return replace(former, made=time.time(), network=links.network, by_ring=by_ring, concatenates=concatenates)
+        return replace(former, made=time.time(), network=network, by_ring=by_ring, concatenates=concatenates)
 
     def _former(self, key: Key) -> Calibration | None:
         """Return what is kept of earlier runs, if it is for this one. What is refused is told; a file of the cache is

@@ -18,8 +18,7 @@ from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
 from grace.planner.error_budget import CLASSES, ErrorModel, allows, check_quality, class_of, shrinks
 from grace.planner.exchange_costs import Costs, codec_key, works, works_of
-from grace.planner.simulate import simulate
-from grace.planner.step import Prediction, Timeline, Work
+from grace.planner.step import Prediction, Timeline, Work, simulate
 from grace.session.sharding import Shard
 from grace.strategy.builder import Cluster
 from grace.strategy.plan import Strategy
@@ -41,8 +40,8 @@ class Problem:
         quality: the class, of :data:`grace.planner.error_budget.CLASSES`.
         methods: what may be chosen beside no compression; None for the methods that offer themselves
             (:attr:`grace.core.compressor.Compressor.offered`) and that the class allows. Specs of compressors, as
-            "topk(ratio=0.01)"; of communicators, as "reduce_broadcast(staleness=1)", which then carry uncompressed
-            gradients; or dicts of "compressor", "memory" and "communicator". Votes and staleness must be named.
+            "topk(ratio=0.01)"; of communicators, as "reduce_broadcast", which then carry uncompressed gradients; or
+            dicts of "compressor", "memory" and "communicator". Votes must be named.
         seed: of random methods.
 
     Raises:
@@ -92,7 +91,7 @@ class Problem:
 
     def simulate(self, found: Sequence[Work]) -> Prediction:
         """Predict a step whose buckets do this, in the order in which they start."""
-        return simulate(self.timeline, found, self.costs.contention)
+        return simulate(self.timeline, found)
 
     def share(self, method: "ExchangeMethod", variable: Variable) -> float:
         """Return the part of its bound that a method loses of a variable: at most 1 is within it, and infinite where it
@@ -213,7 +212,13 @@ def _named(entry: Named, quality: str, ranks: int) -> ExchangeMethod:
             f"{f'of the class {found!r}' if found else 'a vote, or loses what no memory keeps'}, and quality is "
             f"{quality!r}: take quality={found or CLASSES[-1]!r}, or another method"
         )
-    return ExchangeMethod(build_communicator(made, memory, said.get("communicator"), ranks), found)
+    communicator = build_communicator(made, memory, said.get("communicator"), ranks)
+    if communicator.delayed:
+        raise ConfigError(
+            f"methods names {communicator.spec}, which applies means in later steps. That changes training, so it is "
+            "never chosen: give it to the optimizer as its communicator"
+        )
+    return ExchangeMethod(communicator, found)
 
 
 @functools.cache

@@ -216,7 +216,6 @@ def calibrated(ranks=2, nodes=1, framework=None, curves=True, **key):
         made=time.time(),
         network=MeasuredNetwork({"allreduce": curve}, ranks) if curves else None,
         codecs={"allreduce, none, none": cost, "allreduce, cast, none": cost},
-        contention=0.1,
     )
 
 
@@ -257,7 +256,7 @@ def test_calibrations_of_others_are_refused_by_name(folder, made, args, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "c.json: "), ('{"format": 3}', "c.json: is damaged: key must be an object")]
+    ("text", "said"), [("{", "c.json: "), ('{"format": 4}', "c.json: is damaged: key must be an object")]
 )
 def test_damaged_calibrations_are_refused_by_name(folder, text, said):
     (folder / "c.json").write_text(text)

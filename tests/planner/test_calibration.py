@@ -29,7 +29,6 @@ MADE = Calibration(
         "allreduce, none, none": CodecCost(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),
         "allgather, topk, residual": CodecCost(Cost(1e-5), bits=1.5),
     },
-    contention=0.1,
     by_ring=True,
     concatenates=True,
 )
@@ -44,7 +43,7 @@ def path(tmp_path):
 def test_what_is_written_is_read(path):
     assert read(path, KEY, now=1e9 + 5) == MADE
     assert [each.name for each in path.parent.iterdir()] == ["c.json"]
-    assert json.loads(path.read_text())["format"] == 3
+    assert json.loads(path.read_text())["format"] == 4
 
 
 @pytest.mark.parametrize(
@@ -87,11 +86,11 @@ def change(document, place, value):
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (["format"], 2, r"is of format 2; this Grace reads format 3"),
+        (["format"], 3, r"is of format 3; this Grace reads format 4"),
         (["made"], None, r"is damaged: the calibration: the field 'made' is missing"),
         (["made"], "today", r"is damaged: the calibration: made must be a finite number, not 'today'"),
-        (["contention"], -1, r"is damaged: contention must be a number from 0 on, not -1"),
-        (["contention"], True, r"is damaged: the calibration: contention must be a finite number"),
+        (["made"], -1, r"is damaged: made must be a number from 0 on, not -1"),
+        (["made"], True, r"is damaged: the calibration: made must be a finite number"),
         (["network", "curves", "allreduce"], [], r"network.curves.allreduce must be a list of bytes and seconds"),
         (["network", "curves", "allreduce", 1, 1], 1e-5, r"network.curves.allreduce must .* both rising"),
         (["inside", "curves", "allreduce", 0, 1], -1, r"inside.curves.allreduce must be a list of bytes and seconds"),
@@ -219,7 +218,7 @@ def test_costs_are_those_that_were_measured():
     assert costs.network.seconds("allgather", 1e6, 4) == 1e-3
     assert costs.codecs["allgather, topk, residual"].bits == 1.5
     assert costs.codecs["allreduce, none, none"] == MADE.codecs["allreduce, none, none"]
-    assert (costs.contention, costs.by_ring) == (0.1, True)
+    assert costs.by_ring
     assert costs.inside.seconds("allreduce", 1e6, 2) == 1e-3
     with pytest.raises(ConfigError, match=r"has no times of collectives.*by all ranks"):
         replace(MADE, network=None).costs()

@@ -165,16 +165,6 @@ def test_a_method_more_must_save_a_hundredth_of_the_step(side, name):
     assert best.name == name
 
 
-def test_staleness_is_taken_only_if_it_is_named():
-    problem = problem_of(5, count=4, methods=None)
-    assert not any(method.communicator.delayed for method in problem.candidates())
-    waits = Timeline({v.name: 1.0 for v in problem.variables}, 0.0, 1.0)  # there is time beside the next step
-    found = find_candidates(
-        Problem(problem.variables, waits, problem.costs, problem.cluster, methods=["reduce_broadcast(staleness=1)"])
-    )
-    assert any(part.sync.staleness for plan in found[0].strategy.plans for part in plan.parts)
-
-
 def test_a_timeline_must_know_all_variables_and_progress_is_told():
     problem = problem_of(1, count=2)
     with pytest.raises(ConfigError, match=r"not tell when the gradient of 'layer0\.w' is ready"):

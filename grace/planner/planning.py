@@ -26,7 +26,7 @@ from grace.planner.explain import plan_of
 from grace.planner.greedy import Candidate, Names, find_candidates
 from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
-from grace.planner.problem import ExchangeMethod, Problem, methods_of
+from grace.planner.problem import ExchangeMethod, Problem
 from grace.planner.step import Timeline
 from grace.planner.uniform import assigned_strategy, uniform_strategy
 from grace.strategy.builder import Cluster
@@ -219,16 +219,18 @@ def methods_to_measure(problem: Problem) -> tuple[list[Communicator], list[Commu
     >>> [made.describe() for made in needed], others
     (['allreduce, none, none', 'allgather, none, none'], [])
     """
-    references = [problem.errors.reference] if problem.quality != "exact" else []
-    needed = _measured_by(methods_of(references, problem.quality, problem.ranks), problem)
-    others = _measured_by(by_predicted_step(problem), problem)
+    compared = ["none"]
+    if problem.quality != "exact":  # the reference bounds errors, of whatever class it is itself
+        compared.append(problem.errors.reference)
+    needed = _measured_by([build_communicator(spec, None, None, problem.ranks) for spec in compared], problem)
+    others = _measured_by([method.communicator for method in by_predicted_step(problem)], problem)
     return list(needed.values()), [choice for name, choice in others.items() if name not in needed]
 
 
-def _measured_by(methods: Sequence[ExchangeMethod], problem: Problem) -> dict[str, Communicator]:
+def _measured_by(methods: Sequence[Communicator], problem: Problem) -> dict[str, Communicator]:
     """Return the communicators by which methods are measured, by their descriptions."""
     sparse, found = any(variable.sparse for variable in problem.variables), dict[str, Communicator]()
-    for communicator in (method.communicator for method in methods):
+    for communicator in methods:
         found[communicator.describe()] = communicator
         if sparse and communicator.name == "allreduce" and "allgather" in legal_communicators(communicator.compressor):
             other = build_communicator(communicator.compressor.spec, communicator.memory.spec, "allgather")

@@ -182,6 +182,14 @@ def test_the_reference_is_measured_where_it_is_not_wanted(quick, gradients):
     assert [one.name for one in made.candidates() if "powersgd" in one.name] == []
 
 
+@pytest.mark.parametrize("quality", ["exact", "half", "unbiased", "feedback"])
+def test_every_quality_is_measured(quick, gradients, quality):
+    """The reference is of the class feedback, and bounds the errors of methods of other classes too."""
+    made = prepared(gradients, f"auto(quality={quality!r})")
+    assert ("powersgd(rank=4)" in made.problem.errors.measured) == (quality != "exact")
+    assert made.candidates()
+
+
 def test_one_rank_has_nothing_to_exchange():
     with pytest.raises(ConfigError, match="there is one rank"):
         planning_of(ranks=1).measure_links(4e-3)

@@ -59,7 +59,7 @@ def calibrate(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help='File to write; if left out, a file in your cache, which strategy="auto" finds.'
+            "--out", "-o", help="File to write; if left out, a file in your cache, whose name is printed."
         ),
     ] = None,
     framework: Annotated[
@@ -86,10 +86,10 @@ def calibrate(
         mpirun -n 4 grace calibrate
 
     The ranks time collectives of many sizes, and the compressing and
-    decompressing of each method. Rank 0 writes the file, which strategy="auto" and grace plan read. The file is used
-    for these hosts, this engine and these versions only, and for 30 days. The
-    environment variable GRACE_CALIBRATION names another file than the one in
-    your cache.
+    decompressing of each method. Rank 0 writes the file, for grace plan
+    --calibration, which takes it for this framework and these versions only,
+    and for 30 days. The environment variable GRACE_CALIBRATION names another
+    file than the one in your cache. strategy="auto" measures by itself.
     """
     console = standard_output(120)
     if shown is not None:

@@ -1,6 +1,5 @@
 """Inputs of ``grace plan``: the cluster, its links, the model's times, and costs and errors of methods."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from grace.planner.codecs import is_table
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import links_of
-from grace.planner.planning import methods_to_measure, with_measured
+from grace.planner.planning import measured
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
 from grace.strategy.builder import Cluster, OneNode, bandwidths
@@ -273,11 +272,5 @@ def measure_methods(problem: Problem, framework: str, gradients: Mapping[str, An
     if not samples:
         raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
     errors = replace(problem.errors, tables={name for name, x in gradients.items() if is_table(x)})
-    measured = replace(problem, costs=replace(problem.costs, codecs={}), errors=errors)
-    needed, others = methods_to_measure(measured)
-    choices = [*needed, *others]
-    for i, choice in enumerate(choices):
-        progress(choice.describe(), i / len(choices))
-        with contextlib.suppress(ConfigError):  # it makes none of these gradients smaller
-            measured = with_measured(measured, choice, samples)
-    return measured if gradients else replace(measured, errors=errors)
+    found, _ = measured(replace(problem, errors=errors), samples, progress=progress)
+    return found if gradients else replace(found, errors=errors)

@@ -58,9 +58,7 @@ def calibrate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", help="File to write; if left out, a file in your cache, whose name is printed."
-        ),
+        typer.Option("--out", "-o", help="File to write; if left out, a file in your cache, whose name is printed."),
     ] = None,
     framework: Annotated[
         str | None,

@@ -1,7 +1,6 @@
 """Measurements of a cluster, an engine and methods, in a file that is read again where nothing has changed."""
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -143,13 +142,8 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's document."""
-        return {
-            "format": FORMAT,
-            **asdict(self),
-            "key": {**asdict(self.key), "hosts": [list(host) for host in self.key.hosts]},
-            "network": _network_to(self.network),
-            "inside": _network_to(self.inside),
-        }
+        networks = {"network": _network_to(self.network), "inside": _network_to(self.inside)}
+        return {"format": FORMAT, **json.loads(json.dumps(asdict(self))), **networks}
 
     @classmethod
     def from_dict(cls, document: Any) -> "Calibration":
@@ -163,14 +157,12 @@ class Calibration:
             raise ConfigError(f"is of format {version}; this Grace reads format {FORMAT}")
         try:
             given = {name: value for name, value in _object(document, "it").items() if name != "format"}
-            parts = {
+            codecs = _object(given.get("codecs"), "codecs")
+            parts: dict[str, Any] = {
                 "key": _key(given.get("key")),
                 "network": _network(given.get("network"), "network"),
                 "inside": _network(given.get("inside"), "inside"),
-                "codecs": {
-                    name: _codec(codec, f"codecs.{name}")
-                    for name, codec in _object(given.get("codecs"), "codecs").items()
-                },
+                "codecs": {name: _codec(codec, f"codecs.{name}") for name, codec in codecs.items()},
             }
             return documents.record(cls, given, "the calibration", **parts)  # type: ignore[no-any-return]
         except ConfigError as error:
@@ -253,12 +245,12 @@ def _network(document: Any, where: str) -> MeasuredNetwork | None:
 
 
 def _curve(points: Any, where: str) -> Curve:
-    pairs = isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points)
-    numbers = pairs and all(type(part) in (int, float) and 0 < part < 1e300 for point in points for part in point)
-    rises = numbers and all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(points))
-    if not rises or not points:
-        raise ConfigError(f"{where} must be a list of bytes and seconds above 0, both rising, not {shown(points)}")
-    return Curve(tuple((float(nbytes), float(seconds)) for nbytes, seconds in points))
+    try:
+        return Curve(tuple((float(nbytes), float(seconds)) for nbytes, seconds in points))
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f"{where} must be a list of bytes and seconds above 0, both rising, not {shown(points)}"
+        ) from None
 
 
 def _codec(document: Any, where: str) -> CodecCost:

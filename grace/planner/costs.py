@@ -2,7 +2,9 @@
 
 import bisect
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -100,8 +102,14 @@ class Curve:
 
     points: tuple[tuple[float, float], ...]
 
+    def __post_init__(self) -> None:
+        if not self.points or not all(0 < part < 1e300 for point in self.points for part in point):
+            raise ConfigError("a curve goes through bytes and seconds above zero, and through one point at least")
+        if any(a[0] >= b[0] or a[1] > b[1] for a, b in itertools.pairwise(self.points)):
+            raise ConfigError("a curve's bytes and seconds must both rise")
+
     @classmethod
-    def through(cls, measured: Sequence[tuple[float, float]]) -> "Curve":
+    def through(cls, measured: Iterable[tuple[float, float]]) -> "Curve":
         """Return the nearest curve that does not fall: neighbours that do are given their mean (of logarithms; the
         pool-adjacent-violators algorithm).
 
@@ -111,21 +119,16 @@ class Curve:
         >>> Curve.through([(1, 4e-4), (10, 1e-4)]).points
         ((1.0, 0.0002), (10.0, 0.0002))
         """
-        if not measured or any(not (nbytes > 0 and seconds > 0) for nbytes, seconds in measured):
-            raise ConfigError("a curve goes through bytes and seconds above zero, and through one point at least")
         ordered = sorted(measured)
-        blocks: list[list[float]] = []
+        blocks: list[tuple[float, int]] = []
+        """Mean logarithm of seconds, and number of points."""
         for _, seconds in ordered:
-            blocks.append([float(np.log(seconds)), 1.0])
+            blocks.append((math.log(seconds) if seconds > 0 else math.inf, 1))
             while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-                (one, weight), (other, more) = blocks[-2:]
-                blocks[-2:] = [[(one * weight + other * more) / (weight + more), weight + more]]
-        risen = [round(float(np.exp(log)), 12) for log, weight in blocks for _ in range(int(weight))]
-        return cls(tuple((float(nbytes), s) for (nbytes, _), s in zip(ordered, risen, strict=True)))
-
-    def times(self, factor: float) -> "Curve":
-        """Return the curve with all seconds multiplied."""
-        return Curve(tuple((nbytes, seconds * factor) for nbytes, seconds in self.points))
+                (other, more), (one, weight) = blocks.pop(), blocks.pop()
+                blocks.append(((one * weight + other * more) / (weight + more), weight + more))
+        risen = [round(math.exp(log), 12) for log, count in blocks for _ in range(count)]
+        return cls(tuple((float(nbytes), seconds) for (nbytes, _), seconds in zip(ordered, risen, strict=True)))
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds for so many bytes."""
@@ -145,11 +148,8 @@ class Curve:
     @functools.cached_property
     def slope(self) -> float:
         """Seconds that a byte more takes beyond the largest; 0 of a curve of one point."""
-        if len(self.points) == 1:
+        sizes, times = self._columns
+        if len(sizes) == 1:
             return 0.0
-        sizes, times = np.array(self.points).T
-        far = sizes >= sizes[-1] / 20
-        if far.sum() < 2:
-            far = sizes >= sizes[-2]
-        rises = np.diff(times[far]).sum() / np.diff(sizes[far]).sum()
-        return float(max(rises, 0.0))
+        first = min(bisect.bisect_left(sizes, sizes[-1] / 20), len(sizes) - 2)
+        return (times[-1] - times[first]) / (sizes[-1] - sizes[first])

@@ -160,10 +160,6 @@ class MeasuredNetwork:
             self._scaled[kind, ranks] = self._curve(kind, ranks)
         return self._scaled[kind, ranks].seconds(nbytes)
 
-    def times(self, factor: float) -> "MeasuredNetwork":
-        """Return the network with all seconds multiplied."""
-        return MeasuredNetwork({kind: curve.times(factor) for kind, curve in self.curves.items()}, self.ranks)
-
     def _curve(self, kind: str, ranks: int) -> Curve:
         """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""
         points = []

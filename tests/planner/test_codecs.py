@@ -176,13 +176,6 @@ def test_what_cannot_be_measured_is_refused(choice, given, said):
         measured(choice, given)
 
 
-def test_time_must_be_given_and_means_must_be_applied_at_once():
-    with pytest.raises(ConfigError, match="above 0 s, not 0"):
-        measured("topk", gradients(), 2, limit_seconds=0)
-    with pytest.raises(ConfigError, match="in later steps; measure it without"):
-        measure(ReduceBroadcast("topk", staleness=2), gradients(), ranks=2)
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("choice", "grows"),

@@ -25,7 +25,7 @@ from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
-from grace.planner.calibration import Calibration, Key, default_path, read
+from grace.planner.calibration import Calibration, Key, read
 from grace.planner.codecs import measure
 from grace.planner.costs import CodecCost
 from grace.planner.links import measure_network, oversubscription
@@ -56,10 +56,9 @@ def calibrate(
             "variables' shapes.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="File to write; if left out, a file in your cache, whose name is printed."),
-    ] = None,
+    output: Annotated[Path, typer.Option("--out", "-o", envvar="GRACE_CALIBRATION", help="File to write.")] = Path(
+        "calibration.json"
+    ),
     framework: Annotated[
         str | None,
         typer.Option(
@@ -86,8 +85,7 @@ def calibrate(
     The ranks time collectives of many sizes, and the compressing and
     decompressing of each method. Rank 0 writes the file, for grace plan
     --calibration, which takes it for this framework and these versions only,
-    and for 30 days. The environment variable GRACE_CALIBRATION names another
-    file than the one in your cache. strategy="auto" measures by itself.
+    and for 30 days. strategy="auto" measures by itself.
     """
     console = standard_output(120)
     if shown is not None:
@@ -103,10 +101,9 @@ def calibrate(
         gradients = bench.gradients(model)
     names = backend.allgather_object(node_name())
     key = Key.of(backend, names, bench.framework, bench.threads)
-    path = output or default_path(key)
     with _all_or_none(backend, "find room for the file"):
         if backend.rank == 0:
-            check_writable(path)
+            check_writable(output)
     network_seconds, method_seconds = QUICK_SECONDS if quick else SECONDS
     shared = oversubscription(backend, names)
     with progress_bar(console, backend.rank == 0) as progress:
@@ -123,7 +120,7 @@ def calibrate(
     )
     with _all_or_none(backend, "write"):
         if backend.rank == 0:
-            calibration.write(path)
+            calibration.write(output)
     if backend.rank == 0:
         print_calibration(calibration, console)
         for method, why in left_out.items():
@@ -134,7 +131,7 @@ def calibrate(
                 "torchrun --nproc-per-node 4 --no-python grace calibrate",
                 soft_wrap=True,
             )
-        console.print(f"Wrote {escape(str(path))} in {time.monotonic() - began:.0f} s.", soft_wrap=True)
+        console.print(f"Wrote {escape(str(output))} in {time.monotonic() - began:.0f} s.", soft_wrap=True)
     runtime.shutdown()
 
 
@@ -216,11 +213,8 @@ def _measure_links(
 ) -> tuple[MeasuredNetwork | None, MeasuredNetwork | None]:
     """Measure collectives between all ranks, and between those of a node if there are several nodes."""
     options: dict[str, Any] = {"tensor_of": bench.to_tensor, "synchronize": bench.synchronize, "crowded": crowded}
-
-    def show(operation: str, done: float) -> None:
-        progress(f"network: {operation}", done / 2)
-
-    network = measure_network(backend, seconds, progress=show, **options)
+    progress("network", 0.0)
+    network = measure_network(backend, seconds, **options)
     inside = None
     if 1 < len(set(names)) < len(names) and not backend.pairs_by_name:
         error = None

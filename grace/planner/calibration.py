@@ -1,9 +1,7 @@
-"""Measurements of a cluster, an engine and methods, in a file that is read again where nothing has changed."""
+"""Measurements of a cluster, an engine and methods, in a file for ``grace plan``."""
 
-import hashlib
 import json
 import math
-import os
 import platform
 import sys
 import time
@@ -16,7 +14,6 @@ from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.core.documents import shown
-from grace.core.user_cache import user_cache
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.costs import CodecCost, Cost, Curve
@@ -28,9 +25,6 @@ FORMAT = 4
 MAX_AGE = 30 * 86400.0
 """Seconds after which a calibration is too old."""
 AGAIN = "Run `grace calibrate` as the training is run"
-NAMED = "GRACE_CALIBRATION"
-"""The variable of the environment that names the file."""
-PARTS = ("start", "middle", "finish")
 
 
 @dataclass(frozen=True)
@@ -74,11 +68,6 @@ class Key:
         engine = backend.describe().partition(", rank")[0]
         return cls(hosts, engine, f"{framework} {version}".strip(), backend.size, threads)
 
-    @property
-    def digest(self) -> str:
-        """Short hash, for the file's name."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-
     def differs(self, other: "Key") -> str:
         """Return the first difference from another key, in words; empty if there is none."""
         for each in fields(self):
@@ -86,13 +75,6 @@ class Key:
             if ours != theirs:
                 return f"{each.name}: {shown(ours)}, and here {shown(theirs)}"
         return ""
-
-
-def default_path(key: Key) -> Path:
-    """Return the file of a run's calibration: the one that GRACE_CALIBRATION names, or else one in the user's cache."""
-    if chosen := os.environ.get(NAMED):
-        return Path(chosen)
-    return user_cache() / f"calibration-{key.digest}.json"
 
 
 @dataclass(frozen=True)
@@ -122,6 +104,12 @@ class Calibration:
     by_ring: bool = False
     concatenates: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.made < math.inf:
+            raise ConfigError(f"made must be a number from 0 on, not {self.made}")
+        if (count := sum(ranks for _, ranks in self.key.hosts)) != self.key.ranks:
+            raise ConfigError(f"key.hosts has {count} ranks, key.ranks {self.key.ranks}")
+
     def costs(self, network: Network | None = None) -> Costs:
         """Return what the planner predicts with.
 
@@ -138,12 +126,12 @@ class Calibration:
             )
         return Costs(network, self.codecs, self.inside, self.by_ring, self.concatenates)
 
-    # -- the file --------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """Return the file's document."""
-        networks = {"network": _network_to(self.network), "inside": _network_to(self.inside)}
-        return {"format": FORMAT, **json.loads(json.dumps(asdict(self))), **networks}
+        document: dict[str, Any] = {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
+        for network in filter(None, (document["network"], document["inside"])):
+            network["curves"] = {kind: curve["points"] for kind, curve in network["curves"].items()}
+        return document
 
     @classmethod
     def from_dict(cls, document: Any) -> "Calibration":
@@ -158,21 +146,12 @@ class Calibration:
         try:
             given = {name: value for name, value in _object(document, "it").items() if name != "format"}
             codecs = _object(given.get("codecs"), "codecs")
-            parts: dict[str, Any] = {
-                "key": _key(given.get("key")),
-                "network": _network(given.get("network"), "network"),
-                "inside": _network(given.get("inside"), "inside"),
-                "codecs": {name: _codec(codec, f"codecs.{name}") for name, codec in codecs.items()},
-            }
+            parts: dict[str, Any] = {name: _network(given.get(name), name) for name in ("network", "inside")}
+            parts["codecs"] = {name: _codec(codec, f"codecs.{name}") for name, codec in codecs.items()}
+            parts["key"] = _key(given.get("key"))
             return documents.record(cls, given, "the calibration", **parts)  # type: ignore[no-any-return]
         except ConfigError as error:
             raise ConfigError(f"is damaged: {error}") from None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.made < math.inf:
-            raise ConfigError(f"made must be a number from 0 on, not {self.made}")
-        if (count := sum(ranks for _, ranks in self.key.hosts)) != self.key.ranks:
-            raise ConfigError(f"key.hosts has {count} ranks, key.ranks {self.key.ranks}")
 
     def write(self, path: Path) -> None:
         """Write a file, which is there whole or not at all; its folder is made."""
@@ -209,13 +188,6 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     return found
 
 
-def _network_to(network: MeasuredNetwork | None) -> dict[str, Any] | None:
-    if network is None:
-        return None
-    curves = {kind: [list(point) for point in curve.points] for kind, curve in network.curves.items()}
-    return {"ranks": network.ranks, "curves": curves}
-
-
 def _object(document: Any, where: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"{where} must be an object, not {shown(document)}")
@@ -248,12 +220,11 @@ def _curve(points: Any, where: str) -> Curve:
     try:
         return Curve(tuple((float(nbytes), float(seconds)) for nbytes, seconds in points))
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f"{where} must be a list of bytes and seconds above 0, both rising, not {shown(points)}"
-        ) from None
+        said = "a list of bytes and seconds above 0, both rising"
+        raise ConfigError(f"{where} must be {said}, not {shown(points)}") from None
 
 
 def _codec(document: Any, where: str) -> CodecCost:
     given = _object(document, where)
-    costs = {part: documents.record(Cost, given.get(part), f"{where}.{part}") for part in PARTS}
+    costs = {part: documents.record(Cost, given.get(part), f"{where}.{part}") for part in ("start", "middle", "finish")}
     return documents.record(CodecCost, given, where, **costs)  # type: ignore[no-any-return]

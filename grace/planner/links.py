@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from grace.core.backend import Backend, Handle, Tensor
-from grace.errors import ConfigError
 from grace.planner.costs import Curve
 from grace.planner.network import KINDS, MeasuredNetwork
 from grace.planner.step_timer import undisturbed
@@ -28,7 +27,6 @@ REPEATS, LEAST = 12, 3
 def measure_network(
     backend: Backend,
     seconds: float = 5.0,
-    progress: Callable[[str, float], object] = lambda what, done: None,
     tensor_of: Callable[[np.ndarray], Tensor] | None = None,
     synchronize: Callable[[], object] = lambda: None,
     crowded: bool = False,
@@ -45,13 +43,11 @@ def measure_network(
     Args:
         backend: the ranks.
         seconds: about how long all may take.
-        progress: called with what is measured and how much of all is done, from 0 to 1.
         tensor_of: makes an array the tensor that is sent, on the device of gradients; the backend's own if left out.
         synchronize: waits until a device has done all that was asked of it.
         crowded: True if ranks share cores.
 
     Raises:
-        ConfigError: no time is given.
         RankError: another rank failed.
         ExchangeError: the engine failed.
 
@@ -59,18 +55,13 @@ def measure_network(
     >>> measure_network(LocalBackend()) is None
     True
     """
-    if not seconds > 0:
-        raise ConfigError(f"a network is measured for more than 0 s, not {seconds}")
     if backend.size == 1:
         return None
-    sent = backend.sent_bytes
+    timing, sent = _Timing(backend, tensor_of or backend.tensor_of, synchronize), backend.sent_bytes
+    share, took = seconds / len(KINDS), dict[tuple[str, int], list[float]]()
     try:
-        timing = _Timing(backend, tensor_of or backend.tensor_of, synchronize)
-        share = seconds / len(KINDS)
-        took: dict[tuple[str, int], list[float]] = {}
-        for i, kind in enumerate(KINDS):
+        for kind in KINDS:
             for nbytes in SIZES:
-                progress(kind, i / len(KINDS) / 2)
                 if timing.memory(kind, nbytes) > MOST_BYTES and (kind, SIZES[0]) in took:
                     break
                 _, *found = timing.seconds(kind, nbytes, FIRST)  # the first may have opened connections
@@ -78,19 +69,15 @@ def measure_network(
                 room = share / 2 if nbytes >= ENOUGH else 4 * share
                 if min(found) * 4 * (LEAST + FIRST) > room:
                     break
-        for number in range(LEAST):
-            progress("once more", 0.5 + number / LEAST / 3)
+        for _ in range(LEAST):
             for (kind, nbytes), found in took.items():
                 found += timing.seconds(kind, nbytes, max(1, int(min(REPEATS, share / 16 / min(found)) / LEAST)))
-        typical = median if crowded else undisturbed
-        curves: dict[str, Curve] = {}
-        for kind in KINDS:
-            points = [(float(nbytes), typical(found)) for (one_kind, nbytes), found in took.items() if one_kind == kind]
-            curves[kind] = Curve.through(points)
-        progress("done", 1.0)
     finally:
         backend.sent_bytes = sent
-    return MeasuredNetwork(curves, backend.size)
+    typical, points = median if crowded else undisturbed, dict[str, list[tuple[float, float]]]()
+    for (kind, nbytes), found in took.items():
+        points.setdefault(kind, []).append((nbytes, typical(found)))
+    return MeasuredNetwork({kind: Curve.through(measured) for kind, measured in points.items()}, backend.size)
 
 
 def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
@@ -138,16 +125,12 @@ class _Timing:
 
     def _time(self, kind: str, tensor: Tensor) -> float:
         """Return the seconds of one collective on this rank, from when all are there."""
-        self._meet()
+        self._start("allreduce", self.small).wait()
+        self.synchronize()
         began = time.perf_counter()
         self._start(kind, tensor).wait()
         self.synchronize()
         return time.perf_counter() - began
-
-    def _meet(self) -> None:
-        """Wait until all ranks are here."""
-        self._start("allreduce", self.small).wait()
-        self.synchronize()
 
     def _start(self, kind: str, tensor: Tensor) -> Handle:
         collective = getattr(self.backend, kind.removesuffix("16"))

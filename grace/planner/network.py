@@ -105,8 +105,8 @@ class Links:
 class MeasuredNetwork:
     """Network whose links were measured.
 
-    Other numbers of ranks than that which measured take as long, times the ratio of the formulas with the latency and
-    bandwidth that fit best; kinds that were not measured take what the formulas say.
+    Other numbers of ranks than that which measured, and kinds that were not measured, take what the formulas say with
+    the latency and bandwidth that fit best.
 
     Args:
         curves: by kind of collective.
@@ -144,30 +144,12 @@ class MeasuredNetwork:
         latency, per_byte = fit(steps, times)
         return Links(1 / per_byte if per_byte > 0 else math.inf, latency)
 
-    @functools.cached_property
-    def _scaled(self) -> dict[tuple[str, int], Curve]:
-        """Curves by kind and number of ranks, as far as they were asked for."""
-        return {(kind, self.ranks): curve for kind, curve in self.curves.items()}
-
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        if ranks <= 1:
-            return 0.0
         if kind == "allreduce16" and kind not in self.curves:
             kind = "allreduce"
-        if kind not in self.curves:
+        if ranks != self.ranks or kind not in self.curves:
             return self.links.seconds(kind, nbytes, ranks)
-        if (kind, ranks) not in self._scaled:
-            self._scaled[kind, ranks] = self._curve(kind, ranks)
-        return self._scaled[kind, ranks].seconds(nbytes)
-
-    def _curve(self, kind: str, ranks: int) -> Curve:
-        """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""
-        points = []
-        for nbytes, seconds in self.curves[kind].points:
-            usual = self.links.seconds(kind, nbytes, self.ranks)
-            ratio = self.links.seconds(kind, nbytes, ranks) / usual if usual > 0 else 1.0
-            points.append((nbytes, max(seconds * ratio, 1e-12)))
-        return Curve.through(points)
+        return self.curves[kind].seconds(nbytes)
 
 
 def links_of(network: Network) -> Links | None:

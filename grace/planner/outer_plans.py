@@ -11,7 +11,7 @@ from typing import Any
 from grace.communicators.choice import build_communicator
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.problem import Problem
-from grace.planner.step import Prediction, most_sent
+from grace.planner.step import Prediction, Timeline, simulate
 from grace.planner.uniform import shards_of
 from grace.session.sharding import Chooser
 from grace.strategy.builders import DiLoCo
@@ -29,8 +29,8 @@ MUCH_FASTER = 2.0
 def outer_plans(problem: Problem) -> dict[str, Prediction]:
     """Return the mean step of a period of each outer plan, by the spec of the builder that makes it.
 
-    All of a round is exposed: T = compute + (codec + transfers) / H. What a codec takes is as measured elsewhere if it
-    was not measured here: so small a part of a step.
+    All of a round is exposed: T = compute + round / H. What a codec takes is as measured elsewhere if it was not
+    measured here: so small a part of a step.
 
     >>> from grace.core.variable import Variable
     >>> from grace.planner.costs import CodecCost
@@ -51,13 +51,11 @@ def outer_plans(problem: Problem) -> dict[str, Prediction]:
     found = {}
     for compressor in CARRIERS:
         carrier = build_communicator(compressor, None, None, problem.ranks)
-        works = problem.works_of(shards_of(variables, [carrier] * len(variables), Chooser()))
-        codec = sum(work.start + work.finish + work.middle * max(0, len(work.transfers) - 1) for work in works) / PERIOD
-        exposed = sum(transfer.seconds for work in works for transfer in work.transfers) / PERIOD
-        memory = copies + sum(work.memory for work in works)
-        step = round(compute + codec + exposed, 12)
-        spec = DiLoCo(compressor, period=PERIOD).spec
-        found[spec] = Prediction(step, compute, codec, exposed, most_sent(works) / PERIOD, memory)
+        alone = simulate(Timeline({}), problem.works_of(shards_of(variables, [carrier] * len(variables), Chooser())))
+        step, codec, exposed = (seconds / PERIOD for seconds in (alone.step, alone.codec, alone.exposed))
+        found[DiLoCo(compressor, period=PERIOD).spec] = Prediction(
+            round(compute + step, 12), compute, codec, exposed, alone.sent / PERIOD, copies + alone.memory
+        )
     return found
 
 

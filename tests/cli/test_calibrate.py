@@ -32,7 +32,6 @@ def rows():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODEL)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GRACE_CALIBRATION", raising=False)
     return tmp_path
 
@@ -44,8 +43,8 @@ def calibrated(folder, *args):
 def test_one_process_measures_methods_and_says_that_there_are_no_links(folder):
     code, out, err = calibrated(folder, "--quick", "--methods", "topk,sketch/none", "--model", "mine:net")
     assert (code, err) == (0, "")
-    (file,) = (folder / "cache" / "grace").glob("calibration-*.json")
-    made = read(file)
+    file = Path("calibration.json")
+    made = read(folder / file)
     assert made.key.engine == "local"
     assert made.key.framework.startswith("torch")
     assert set(made.codecs) == {"allreduce, none, none", "allgather, topk, residual", "allgather, sketch, none"}
@@ -56,6 +55,14 @@ def test_one_process_measures_methods_and_says_that_there_are_no_links(folder):
     assert code == 0
     assert "0 days ago" in again
     assert all(line in out for line in again.splitlines()[2:])
+
+
+def test_the_environment_names_the_file(folder, monkeypatch):
+    monkeypatch.setenv("GRACE_CALIBRATION", "kept/c.json")
+    code, out, err = calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net")
+    assert (code, err) == (0, "")
+    assert "Wrote kept/c.json in" in out
+    assert read(folder / "kept" / "c.json").codecs
 
 
 def test_numpy_needs_no_framework(folder):

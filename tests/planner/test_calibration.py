@@ -5,15 +5,13 @@ import json
 import random
 import stat
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grace.core.backend import LocalBackend
 from grace.errors import ConfigError
-from grace.planner.calibration import Calibration, Key, default_path, read
+from grace.planner.calibration import Calibration, Key, read
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.network import MeasuredNetwork
 from grace.planner.simulated_ranks import SimulatedRanks
@@ -190,16 +188,7 @@ def test_the_key_is_that_of_the_run():
     key = Key.of(SimulatedRanks(3), ["b", "a", "b"], "numpy", 2)
     assert (key.hosts, key.engine, key.ranks, key.threads) == ((("a", 1), ("b", 2)), "simulated", 3, 2)
     assert key.framework.startswith("numpy 2") or key.framework.startswith("numpy 1")
-    assert Key.of(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2).digest == key.digest
-    assert Key.of(LocalBackend(), ["a"], "numpy", 2).digest != key.digest
-
-
-def test_where_it_is_kept(monkeypatch, tmp_path):
-    monkeypatch.delenv("GRACE_CALIBRATION", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path(KEY) == tmp_path / "grace" / f"calibration-{KEY.digest}.json"
-    monkeypatch.setenv("GRACE_CALIBRATION", "/elsewhere/c.json")
-    assert str(default_path(KEY)) == "/elsewhere/c.json"
+    assert Key.of(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2) == key
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):
@@ -222,19 +211,3 @@ def test_costs_are_those_that_were_measured():
     assert costs.inside.seconds("allreduce", 1e6, 2) == 1e-3
     with pytest.raises(ConfigError, match=r"has no times of collectives.*by all ranks"):
         replace(MADE, network=None).costs()
-
-
-def test_where_there_is_no_home_nothing_is_kept(monkeypatch):
-    """The user of a container whom nobody has named."""
-
-    def nobody():
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("GRACE_CALIBRATION", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", nobody)
-    key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
-    path = default_path(key)
-    assert not path.exists()
-    with pytest.raises(OSError, match="Not a directory"):
-        Calibration(key, made=0.0).write(path)

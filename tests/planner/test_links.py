@@ -7,7 +7,7 @@ import pytest
 
 import grace
 from grace.core.backend import Handle, LocalBackend
-from grace.errors import ConfigError, RankError
+from grace.errors import RankError
 from grace.planner import links
 from grace.planner.links import measure_network
 from grace.planner.network import KINDS
@@ -156,8 +156,3 @@ def test_a_rank_that_fails_ends_all(two_ranks):
 
 def test_alone_there_is_nothing_to_measure():
     assert measure_network(LocalBackend()) is None
-
-
-def test_time_must_be_given():
-    with pytest.raises(ConfigError, match="for more than 0 s, not 0"):
-        measure_network(SimulatedRanks(2), 0)

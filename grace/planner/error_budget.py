@@ -26,7 +26,7 @@ at a size that history does not know. So sparsifiers may lose 0.01 there: the el
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,14 +58,13 @@ SPECTRUM = math.log(0.15) / -math.log(5)
 
 @functools.cache
 def _compressor(spec: str) -> Compressor:
-    compressor: Compressor = make("compressor", spec)
-    return compressor
+    return make("compressor", spec)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _memory(spec: str) -> Memory:
-    memory: Memory = make("memory", spec)
-    return memory
+def _keeps(memory: str) -> bool:
+    """Return True if a memory keeps something."""
+    return bool(make("memory", memory).stateful)
 
 
 def class_of(compressor: Compressor | str, memory: Memory | str | None = None) -> str | None:
@@ -180,13 +179,14 @@ class ErrorModel:
         error = self.error(method, variable)
         if not error:
             return 0.0
-        if communicator in RECOMPRESSING and not _memory(memory).stateful:
+        if communicator in RECOMPRESSING and not _keeps(memory):
             error *= 2
         bound = self.bound(method, variable)
         return error / bound if bound else math.inf
 
 
-def synthetic_error(method: str, shape: Sequence[int]) -> float:
+@functools.cache
+def synthetic_error(method: str, shape: tuple[int, ...]) -> float:
     """Return a method's relative error on a synthetic gradient: a matrix with few strong directions, or a Gaussian
     vector; of at most :data:`SIDE` rows and columns, drawn with a fixed seed.
 
@@ -197,25 +197,17 @@ def synthetic_error(method: str, shape: Sequence[int]) -> float:
     >>> 0.1 < synthetic_error("powersgd(rank=4)", (1000, 1000)) < 0.4, synthetic_error("none", (9,))
     (True, 0.0)
     """
-    return _synthetic_error(method, _reduced(shape))
-
-
-@functools.cache
-def _synthetic_error(method: str, shape: tuple[int, ...]) -> float:
-    compressor = make("compressor", method)
+    small: tuple[int, ...] = (min(LONG, max(1, math.prod(shape))),)
+    if len(shape) > 1:
+        small = min(SIDE, shape[0]), min(SIDE, math.prod(shape[1:]))
+    if small != shape:
+        return synthetic_error(method, small)
+    compressor, x = _compressor(method), _synthetic(shape)
     if compressor.traits.exact:
         return 0.0
-    x = _synthetic(shape)
     payload, ctx = compressor.compress(x, "synthetic")
     lost = x - np.asarray(compressor.decompress(payload, ctx)).reshape(x.shape)
     return float(np.sum(lost.astype("float64") ** 2) / np.sum(x.astype("float64") ** 2))
-
-
-def _reduced(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a smaller shape that stands for a variable's."""
-    if len(shape) < 2:
-        return (min(LONG, max(1, math.prod(shape))),)
-    return min(SIDE, shape[0]), min(SIDE, math.prod(shape[1:]))
 
 
 @functools.cache

@@ -72,12 +72,10 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     (('a', 'b'), 8048.0)
     """
     shards = compiled(strategy, strategy.variables)
-    for shard in shards:
-        if way := _other_way(shard):
-            warnings.warn(
-                f"{shard.whole.name!r} is {way}, and predicted as if all ranks exchanged it in every step", stacklevel=2
-            )
-            break
+    others = {shard.whole.name: _other_way(shard) for shard in shards}
+    if name := next(filter(others.get, others), ""):
+        said = "and predicted as if all ranks exchanged it in every step"
+        warnings.warn(f"{name!r} is {others[name]}, {said}", stacklevel=2)
     return works_of(shards, strategy.world_size, costs)
 
 
@@ -161,19 +159,16 @@ def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tupl
     measured for, is taken for an all-to-all that sends as much as it sends from the rank that sends most."""
     found = []
     for leg, nbytes, dtype in legs if ranks > 1 else ():
-        kind = leg.collective.name
+        kind, root = leg.collective.name, -1 if leg.root is None else leg.root
+        sent = leg.sent(nbytes, ranks, 0 if leg.root is None else root + 1)
         if kind not in KINDS:
-            most = max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
-            found.append(Transfer("alltoall", network.seconds("alltoall", most * ranks / (ranks - 1), ranks), most))
-            continue
+            kind, root, sent = "alltoall", -1, max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
+            nbytes = sent * ranks / (ranks - 1)
         half = kind == "allreduce" and dtype in ("float16", "bfloat16")
         seconds = network.seconds("allreduce16" if half else kind, nbytes, ranks)
-        if leg.root is None:
-            turns = ranks if kind == "broadcast" else 1  # each rank in its turn
-            found.append(Transfer(kind, turns * seconds, leg.sent(nbytes, ranks, 0)))
-        else:
-            others = leg.sent(nbytes, ranks, leg.root + 1)
-            found.append(Transfer(kind, seconds, others, leg.root, leg.sent(nbytes, ranks, leg.root)))
+        if kind == "broadcast" and root < 0:  # each rank in its turn
+            seconds *= ranks
+        found.append(Transfer(kind, seconds, sent, root, leg.sent(nbytes, ranks, root) if root >= 0 else 0.0))
     return tuple(found)
 
 

@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from grace.communicators.choice import build_communicator
 from grace.core import specs
@@ -149,22 +149,14 @@ class ExchangeMethod:
         return bool(compressor.traits.exact) or shrinks(compressor, variable)
 
 
-class Offer(NamedTuple):
-    """Spec by which a compressor offers itself; with ``tables_only`` for tables only."""
-
-    spec: str
-    tables_only: bool
-
-
-def offers() -> Iterator[Offer]:
-    """Yield the specs by which compressors offer themselves, no compression first."""
-    classes = sorted(known("compressor").items(), key=lambda item: (item[0] != "none", item[0]))
-    for _, cls in classes:
+def offers() -> dict[str, bool]:
+    """Return the specs by which compressors offer themselves, no compression first; True for those that do for tables
+    only."""
+    found: dict[str, bool] = {}
+    for _, cls in sorted(known("compressor").items(), key=lambda item: (item[0] != "none", item[0])):
         made: type[Compressor] = cls  # type: ignore[assignment]
-        for spec in made.offered:
-            yield Offer(spec, False)
-        for spec in made.offered_for_tables:
-            yield Offer(spec, True)
+        found |= dict.fromkeys(made.offered, False) | dict.fromkeys(made.offered_for_tables, True)
+    return found
 
 
 def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[ExchangeMethod]:
@@ -188,10 +180,9 @@ def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: 
     if named is not None:
         found += [_named(entry, quality, ranks) for entry in named]
     else:
-        for offer in offers():
-            if (tables or not offer.tables_only) and allows(quality, class_of(offer.spec)):
-                communicator = build_communicator(offer.spec, None, None, ranks)
-                found.append(ExchangeMethod(communicator, class_of(offer.spec), offer.tables_only))
+        for spec, tables_only in offers().items():
+            if (tables or not tables_only) and allows(quality, class_of(spec)):
+                found.append(ExchangeMethod(build_communicator(spec, None, None, ranks), class_of(spec), tables_only))
     return list({method.communicator.describe(): method for method in reversed(found)}.values())[::-1]
 
 

@@ -1,6 +1,5 @@
 """A run of many ranks that one process pretends to be: what exchanges compute can be timed without any other."""
 
-import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,63 +47,62 @@ class SimulatedRanks(Backend):
         self.size, self.rank, self.local_rank = size, rank, rank
         self.spent = 0.0
         """Seconds that its collectives took."""
-        self._given: Tensor | None = None
+        self._broadcast: Tensor | None = None
+        """What this rank broadcast last."""
 
     @property
     def is_its_own_channel(self) -> bool:
         return True  # so that it counts what every exchange sends
 
     def allreduce(self, tensor: Tensor) -> Handle:
-        began = time.perf_counter()
-        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
+        began = self._count(tensor, 2 * (self.size - 1) / self.size)
         with np.errstate(over="ignore", invalid="ignore"):
             tensor *= self.size  # of W numbers that are the same; a new tensor where tensors cannot change
         return self._done(tensor, began)
 
     def allgather(self, tensor: Tensor) -> Handle:
-        began = time.perf_counter()
-        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        began = self._count(tensor, self.size - 1)
         return self._done(self._copies(tensor), began)
 
     def concatenate(self, tensor: Tensor) -> Handle:
-        began = time.perf_counter()
-        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        began = self._count(tensor, self.size - 1)
         return self._done([kernels_of(tensor).join([tensor] * self.size)], began)
 
     def alltoall(self, tensor: Tensor) -> Handle:
-        began, k = time.perf_counter(), kernels_of(tensor)
-        self.count((self.size - 1) / self.size * k.nbytes(tensor))
-        part = tensor.shape[0] // self.size
+        began, part = self._count(tensor, (self.size - 1) / self.size), tensor.shape[0] // self.size
         return self._done(self._copies(tensor[self.rank * part : (self.rank + 1) * part]), began)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        began = time.perf_counter()
+        began = self._count(tensor, (self.size - 1) * (root == self.rank))
         if root == self.rank:
-            self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
-            self._given = tensor
+            self._broadcast = tensor
             return self._done(tensor, began)
-        return self._done(self._given_to(tensor), began)
+        k, given = kernels_of(tensor), self._broadcast
+        if type(given) is type(tensor) and given.shape == tensor.shape and k.dtype(given) == k.dtype(tensor):
+            tensor = k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))
+        return self._done(tensor, began)
 
     def gather(self, tensor: Tensor, root: int) -> Handle:
-        if root != self.rank:
-            self.count(kernels_of(tensor).nbytes(tensor))
-            return Handle(lambda: None, [])
-        began = time.perf_counter()
-        return self._done(self._copies(tensor), began)
+        began = self._count(tensor, root != self.rank)
+        return self._done(self._copies(tensor) if root == self.rank else [], began)
 
     def supported(self, route: Route, sums: bool) -> Route:
         """Return a route with known collectives in place of users' own; they bring as many tensors of the same size."""
         return [leg if leg.collective.name in KINDS else _known(leg, sums) for leg in route]
 
     def duplicate(self) -> "SimulatedRanks":
-        return self.copy_with(_given=None)  # type: ignore[no-any-return]
+        return self.copy_with(_broadcast=None)  # type: ignore[no-any-return]
 
     def split(self, ranks: Sequence[int]) -> "SimulatedRanks | None":
         return SimulatedRanks(len(ranks), list(ranks).index(self.rank)) if self.rank in ranks else None
 
     def allgather_object(self, value: Any) -> list[Any]:
-        raw = pickle.dumps(value)
-        return [pickle.loads(raw) for _ in range(self.size)]
+        return [value] * self.size
+
+    def _count(self, tensor: Tensor, share: float) -> float:
+        """Count the sent share of a tensor's bytes, and return the time."""
+        self.count(share * kernels_of(tensor).nbytes(tensor))
+        return time.perf_counter()
 
     def _done(self, result: Tensor | list[Tensor], began: float) -> Handle:
         self.spent += time.perf_counter() - began
@@ -116,15 +114,6 @@ class SimulatedRanks(Backend):
         apart = max(1, min(self.size, MOST_BYTES // max(1, k.nbytes(tensor))))
         copies = [k.join([tensor]) for _ in range(apart)]
         return [copies[rank % apart] for rank in range(self.size)]
-
-    def _given_to(self, tensor: Tensor) -> Tensor:
-        """Return what another rank broadcasts, in the place of this tensor."""
-        given, k = self._given, kernels_of(tensor)
-        if given is None or type(given) is not type(tensor) or tuple(given.shape) != tuple(tensor.shape):
-            return tensor
-        if k.dtype(given) != k.dtype(tensor):
-            return tensor
-        return k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))
 
 
 def _known(leg: Leg, sums: bool) -> Leg:

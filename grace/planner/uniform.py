@@ -51,14 +51,13 @@ def assigned_strategy(
     parts: dict[str, ShardPlan] = {}
     for bucket in make_buckets(shards_of(variables, wanted, Chooser())):
         for variable in bucket.variables:
-            carrier = carrier_of[variable.name]
-            part = DENSE
+            carrier, part = carrier_of[variable.name], DENSE
             if bucket.communicator is carrier or variable.sparse:
                 part = ShardPlan(Sync.from_spec(carrier.to_dict()), carrier.compressor.spec, carrier.memory.spec)
-            has_group = "group" in part.sync.to_dict()
-            parts[variable.name] = replace(part, sync=replace(part.sync, group=bucket.index)) if has_group else part
-    plans = tuple(VariablePlan(variable, (parts[variable.name],)) for variable in variables)
-    return Strategy(plans, ranks, nodes, builder or {})
+            if "group" in part.sync.to_dict():
+                part = replace(part, sync=replace(part.sync, group=bucket.index))
+            parts[variable.name] = part
+    return Strategy(tuple(VariablePlan(v, (parts[v.name],)) for v in variables), ranks, nodes, builder or {})
 
 
 def uniform_strategy(

@@ -17,7 +17,7 @@ from grace.strategy.choices import Choices
 
 VARIABLES = [Variable("w", (256, 128)), Variable("v", (64, 256)), Variable("b", (64,))]
 TIMELINE = Timeline({"w": 2e-3, "v": 1e-3, "b": 0.0}, forward=1e-3, backward=2e-3)
-OFFERED = [offer.spec for offer in offers() if not offer.tables_only]
+OFFERED = [spec for spec, tables_only in offers().items() if not tables_only]
 
 
 @pytest.fixture

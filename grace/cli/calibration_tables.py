@@ -27,7 +27,7 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
         age: its age in seconds, to be printed too.
     """
     key = calibration.key
-    hosts = ", ".join(f"{name} ({count})" for name, count in key.hosts)
+    hosts = ", ".join(f"{name} ({count})" for name, count in key.hosts.items())
     ranks = f"{key.ranks} rank{'s' * (key.ranks > 1)}"
     threads = f"{key.threads} thread{'s' * (key.threads > 1)} each"
     console.print(f"{escape(key.engine)}, {ranks} on {escape(hosts)}, {threads}", style="bold")

@@ -98,10 +98,10 @@ def _calibrated_cluster(ranks: int | None, calibration: Calibration) -> Cluster:
     """Return the calibration's nodes, or as many nodes like them as have so many ranks."""
     hosts = calibration.key.hosts
     if ranks is None or ranks == calibration.key.ranks:
-        return Topology([name for name, count in hosts for _ in range(count)])
+        return Topology([name for name, count in hosts.items() for _ in range(count)])
     if len(hosts) == 1:
         return OneNode(ranks)
-    per_node = max(count for _, count in hosts)
+    per_node = max(hosts.values())
     if ranks % per_node or ranks < 2 * per_node:
         raise ConfigError(
             f"the calibration is of {calibration.key.ranks} ranks on {len(hosts)} nodes: -n {ranks} does not say on "

@@ -16,9 +16,9 @@ from grace.core.backend import Backend
 from grace.core.documents import shown
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.planner.costs import CodecCost, Cost, Curve
+from grace.planner.costs import CodecCost
 from grace.planner.exchange_costs import Costs
-from grace.planner.network import KINDS, MeasuredNetwork, Network
+from grace.planner.network import MeasuredNetwork, Network
 from grace.session.versions import public
 
 FORMAT = 4
@@ -32,7 +32,7 @@ class Key:
     """Run that a calibration is for.
 
     Attributes:
-        hosts: the nodes' names in order, and how many ranks each has.
+        hosts: how many ranks each node has, by the nodes' names.
         engine: the description of the backend.
         framework: whose tensors are exchanged, and its version.
         ranks: number of all ranks.
@@ -40,7 +40,7 @@ class Key:
         grace, python: their versions.
     """
 
-    hosts: tuple[tuple[str, int], ...]
+    hosts: Mapping[str, int]
     engine: str
     framework: str
     ranks: int
@@ -61,12 +61,16 @@ class Key:
         >>> from grace.core.backend import LocalBackend
         >>> key = Key.of(LocalBackend(), ["here"], "numpy", 1)
         >>> key.engine, key.hosts, key.ranks
-        ('local', (('here', 1),), 1)
+        ('local', {'here': 1}, 1)
         """
         version = public(str(getattr(sys.modules.get(framework), "__version__", "")))
-        hosts = tuple((name, list(nodes).count(name)) for name in sorted(set(nodes)))
+        hosts = {name: list(nodes).count(name) for name in sorted(set(nodes))}
         engine = backend.describe().partition(", rank")[0]
         return cls(hosts, engine, f"{framework} {version}".strip(), backend.size, threads)
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.threads, *self.hosts.values()) < 1 or sum(self.hosts.values()) != self.ranks:
+            raise ConfigError(f"the hosts {shown(self.hosts)} do not have {self.ranks} ranks of {self.threads} threads")
 
     def differs(self, other: "Key") -> str:
         """Return the first difference from another key, in words; empty if there is none."""
@@ -90,7 +94,7 @@ class Calibration:
         by_ring: True if the engine's sums go round a ring.
         concatenates: True if the engine gathers payloads of unequal sizes itself.
 
-    >>> key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
+    >>> key = Key({"here": 1}, "local", "numpy", ranks=1, threads=1)
     >>> made = Calibration(key, made=0.0, codecs={"allreduce, none, none": CodecCost()})
     >>> Calibration.from_dict(made.to_dict()) == made
     True
@@ -107,8 +111,6 @@ class Calibration:
     def __post_init__(self) -> None:
         if not 0 <= self.made < math.inf:
             raise ConfigError(f"made must be a number from 0 on, not {self.made}")
-        if (count := sum(ranks for _, ranks in self.key.hosts)) != self.key.ranks:
-            raise ConfigError(f"key.hosts has {count} ranks, key.ranks {self.key.ranks}")
 
     def costs(self, network: Network | None = None) -> Costs:
         """Return what the planner predicts with.
@@ -128,10 +130,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's document."""
-        document: dict[str, Any] = {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
-        for network in filter(None, (document["network"], document["inside"])):
-            network["curves"] = {kind: curve["points"] for kind, curve in network["curves"].items()}
-        return document
+        return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
 
     @classmethod
     def from_dict(cls, document: Any) -> "Calibration":
@@ -144,12 +143,9 @@ class Calibration:
         if isinstance(version, int) and version != FORMAT:
             raise ConfigError(f"is of format {version}; this Grace reads format {FORMAT}")
         try:
-            given = {name: value for name, value in _object(document, "it").items() if name != "format"}
-            codecs = _object(given.get("codecs"), "codecs")
-            parts: dict[str, Any] = {name: _network(given.get(name), name) for name in ("network", "inside")}
-            parts["codecs"] = {name: _codec(codec, f"codecs.{name}") for name, codec in codecs.items()}
-            parts["key"] = _key(given.get("key"))
-            return documents.record(cls, given, "the calibration", **parts)  # type: ignore[no-any-return]
+            if isinstance(document, dict):
+                document = {name: value for name, value in document.items() if name != "format"}
+            return documents.record(cls, document, "calibration")  # type: ignore[no-any-return]
         except ConfigError as error:
             raise ConfigError(f"is damaged: {error}") from None
 
@@ -186,45 +182,3 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     if age < -86400:
         raise ConfigError(f"{path}: is damaged: it was made {-age / 86400:.0f} days from now. {AGAIN}")
     return found
-
-
-def _object(document: Any, where: str) -> dict[str, Any]:
-    if not isinstance(document, dict):
-        raise ConfigError(f"{where} must be an object, not {shown(document)}")
-    return document
-
-
-def _key(document: Any) -> Key:
-    hosts: Any = _object(document, "key").get("hosts")
-    for host in hosts if isinstance(hosts, list) else [hosts]:
-        fits = isinstance(host, list) and len(host) == 2 and isinstance(host[0], str) and type(host[1]) is int
-        if not fits or host[1] < 1:
-            raise ConfigError(f"key.hosts must be a list of names and numbers of ranks, not {shown(hosts)}")
-    key: Key = documents.record(Key, document, "key", hosts=tuple(map(tuple, hosts or ())))
-    if key.ranks < 1 or key.threads < 1:
-        raise ConfigError(f"key.ranks and key.threads must be from 1 on, not {key.ranks} and {key.threads}")
-    return key
-
-
-def _network(document: Any, where: str) -> MeasuredNetwork | None:
-    if document is None:
-        return None
-    given = _object(_object(document, where).get("curves"), f"{where}.curves")
-    if unknown := given.keys() - set(KINDS):
-        raise ConfigError(f"{where}.curves: {min(unknown)!r} is no collective; there are {', '.join(KINDS)}")
-    curves = {kind: _curve(points, f"{where}.curves.{kind}") for kind, points in given.items()}
-    return documents.record(MeasuredNetwork, document, where, curves=curves)  # type: ignore[no-any-return]
-
-
-def _curve(points: Any, where: str) -> Curve:
-    try:
-        return Curve(tuple((float(nbytes), float(seconds)) for nbytes, seconds in points))
-    except (TypeError, ValueError, OverflowError):
-        said = "a list of bytes and seconds above 0, both rising"
-        raise ConfigError(f"{where} must be {said}, not {shown(points)}") from None
-
-
-def _codec(document: Any, where: str) -> CodecCost:
-    given = _object(document, where)
-    costs = {part: documents.record(Cost, given.get(part), f"{where}.{part}") for part in ("start", "middle", "finish")}
-    return documents.record(CodecCost, given, where, **costs)  # type: ignore[no-any-return]

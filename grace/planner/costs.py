@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
+from grace.core.documents import shown
 from grace.errors import ConfigError
 
 
@@ -103,10 +104,12 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        if not self.points or not all(0 < part < 1e300 for point in self.points for part in point):
-            raise ConfigError("a curve goes through bytes and seconds above zero, and through one point at least")
-        if any(a[0] >= b[0] or a[1] > b[1] for a, b in itertools.pairwise(self.points)):
-            raise ConfigError("a curve's bytes and seconds must both rise")
+        known = all(len(point) == 2 and 0 < min(point) <= max(point) < 1e300 for point in self.points)
+        rises = known and all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(self.points))
+        if not rises or not self.points:
+            raise ConfigError(
+                f"a curve must be a list of bytes and seconds above 0, both rising, not {shown(self.points)}"
+            )
 
     @classmethod
     def through(cls, measured: Iterable[tuple[float, float]]) -> "Curve":
@@ -114,7 +117,7 @@ class Curve:
         pool-adjacent-violators algorithm).
 
         Raises:
-            ConfigError: there is nothing to go by, or bytes or seconds that are not above zero.
+            ConfigError: there is nothing to go by, or bytes or seconds that are not above 0.
 
         >>> Curve.through([(1, 4e-4), (10, 1e-4)]).points
         ((1.0, 0.0002), (10.0, 0.0002))

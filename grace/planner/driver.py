@@ -50,16 +50,9 @@ class PlanningError(Exception):
 
 
 class Resumed(NamedTuple):
-    """State of planning in a checkpoint.
-
-    Attributes:
-        current: the name of the strategy that the run had.
-        strategy: its document.
-        plan: the choice and its reasons; None before.
-        settled: True if it was chosen, and not only tried.
-        left: steps until all is measured again; 0 for never.
-        cluster: the numbers of ranks and nodes.
-    """
+    """State of planning in a checkpoint: the name and document of the run's strategy; the plan, None before there is
+    one; whether the strategy was chosen, and not only tried; steps until all is measured again, 0 for never; and the
+    numbers of ranks and nodes."""
 
     current: str
     strategy: dict[str, Any]
@@ -125,11 +118,7 @@ class Driver:
         self.timer.ready(name)
 
     def computed(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Note that backward is done, and exchanges are awaited.
-
-        Args:
-            gradients: copies of this rank's own.
-        """
+        """Note that backward is done, and exchanges are awaited; ``gradients`` copies this rank's own."""
         self.timer.mark("computed")
         if self.holds and self.left == 1:
             self.gradients = dict(gradients())
@@ -164,11 +153,8 @@ class Driver:
         return json.dumps(state._asdict())
 
     def found(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
-        """Return what a checkpoint says of planning; None if nothing, or for another cluster.
-
-        Raises:
-            ConfigError: it is damaged.
-        """
+        """Return what a checkpoint says of planning; None if nothing, or for another cluster. Raise ConfigError if it
+        is damaged."""
         if not saved or "plan" not in saved:
             return None
         try:
@@ -184,7 +170,7 @@ class Driver:
         self.strategies = {resumed.current: former, BASELINE: start}
         self.holds, self.settled, self.watch = False, resumed.settled, None
         if resumed.settled:
-            self._watch()
+            self.watch = LinkWatch() if self.backend.size > 1 else None
         steps = resumed.left if self.replan else 0
         self.phases = self._follow(steps if resumed.settled else 1)
         self._advance()
@@ -206,7 +192,7 @@ class Driver:
             self._switched(BASELINE)
             try:
                 yield from self._plan()
-                self._watch()
+                self.watch = LinkWatch() if self.backend.size > 1 else None
             except PlanningError as error:
                 self.gradients, self.holds = {}, False
                 self._switched(BASELINE)
@@ -215,11 +201,7 @@ class Driver:
             steps = self.replan
 
     def _plan(self) -> Generator[int, None, None]:
-        """Measure, try candidates, and go on by the best.
-
-        Raises:
-            PlanningError: something failed on some rank.
-        """
+        """Measure, try candidates, and go on by the best. Raise PlanningError if something failed on some rank."""
         self.holds = True
         yield HELD
         self.holds = False
@@ -237,11 +219,7 @@ class Driver:
 
     def _measure(self, timeline: Timeline | None) -> dict[str, Strategy]:
         """Measure the links and the codecs, after the baseline's steps, and return the strategies to try, best first,
-        by the names of the candidates.
-
-        Raises:
-            PlanningError: something failed on some rank, or one has seen no whole step.
-        """
+        by the names of the candidates. Raise PlanningError if a rank has seen no whole step."""
         plain = self.timer.seconds()
         seen = bool(plain and timeline and self.gradients)
         told = gather_or_raise(self.backend, "steps to plan by", (timeline, undisturbed(plain)) if seen else None)
@@ -264,15 +242,8 @@ class Driver:
         return found
 
     def _try(self, names: Sequence[str]) -> Generator[int, None, list[str]]:
-        """Train some steps by each candidate in turn. Return the names of those that all ranks have timed, whose
-        seconds on the slowest rank are ``results`` then.
-
-        Args:
-            names: of the candidates; the baseline is among them.
-
-        Raises:
-            PlanningError: the baseline was not timed.
-        """
+        """Train some steps by each candidate in turn, the baseline among them. Return the names of those that all ranks
+        have timed, whose seconds on the slowest rank are ``results`` then."""
         took: dict[str, float] = {}
         for name in names:
             if not self._switched(name):
@@ -327,19 +298,11 @@ class Driver:
     # -- agreement ------------------------------------------------------------------------------------
 
     def _on_rank_0(self, what: str, compute: Callable[[], Any]) -> Any:
-        """Compute something on rank 0, and return it on all ranks.
-
-        Raises:
-            PlanningError: it failed.
-        """
+        """Compute something on rank 0, and return it on all ranks. Raise PlanningError if that failed."""
         return self._agree(what, compute if self.backend.rank == 0 else lambda: None)[0]
 
     def _agree(self, what: str, compute: Callable[[], Any]) -> list[Any]:
-        """Return what every rank has computed.
-
-        Raises:
-            PlanningError: it failed on some rank.
-        """
+        """Return what every rank has computed. Raise PlanningError if that failed on some rank."""
         value, why = None, ""
         try:
             value = compute()
@@ -352,11 +315,6 @@ class Driver:
             if reason:
                 raise PlanningError(f"rank {rank}: {reason}" if len(answers) > 1 else reason)
         return [value for value, _ in answers]
-
-    # -- watching -------------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        self.watch = LinkWatch() if self.backend.size > 1 else None
 
     def _look(self, watch: "LinkWatch") -> None:
         """Compare waits with those when the choice was made; plan again, or tell once, if they have grown."""
@@ -422,7 +380,7 @@ def build_driver(
         runner: the session's first one.
         start: the strategy that it runs.
         switch: goes on by another strategy; it must not keep the session alive.
-        adaptive: True if the optimizer divides each element by its history, as Adam does.
+        adaptive: as :class:`grace.planner.planning.Planning` takes it.
     """
     backend = runner.backend
 

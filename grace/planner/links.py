@@ -83,11 +83,7 @@ def measure_network(
 def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
     """Return the factor by which a codec, which computes in one thread, takes longer when all ranks of a node are at
     theirs than when one is alone: ranks per core, of the node that has most; 1 where every rank has a core. Every rank
-    must call it.
-
-    Args:
-        backend: of the ranks.
-        nodes: the name of each rank's node.
+    must call it, with the name of each rank's node.
 
     >>> from grace.core.backend import LocalBackend
     >>> oversubscription(LocalBackend(), ["here"])

@@ -130,6 +130,8 @@ class MeasuredNetwork:
     def __post_init__(self) -> None:
         if self.ranks < 2 or not self.curves:
             raise ConfigError("latency and bandwidth are fitted to collectives of 2 ranks or more, and there are none")
+        if unknown := self.curves.keys() - set(KINDS):
+            raise ConfigError(f"{min(unknown)!r} is no collective; there are {', '.join(KINDS)}")
         _ = self.links  # raises where a measurement is none
 
     @functools.cached_property

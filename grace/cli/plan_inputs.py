@@ -25,7 +25,7 @@ from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto, timeline
 from grace.planner.calibration import AGAIN, Calibration, Key, read
 from grace.planner.codecs import is_table
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import links_of
 from grace.planner.planning import measured

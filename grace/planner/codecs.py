@@ -13,6 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
+from grace.backends.simulated import SimulatedRanks
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
@@ -22,7 +23,6 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.planner.costs import CodecCost, Cost, fit
 from grace.planner.exchange_costs import codec_key
-from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step_timer import undisturbed
 from grace.session.sharding import Chooser, Shard
 from grace.session.step_runner import StepRunner

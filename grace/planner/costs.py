@@ -1,16 +1,32 @@
-"""Times as they were measured: of a codec by the elements of a bucket, and of a collective by its bytes."""
+"""Times of a codec by the elements of a bucket, and of a collective by its bytes; and codecs that nobody measured."""
 
 import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from statistics import fmean
 
 import numpy as np
 
+from grace.core import specs
 from grace.core.documents import shown
+from grace.core.registry import make
 from grace.errors import ConfigError
+
+LEAST, MOST = 1e-12, 1e18
+"""The least and the most bytes and seconds that can have been measured; squares of them are numbers."""
+COPY = 0.4e-9
+"""Seconds that a copy takes for each float: 10 ms for 25 million."""
+CALL, VARIABLE = 100e-6, 2e-6
+"""Seconds for each bucket, and for each variable in it, in each of the two directions."""
+COPIES = {"none": (1.3, 1.1), "sparsification": (2.0, 0.3), "low-rank": (1.5, 2.2)}
+"""Copies to encode an element, and to decode one, by the method's category."""
+SUMMED, OTHERS = (1.1, 0.9), (2.0, 1.5)
+"""Those of quantizers whose payloads are summed, and of all other quantizers."""
+KEEPING, ROUND = 2.0, 2.0
+"""Copies that a memory takes, and that a method of several rounds takes between two of them."""
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -66,14 +82,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Computing of a method (a communicator with its compressor and memory) for a bucket.
-
-    Attributes:
-        start: before anything travels: compensate, compress, pack.
-        middle: between its collectives, if it has several, for each but the last.
-        finish: decode, aggregate and write back, and update memories.
-        bits: bits of a value on the wire, where the data decide; None where shapes do.
-    """
+    """Computing of a method (a communicator with its compressor and memory) for a bucket: before anything travels;
+    between its collectives, for each but the last; and afterwards, with updates of memories. ``bits`` are those of a
+    value on the wire where the data decide, None where shapes do."""
 
     start: Cost = Cost()
     middle: Cost = Cost()
@@ -104,7 +115,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        known = all(len(point) == 2 and 0 < min(point) <= max(point) < 1e300 for point in self.points)
+        known = all(len(point) == 2 and LEAST <= min(point) <= max(point) <= MOST for point in self.points)
         rises = known and all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(self.points))
         if not rises or not self.points:
             raise ConfigError(
@@ -113,24 +124,20 @@ class Curve:
 
     @classmethod
     def through(cls, measured: Iterable[tuple[float, float]]) -> "Curve":
-        """Return the nearest curve that does not fall: neighbours that do are given their mean (of logarithms; the
-        pool-adjacent-violators algorithm).
-
-        Raises:
-            ConfigError: there is nothing to go by, or bytes or seconds that are not above 0.
+        """Return the curve through measured bytes and seconds, on which more bytes take no less: neighbours that do are
+        given their mean (of logarithms; the pool-adjacent-violators algorithm).
 
         >>> Curve.through([(1, 4e-4), (10, 1e-4)]).points
         ((1.0, 0.0002), (10.0, 0.0002))
         """
         ordered = sorted(measured)
-        blocks: list[tuple[float, int]] = []
-        """Mean logarithm of seconds, and number of points."""
+        blocks: list[list[float]] = []
+        """Logarithms of seconds that are given their mean."""
         for _, seconds in ordered:
-            blocks.append((math.log(seconds) if seconds > 0 else math.inf, 1))
-            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-                (other, more), (one, weight) = blocks.pop(), blocks.pop()
-                blocks.append(((one * weight + other * more) / (weight + more), weight + more))
-        risen = [round(math.exp(log), 12) for log, count in blocks for _ in range(count)]
+            blocks.append([math.log(max(seconds, 1e-300))])
+            while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+                blocks[-2:] = [blocks[-2] + blocks[-1]]
+        risen = [round(math.exp(fmean(block)), 12) for block in blocks for _ in block]
         return cls(tuple((float(nbytes), seconds) for (nbytes, _), seconds in zip(ordered, risen, strict=True)))
 
     def seconds(self, nbytes: float) -> float:
@@ -156,3 +163,48 @@ class Curve:
             return 0.0
         first = min(bisect.bisect_left(sizes, sizes[-1] / 20), len(sizes) - 2)
         return (times[-1] - times[first]) / (sizes[-1] - sizes[first])
+
+
+class DefaultCodecs(Mapping[str, CodecCost]):
+    """Codecs of every method and communicator, by :func:`grace.planner.exchange_costs.codec_key`, in copies of the
+    gradient ("Encoding and decoding" in BENCHMARKS.md).
+
+    >>> codec = DefaultCodecs()["allgather, topk(ratio=0.05), residual"]
+    >>> round(codec.start.seconds(1, 25e6, 2) * 1e3, 1)
+    40.1
+    """
+
+    def __getitem__(self, key: str) -> CodecCost:
+        return _default_codec(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+@functools.cache
+def _default_codec(key: str) -> CodecCost:
+    communicator, _, rest = key.partition(", ")
+    compressor, _, memory = rest.rpartition(", ")
+    first, *others = [make("compressor", part).traits for part in specs.split(compressor) or (compressor,)]
+    encode, decode = COPIES.get(first.category, SUMMED if first.summable else OTHERS)
+    encode += KEEPING * (memory != "none") + 0.2 * len(others)  # a second method encodes few values
+    each = communicator in ("allgather", "broadcast")  # decodes what every rank sent
+    again = encode + decode if communicator in ("scatter_reduce", "scatter_merge", "reduce_broadcast") else ROUND
+    return CodecCost(
+        start=Cost(CALL, VARIABLE, encode * COPY),
+        middle=Cost(CALL, VARIABLE, again * COPY),
+        finish=Cost(CALL, VARIABLE, (1.0 if each else decode) * COPY, decode * COPY if each else 0.0),
+        bits=_bits(compressor),
+    )
+
+
+def _bits(spec: str) -> float | None:
+    """Return the bits that an element of a Gaussian gradient takes, where the data decide; None where shapes do."""
+    compressor, x = make("compressor", spec), np.random.default_rng(0).standard_normal(1 << 12).astype("float32")
+    if compressor.wire_bits(x.shape) is not None:
+        return None
+    payload, _ = compressor.compress(x, "synthetic")
+    return max(1e-3, 8 * sum(np.asarray(part).nbytes for part in payload) / x.size)

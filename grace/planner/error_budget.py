@@ -100,11 +100,7 @@ def allows(quality: str, found: str | None) -> bool:
 
 
 def check_quality(quality: str) -> None:
-    """Raise if there is no such class.
-
-    Raises:
-        ConfigError: naming those that there are.
-    """
+    """Raise ConfigError if there is no such class; it names those that there are."""
     if quality not in CLASSES:
         raise ConfigError(f"quality must be one of {', '.join(map(repr, CLASSES))}, not {quality!r}")
 
@@ -202,7 +198,7 @@ def synthetic_error(method: str, shape: tuple[int, ...]) -> float:
         small = min(SIDE, shape[0]), min(SIDE, math.prod(shape[1:]))
     if small != shape:
         return synthetic_error(method, small)
-    compressor, x = _compressor(method), _synthetic(shape)
+    compressor, x = make("compressor", method), _synthetic(shape)  # one of its own, which may keep state
     if compressor.traits.exact:
         return 0.0
     payload, ctx = compressor.compress(x, "synthetic")

@@ -34,7 +34,7 @@ class Costs:
         codecs: computing of methods, by :func:`codec_key`.
         inside: the network within a node, for pipelines; ``network`` if left out.
         by_ring, concatenates: as :class:`grace.core.backend.Backend` has them.
-        rows: rows that a step's gradients have, of sparse variables by name; all of them where it does not say.
+        rows: rows of a step's gradients, of sparse variables by name; all of them where it does not say.
     """
 
     network: Network
@@ -46,13 +46,8 @@ class Costs:
 
 
 def codec_key(communicator: Communicator) -> str:
-    """Return the key of a codec: communicator, compressor and memory, without the communicator's own parameters, which
-    say who computes and when.
-
-    >>> from grace.communicators import ReduceBroadcast
-    >>> codec_key(ReduceBroadcast("topk", destination=1))
-    'reduce_broadcast, topk, residual'
-    """
+    """Return the key of a codec, as "allgather, topk, residual": communicator, compressor and memory, without the
+    communicator's own parameters, which say who computes and when."""
     return f"{communicator.name}, {communicator.compressor.spec}, {communicator.memory.spec}"
 
 
@@ -94,11 +89,6 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
     All ranks exchange with each other, in every step, and wait: sums over nodes first, rounds of ranks that train
     alone, and means that are applied later are not modelled.
 
-    Args:
-        shards: of the model.
-        ranks: how many there are.
-        costs: what exchanging and computing takes.
-
     Raises:
         ConfigError: as :func:`works`.
     """
@@ -114,11 +104,8 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
 
 
 def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> Work:
-    """Return what a bucket, which belongs to the variables of these names, does in a step.
-
-    Raises:
-        ConfigError: nobody measured its method, or the bits of its elements.
-    """
+    """Return what a bucket, which belongs to the variables of these names, does in a step. Raise ConfigError if nobody
+    measured its method, or the bits of its elements."""
     communicator = bucket.communicator
     codec = costs.codecs.get(codec_key(communicator))
     if codec is None:

@@ -34,7 +34,6 @@ class Row:
         count, elements: their number, and that of their elements.
         method: compressor and memory.
         sync: the synchronization.
-        saved: seconds by which the step would be longer if they were not compressed.
         share: the largest part of its bound that the error of one of them takes.
         why: the reason, in words.
     """
@@ -44,7 +43,6 @@ class Row:
     elements: int
     method: str
     sync: str
-    saved: float
     share: float
     why: str = ""
 
@@ -220,16 +218,12 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
 
 
 def _row(problem: Problem, one: Candidate, name: str, method: str, sync: str, plans: Sequence[VariablePlan]) -> Row:
-    saved, share = _saved(problem, one, plans), max(largest_share(problem, plan) for plan in plans)
-    return Row(name, len(plans), _elements(plans), method, sync, saved, share, _why(problem, plans, saved))
+    share = max(largest_share(problem, plan) for plan in plans)
+    return Row(name, len(plans), _elements(plans), method, sync, share, _why(problem, one, plans))
 
 
 def _elements(plans: Sequence[VariablePlan]) -> int:
     return sum(plan.variable.numel for plan in plans)
-
-
-def _compressed(plan: VariablePlan) -> bool:
-    return plan.parts[0].compressor != "none"
 
 
 def largest_share(problem: Problem, plan: VariablePlan) -> float:
@@ -242,21 +236,22 @@ def _saved(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> f
     """Return the seconds by which the step would be longer if these were not compressed: in the same group, or over the
     same root."""
     dense = {}
-    for plan in filter(_compressed, plans):
+    for plan in plans:
+        if plan.parts[0].compressor == "none":
+            continue
         sync = plan.parts[0].sync
         if sync.type != "reduce_broadcast":
             sync = replace(sync, type="allreduce")
         part = replace(DENSE, sync=sync, priority=plan.parts[0].priority)
         dense[plan.variable.name] = replace(plan, parts=(part,))
-    if not dense:
-        return 0.0
     changed = tuple(dense.get(plan.variable.name, plan) for plan in one.strategy.plans)
     return problem.predict(replace(one.strategy, plans=changed)).step - one.prediction.step
 
 
-def _why(problem: Problem, plans: Sequence[VariablePlan], saved: float) -> str:
+def _why(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> str:
     """Return why variables are treated so: what compressing them saves, or why they are not compressed."""
-    if any(map(_compressed, plans)):
+    if any(plan.parts[0].compressor != "none" for plan in plans):
+        saved = _saved(problem, one, plans)
         return f"saves {_ms(saved)}" if saved > 5e-7 else "saves nothing alone"
     largest = max(plans, key=lambda plan: plan.variable.numel).variable
     lossy = [method for method in problem.candidates() if method.compressor != "none"]

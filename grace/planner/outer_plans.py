@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from grace.communicators.choice import build_communicator
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.problem import Problem
 from grace.planner.step import Prediction, Timeline, simulate
 from grace.planner.uniform import shards_of
@@ -31,18 +31,6 @@ def outer_plans(problem: Problem) -> dict[str, Prediction]:
 
     All of a round is exposed: T = compute + round / H. What a codec takes is as measured elsewhere if it was not
     measured here: so small a part of a step.
-
-    >>> from grace.core.variable import Variable
-    >>> from grace.planner.costs import CodecCost
-    >>> from grace.planner.exchange_costs import DENSE, Costs
-    >>> from grace.planner.network import Links
-    >>> from grace.planner.step import Timeline
-    >>> from grace.strategy.builder import OneNode
-    >>> costs = Costs(Links(1e6), {DENSE: CodecCost()})
-    >>> plans = outer_plans(Problem([Variable("w", (1000, 500))], Timeline({"w": 0.1}, 0, 0.1), costs, OneNode(2)))
-    >>> plain = plans["diloco(period=20)"]
-    >>> round(plain.step, 3), round(plain.sent)
-    (0.2, 100002)
     """
     variables = [replace(variable, sparse=False) for variable in problem.variables]  # drifts are dense
     codecs: Any = ChainMap(problem.costs.codecs, DefaultCodecs())  # type: ignore[arg-type]  # which nothing writes to

@@ -64,14 +64,8 @@ class Planning:
         self.remarks: list[str] = []
 
     def measure_links(self, plain: float) -> None:
-        """Measure the links for about as long as two steps take. Every rank must call it.
-
-        Args:
-            plain: seconds of an uncompressed step.
-
-        Raises:
-            ConfigError: there is one rank, and nothing to exchange.
-        """
+        """Measure the links for about as long as two steps, which take ``plain`` seconds uncompressed; every rank must
+        call it. Raise ConfigError if there is one rank."""
         if self.backend.size == 1:
             raise ConfigError("there is one rank, and nothing to exchange")
         self.nodes = list(self.names())
@@ -109,13 +103,8 @@ class Planning:
         return self.found
 
     def explained(self, chosen: str, note: str, seconds: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """Return the plan as a document, and in one line.
-
-        Args:
-            chosen: the name of the candidate that was chosen.
-            note: why it is not the fastest, if it is not.
-            seconds: of a step of each candidate that was tried.
-        """
+        """Return the plan as a document, and in one line. A note says why the chosen candidate is not the fastest, if
+        it is not; ``seconds`` are those of a step of each candidate that was tried."""
         tried = [replace(one, measured=seconds.get(one.name)) for one in self.found]
         plan = plan_of(self.problem, tried, chosen=chosen, note=note, remarks=self.remarks)
         return plan.to_dict(), "; ".join([plan.why, *plan.remarks[len(self.remarks) :]])

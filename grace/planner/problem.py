@@ -74,19 +74,11 @@ class Problem:
         return len(set(self.cluster.ranks))
 
     def predict(self, strategy: Strategy) -> Prediction:
-        """Predict a step under a strategy.
-
-        Raises:
-            ConfigError: the costs do not tell what one of its methods takes.
-        """
+        """Predict a step under a strategy. Raise ConfigError if the costs do not tell what one of its methods takes."""
         return self.simulate(works(strategy, self.costs))
 
     def works_of(self, shards: Sequence[Shard]) -> list[Work]:
-        """Return what the buckets of shards do in a step.
-
-        Raises:
-            ConfigError: as :meth:`predict`.
-        """
+        """Return what the buckets of shards do in a step; raise as :meth:`predict`."""
         return works_of(shards, self.ranks, self.costs)
 
     def simulate(self, found: Sequence[Work]) -> Prediction:
@@ -112,13 +104,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class ExchangeMethod:
-    """A way to exchange a variable.
-
-    Attributes:
-        communicator: the object that carries variables, with its compressor and memory.
-        quality: the class; None if it has none.
-        tables_only: True if it is offered for tables only.
-    """
+    """A way to exchange a variable: a communicator with its compressor and memory; its class, None if it has none; and
+    whether it is offered for tables only."""
 
     communicator: Communicator = field(compare=False)
     quality: str | None
@@ -134,7 +121,7 @@ class ExchangeMethod:
         """The memory's spec."""
         return self.communicator.memory.spec
 
-    @functools.cached_property
+    @property
     def key(self) -> str:
         """The name of its codec."""
         return codec_key(self.communicator)

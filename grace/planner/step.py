@@ -61,15 +61,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a bucket.
-
-    Attributes:
-        kind: "allreduce", "allgather", "alltoall", "broadcast" or "gather".
-        seconds: that it takes when nothing else travels, its latency included.
-        nbytes: that leave a rank; each but the root, where there is one.
-        root: the rank at which it begins or ends; -1 where it has none.
-        root_nbytes: that leave the root.
-    """
+    """One collective of a bucket: its kind, as "allgather"; the seconds that it takes when nothing else travels, its
+    latency included; the bytes that leave a rank, each but the root, where there is one; the root, -1 where there is
+    none; and the bytes that leave the root."""
 
     kind: str
     seconds: float

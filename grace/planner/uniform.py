@@ -18,13 +18,8 @@ DENSE = ShardPlan(Sync("allreduce"), "none", "none")
 
 
 def shards_of(variables: Sequence[Variable], wanted: Sequence[Communicator], choose: Chooser) -> list[Shard]:
-    """Return a shard for each variable.
-
-    Args:
-        variables: in declaration order.
-        wanted: the communicator of each; a variable that its method does not shrink is summed uncompressed.
-        choose: gives the communicators that carry variables.
-    """
+    """Return a shard for each variable, carried by the wanted communicator, or by another that ``choose`` gives: a
+    variable that its method does not shrink is summed uncompressed."""
     return [
         Shard(variable, variable, choose(variable, carrier), None, None if variable.sparse else LIMITS)
         for variable, carrier in zip(variables, wanted, strict=True)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grace.backends.simulated import SimulatedRanks
 from grace.errors import ConfigError
 from grace.planner.calibration import Calibration, Key, read
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.network import MeasuredNetwork
-from grace.planner.simulated_ranks import SimulatedRanks
 
 KEY = Key({"a": 2, "b": 2}, "torch.distributed (gloo)", "torch 2.9.0", ranks=4, threads=1)
 CURVE = Curve(((1e3, 1e-4), (1e6, 1e-3), (1e8, 0.1)))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from grace.backends import simulated
 from grace.communicators import Allgather, ReduceBroadcast
 from grace.core.compressor import Compressor, Traits
 from grace.errors import ConfigError
-from grace.planner import codecs, simulated_ranks
+from grace.planner import codecs
 from grace.planner.codecs import measure
 from tests.support.passing import Passing
 from tests.support.planners import measured
@@ -22,7 +23,7 @@ QUICK = 0.02
 def clock(monkeypatch):
     """Time passes while a method sleeps, and else not: a busy machine changes nothing."""
     found = Passing()
-    for module in (codecs, simulated_ranks):  # the ranks that are pretended take no time, which is subtracted
+    for module in (codecs, simulated):  # the ranks that are pretended take no time, which is subtracted
         monkeypatch.setattr(module, "time", found)
     monkeypatch.setitem(globals(), "time", found)
 

@@ -9,8 +9,7 @@ import pytest
 
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.costs import CodecCost, Cost
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import CodecCost, Cost, DefaultCodecs
 from grace.planner.error_budget import SLACK, ErrorModel
 from grace.planner.exchange_costs import Costs
 from grace.planner.greedy import GAIN, Greedy, find_candidates

@@ -6,12 +6,12 @@ from unittest import mock
 import pytest
 
 import grace
+from grace.backends.simulated import SimulatedRanks
 from grace.core.backend import Handle, LocalBackend
 from grace.errors import RankError
 from grace.planner import links
 from grace.planner.links import measure_network
 from grace.planner.network import KINDS
-from grace.planner.simulated_ranks import SimulatedRanks
 
 SMALL = (1024, 1 << 16)
 

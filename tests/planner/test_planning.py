@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from grace.backends.simulated import SimulatedRanks
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner import planning
 from grace.planner.network import Links
 from grace.planner.planning import Planning
 from grace.planner.problem import offers
-from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step import Timeline
 from grace.strategy.choices import Choices
 

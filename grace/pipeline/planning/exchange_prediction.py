@@ -38,7 +38,7 @@ class Exchanges:
         ConfigError: a spec is unknown, or specs do not go together.
 
     >>> from grace.planner.network import Links
-    >>> from grace.planner.default_costs import DefaultCodecs
+    >>> from grace.planner.costs import DefaultCodecs
     >>> slow, w = Links(1e8), [Variable("w", (1000, 1000))]
     >>> plain, sparse = (
     ...     Exchanges(Costs(slow, DefaultCodecs()), spec).seconds(w, 2, slow) for spec in ("none", "topk(ratio=0.01)")

@@ -9,7 +9,7 @@ from typing import Any
 from grace.core.quantities import BITS, SECONDS, parse_quantity
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.error_budget import REFERENCE, ErrorModel, check_quality
 from grace.planner.exchange_costs import Costs
 from grace.planner.explain import Plan, plan_of
@@ -153,7 +153,7 @@ class Auto(Builder):
 
 def timeline(variables: Sequence[Variable], backward: float) -> Timeline:
     """Return a timeline whose backward takes so many seconds, in which gradients come from the last to the first, each
-    after a time like its elements; those of sparse variables, which are rows, after none.
+    after a time like its elements; those of sparse variables after none.
 
     >>> from grace.core.variable import Variable
     >>> timeline([Variable("a", (3,)), Variable("b", (1,))], backward=4.0).ready

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from grace.core.backend import Backend, Handle, Tensor
-from grace.core.route import ALL_GATHER, ALL_REDUCE, GATHER, Leg, Route
+from grace.core.route import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EACH_BROADCASTS, GATHER, Leg, Route
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
-from grace.planner.network import KINDS
 
 MOST_BYTES = 1 << 28
 """Of copies that a collective makes of what this rank sends; beyond, ranks share copies."""
+KNOWN = (ALL_REDUCE, ALL_GATHER, EACH_BROADCASTS, ALL_TO_ALL, GATHER, BROADCAST)
+"""Collectives that are pretended."""
 
 
 class SimulatedRanks(Backend):
@@ -88,7 +89,7 @@ class SimulatedRanks(Backend):
 
     def supported(self, route: Route, sums: bool) -> Route:
         """Return a route with known collectives in place of users' own; they bring as many tensors of the same size."""
-        return [leg if leg.collective.name in KINDS else _known(leg, sums) for leg in route]
+        return [leg if leg.collective in KNOWN else _known(leg, sums) for leg in route]
 
     def duplicate(self) -> "SimulatedRanks":
         return self.copy_with(_broadcast=None)  # type: ignore[no-any-return]

@@ -50,14 +50,8 @@ Parts = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class MeasuredMethod:
-    """Measurements of a method.
-
-    Attributes:
-        method: the key of its codec: communicator, compressor and memory.
-        codec: seconds by variables, elements and ranks, and bits where data decide.
-        errors: |x - C(x)|^2 / |x|^2 of each variable that the method shrinks, of what one rank alone sends, without a
-            memory; the mean of some seeds for random methods.
-    """
+    """Measurements of a method: the key of its codec; the codec; and |x - C(x)|^2 / |x|^2 of each variable that it
+    shrinks, of what one rank alone sends, without a memory; the mean of some seeds for random methods."""
 
     method: str
     codec: CodecCost
@@ -83,8 +77,6 @@ def measure(
         communicator: the method; copies of it are measured, so that it stays unused.
         gradients: by variable name: tensors of any framework, or sparse rows, of which the values are taken.
         ranks: how many will exchange.
-        seed: of random methods.
-        limit_seconds: see above.
         synchronize: waits until a device has computed all that was asked of it.
 
     Raises:
@@ -145,10 +137,8 @@ def _lost_and_sent(compressor: Compressor, tensors: Tensors, seed: int) -> tuple
 
 
 class _CodecTiming:
-    """Exchanges of one method over simulated ranks that are timed, each by a copy that remembers nothing.
-
-    As many ranks are simulated as the communicator was made for, or as there are, but few.
-    """
+    """Exchanges of one method over simulated ranks that are timed, each by a copy that remembers nothing. As many ranks
+    are simulated as the communicator was made for, or as there are, but few."""
 
     def __init__(self, communicator: Communicator, ranks: int, seed: int, synchronize: Callable[[], object]):
         self.communicator, self.seed, self.synchronize = communicator, seed, synchronize
@@ -171,13 +161,8 @@ class _CodecTiming:
 
     def seconds(self, tensors: Tensors, seconds: float, least: int = LEAST) -> Parts:
         """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
-        lower quartiles of some steps, because what else a machine does makes them longer only.
-
-        Args:
-            tensors: all compressed.
-            seconds: for all steps, if they are enough for some.
-            least: so many.
-        """
+        lower quartiles of steps, because what else a machine does makes them longer only. Steps are made for so many
+        seconds, and ``least`` of them in any case."""
         communicator = copy.deepcopy(self.communicator)
         backend = SimulatedRanks(self.ranks, self.root)
         variables = [_variable(name, x) for name, x in tensors.items()]
@@ -198,7 +183,7 @@ class _CodecTiming:
                 parts = self._step(runner, backend, given, outs)
                 if step >= WARM:
                     took.append(parts)
-                if step >= WARM + least - 1 and self._now() > ends:
+                if step >= WARM + least - 1 and time.perf_counter() > ends:
                     break
         finally:
             runner.close()
@@ -237,11 +222,8 @@ class _CodecTiming:
 
     def _computed(self, backend: SimulatedRanks) -> float:
         """Return the time without what simulated collectives took so far."""
-        return self._now() - backend.spent
-
-    def _now(self) -> float:
         self.synchronize()
-        return time.perf_counter()
+        return time.perf_counter() - backend.spent
 
 
 # -- gradients of any framework ------------------------------------------------------------------------

@@ -214,7 +214,7 @@ class Driver:
         chosen, note = yield from self._check()
         if not self._switched(chosen):
             chosen = self.current
-        self.plan, line = self._on_rank_0("a plan", lambda: self.planner.explained(chosen, note, self.results))
+        self.plan, line = self._agree("a plan", lambda: self.planner.explained(chosen, note, self.results))
         self.say(f"grace: auto: {line}")
 
     def _measure(self, timeline: Timeline | None) -> dict[str, Strategy]:
@@ -231,14 +231,15 @@ class Driver:
         slowest = max((line for line, _ in told), key=lambda line: line.compute)
         skew = slowest.compute - min(line.compute for line, _ in told)
         self.say("grace: auto: measuring links and methods, then planning; a few seconds")
-        self._agree("links", lambda: self.planner.measure_links(max(seconds for _, seconds in told)))
+        plain_step = max(seconds for _, seconds in told)
+        self._agree("links", lambda: self.planner.measure_links(plain_step), everywhere=True)
         gradients, self.gradients = self.gradients, {}
 
         def candidates() -> dict[str, Strategy]:
             found = [one for one in self.planner.candidates(gradients, slowest, skew) if one.name != BASELINE]
             return {one.name: one.strategy for one in found[:TRIED]}
 
-        found: dict[str, Strategy] = self._on_rank_0("what to try", candidates)
+        found: dict[str, Strategy] = self._agree("what to try", candidates)
         return found
 
     def _try(self, names: Sequence[str]) -> Generator[int, None, list[str]]:
@@ -297,15 +298,12 @@ class Driver:
 
     # -- agreement ------------------------------------------------------------------------------------
 
-    def _on_rank_0(self, what: str, compute: Callable[[], Any]) -> Any:
-        """Compute something on rank 0, and return it on all ranks. Raise PlanningError if that failed."""
-        return self._agree(what, compute if self.backend.rank == 0 else lambda: None)[0]
-
-    def _agree(self, what: str, compute: Callable[[], Any]) -> list[Any]:
-        """Return what every rank has computed. Raise PlanningError if that failed on some rank."""
+    def _agree(self, what: str, compute: Callable[[], Any], everywhere: bool = False) -> Any:
+        """Return what rank 0 computes, or every rank. Raise PlanningError if that fails on one."""
         value, why = None, ""
         try:
-            value = compute()
+            if everywhere or self.backend.rank == 0:
+                value = compute()
         except ExchangeError:
             raise
         except Exception as error:
@@ -314,7 +312,7 @@ class Driver:
         for rank, (_, reason) in enumerate(answers):
             if reason:
                 raise PlanningError(f"rank {rank}: {reason}" if len(answers) > 1 else reason)
-        return [value for value, _ in answers]
+        return answers[0][0]
 
     def _look(self, watch: "LinkWatch") -> None:
         """Compare waits with those when the choice was made; plan again, or tell once, if they have grown."""

@@ -124,9 +124,9 @@ class ErrorModel:
     Args:
         measured: ||x - C(x)||^2 / ||x||^2 on captured gradients, by the method's spec and the variable's name; errors
             that nobody measured are those of synthetic gradients.
-        tables: names of the variables most of whose rows have no gradient in a step.
+        tables: names of tables.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
-        reference: the spec of the method whose error on a matrix others may have.
+        reference: the spec of R.
 
     Raises:
         ConfigError: the reference votes: it has no error that others could be compared with.
@@ -183,12 +183,8 @@ class ErrorModel:
 
 @functools.cache
 def synthetic_error(method: str, shape: tuple[int, ...]) -> float:
-    """Return a method's relative error on a synthetic gradient: a matrix with few strong directions, or a Gaussian
-    vector; of at most :data:`SIDE` rows and columns, drawn with a fixed seed.
-
-    Args:
-        method: its spec.
-        shape: of the variable.
+    """Return a method's relative error on a synthetic gradient of about this shape: a matrix with few strong
+    directions, or a Gaussian vector; of at most :data:`SIDE` rows and columns, drawn with a fixed seed.
 
     >>> 0.1 < synthetic_error("powersgd(rank=4)", (1000, 1000)) < 0.4, synthetic_error("none", (9,))
     (True, 0.0)

@@ -47,10 +47,6 @@ def measure_network(
         synchronize: waits until a device has done all that was asked of it.
         crowded: True if ranks share cores.
 
-    Raises:
-        RankError: another rank failed.
-        ExchangeError: the engine failed.
-
     >>> from grace.core.backend import LocalBackend
     >>> measure_network(LocalBackend()) is None
     True

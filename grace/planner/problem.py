@@ -147,13 +147,8 @@ def offers() -> dict[str, bool]:
 
 
 def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[ExchangeMethod]:
-    """Return the methods that the user names, or else those that offer themselves and are of the class.
-
-    Args:
-        named: see :attr:`Problem.methods`.
-        quality: the class.
-        ranks: how many exchange, for default communicators.
-        tables: True if the model has tables, for which some methods are offered.
+    """Return the methods that the user names (:attr:`Problem.methods`), or else those that offer themselves and are of
+    the class, with their default communicators for so many ranks; some are offered for tables only.
 
     Raises:
         ConfigError: something named is unknown, or excluded by the class.

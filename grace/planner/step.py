@@ -25,13 +25,8 @@ or "finish"."""
 
 @dataclass(frozen=True)
 class Timeline:
-    """When a model computes what, on one rank that trains alone.
-
-    Attributes:
-        ready: seconds from the start of backward until each variable's gradient is there, by name.
-        forward: seconds before backward.
-        backward: seconds of backward; no less than any of ``ready``.
-        optimizer: seconds after the gradients: the optimizer's step.
+    """When a model computes what, on one rank that trains alone: seconds from the start of backward until each
+    variable's gradient is there, by name; and those of forward, backward and the optimizer's step.
 
     Raises:
         ConfigError: a time is below zero, or a gradient comes after backward.
@@ -74,16 +69,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a bucket in a step.
-
-    Attributes:
-        names: of the variables whose gradients it waits for.
-        start: seconds of computing before the first transfer.
-        transfers: one after the other.
-        middle: seconds of computing between two of them.
-        finish: seconds of computing after the last one.
-        memory: bytes that it keeps on a rank, between steps and during one: residuals, wires, what is decoded.
-    """
+    """Work of a bucket in a step: the variables whose gradients it waits for; seconds of computing before the first
+    transfer, between two of them, and after the last one; and the bytes that it keeps on a rank, between steps and
+    during one: residuals, wires, what is decoded."""
 
     names: tuple[str, ...]
     start: float = 0.0

@@ -9,7 +9,7 @@ from grace.core.quantities import show_bytes
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
-from grace.planner.outer_plans import outer_plans, outer_remarks
+from grace.planner.outer_plans import outer_remarks
 from grace.planner.problem import Problem, short
 from grace.planner.step import Prediction
 from grace.planner.uniform import DENSE
@@ -185,7 +185,7 @@ def plan_of(
         taken = plain
     if chosen is not None:
         taken = next((one for one in candidates if one.name == chosen), plain)
-    said = (*remarks, *outer_remarks(outer_plans(problem), taken.prediction))
+    said = (*remarks, *outer_remarks(problem, taken.prediction))
     rows, number = tuple(_rows(problem, taken)), candidates.index(taken)
     return Plan(tuple(candidates), number, problem.quality, problem.errors.reference, rows, note=note, remarks=said)
 

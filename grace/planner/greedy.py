@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
+from grace.planner.exchange_costs import works_of
 from grace.planner.problem import Problem, short
-from grace.planner.step import Prediction, Work
+from grace.planner.step import Prediction, Work, simulate
 from grace.planner.uniform import assigned_strategy, shards_of, uniform_strategy
 from grace.session.sharding import Chooser
 from grace.strategy.plan import Strategy
@@ -137,7 +138,7 @@ class Greedy:
             works = self.works(choice)
         except ConfigError:  # nobody measured it, or it cannot carry rows so
             return math.inf, math.inf, math.inf
-        step = self.problem.simulate(works).step * (1 + GAIN * len(set(choice)))
+        step = simulate(self.problem.timeline, works).step * (1 + GAIN * len(set(choice)))
         lost = sum(self.shares[number][v] for v, number in enumerate(choice))
         busy = sum(w.start + w.finish + sum(t.seconds for t in w.transfers) for w in works)
         return round(step, 9), round(lost, 9), round(busy, 12)
@@ -152,7 +153,8 @@ class Greedy:
         for communicator, sharing in members.items():
             key = (communicator, *sharing)
             if key not in self.groups:
-                works = self.problem.works_of([self.shards[choice[v]][v] for v in sharing])
+                shards = [self.shards[choice[v]][v] for v in sharing]
+                works = works_of(shards, self.problem.ranks, self.problem.costs)
                 self.groups[key] = [(self.position[work.names[0]], work) for work in works]
             found += self.groups[key]
         return [work for _, work in sorted(found, key=lambda placed: -placed[0])]

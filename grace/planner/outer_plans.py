@@ -4,12 +4,12 @@ They change training, so that they are shown beside other plans, and are never c
 """
 
 from collections import ChainMap
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from grace.communicators.choice import build_communicator
 from grace.planner.costs import DefaultCodecs
+from grace.planner.exchange_costs import works_of
 from grace.planner.problem import Problem
 from grace.planner.step import Prediction, Timeline, simulate
 from grace.planner.uniform import shards_of
@@ -34,12 +34,13 @@ def outer_plans(problem: Problem) -> dict[str, Prediction]:
     """
     variables = [replace(variable, sparse=False) for variable in problem.variables]  # drifts are dense
     codecs: Any = ChainMap(problem.costs.codecs, DefaultCodecs())  # type: ignore[arg-type]  # which nothing writes to
-    problem = replace(problem, costs=replace(problem.costs, codecs=codecs))
-    compute, copies = problem.timeline.compute, COPY_BYTES * sum(variable.numel for variable in variables)
+    costs, compute = replace(problem.costs, codecs=codecs), problem.timeline.compute
+    copies = COPY_BYTES * sum(variable.numel for variable in variables)
     found = {}
     for compressor in CARRIERS:
         carrier = build_communicator(compressor, None, None, problem.ranks)
-        alone = simulate(Timeline({}), problem.works_of(shards_of(variables, [carrier] * len(variables), Chooser())))
+        shards = shards_of(variables, [carrier] * len(variables), Chooser())
+        alone = simulate(Timeline({}), works_of(shards, problem.ranks, costs))
         step, codec, exposed = (seconds / PERIOD for seconds in (alone.step, alone.codec, alone.exposed))
         found[DiLoCo(compressor, period=PERIOD).spec] = Prediction(
             round(compute + step, 12), compute, codec, exposed, alone.sent / PERIOD, copies + alone.memory
@@ -47,17 +48,9 @@ def outer_plans(problem: Problem) -> dict[str, Prediction]:
     return found
 
 
-def outer_remarks(plans: Mapping[str, Prediction], taken: Prediction) -> list[str]:
-    """Return one line about the fastest outer plan if it is much faster than the plan that is taken; else nothing.
-
-    >>> slow, fast = Prediction(0.6, 0.15, 0, 0.45, 1e6), Prediction(0.15, 0.15, 0, 0, 1e4)
-    >>> outer_remarks({"diloco(period=20)": fast}, slow)
-    ['training over this link would take 4 times less with outer= (diloco(period=20)); it changes training, see
-    docs/outer.md']
-    >>> outer_remarks({"diloco(period=20)": fast}, fast)
-    []
-    """
-    spec, best = min(plans.items(), key=lambda plan: plan[1].step)
+def outer_remarks(problem: Problem, taken: Prediction) -> list[str]:
+    """Return one line about the fastest outer plan if it is much faster than the plan that is taken; else nothing."""
+    spec, best = min(outer_plans(problem).items(), key=lambda plan: plan[1].step)
     if best.step <= 0 or taken.step < MUCH_FASTER * best.step:
         return []
     return [

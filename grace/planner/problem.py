@@ -17,9 +17,8 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
 from grace.planner.error_budget import CLASSES, ErrorModel, allows, check_quality, class_of, shrinks
-from grace.planner.exchange_costs import Costs, codec_key, works, works_of
-from grace.planner.step import Prediction, Timeline, Work, simulate
-from grace.session.sharding import Shard
+from grace.planner.exchange_costs import Costs, codec_key, works
+from grace.planner.step import Prediction, Timeline, simulate
 from grace.strategy.builder import Cluster
 from grace.strategy.plan import Strategy
 
@@ -75,15 +74,7 @@ class Problem:
 
     def predict(self, strategy: Strategy) -> Prediction:
         """Predict a step under a strategy. Raise ConfigError if the costs do not tell what one of its methods takes."""
-        return self.simulate(works(strategy, self.costs))
-
-    def works_of(self, shards: Sequence[Shard]) -> list[Work]:
-        """Return what the buckets of shards do in a step; raise as :meth:`predict`."""
-        return works_of(shards, self.ranks, self.costs)
-
-    def simulate(self, found: Sequence[Work]) -> Prediction:
-        """Predict a step whose buckets do this, in the order in which they start."""
-        return simulate(self.timeline, found)
+        return simulate(self.timeline, works(strategy, self.costs))
 
     def share(self, method: "ExchangeMethod", variable: Variable) -> float:
         """Return the part of its bound that a method loses of a variable: at most 1 is within it, and infinite where it
@@ -99,7 +90,8 @@ class Problem:
             ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
         """
         found = methods_of(self.methods, self.quality, self.ranks, bool(self.errors.tables))
-        return [method for method in found if method.key in self.costs.codecs or method.compressor == "none"]
+        codecs = self.costs.codecs
+        return [one for one in found if codec_key(one.communicator) in codecs or one.compressor == "none"]
 
 
 @dataclass(frozen=True)
@@ -120,11 +112,6 @@ class ExchangeMethod:
     def memory(self) -> str:
         """The memory's spec."""
         return self.communicator.memory.spec
-
-    @property
-    def key(self) -> str:
-        """The name of its codec."""
-        return codec_key(self.communicator)
 
     def serves(self, variable: Variable, tables: Collection[str] = ()) -> bool:
         """Return True if it can carry a variable, and shrinks it if it compresses at all."""

@@ -11,7 +11,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.costs import CodecCost, Cost, DefaultCodecs
 from grace.planner.error_budget import SLACK, ErrorModel
-from grace.planner.exchange_costs import Costs
+from grace.planner.exchange_costs import Costs, codec_key
 from grace.planner.greedy import GAIN, Greedy, find_candidates
 from grace.planner.network import Links
 from grace.planner.problem import Problem, methods_of
@@ -141,7 +141,7 @@ def test_a_method_that_shrinks_nothing_makes_no_candidate():
 
 def test_what_does_not_pay_is_not_compressed():
     problem = problem_of(0, count=5, methods=None)
-    keys = [method.key for method in methods_of(None, "feedback", 4)]
+    keys = [codec_key(method.communicator) for method in methods_of(None, "feedback", 4)]
     slow = {key: CodecCost(Cost(call=1.0), Cost(), Cost(call=1.0)) for key in keys if ", none, none" not in key}
     quick = {key: DefaultCodecs()[key] for key in keys if ", none, none" in key}
     costs = Costs(Links(1e9, 1e-5), {**slow, **quick})

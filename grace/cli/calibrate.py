@@ -15,6 +15,7 @@ from rich.markup import escape
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
 from grace.bench.common.options import methods as parse_methods
+from grace.cli.calibration import Calibration, Key, read
 from grace.cli.calibration_tables import print_calibration, total_seconds
 from grace.cli.inputs import load_variables, random_gradients, to_tensor
 from grace.cli.terminal import ShowProgress, check_writable, progress_bar, standard_output
@@ -25,7 +26,6 @@ from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
-from grace.planner.calibration import Calibration, Key, read
 from grace.planner.codecs import measure
 from grace.planner.costs import CodecCost
 from grace.planner.links import measure_network, oversubscription

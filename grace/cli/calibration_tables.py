@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.common.text import of_bytes
+from grace.cli.calibration import Calibration
 from grace.cli.terminal import plain_table
-from grace.planner.calibration import Calibration
 from grace.planner.costs import CodecCost, Curve
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)

@@ -9,6 +9,7 @@ import numpy as np
 
 from grace.backends.topology import Topology
 from grace.bench.common.text import of_bytes, of_rate
+from grace.cli.calibration import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
     call_model_function,
     framework_of,
@@ -23,7 +24,6 @@ from grace.core.backend import LocalBackend
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto, timeline
-from grace.planner.calibration import AGAIN, Calibration, Key, read
 from grace.planner.codecs import is_table
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs

@@ -11,7 +11,7 @@ import pytest
 
 import grace as ranks
 from grace.cli import calibrate
-from grace.planner.calibration import read
+from grace.cli.calibration import read
 from grace.planner.costs import CodecCost, Cost
 from grace.planner.network import KINDS
 from tests.support.command import grace_command
@@ -164,7 +164,7 @@ def test_nothing_of_a_framework_is_imported_to_show_one(folder):
     program = f"""
 import sys
 from pathlib import Path
-from grace.planner.calibration import read
+from grace.cli.calibration import read
 read(Path({str(folder / "c.json")!r})).key
 print(sorted({{"torch", "tensorflow", "keras"}} & set(sys.modules)))
 """

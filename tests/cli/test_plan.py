@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grace.planner.calibration import Calibration, Key
+from grace.cli.calibration import Calibration, Key
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.explain import Plan
 from grace.planner.network import MeasuredNetwork

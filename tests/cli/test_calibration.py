@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grace.backends.simulated import SimulatedRanks
+from grace.cli.calibration import Calibration, Key, read
 from grace.errors import ConfigError
-from grace.planner.calibration import Calibration, Key, read
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.network import MeasuredNetwork
 

@@ -31,10 +31,7 @@ KEEPING, ROUND = 2.0, 2.0
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the coefficients, from 0 on, of sums that are nearest to measured seconds, by squares of relative errors.
-
-    Args:
-        rows: the terms of each sum.
-        seconds: what each took; above 0.
+    Each row has the terms of a sum.
 
     >>> rows = [(1, 10), (1, 20), (1, 40)]
     >>> [[round(one, 9) for one in fit(rows, seconds)] for seconds in ([0.2, 0.3, 0.5], [0.4, 0.2, 0.1])]
@@ -167,7 +164,7 @@ class Curve:
 
 class DefaultCodecs(Mapping[str, CodecCost]):
     """Codecs of every method and communicator, by :func:`grace.planner.exchange_costs.codec_key`, in copies of the
-    gradient ("Encoding and decoding" in BENCHMARKS.md).
+    gradient ("Encoding and decoding" in BENCHMARKS.md). ``grace calibrate`` measures them where they are used.
 
     >>> codec = DefaultCodecs()["allgather, topk(ratio=0.05), residual"]
     >>> round(codec.start.seconds(1, 25e6, 2) * 1e3, 1)

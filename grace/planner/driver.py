@@ -66,11 +66,9 @@ class Driver:
     """Follows the steps of one model's training, and switches strategies.
 
     Args:
-        planner: measures, finds candidates and explains.
-        backend: over which the ranks agree.
+        planner, backend: what measures, finds candidates and explains; and over which the ranks agree.
         start: the strategy that the run begins with: everything summed uncompressed.
-        switch: goes on by a strategy; every rank calls it.
-        say: prints a line, on rank 0.
+        switch, say: go on by a strategy, which every rank calls; and print a line, on rank 0.
         replan: after how many steps all is measured again; 0 for never.
 
     Attributes:
@@ -103,6 +101,7 @@ class Driver:
         self.current, self.plan = BASELINE, None
         self.holds = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
+        """Of a settled run of several ranks."""
         self.phases = self._follow(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
@@ -168,9 +167,8 @@ class Driver:
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
         former, start = Strategy.from_dict(resumed.strategy), self.strategies[BASELINE]
         self.strategies = {resumed.current: former, BASELINE: start}
-        self.holds, self.settled, self.watch = False, resumed.settled, None
-        if resumed.settled:
-            self.watch = LinkWatch() if self.backend.size > 1 else None
+        self.holds, self.settled = False, resumed.settled
+        self.watch = LinkWatch() if resumed.settled and self.backend.size > 1 else None
         steps = resumed.left if self.replan else 0
         self.phases = self._follow(steps if resumed.settled else 1)
         self._advance()
@@ -375,8 +373,7 @@ def build_driver(
 
     Args:
         request: what the user said.
-        runner: the session's first one.
-        start: the strategy that it runs.
+        runner, start: the session's first step runner, and the strategy that it runs.
         switch: goes on by another strategy; it must not keep the session alive.
         adaptive: as :class:`grace.planner.planning.Planning` takes it.
     """

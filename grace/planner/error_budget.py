@@ -128,9 +128,6 @@ class ErrorModel:
         adaptive: True if the optimizer divides each element by its history, as Adam does.
         reference: the spec of R.
 
-    Raises:
-        ConfigError: the reference votes: it has no error that others could be compared with.
-
     >>> model = ErrorModel(measured={"topk": {"w": 0.9}, "powersgd(rank=4)": {"w": 0.95}, "qsgd": {"w": 0.01}})
     >>> w = Variable("w", (512, 512))
     >>> [round(model.share(method, "allgather", "none", w), 2) for method in ("topk", "powersgd(rank=4)", "qsgd")]

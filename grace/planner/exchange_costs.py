@@ -9,7 +9,6 @@ from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.core.route import EngineTraits
-from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
 from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
@@ -33,7 +32,7 @@ class Costs:
         network: between the ranks that exchange.
         codecs: computing of methods, by :func:`codec_key`.
         inside: the network within a node, for pipelines; ``network`` if left out.
-        by_ring, concatenates: as :class:`grace.core.backend.Backend` has them.
+        by_ring, concatenates: as backends have them.
         rows: rows of a step's gradients, of sparse variables by name; all of them where it does not say.
     """
 
@@ -124,7 +123,9 @@ def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> W
     legs = bytes_of(bucket, EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu), codec.bits, costs.rows)
     gaps = len(legs) - 1
     computed = gaps - sum(leg.in_parts for leg, _, _ in legs[:-1])  # behind a part of a sum comes its other half
-    elements = sum(_elements(variable, costs) for variable in bucket.variables)
+    elements = 0.0
+    for v in bucket.variables:  # of a sparse one the elements of the rows that have gradients
+        elements += rows_of(v, costs.rows) * math.prod(v.shape[1:]) if v.sparse else v.numel
     size = len(bucket.variables), elements, ranks
     return Work(
         names=names,
@@ -134,11 +135,6 @@ def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> W
         finish=codec.finish.seconds(*size),
         memory=_memory(bucket, ranks, elements, legs),
     )
-
-
-def _elements(variable: Variable, costs: Costs) -> float:
-    """Return the elements of a variable that travel: of a sparse one those of the rows that have gradients."""
-    return rows_of(variable, costs.rows) * math.prod(variable.shape[1:]) if variable.sparse else variable.numel
 
 
 def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tuple[Transfer, ...]:

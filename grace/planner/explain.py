@@ -176,8 +176,7 @@ def plan_of(
         problem: what they were found for.
         candidates: what :func:`~grace.planner.greedy.find_candidates` found, with ``measured`` where it is known.
         chosen: the name of the candidate that trials have chosen; None without trials.
-        note: what decided it.
-        remarks: see :class:`Plan`.
+        note, remarks: see :class:`Plan`.
     """
     plain = next(one for one in candidates if one.baseline)
     taken = min(candidates, key=lambda one: one.prediction.step)
@@ -210,16 +209,16 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
             method = f"{method}, {part.memory}"
         kinds.setdefault((re.sub(r"\d+", "*", plan.variable.name), method, part.sync.type), []).append(plan)
     ordered = sorted(kinds.items(), key=lambda kind: _elements(kind[1]), reverse=True)
-    for (name, method, sync), plans in ordered[:MOST_ROWS]:
-        yield _row(problem, one, plans[0].variable.name if len(plans) == 1 else name, method, sync, plans)
+    named = [
+        (plans[0].variable.name if len(plans) == 1 else name, method, sync, plans)
+        for (name, method, sync), plans in ordered[:MOST_ROWS]
+    ]
     if others := ordered[MOST_ROWS:]:
         methods, syncs = (" / ".join(sorted({kind[i] for kind, _ in others})) for i in (1, 2))
-        yield _row(problem, one, "others", methods, syncs, [plan for _, plans in others for plan in plans])
-
-
-def _row(problem: Problem, one: Candidate, name: str, method: str, sync: str, plans: Sequence[VariablePlan]) -> Row:
-    share = max(largest_share(problem, plan) for plan in plans)
-    return Row(name, len(plans), _elements(plans), method, sync, share, _why(problem, one, plans))
+        named.append(("others", methods, syncs, [plan for _, plans in others for plan in plans]))
+    for name, method, sync, plans in named:
+        share = max(largest_share(problem, plan) for plan in plans)
+        yield Row(name, len(plans), _elements(plans), method, sync, share, _why(problem, one, plans))
 
 
 def _elements(plans: Sequence[VariablePlan]) -> int:

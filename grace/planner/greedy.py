@@ -44,8 +44,7 @@ class Candidate:
 
     Attributes:
         name: its methods in a few words; no two candidates have the same.
-        strategy: it.
-        prediction: the predicted step.
+        strategy, prediction: what it does, and its step.
         share: the largest part of its bound that a variable's error takes.
         measured: seconds of a step; None as long as nobody measured it.
         baseline: True of no compression, summed in an optimizer's own buckets.

@@ -35,10 +35,9 @@ def measure_network(
 
     Sums are of float32 and of float16, all else is bytes, as exchanges send them. Of every call the slowest rank's time
     counts, and of all calls of a size the lower quartile, because what else a machine does makes them longer only; or
-    the median where ranks share cores, since they wait for those in steps too. Calls are spread over several passes
-    through all sizes and kinds, so that what disturbs for a while is a minority of each.
-    A kind goes up to 1 MB, and on until one more size would take more than its share of the time. What is sent is not
-    counted as training's.
+    the median where ranks share cores, since they wait for those in steps too. Several passes go through all sizes and
+    kinds, so that what disturbs for a while is a minority of each. A kind goes up to 1 MB, and on until one more size
+    would take more than its share of the time. What is sent is not counted as training's.
 
     Args:
         backend: the ranks.

@@ -142,9 +142,5 @@ class MeasuredNetwork:
 
 
 def links_of(network: Network) -> Links | None:
-    """Return latency and bandwidth of a network's links, as fitted if they were measured; None if nobody knows them.
-
-    >>> links_of(Links(1e8)).bandwidth
-    100000000.0
-    """
+    """Return a network's links, as fitted if they were measured; None if nobody knows them."""
     return network if isinstance(network, Links) else getattr(network, "links", None)

@@ -74,14 +74,8 @@ class Planning:
         self.network = measure_network(self.backend, seconds, crowded=self.oversubscribed > 1)
 
     def candidates(self, gradients: Mapping[str, Tensor], timeline: Timeline, skew: float = 0.0) -> list[Candidate]:
-        """Measure the methods on these gradients, and return the plans that are worth a try, best first. Rank 0 alone
-        calls it.
-
-        Args:
-            gradients: of this rank, by name.
-            timeline: when the slowest rank computes what.
-            skew: seconds by which the slowest rank computes longer than the fastest.
-        """
+        """Measure the methods on this rank's gradients, and return the plans that are worth a try, best first. Rank 0
+        alone calls it, with the slowest rank's timeline, and the seconds that it computes longer than the fastest."""
         options, network = self.options, self.network
         assert network is not None  # of several ranks
         tables = {name for name, x in gradients.items() if is_table(x)}
@@ -123,7 +117,7 @@ def measured(
         problem: with the links and tables as they are.
         gradients: by variable name.
         oversubscribed: ranks per core, which take turns at a codec.
-        progress: called with the method, and the part that is done.
+        progress: called with each method, and the part that is done.
     """
     codecs, errors, left_out = dict[str, CodecCost](), dict[str, Mapping[str, float]](), dict[str, str]()
     choices = methods_to_measure(problem)

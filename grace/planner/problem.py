@@ -84,11 +84,8 @@ class Problem:
         return self.errors.share(method.compressor, method.communicator.name, method.memory, variable)
 
     def candidates(self) -> list["ExchangeMethod"]:
-        """Return the methods to choose from, no compression first; those whose costs nobody knows are left out.
-
-        Raises:
-            ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
-        """
+        """Return the methods to choose from, no compression first; those whose costs nobody knows are left out. Raise
+        ConfigError if ``methods`` names something unknown, or something that ``quality`` excludes."""
         found = methods_of(self.methods, self.quality, self.ranks, bool(self.errors.tables))
         codecs = self.costs.codecs
         return [one for one in found if codec_key(one.communicator) in codecs or one.compressor == "none"]

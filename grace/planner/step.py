@@ -83,17 +83,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as it is expected: seconds, but for bytes.
-
-    Attributes:
-        step: all of it.
-        compute: what it would be without any exchange.
-        codec: encoding and decoding.
-        exposed: what remains: communication that the step waits for.
-        sent: bytes that leave the rank that sends most.
-        memory: bytes that exchanges keep on a rank beside the gradients.
-        events: for a picture.
-    """
+    """A step as it is expected: its seconds; those that it would take without any exchange, those of encoding and
+    decoding, and what remains: communication that the step waits for; the bytes that leave the rank that sends most,
+    and those that exchanges keep on a rank beside the gradients; and events, for a picture."""
 
     step: float
     compute: float
@@ -108,7 +100,7 @@ def simulate(timeline: Timeline, works: Sequence[Work]) -> Prediction:
     """Predict a step.
 
     Args:
-        timeline: when gradients are ready. One that it does not name is ready when backward ends.
+        timeline: when gradients are ready; those that it does not name when backward ends.
         works: the buckets, in the order in which ranks start them.
 
     >>> timeline = Timeline({"b": 0.1, "w": 0.2}, forward=0.1, backward=0.2)

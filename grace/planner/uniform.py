@@ -33,15 +33,8 @@ def assigned_strategy(
     nodes: int = 1,
     builder: dict[str, Any] | None = None,
 ) -> Strategy:
-    """Return the strategy that carries each variable by a communicator of its own.
-
-    Args:
-        variables: in declaration order.
-        wanted: the communicator of each; the same object for those that may share a bucket.
-        ranks: how many there are.
-        nodes: how many machines the ranks are on.
-        builder: name, parameters and seed of the strategy's maker.
-    """
+    """Return the strategy that carries each variable by a communicator of its own; the same object for those that may
+    share a bucket. ``builder`` has name, parameters and seed of the strategy's maker."""
     carrier_of = dict(zip((variable.name for variable in variables), wanted, strict=True))
     parts: dict[str, ShardPlan] = {}
     for bucket in make_buckets(shards_of(variables, wanted, Chooser())):
@@ -67,9 +60,8 @@ def uniform_strategy(
 
     Args:
         variables: in declaration order.
-        ranks: how many there are.
+        ranks, nodes: how many ranks there are, on how many machines.
         compressor, memory, communicator: specs or objects; None for the usual ones.
-        nodes: how many machines the ranks are on.
 
     Raises:
         ConfigError: the three do not go together.

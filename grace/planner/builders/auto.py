@@ -93,11 +93,8 @@ class Auto(Builder):
         return replace(self.plan(variables, resources).chosen.strategy, builder=made)
 
     def plan(self, variables: Sequence[Variable], resources: Cluster) -> Plan:
-        """Return the choice, its candidates and its reasons.
-
-        Raises:
-            ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
-        """
+        """Return the choice, its candidates and its reasons. Raise ConfigError if ``methods`` names something unknown,
+        or something that ``quality`` excludes."""
         problem = self.problem(variables, resources)
         return plan_of(problem, find_candidates(problem))
 
@@ -129,11 +126,7 @@ class Auto(Builder):
         return Costs(links, DefaultCodecs())
 
     def links(self) -> Links:
-        """Return the links that the parameters describe.
-
-        Raises:
-            ConfigError: a parameter is no bandwidth, or no latency.
-        """
+        """Return the links that the parameters describe. Raise ConfigError if one is no bandwidth, or no latency."""
         rate = self._quantity("bandwidth", RATE, BITS, GIGA, "Gbit/s above 0, or text as '100mbit'")
         if not rate:
             raise self.refuse(f"bandwidth must be Gbit/s above 0, or text as '100mbit', not {self.bandwidth!r}")

@@ -33,7 +33,7 @@ EVALUATIONS = 80
 GAIN = 0.01
 """The part of the step that a method more must save: it makes buckets more, and predictions are no better."""
 ALIKE = 0.01
-"""Plans with the same methods whose predicted steps differ by less are one candidate."""
+"""Plans that give most elements the same method, and whose steps differ by less, are one candidate: few are tried."""
 Choice = tuple[int, ...]
 """The number of each variable's method."""
 
@@ -169,10 +169,10 @@ class Greedy:
     def _candidates(self, found: Sequence[Choice]) -> Iterator[Candidate]:
         """Yield choices as candidates, without those that hardly differ from a better one. A number stands behind a
         name that a better one has, or no compression."""
-        names, steps = Counter(["none"]), dict[frozenset[str], list[float]]()
+        names, steps = Counter(["none"]), dict[tuple[str, ...], list[float]]()
         for choice in found:
             one = self._candidate(choice)
-            step, alike = one.prediction.step, steps.setdefault(frozenset(one.methods), [])
+            step, alike = one.prediction.step, steps.setdefault(one.methods[:1], [])
             if one.baseline:
                 yield one
             elif not any(step <= other * (1 + ALIKE) for other in alike):

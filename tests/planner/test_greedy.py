@@ -124,6 +124,16 @@ def test_tables_get_another_method_than_layers():
         assert plans == {"table": wanted, "layer": "powersgd(rank=4)"}
 
 
+def test_candidates_differ_by_more_than_a_trial_could_tell():
+    variables = [Variable("large", (512, 512)), Variable("small", (512,))]
+    line, links = Timeline({"large": 0.0, "small": 0.0}), Links(125e6, 5e-5)
+    found = find_candidates(Problem(variables, line, Costs(links, DefaultCodecs()), OneNode(2)))
+    most = [one.methods[0] for one in found]
+    for (one, spec), (other, same) in itertools.combinations(zip(found, most, strict=True), 2):
+        assert spec != same or other.prediction.step > 1.009 * one.prediction.step
+    assert len(set(most)) > 3
+
+
 def test_no_two_candidates_have_a_name():
     problem = problem_of(4, count=8, methods=["fp16", {"compressor": "none", "communicator": "reduce_broadcast"}])
     names = [one.name for one in find_candidates(problem)]

@@ -3,7 +3,7 @@ seconds as they were measured."""
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +82,11 @@ def _other_way(shard: Shard) -> str:
     return "applied in a later step" if shard.communicator.delayed else ""
 
 
-def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
-    """Return what the buckets of shards do, whose communicators need not be in a run.
+def works_of(
+    shards: Sequence[Shard], ranks: int, costs: Costs, known: dict[Hashable, Work] | None = None
+) -> list[Work]:
+    """Return what the buckets of shards do, whose communicators need not be in a run. Those of buckets that are alike
+    are kept in ``known``, for shards with the same communicators.
 
     All ranks exchange with each other, in every step, and wait: sums over nodes first, rounds of ranks that train
     alone, and means that are applied later are not modelled.
@@ -92,13 +95,16 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
         ConfigError: as :func:`works`.
     """
     whole = {shard.variable.name: shard.whole.name for shard in shards}
-    found, carried = [], set[bool]()
+    found, carried, known = [], set[bool](), {} if known is None else known
     for bucket in make_buckets(shards):
         # one bucket of a step carries the header, and one beside training
         bucket.carries = bucket.communicator.delayed not in carried
         carried.add(bucket.communicator.delayed)
-        names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
-        found.append(_work(bucket, names, ranks, costs))
+        key = id(bucket.communicator), bucket.carries, tuple(bucket.names)
+        if key not in known:
+            names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
+            known[key] = _work(bucket, names, ranks, costs)
+        found.append(known[key])
     return found
 
 

@@ -12,7 +12,7 @@ How much is tried depends on the problem and on no clock, so that the same probl
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from grace.errors import ConfigError
@@ -85,8 +85,8 @@ class Greedy:
             wanted = [(method if share <= SLACK else self.methods[0]).communicator for share in shares]
             self.shards.append(shards_of(self.variables, wanted, choose))
         self.position = {variable.name: v for v, variable in enumerate(self.variables)}
-        self.groups: dict[tuple[int, ...], list[tuple[int, Work]]] = {}
-        """What the buckets of variables that share a communicator do, by its id and theirs."""
+        self.known: dict[Hashable, Work] = {}
+        """What buckets do, each worked out once, however many choices have it."""
         self.scores: dict[Choice, tuple[float, float, float]] = {}
 
     def run(self) -> list[Candidate]:
@@ -143,20 +143,9 @@ class Greedy:
         return round(step, 9), round(lost, 9), round(busy, 12)
 
     def works(self, choice: Choice) -> list[Work]:
-        """Return what the buckets of a choice do, in the order in which they start; each set of variables that share a
-        communicator is worked out once, however many choices have it."""
-        members: dict[int, list[int]] = {}
-        for v, number in enumerate(choice):
-            members.setdefault(id(self.shards[number][v].communicator), []).append(v)
-        found: list[tuple[int, Work]] = []
-        for communicator, sharing in members.items():
-            key = (communicator, *sharing)
-            if key not in self.groups:
-                shards = [self.shards[choice[v]][v] for v in sharing]
-                works = works_of(shards, self.problem.ranks, self.problem.costs)
-                self.groups[key] = [(self.position[work.names[0]], work) for work in works]
-            found += self.groups[key]
-        return [work for _, work in sorted(found, key=lambda placed: -placed[0])]
+        """Return what the buckets of a choice do, in the order in which they start."""
+        shards = [self.shards[number][v] for v, number in enumerate(choice)]
+        return works_of(shards, self.problem.ranks, self.problem.costs, self.known)
 
     def _moved(self, choice: Choice, unit: Sequence[int], number: int) -> Choice:
         """Return the choice with another method for a set of variables, where it may be chosen."""

@@ -79,8 +79,10 @@ class SimulatedRanks(Backend):
             self._broadcast = tensor
             return self._done(tensor, began)
         k, given = kernels_of(tensor), self._broadcast
-        if type(given) is type(tensor) and given.shape == tensor.shape and k.dtype(given) == k.dtype(tensor):
-            tensor = k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))
+        if given is not None and type(given) is type(tensor):
+            alike = tuple(given.shape) == tuple(tensor.shape) and k.dtype(given) == k.dtype(tensor)
+            if alike:
+                tensor = k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))
         return self._done(tensor, began)
 
     def gather(self, tensor: Tensor, root: int) -> Handle:

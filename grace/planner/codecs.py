@@ -205,7 +205,8 @@ class _CodecTiming:
             call, variable, element = fit(rows, [max(took[part], 1e-9) for _, took in runs])
             peer = element / self.ranks if by_rank else 0.0
             costs.append(Cost(call, variable, 0.0 if by_rank else element, peer))
-        return CodecCost(*costs, bits=bits)
+        start, middle, finish = costs
+        return CodecCost(start, middle, finish, bits)
 
     def _step(self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]) -> Parts:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""

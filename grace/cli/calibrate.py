@@ -15,6 +15,7 @@ from rich.markup import escape
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
 from grace.bench.common.options import methods as parse_methods
+from grace.cli.calibration import Calibration, Key, read
 from grace.cli.calibration_tables import print_calibration, total_seconds
 from grace.cli.inputs import load_variables, random_gradients, to_tensor
 from grace.cli.terminal import ShowProgress, check_writable, progress_bar, standard_output
@@ -25,10 +26,9 @@ from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
-from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.codecs import measure
 from grace.planner.costs import CodecCost
-from grace.planner.links import MeasuredLinks, measure_network, oversubscription
+from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
 from grace.session.agreement import gather_or_raise
 
@@ -36,8 +36,6 @@ SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,)
 """Shapes of gradients where no model is given."""
 SECONDS, QUICK_SECONDS = (10.0, 0.5), (1.0, 0.1)
 """Seconds for the network, and for each method."""
-MATRIX = 384
-"""Rows and columns of the matrix that is multiplied beside a collective."""
 FAILED = "could not calibrate"
 FRAMEWORKS = (*runtime.FRAMEWORKS, "numpy")
 
@@ -58,12 +56,9 @@ def calibrate(
             "variables' shapes.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help='File to write; if left out, a file in your cache, which strategy="auto" finds.'
-        ),
-    ] = None,
+    output: Annotated[Path, typer.Option("--out", "-o", envvar="GRACE_CALIBRATION", help="File to write.")] = Path(
+        "calibration.json"
+    ),
     framework: Annotated[
         str | None,
         typer.Option(
@@ -87,12 +82,10 @@ def calibrate(
         torchrun --nproc-per-node 4 --no-python grace calibrate
         mpirun -n 4 grace calibrate
 
-    The ranks time collectives of many sizes, the compressing and decompressing
-    of each method, and how much a collective slows computation down. Rank 0
-    writes the file, which strategy="auto" and grace plan read. The file is used
-    for these hosts, this engine and these versions only, and for 30 days. The
-    environment variable GRACE_CALIBRATION names another file than the one in
-    your cache.
+    The ranks time collectives of many sizes, and the compressing and
+    decompressing of each method. Rank 0 writes the file, for grace plan
+    --calibration, which takes it for this framework and these versions only,
+    and for 30 days. strategy="auto" measures by itself.
     """
     console = standard_output(120)
     if shown is not None:
@@ -108,28 +101,26 @@ def calibrate(
         gradients = bench.gradients(model)
     names = backend.allgather_object(node_name())
     key = Key.of(backend, names, bench.framework, bench.threads)
-    path = output or default_path(key)
     with _all_or_none(backend, "find room for the file"):
         if backend.rank == 0:
-            check_writable(path)
+            check_writable(output)
     network_seconds, method_seconds = QUICK_SECONDS if quick else SECONDS
     shared = oversubscription(backend, names)
     with progress_bar(console, backend.rank == 0) as progress:
-        links, inside = _measure_links(backend, names, bench, network_seconds, shared > 1, progress)
+        network, inside = _measure_links(backend, names, bench, network_seconds, shared > 1, progress)
         codecs, left_out = measure_codecs(backend, choices, gradients, bench, method_seconds, shared, seed, progress)
     calibration = Calibration(
         key=key,
         made=time.time(),
-        network=links.network,
+        network=network,
         inside=inside,
         codecs=codecs,
-        contention=links.contention,
         by_ring=backend.by_ring,
         concatenates=backend.concatenates,
     )
     with _all_or_none(backend, "write"):
         if backend.rank == 0:
-            calibration.write(path)
+            calibration.write(output)
     if backend.rank == 0:
         print_calibration(calibration, console)
         for method, why in left_out.items():
@@ -140,12 +131,12 @@ def calibrate(
                 "torchrun --nproc-per-node 4 --no-python grace calibrate",
                 soft_wrap=True,
             )
-        console.print(f"Wrote {escape(str(path))} in {time.monotonic() - began:.0f} s.", soft_wrap=True)
+        console.print(f"Wrote {escape(str(output))} in {time.monotonic() - began:.0f} s.", soft_wrap=True)
     runtime.shutdown()
 
 
 class Workbench:
-    """Tensors of a framework on the device of gradients, and a computation there.
+    """Tensors of a framework on the device of gradients.
 
     Args:
         framework: "torch", "tensorflow" or "numpy".
@@ -171,7 +162,6 @@ class Workbench:
             if torch.cuda.is_available():
                 self.device = f"cuda:{runtime.local_rank()}"
                 torch.cuda.set_device(self.device)
-        self.matrix: Any = self.to_tensor(self.random.standard_normal((MATRIX, MATRIX), np.float32))
 
     def to_tensor(self, array: np.ndarray) -> Tensor:
         """Return an array as a tensor on the device."""
@@ -181,13 +171,6 @@ class Workbench:
         """Wait until the device has computed all that it was given."""
         if self.device != "cpu":
             sys.modules["torch"].cuda.synchronize()
-
-    def compute(self) -> None:
-        """Multiply a matrix, and wait for the product."""
-        product = self.matrix @ self.matrix
-        self.synchronize()
-        if self.framework == "tensorflow":
-            product.numpy()
 
     def gradients(self, model: str | None) -> dict[str, Tensor]:
         """Return gradients with the shapes of a model, or of :data:`SHAPES`."""
@@ -227,24 +210,21 @@ def _measure_links(
     seconds: float,
     crowded: bool,
     progress: ShowProgress,
-) -> tuple[MeasuredLinks, MeasuredNetwork | None]:
+) -> tuple[MeasuredNetwork | None, MeasuredNetwork | None]:
     """Measure collectives between all ranks, and between those of a node if there are several nodes."""
     options: dict[str, Any] = {"tensor_of": bench.to_tensor, "synchronize": bench.synchronize, "crowded": crowded}
-
-    def show(operation: str, done: float) -> None:
-        progress(f"network: {operation}", done / 2)
-
-    links = measure_network(backend, seconds, compute=bench.compute, progress=show, **options)
+    progress("network", 0.0)
+    network = measure_network(backend, seconds, **options)
     inside = None
     if 1 < len(set(names)) < len(names) and not backend.pairs_by_name:
         error = None
         try:
             node = node_groups(backend, names).node
-            inside = measure_network(node, seconds / 2, **options).network
+            inside = measure_network(node, seconds / 2, **options)
         except GraceError as raised:
             error = raised
         inside = next(filter(None, gather_or_raise(backend, "times of collectives", inside, error, FAILED)))
-    return links, inside
+    return network, inside
 
 
 def measure_codecs(

@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.common.text import of_bytes
+from grace.cli.calibration import Calibration
 from grace.cli.terminal import plain_table
-from grace.planner.calibration import Calibration
 from grace.planner.costs import CodecCost, Curve
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
@@ -27,7 +27,7 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
         age: its age in seconds, to be printed too.
     """
     key = calibration.key
-    hosts = ", ".join(f"{name} ({count})" for name, count in key.hosts)
+    hosts = ", ".join(f"{name} ({count})" for name, count in key.hosts.items())
     ranks = f"{key.ranks} rank{'s' * (key.ranks > 1)}"
     threads = f"{key.threads} thread{'s' * (key.threads > 1)} each"
     console.print(f"{escape(key.engine)}, {ranks} on {escape(hosts)}, {threads}", style="bold")
@@ -41,8 +41,6 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
             console.print(_collectives_table(network.curves, title))
     if calibration.codecs:
         console.print(_codecs_table(calibration))
-    if calibration.contention:
-        console.print(f"computing takes {calibration.contention:.0%} longer while a collective is under way")
 
 
 def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:

@@ -22,7 +22,7 @@ from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan, space_of
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
 

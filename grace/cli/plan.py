@@ -167,7 +167,7 @@ def plan(
     cluster = choose_cluster(ranks, resources, measurements)
     with progress_bar(console) as progress:
         problem, sources = build_problem(trained, auto, cluster, measurements, calibration, given, codecs, progress)
-        candidates = find_candidates(problem, lambda operation, done: progress(operation, 0.8 + 0.2 * done))
+        candidates = find_candidates(problem)
         found = plan_of(problem, candidates)
     outer = outer_plans(problem)
     print_plan(found, sources, console, outer)

@@ -1,6 +1,5 @@
 """Inputs of ``grace plan``: the cluster, its links, the model's times, and costs and errors of methods."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from grace.backends.topology import Topology
 from grace.bench.common.text import of_bytes, of_rate
+from grace.cli.calibration import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
     call_model_function,
     framework_of,
@@ -24,12 +24,11 @@ from grace.core.backend import LocalBackend
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto, timeline
-from grace.planner.calibration import AGAIN, Calibration, Key, read
 from grace.planner.codecs import is_table
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
-from grace.planner.network import SharedUplinks, links_of
-from grace.planner.planning import methods_to_measure, with_measured
+from grace.planner.network import links_of
+from grace.planner.planning import measured
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
 from grace.strategy.builder import Cluster, OneNode, bandwidths
@@ -99,10 +98,10 @@ def _calibrated_cluster(ranks: int | None, calibration: Calibration) -> Cluster:
     """Return the calibration's nodes, or as many nodes like them as have so many ranks."""
     hosts = calibration.key.hosts
     if ranks is None or ranks == calibration.key.ranks:
-        return Topology([name for name, count in hosts for _ in range(count)])
+        return Topology([name for name, count in hosts.items() for _ in range(count)])
     if len(hosts) == 1:
         return OneNode(ranks)
-    per_node = max(count for _, count in hosts)
+    per_node = max(hosts.values())
     if ranks % per_node or ranks < 2 * per_node:
         raise ConfigError(
             f"the calibration is of {calibration.key.ranks} ranks on {len(hosts)} nodes: -n {ranks} does not say on "
@@ -166,7 +165,7 @@ def choose_costs(auto: Auto, cluster: Cluster, calibration: Calibration | None, 
     costs = auto.costs(cluster)
     links = links_of(costs.network)
     assert links is not None
-    between = "of the slowest node" if isinstance(costs.network, SharedUplinks) else "between ranks"
+    between = "of the slowest node" if links.sharing > 1 else "between ranks"
     assumed = "" if described else ", assumed: say --bandwidth, -r or --calibration"
     source = f"{of_rate(links.bandwidth * 8)} {between}, {links.latency * 1e6:.3g} us a message{assumed}"
     if calibration is not None:
@@ -273,11 +272,5 @@ def measure_methods(problem: Problem, framework: str, gradients: Mapping[str, An
     if not samples:
         raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
     errors = replace(problem.errors, tables={name for name, x in gradients.items() if is_table(x)})
-    measured = replace(problem, costs=replace(problem.costs, codecs={}), errors=errors)
-    needed, others = methods_to_measure(measured)
-    choices = [*needed, *others]
-    for i, choice in enumerate(choices):
-        progress(choice.describe(), i / len(choices))
-        with contextlib.suppress(ConfigError):  # it makes none of these gradients smaller
-            measured = with_measured(measured, choice, samples)
-    return measured if gradients else replace(measured, errors=errors)
+    found, _ = measured(replace(problem, errors=errors), samples, progress=progress)
+    return found if gradients else replace(found, errors=errors)

@@ -99,8 +99,8 @@ def record(kind: type, document: Any, where: str, **given: Any) -> Any:
     """Return a dataclass whose fields are those of a document's object, lists as tuples.
 
     Args:
-        kind: the dataclass. Its fields are text, numbers, booleans, tuples of one of them, mappings by name, or one
-            of these or None.
+        kind: the dataclass. Its fields are text, numbers, booleans, dataclasses, tuples of one of them, mappings by
+            name, or one of these or None.
         document: the object.
         where: the file, and the object's place in it, for messages.
         given: values of fields that are not read from the document.
@@ -127,12 +127,30 @@ def record(kind: type, document: Any, where: str, **given: Any) -> Any:
         needed = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
         if needed and name not in document and name not in given:
             raise ConfigError(f"{where}: the field {name!r} is missing")
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
-    return kind(**{**plain, **given})
+    read = {
+        name: _value(value, wanted[name], f"{where}.{name}") for name, value in document.items() if name not in given
+    }
+    return kind(**{**read, **given})
+
+
+def _value(value: Any, wanted: Any, where: str) -> Any:
+    """Return a document's value, which fits an annotated type, as that type."""
+    inner, origin = typing.get_args(wanted), typing.get_origin(wanted)
+    if dataclasses.is_dataclass(wanted):
+        return record(wanted, value, where)  # type: ignore[arg-type]
+    if origin in (typing.Union, types.UnionType):
+        return _value(value, next(one for one in inner if _fits(value, one)), where)
+    if origin is Mapping:
+        return {name: _value(one, inner[1], f"{where}.{name}") for name, one in value.items()}
+    if isinstance(value, list):
+        return tuple(_value(one, inner[0] if inner else Any, where) for one in value)
+    return value
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Return True if a document's value is of an annotated type."""
+    """Return True if a document's value is of an annotated type, or an object for a dataclass."""
+    if dataclasses.is_dataclass(wanted):
+        return isinstance(value, dict)
     inner = typing.get_args(wanted)
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
@@ -157,8 +175,8 @@ def _describe_type(wanted: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_describe_type, inner))
     if origin is tuple:
-        return f"a list of {_PLURALS[inner[0]]}"
-    return "an object" if origin is Mapping else _WORDS[wanted]
+        return f"a list of {_PLURALS.get(inner[0], 'lists')}"
+    return "an object" if origin is Mapping or dataclasses.is_dataclass(wanted) else _WORDS[wanted]
 
 
 def shown(value: Any) -> str:

@@ -8,11 +8,12 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 
+from grace.backends.simulated import SimulatedRanks
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
@@ -22,23 +23,18 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.planner.costs import CodecCost, Cost, fit
 from grace.planner.exchange_costs import codec_key
-from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step_timer import undisturbed
 from grace.session.sharding import Chooser, Shard
 from grace.session.step_runner import StepRunner
 
-MOST_ELEMENTS = 1 << 24
-"""Elements of a bucket that is timed."""
-PROBE = 1 << 18
-"""Elements of the bucket that is timed first, to see how many can be."""
+PROBE, MOST_ELEMENTS = 1 << 18, 1 << 24
+"""Elements of the bucket that is timed first, to see how many can be, and the most of one."""
 PIECES, PIECE = 32, 256
 """Variables of the bucket that tells what a variable costs, and their elements; one of them tells a bucket's cost."""
 MOST_RANKS = 8
 """Ranks that are simulated."""
 WARM, LEAST, MOST = 2, 3, 9
 """Steps that are not timed (a bucket's codec is found in the first one), and how many are."""
-SAMPLED, SAMPLED_VARIABLES, SAMPLED_STEPS = 1 << 16, 32, 4
-"""Elements of each variable whose bits are counted, most of these variables, and steps."""
 DRAWS = 3
 """Seeds that a random method's error is the mean of."""
 SMALL = 1 << 12
@@ -47,20 +43,15 @@ TABLE_SAMPLE = 4096
 """Rows that are looked at, to tell tables."""
 BEHIND_WARMUPS = 1 << 31
 """The step that methods are measured at: a warm-up sends more at first, for a small part of a run."""
+Tensors = Mapping[str, Tensor]
 Parts = tuple[float, float, float]
 """Seconds of the three parts of a codec: start, middle and finish."""
 
 
 @dataclass(frozen=True)
 class MeasuredMethod:
-    """Measurements of a method.
-
-    Attributes:
-        method: the key of its codec: communicator, compressor and memory.
-        codec: seconds by variables, elements and ranks, and bits where data decide.
-        errors: |x - C(x)|^2 / |x|^2 of each variable that the method shrinks, of what one rank alone sends, without a
-            memory; the mean of some seeds for random methods.
-    """
+    """Measurements of a method: the key of its codec; the codec; and |x - C(x)|^2 / |x|^2 of each variable that it
+    shrinks, of what one rank alone sends, without a memory; the mean of some seeds for random methods."""
 
     method: str
     codec: CodecCost
@@ -86,13 +77,10 @@ def measure(
         communicator: the method; copies of it are measured, so that it stays unused.
         gradients: by variable name: tensors of any framework, or sparse rows, of which the values are taken.
         ranks: how many will exchange.
-        seed: of random methods.
-        limit_seconds: see above.
         synchronize: waits until a device has computed all that was asked of it.
 
     Raises:
-        ConfigError: there is no gradient that the method makes smaller, or one that holds a NaN; the method applies
-            means in later steps.
+        ConfigError: there is no gradient that the method makes smaller, or one that holds a NaN.
 
     >>> from grace.communicators.choice import build_communicator
     >>> x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
@@ -100,78 +88,57 @@ def measure(
     >>> found.method, 0 < found.errors["w"] < 1e-6
     ('allreduce, cast, none', True)
     """
-    if not limit_seconds > 0:
-        raise ConfigError(f"a time limit is above 0 s, not {limit_seconds!r}")
-    method = codec_key(communicator)
-    if communicator.delayed:
-        raise ConfigError(f"{method} applies means in later steps; measure it without that, which computes the same")
-    tensors = {name: dense_values(name, x) for name, x in gradients.items()}
-    for name, x in tensors.items():
-        _check_finite(name, x)
-    choose = Chooser()
+    method, choose = codec_key(communicator), Chooser()
+    tensors = {name: _dense_values(name, x) for name, x in gradients.items()}
     smaller = {
-        name: x for name, x in tensors.items() if numel(x) and choose(_variable(name, x), communicator) is communicator
+        name: x for name, x in tensors.items() if _numel(x) and choose(_variable(name, x), communicator) is communicator
     }
     if not smaller:
         raise ConfigError(f"{method} makes none of these {len(tensors)} gradients smaller; give it larger ones")
     timing = _CodecTiming(communicator, ranks, seed, synchronize)
-    largest = max(smaller.values(), key=numel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             runs = [timing.largest_part(smaller, limit_seconds / 2)]
         except PayloadError:  # owners of ranges, which differ, cannot all send the same; those of one variable's can
-            runs = [timing.largest_part({"x": largest}, limit_seconds / 2)]
+            runs = [timing.largest_part({"x": max(smaller.values(), key=_numel)}, limit_seconds / 2)]
         whole, took = runs[0]
         given = list(whole.values())
-        pieces = {f"x{i}": shortened(given[i % len(given)], PIECE) for i in range(PIECES)}
+        pieces = {f"x{i}": _first_rows(given[i % len(given)], PIECE) for i in range(PIECES)}
         with contextlib.suppress(PayloadError):
             for few in (pieces, {"x0": pieces["x0"]}):
                 runs.append((few, timing.seconds(few, limit_seconds / 8)))
         each = max(1e-12, sum(took) / _elements(whole))
-        share = limit_seconds / 4 / DRAWS / (each * _elements(smaller))
-        taken = {name: shortened(x, max(SMALL, math.ceil(min(1.0, share) * numel(x)))) for name, x in smaller.items()}
-        errors = _errors(communicator.compressor, taken, seed)
-        bits = None
-        if communicator.compressor.wire_bits(tuple(largest.shape)) is None:
-            some = {name: shortened(smaller[name], SAMPLED) for name in list(smaller)[:SAMPLED_VARIABLES]}
-            bits = _bits(communicator, some, seed)
-    return MeasuredMethod(method, replace(timing.codec(runs), bits=bits), errors)
+        share = min(1.0, limit_seconds / 4 / DRAWS / (each * _elements(smaller)))
+        taken = {name: _first_rows(x, max(SMALL, math.ceil(share * _numel(x)))) for name, x in smaller.items()}
+        errors, bits = _lost_and_sent(communicator.compressor, taken, seed)
+    return MeasuredMethod(method, timing.codec(runs, bits), errors)
 
 
-def _errors(compressor: Compressor, tensors: Mapping[str, Tensor], seed: int) -> dict[str, float]:
-    """Return |x - C(x)|^2 / |x|^2 of each tensor; 0 where x is."""
+def _lost_and_sent(compressor: Compressor, tensors: Tensors, seed: int) -> tuple[dict[str, float], float | None]:
+    """Return |x - C(x)|^2 / |x|^2 of each tensor, 0 where x is, and the bits of an element on the wire; None where the
+    shape decides them."""
+    if compressor.traits.exact:
+        return dict.fromkeys(tensors, 0.0), None
     drawn: list[dict[str, float]] = []
+    sent = 0
     for draw in range(DRAWS):
         made: Compressor = copy.deepcopy(compressor).with_context(Context(seed=seed + draw, step=BEHIND_WARMUPS))
         drawn.append({})
         for name, x in tensors.items():
-            decoded = x if compressor.traits.exact else made.decompress(*made.compress(_copied(x, "float32"), name))
-            drawn[-1][name] = _relative_error(x, decoded)
+            payload, ctx = made.compress(_copied(x, "float32"), name)
+            sent += sum(kernels_of(part).nbytes(part) for part in payload)
+            drawn[-1][name] = _relative_error(x, made.decompress(payload, ctx))
         if draw and drawn[0] == drawn[1]:  # it draws nothing
             break
-    return {name: fmean(errors[name] for errors in drawn) for name in tensors}
-
-
-def _bits(communicator: Communicator, tensors: Mapping[str, Tensor], seed: int) -> float:
-    """Return the bits of a payload per element, with the memory: the mean of some steps."""
-    own, context = copy.deepcopy(communicator), Context(seed=seed, step=BEHIND_WARMUPS)
-    compressor, memory = own.compressor.with_context(context), own.memory.with_context(context)
-    sent = 0
-    for _ in range(SAMPLED_STEPS):
-        for name, tensor in tensors.items():
-            x = memory.compensate(_copied(tensor, "float32"), name)
-            payload, ctx = compressor.compress(x, name)
-            memory.update(x, name, compressor, payload, ctx)
-            sent += sum(kernels_of(part).nbytes(part) for part in payload)
-    return 8 * sent / SAMPLED_STEPS / _elements(tensors)
+    varies = any(compressor.wire_bits(tuple(x.shape)) is None for x in tensors.values())
+    bits = 8 * sent / len(drawn) / _elements(tensors) if varies else None
+    return {name: fmean(errors[name] for errors in drawn) for name in tensors}, bits
 
 
 class _CodecTiming:
-    """Exchanges of one method over simulated ranks that are timed, each by a copy that remembers nothing.
-
-    As many ranks are simulated as the communicator was made for, or as there are, but few.
-    """
+    """Exchanges of one method over simulated ranks that are timed, each by a copy that remembers nothing. As many ranks
+    are simulated as the communicator was made for, or as there are, but few."""
 
     def __init__(self, communicator: Communicator, ranks: int, seed: int, synchronize: Callable[[], object]):
         self.communicator, self.seed, self.synchronize = communicator, seed, synchronize
@@ -180,26 +147,22 @@ class _CodecTiming:
         """The rank that computes for others; 0 if there is none."""
         self.ranks = communicator.made_for or max(2, self.root + 1, min(ranks, MOST_RANKS))
 
-    def largest_part(self, tensors: Mapping[str, Tensor], seconds: float) -> tuple[Mapping[str, Tensor], Parts]:
+    def largest_part(self, tensors: Tensors, seconds: float) -> tuple[Tensors, Parts]:
         """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took."""
         elements = PROBE
         while True:
-            taken = share_of(tensors, elements)
+            share = elements / _elements(tensors)
+            taken = {name: _first_rows(x, max(1, int(share * _numel(x)))) for name, x in tensors.items()}
             took = self.seconds(taken, 0.0, least=1)
             most = _elements(taken) * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
-            if _elements(taken) >= _elements(tensors) or elements * 4 > min(most, MOST_ELEMENTS):
+            if share >= 1 or elements * 4 > min(most, MOST_ELEMENTS):
                 return taken, self.seconds(taken, seconds)
             elements *= 4
 
-    def seconds(self, tensors: Mapping[str, Tensor], seconds: float, least: int = LEAST) -> Parts:
+    def seconds(self, tensors: Tensors, seconds: float, least: int = LEAST) -> Parts:
         """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
-        lower quartiles of some steps, because what else a machine does makes them longer only.
-
-        Args:
-            tensors: all compressed.
-            seconds: for all steps, if they are enough for some.
-            least: so many.
-        """
+        lower quartiles of steps, because what else a machine does makes them longer only. Steps are made for so many
+        seconds, and ``least`` of them in any case."""
         communicator = copy.deepcopy(self.communicator)
         backend = SimulatedRanks(self.ranks, self.root)
         variables = [_variable(name, x) for name, x in tensors.items()]
@@ -208,10 +171,8 @@ class _CodecTiming:
         runner = StepRunner(variables, shards, backend, context, communicator.describe())
         runner.claim_components()
         given = list(tensors.values())
-        k = kernels_of(given[0])
-        outs = [k.zeros(tuple(x.shape), "float32", x) if k.mutable else None for x in given]
-        if communicator.compressor.traits.exact and k.mutable:
-            outs = [_copied(x, k.dtype(x)) for x in given]
+        k, exact = kernels_of(given[0]), communicator.compressor.traits.exact
+        outs = [_copied(x, k.dtype(x) if exact else "float32") if k.mutable else None for x in given]
         took: list[Parts] = []
         ends = math.inf
         try:
@@ -222,14 +183,14 @@ class _CodecTiming:
                 parts = self._step(runner, backend, given, outs)
                 if step >= WARM:
                     took.append(parts)
-                if step >= WARM + least - 1 and self._now() > ends:
+                if step >= WARM + least - 1 and time.perf_counter() > ends:
                     break
         finally:
             runner.close()
         start, middle, finish = (max(0.0, undisturbed(column)) for column in zip(*took, strict=True))
         return start, middle, finish
 
-    def codec(self, runs: Sequence[tuple[Mapping[str, Tensor], Parts]]) -> CodecCost:
+    def codec(self, runs: Sequence[tuple[Tensors, Parts]], bits: float | None) -> CodecCost:
         """Return the codec by which some buckets take what they took; of one bucket the elements are taken to be all.
 
         The seconds of an element grow with the ranks where the root, or every rank, decodes whole payloads of all;
@@ -237,16 +198,15 @@ class _CodecTiming:
         """
         rooted, cuts = self.communicator.rooted, self.communicator.cuts
         grows = (False, rooted, not (rooted or cuts or self.communicator.sums))
-        rows = [(1, len(tensors), _elements(tensors)) for tensors, _ in runs]
-        if len(runs) == 1:
-            rows = [(0, 0, rows[0][2])]
+        one = len(runs) > 1
+        rows = [(float(one), float(one * len(tensors)), float(_elements(tensors))) for tensors, _ in runs]
         costs = []
         for part, by_rank in enumerate(grows):
             call, variable, element = fit(rows, [max(took[part], 1e-9) for _, took in runs])
             peer = element / self.ranks if by_rank else 0.0
             costs.append(Cost(call, variable, 0.0 if by_rank else element, peer))
         start, middle, finish = costs
-        return CodecCost(start, middle, finish)
+        return CodecCost(start, middle, finish, bits)
 
     def _step(self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]) -> Parts:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
@@ -263,31 +223,11 @@ class _CodecTiming:
 
     def _computed(self, backend: SimulatedRanks) -> float:
         """Return the time without what simulated collectives took so far."""
-        return self._now() - backend.spent
-
-    def _now(self) -> float:
         self.synchronize()
-        return time.perf_counter()
-
-
-def _variable(name: str, x: Tensor) -> Variable:
-    return Variable(name, tuple(map(int, x.shape)), kernels_of(x).dtype(x), str(getattr(x, "device", "cpu")))
+        return time.perf_counter() - backend.spent
 
 
 # -- gradients of any framework ------------------------------------------------------------------------
-
-
-def dense_values(name: str, gradient: Tensor | SparseRows) -> Tensor:
-    """Return the values of a gradient, whether it is sparse or not.
-
-    Raises:
-        ConfigError: they are of a dtype that is not exchanged.
-    """
-    x = gradient.values if isinstance(gradient, SparseRows) else gradient
-    try:
-        return kernels_of(x).given(x)
-    except ConfigError as error:
-        raise ConfigError(f"the gradient of {name!r}: {error}") from None
 
 
 def is_table(gradient: Tensor | SparseRows) -> bool:
@@ -298,36 +238,45 @@ def is_table(gradient: Tensor | SparseRows) -> bool:
     >>> is_table(x), is_table(x[::10])
     (True, False)
     """
-    if isinstance(gradient, SparseRows):
-        return True
-    if len(gradient.shape) != 2:
-        return False
+    if isinstance(gradient, SparseRows) or len(gradient.shape) != 2:
+        return isinstance(gradient, SparseRows)
     rows = _array(gradient[:: 1 + int(gradient.shape[0]) // TABLE_SAMPLE])
     return bool(np.mean(np.any(rows != 0, axis=1)) < 0.5)
 
 
-def numel(x: Tensor) -> int:
-    """Return the number of elements."""
+def _dense_values(name: str, gradient: Tensor | SparseRows) -> Tensor:
+    """Return the values of a gradient, whether it is sparse or not.
+
+    Raises:
+        ConfigError: they are of a dtype that is not exchanged, or not finite.
+    """
+    x = gradient.values if isinstance(gradient, SparseRows) else gradient
+    try:
+        x = kernels_of(x).given(x)
+    except ConfigError as error:
+        raise ConfigError(f"the gradient of {name!r}: {error}") from None
+    if not math.isfinite(float(np.square(_array(x)).sum())):
+        raise ConfigError(f"the gradient of {name!r} holds a NaN or an infinite value; measure another step's")
+    return x
+
+
+def _variable(name: str, x: Tensor) -> Variable:
+    return Variable(name, tuple(map(int, x.shape)), kernels_of(x).dtype(x), str(getattr(x, "device", "cpu")))
+
+
+def _numel(x: Tensor) -> int:
     return math.prod(map(int, x.shape))
 
 
-def shortened(x: Tensor, most: int) -> Tensor:
+def _elements(tensors: Tensors) -> int:
+    return sum(map(_numel, tensors.values()))
+
+
+def _first_rows(x: Tensor, most: int) -> Tensor:
     """Return the first rows of a tensor, of no more than so many elements, if a row has no more."""
-    if numel(x) <= most or not len(x.shape):
+    if _numel(x) <= most or not len(x.shape):
         return x
-    return x[: max(1, most // max(1, numel(x) // int(x.shape[0])))]
-
-
-def share_of(tensors: Mapping[str, Tensor], elements: int) -> dict[str, Tensor]:
-    """Return the first rows of each tensor, in proportion, so that all have about so many elements."""
-    share = elements / _elements(tensors)
-    if share >= 1:
-        return dict(tensors)
-    return {name: shortened(x, max(1, int(share * numel(x)))) for name, x in tensors.items()}
-
-
-def _elements(tensors: Mapping[str, Tensor]) -> int:
-    return sum(map(numel, tensors.values()))
+    return x[: max(1, most // max(1, _numel(x) // int(x.shape[0])))]
 
 
 def _copied(x: Tensor, dtype: str) -> Tensor:
@@ -338,16 +287,6 @@ def _copied(x: Tensor, dtype: str) -> Tensor:
 def _array(x: Tensor) -> np.ndarray:
     x = kernels_of(x).cast(x, "float64")
     return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
-
-
-def _check_finite(name: str, x: Tensor) -> None:
-    """Raise if a gradient is not finite.
-
-    Raises:
-        ConfigError: naming the variable.
-    """
-    if not math.isfinite(float(np.square(_array(x)).sum())):
-        raise ConfigError(f"the gradient of {name!r} holds a NaN or an infinite value; measure another step's")
 
 
 def _relative_error(x: Tensor, other: Tensor) -> float:

@@ -1,21 +1,37 @@
-"""Times as they were measured: of a codec by the elements of a bucket, and of a collective by its bytes."""
+"""Times of a codec by the elements of a bucket, and of a collective by its bytes; and codecs that nobody measured."""
 
 import bisect
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from statistics import fmean
 
 import numpy as np
 
+from grace.core import specs
+from grace.core.documents import shown
+from grace.core.registry import make
 from grace.errors import ConfigError
+
+LEAST, MOST = 1e-12, 1e18
+"""The least and the most bytes and seconds that can have been measured; squares of them are numbers."""
+COPY = 0.4e-9
+"""Seconds that a copy takes for each float: 10 ms for 25 million."""
+CALL, VARIABLE = 100e-6, 2e-6
+"""Seconds for each bucket, and for each variable in it, in each of the two directions."""
+COPIES = {"none": (1.3, 1.1), "sparsification": (2.0, 0.3), "low-rank": (1.5, 2.2)}
+"""Copies to encode an element, and to decode one, by the method's category."""
+SUMMED, OTHERS = (1.1, 0.9), (2.0, 1.5)
+"""Those of quantizers whose payloads are summed, and of all other quantizers."""
+KEEPING, ROUND = 2.0, 2.0
+"""Copies that a memory takes, and that a method of several rounds takes between two of them."""
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the coefficients, from 0 on, of sums that are nearest to measured seconds, by squares of relative errors.
-
-    Args:
-        rows: the terms of each sum.
-        seconds: what each took; above 0.
+    Each row has the terms of a sum.
 
     >>> rows = [(1, 10), (1, 20), (1, 40)]
     >>> [[round(one, 9) for one in fit(rows, seconds)] for seconds in ([0.2, 0.3, 0.5], [0.4, 0.2, 0.1])]
@@ -63,14 +79,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Computing of a method (a communicator with its compressor and memory) for a bucket.
-
-    Attributes:
-        start: before anything travels: compensate, compress, pack.
-        middle: between its collectives, if it has several, for each but the last.
-        finish: decode, aggregate and write back, and update memories.
-        bits: bits of a value on the wire, where the data decide; None where shapes do.
-    """
+    """Computing of a method (a communicator with its compressor and memory) for a bucket: before anything travels;
+    between its collectives, for each but the last; and afterwards, with updates of memories. ``bits`` are those of a
+    value on the wire where the data decide, None where shapes do."""
 
     start: Cost = Cost()
     middle: Cost = Cost()
@@ -100,32 +111,31 @@ class Curve:
 
     points: tuple[tuple[float, float], ...]
 
-    @classmethod
-    def through(cls, measured: Sequence[tuple[float, float]]) -> "Curve":
-        """Return the nearest curve that does not fall: neighbours that do are given their mean (of logarithms; the
-        pool-adjacent-violators algorithm).
+    def __post_init__(self) -> None:
+        known = all(len(point) == 2 and LEAST <= min(point) <= max(point) <= MOST for point in self.points)
+        rises = known and all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(self.points))
+        if not rises or not self.points:
+            raise ConfigError(
+                f"a curve must be a list of bytes and seconds above 0, both rising, not {shown(self.points)}"
+            )
 
-        Raises:
-            ConfigError: there is nothing to go by, or bytes or seconds that are not above zero.
+    @classmethod
+    def through(cls, measured: Iterable[tuple[float, float]]) -> "Curve":
+        """Return the curve through measured bytes and seconds, on which more bytes take no less: neighbours that do are
+        given their mean (of logarithms; the pool-adjacent-violators algorithm).
 
         >>> Curve.through([(1, 4e-4), (10, 1e-4)]).points
         ((1.0, 0.0002), (10.0, 0.0002))
         """
-        if not measured or any(not (nbytes > 0 and seconds > 0) for nbytes, seconds in measured):
-            raise ConfigError("a curve goes through bytes and seconds above zero, and through one point at least")
         ordered = sorted(measured)
         blocks: list[list[float]] = []
+        """Logarithms of seconds that are given their mean."""
         for _, seconds in ordered:
-            blocks.append([float(np.log(seconds)), 1.0])
-            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-                (one, weight), (other, more) = blocks[-2:]
-                blocks[-2:] = [[(one * weight + other * more) / (weight + more), weight + more]]
-        risen = [round(float(np.exp(log)), 12) for log, weight in blocks for _ in range(int(weight))]
-        return cls(tuple((float(nbytes), s) for (nbytes, _), s in zip(ordered, risen, strict=True)))
-
-    def times(self, factor: float) -> "Curve":
-        """Return the curve with all seconds multiplied."""
-        return Curve(tuple((nbytes, seconds * factor) for nbytes, seconds in self.points))
+            blocks.append([math.log(max(seconds, 1e-300))])
+            while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+                blocks[-2:] = [blocks[-2] + blocks[-1]]
+        risen = [round(math.exp(fmean(block)), 12) for block in blocks for _ in block]
+        return cls(tuple((float(nbytes), seconds) for (nbytes, _), seconds in zip(ordered, risen, strict=True)))
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds for so many bytes."""
@@ -145,11 +155,53 @@ class Curve:
     @functools.cached_property
     def slope(self) -> float:
         """Seconds that a byte more takes beyond the largest; 0 of a curve of one point."""
-        if len(self.points) == 1:
+        sizes, times = self._columns
+        if len(sizes) == 1:
             return 0.0
-        sizes, times = np.array(self.points).T
-        far = sizes >= sizes[-1] / 20
-        if far.sum() < 2:
-            far = sizes >= sizes[-2]
-        rises = np.diff(times[far]).sum() / np.diff(sizes[far]).sum()
-        return float(max(rises, 0.0))
+        first = min(bisect.bisect_left(sizes, sizes[-1] / 20), len(sizes) - 2)
+        return (times[-1] - times[first]) / (sizes[-1] - sizes[first])
+
+
+class DefaultCodecs(Mapping[str, CodecCost]):
+    """Codecs of every method and communicator, by :func:`grace.planner.exchange_costs.codec_key`, in copies of the
+    gradient ("Encoding and decoding" in BENCHMARKS.md). ``grace calibrate`` measures them where they are used.
+
+    >>> codec = DefaultCodecs()["allgather, topk(ratio=0.05), residual"]
+    >>> round(codec.start.seconds(1, 25e6, 2) * 1e3, 1)
+    40.1
+    """
+
+    def __getitem__(self, key: str) -> CodecCost:
+        return _default_codec(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+@functools.cache
+def _default_codec(key: str) -> CodecCost:
+    communicator, _, rest = key.partition(", ")
+    compressor, _, memory = rest.rpartition(", ")
+    first, *others = [make("compressor", part).traits for part in specs.split(compressor) or (compressor,)]
+    encode, decode = COPIES.get(first.category, SUMMED if first.summable else OTHERS)
+    encode += KEEPING * (memory != "none") + 0.2 * len(others)  # a second method encodes few values
+    each = communicator in ("allgather", "broadcast")  # decodes what every rank sent
+    again = encode + decode if communicator in ("scatter_reduce", "scatter_merge", "reduce_broadcast") else ROUND
+    return CodecCost(
+        start=Cost(CALL, VARIABLE, encode * COPY),
+        middle=Cost(CALL, VARIABLE, again * COPY),
+        finish=Cost(CALL, VARIABLE, (1.0 if each else decode) * COPY, decode * COPY if each else 0.0),
+        bits=_bits(compressor),
+    )
+
+
+def _bits(spec: str) -> float | None:
+    """Return the bits that an element of a Gaussian gradient takes, where the data decide; None where shapes do."""
+    compressor, x = make("compressor", spec), np.random.default_rng(0).standard_normal(1 << 12).astype("float32")
+    if compressor.wire_bits(x.shape) is not None:
+        return None
+    payload, _ = compressor.compress(x, "synthetic")
+    return max(1e-3, 8 * sum(np.asarray(part).nbytes for part in payload) / x.size)

@@ -5,10 +5,9 @@ All ranks count the same steps, so that each comes to every collective of this m
 1. a few steps to warm up;
 2. a few whose exchanges begin after backward: when each gradient is there, computing alone, on every rank;
 3. a few plain ones, uncompressed, as a baseline;
-4. the links, and the codecs of the most promising methods on this model's gradients; rank 0 plans;
-5. the best candidates and the baseline in turns; meanwhile the other methods are measured, a few between two turns;
-6. rank 0 plans again, with all methods; the best of these and of those before in turns with the baseline;
-7. the two fastest once more in turns with the baseline: the better one is kept; if neither is faster than the
+4. the links, and the codecs of all methods on this model's gradients; rank 0 plans;
+5. the best candidates and the baseline in turns;
+6. the two fastest once more in turns with the baseline: the better one is kept; if neither is faster than the
    baseline, the next two are checked so.
 
 It is then watched: a link that becomes slower is told, and with ``replan`` planned for at once; else it begins anew at
@@ -38,12 +37,12 @@ WARM, HELD, PLAIN = 2, 5, 5
 """Steps of each phase before planning."""
 SETTLED, TIMED = 1, 3
 """Steps after a switch that do not count, and steps that do."""
-TRIED, FINALISTS = 3, 2
-"""Candidates in the first round of turns, beside the baseline, of which the second has one more; and in the last."""
+TRIED, FINALISTS = 4, 2
+"""Candidates that are tried, beside the baseline; and that are checked together."""
 WATCH_SECONDS, WATCH_FIRST = 0.25, 5
 """About how much training lies between two looks at a settled run, and the steps until the first one."""
-SLOWER, MUCH_SLOWER, FELT = 2.0, 4.0, 0.2
-"""The factors by which a wait must have grown in two looks, or in one; and the part of a step that this must take."""
+SLOWER, FELT = 2.0, 0.2
+"""The factor by which a wait must have grown, in two looks, and the part of a step that this must take."""
 
 
 class PlanningError(Exception):
@@ -51,16 +50,9 @@ class PlanningError(Exception):
 
 
 class Resumed(NamedTuple):
-    """State of planning in a checkpoint.
-
-    Attributes:
-        current: the name of the strategy that the run had.
-        strategy: its document.
-        plan: the choice and its reasons; None before.
-        settled: True if it was chosen, and not only tried.
-        left: steps until all is measured again; 0 for never.
-        cluster: the numbers of ranks and nodes.
-    """
+    """State of planning in a checkpoint: the name and document of the run's strategy; the plan, None before there is
+    one; whether the strategy was chosen, and not only tried; steps until all is measured again, 0 for never; and the
+    numbers of ranks and nodes."""
 
     current: str
     strategy: dict[str, Any]
@@ -74,16 +66,15 @@ class Driver:
     """Follows the steps of one model's training, and switches strategies.
 
     Args:
-        planner: measures, finds candidates and explains.
-        backend: over which the ranks agree.
+        planner, backend: what measures, finds candidates and explains; and over which the ranks agree.
         start: the strategy that the run begins with: everything summed uncompressed.
-        switch: goes on by a strategy; every rank calls it.
-        say: prints a line, on rank 0.
+        switch, say: go on by a strategy, which every rank calls; and print a line, on rank 0.
         replan: after how many steps all is measured again; 0 for never.
 
     Attributes:
         left: steps until ``phases`` go on; 0 for never.
         holds: True if exchanges are to begin after backward only.
+        trying: True from the first trial on, until all is measured again.
         settled: True if a choice was made, and checked.
         current: name of the strategy that the run goes on by; empty once the user chose.
         plan: document of the choice and its reasons, the same on all ranks; None before.
@@ -102,16 +93,15 @@ class Driver:
         self.replan = replan
         self.names = [variable.name for variable in start.variables]
         self.strategies = {BASELINE: start}
-        """Strategies that were tried, or that a checkpoint had, by name."""
+        """Strategies that may be tried, or that a checkpoint had, by name."""
         self.cluster = [start.world_size, start.nodes]
         self.gradients: dict[str, Tensor] = {}
         self.results: dict[str, float] = {}
         """Seconds of a step of each candidate on the slowest rank, of the last turns that it had."""
-        self.rounds = 0
-        """Rounds of trials that have begun since the links were measured."""
         self.current, self.plan = BASELINE, None
-        self.holds = self.settled = False
+        self.holds = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
+        """Of a settled run of several ranks."""
         self.phases = self._follow(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
@@ -127,11 +117,7 @@ class Driver:
         self.timer.ready(name)
 
     def computed(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Note that backward is done, and exchanges are awaited.
-
-        Args:
-            gradients: copies of this rank's own.
-        """
+        """Note that backward is done, and exchanges are awaited; ``gradients`` copies this rank's own."""
         self.timer.mark("computed")
         if self.holds and self.left == 1:
             self.gradients = dict(gradients())
@@ -153,7 +139,7 @@ class Driver:
                 self._advance()
                 self.timer.begin()
         if self.watch is not None:
-            self._look()
+            self._look(self.watch)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -166,11 +152,8 @@ class Driver:
         return json.dumps(state._asdict())
 
     def found(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
-        """Return what a checkpoint says of planning; None if nothing, or for another cluster.
-
-        Raises:
-            ConfigError: it is damaged.
-        """
+        """Return what a checkpoint says of planning; None if nothing, or for another cluster. Raise ConfigError if it
+        is damaged."""
         if not saved or "plan" not in saved:
             return None
         try:
@@ -182,13 +165,10 @@ class Driver:
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
-        self.strategies = {
-            resumed.current: Strategy.from_dict(resumed.strategy),
-            BASELINE: self.strategies[BASELINE],
-        }
-        self.holds, self.settled, self.watch = False, resumed.settled, None
-        if resumed.settled:
-            self._watch()
+        former, start = Strategy.from_dict(resumed.strategy), self.strategies[BASELINE]
+        self.strategies = {resumed.current: former, BASELINE: start}
+        self.holds, self.settled = False, resumed.settled
+        self.watch = LinkWatch() if resumed.settled and self.backend.size > 1 else None
         steps = resumed.left if self.replan else 0
         self.phases = self._follow(steps if resumed.settled else 1)
         self._advance()
@@ -206,11 +186,11 @@ class Driver:
         """Train so many steps, plan, and go on by the plan; again and again, since links and steps may change."""
         while True:
             yield steps
-            self.watch, self.settled = None, False
+            self.watch, self.trying, self.settled = None, False, False
             self._switched(BASELINE)
             try:
                 yield from self._plan()
-                self._watch()
+                self.watch = LinkWatch() if self.backend.size > 1 else None
             except PlanningError as error:
                 self.gradients, self.holds = {}, False
                 self._switched(BASELINE)
@@ -219,30 +199,25 @@ class Driver:
             steps = self.replan
 
     def _plan(self) -> Generator[int, None, None]:
-        """Measure, try candidates, and go on by the best.
-
-        Raises:
-            PlanningError: something failed on some rank.
-        """
+        """Measure, try candidates, and go on by the best. Raise PlanningError if something failed on some rank."""
         self.holds = True
         yield HELD
         self.holds = False
         timeline = self.timer.timeline(self.names)
         yield PLAIN
-        self._measure(timeline)
-        first = self._candidates()[:TRIED]
-        yield from self._try([BASELINE, *first], self._measure_next)
-        while self._measure_next():
-            pass
-        found = self._candidates()[:TRIED]
-        known = sorted((name for name in self.results if name != BASELINE), key=self.results.__getitem__)
-        names = list(dict.fromkeys([*known[:1], *found]))
-        yield from self._try([*names[: TRIED + 1], BASELINE])
+        found = self._measure(timeline)
+        self.strategies = {BASELINE: self.strategies[BASELINE], **found}
+        self.results, self.trying = {}, True
+        yield from self._try([BASELINE, *found])
         chosen, note = yield from self._check()
-        self._decide(chosen, note)
+        if not self._switched(chosen):
+            chosen = self.current
+        self.plan, line = self._agree("a plan", lambda: self.planner.explained(chosen, note, self.results))
+        self.say(f"grace: auto: {line}")
 
-    def _measure(self, timeline: Timeline | None) -> None:
-        """Measure the links and the most promising codecs, after the baseline's steps."""
+    def _measure(self, timeline: Timeline | None) -> dict[str, Strategy]:
+        """Measure the links and the codecs, after the baseline's steps, and return the strategies to try, best first,
+        by the names of the candidates. Raise PlanningError if a rank has seen no whole step."""
         plain = self.timer.seconds()
         seen = bool(plain and timeline and self.gradients)
         told = gather_or_raise(self.backend, "steps to plan by", (timeline, undisturbed(plain)) if seen else None)
@@ -253,39 +228,21 @@ class Driver:
         # the slowest rank's computing decides: what the others wait for it is no time of the network
         slowest = max((line for line, _ in told), key=lambda line: line.compute)
         skew = slowest.compute - min(line.compute for line, _ in told)
-        plain_step = max(seconds for _, seconds in told)
         self.say("grace: auto: measuring links and methods, then planning; a few seconds")
-        self._agree("links", lambda: self.planner.measure_links(plain_step))
+        plain_step = max(seconds for _, seconds in told)
+        self._agree("links", lambda: self.planner.measure_links(plain_step), everywhere=True)
         gradients, self.gradients = self.gradients, {}
-        self._on_rank_0("methods", lambda: self.planner.prepare(gradients, slowest, plain_step, skew))
-        self.results, self.rounds = {}, 0
 
-    def _candidates(self) -> list[str]:
-        """Return the names of the candidates beside the baseline, best first."""
-        found = self._on_rank_0("what to try", lambda: {one.name: one.strategy for one in self.planner.candidates()})
-        names = [name for name in found if name != BASELINE]
-        self.strategies.update({name: found[name] for name in names})
-        return names
+        def candidates() -> dict[str, Strategy]:
+            found = [one for one in self.planner.candidates(gradients, slowest, skew) if one.name != BASELINE]
+            return {one.name: one.strategy for one in found[:TRIED]}
 
-    def _measure_next(self) -> bool:
-        """Measure one method more, on rank 0; return False if there is none left."""
-        measured: bool = self._on_rank_0("further methods", self.planner.measure_next)
-        return measured
+        found: dict[str, Strategy] = self._agree("what to try", candidates)
+        return found
 
-    def _try(
-        self, names: Sequence[str], between: Callable[[], object] = lambda: None
-    ) -> Generator[int, None, list[str]]:
-        """Train some steps by each candidate in turn. Return the names of those that all ranks have timed, whose
-        seconds on the slowest rank are ``results`` then.
-
-        Args:
-            names: of the candidates; the baseline is among them.
-            between: called after each turn.
-
-        Raises:
-            PlanningError: the baseline was not timed.
-        """
-        self.rounds += 1
+    def _try(self, names: Sequence[str]) -> Generator[int, None, list[str]]:
+        """Train some steps by each candidate in turn, the baseline among them. Return the names of those that all ranks
+        have timed, whose seconds on the slowest rank are ``results`` then."""
         took: dict[str, float] = {}
         for name in names:
             if not self._switched(name):
@@ -293,7 +250,6 @@ class Driver:
             yield SETTLED + TIMED
             if seconds := self.timer.seconds():
                 took[name] = statistics.median(seconds)
-            between()
         everyone = gather_or_raise(self.backend, "what trials took", took)
         timed = [name for name in everyone[0] if all(name in one for one in everyone)]
         if BASELINE not in timed:
@@ -304,38 +260,25 @@ class Driver:
     def _check(self) -> Generator[int, None, tuple[str, str]]:
         """Compare the two fastest candidates, if they are faster than the baseline by the margin, with each other and
         with it once more, in turns; if none is faster again, the next two. Return the name of the better one by this
-        and its last trial, or the baseline's; and what is to be said of faster ones whose check failed."""
-        limit = (1 - MARGIN) * self.results[BASELINE]
-        fast = [name for name, seconds in self.results.items() if seconds <= limit and name != BASELINE]
-        fast.sort(key=self.results.__getitem__)
-        before, failed = dict(self.results), dict[str, str]()
-        for pair in (fast[i : i + FINALISTS] for i in range(0, len(fast), FINALISTS)):
+        and its trial, or the baseline's; and what is to be said of faster ones whose check failed."""
+        trial, failed = dict(self.results), dict[str, str]()
+        fast = [name for name in trial if name != BASELINE and trial[name] <= (1 - MARGIN) * trial[BASELINE]]
+        fast.sort(key=trial.__getitem__)
+        for i in range(0, len(fast), FINALISTS):
+            pair = fast[i : i + FINALISTS]
             timed = yield from self._try([*pair, BASELINE])
             plain = self.results[BASELINE]
+            passed = [name for name in pair if name in timed and self.results[name] <= plain]
             for name in pair:
-                if name not in timed or self.results[name] > plain:
+                if name not in passed:
                     failed[name] = (
                         f"{name} took {self.results[name] * 1e3:.3g} ms a step when it was checked, after "
-                        f"{before[name] * 1e3:.3g} in its trial, and uncompressed sums {plain * 1e3:.3g}"
+                        f"{trial[name] * 1e3:.3g} in its trial, and uncompressed sums {plain * 1e3:.3g}"
                     )
-            passed = [name for name in pair if name not in failed]
             if passed:
-                both = {name: before[name] + self.results[name] for name in passed}
-                chosen = min(both, key=both.__getitem__)
-                return chosen, "; ".join(said for name, said in failed.items() if before[name] < before[chosen])
+                chosen = min(passed, key=lambda name: trial[name] + self.results[name])
+                return chosen, "; ".join(said for name, said in failed.items() if trial[name] < trial[chosen])
         return BASELINE, "; ".join(failed.values())
-
-    def _decide(self, chosen: str, note: str) -> None:
-        """Go on by a candidate, and explain it."""
-        if not self._switched(chosen):
-            chosen = self.current
-
-        def explain() -> tuple[Any, str]:
-            self.planner.learned(self.results)
-            return self.planner.explained(chosen, note)
-
-        self.plan, line = self._on_rank_0("a plan", explain)
-        self.say(f"grace: auto: {line}")
 
     def _switched(self, name: str) -> bool:
         """Return True if all ranks go on by a candidate; else they go on by what they had before."""
@@ -353,23 +296,12 @@ class Driver:
 
     # -- agreement ------------------------------------------------------------------------------------
 
-    def _on_rank_0(self, what: str, compute: Callable[[], Any]) -> Any:
-        """Compute something on rank 0, and return it on all ranks.
-
-        Raises:
-            PlanningError: it failed.
-        """
-        return self._agree(what, compute if self.backend.rank == 0 else lambda: None)[0]
-
-    def _agree(self, what: str, compute: Callable[[], Any]) -> list[Any]:
-        """Return what every rank has computed.
-
-        Raises:
-            PlanningError: it failed on some rank.
-        """
+    def _agree(self, what: str, compute: Callable[[], Any], everywhere: bool = False) -> Any:
+        """Return what rank 0 computes, or every rank. Raise PlanningError if that fails on one."""
         value, why = None, ""
         try:
-            value = compute()
+            if everywhere or self.backend.rank == 0:
+                value = compute()
         except ExchangeError:
             raise
         except Exception as error:
@@ -378,17 +310,10 @@ class Driver:
         for rank, (_, reason) in enumerate(answers):
             if reason:
                 raise PlanningError(f"rank {rank}: {reason}" if len(answers) > 1 else reason)
-        return [value for value, _ in answers]
+        return answers[0][0]
 
-    # -- watching -------------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        self.watch = LinkWatch() if self.backend.size > 1 else None
-
-    def _look(self) -> None:
+    def _look(self, watch: "LinkWatch") -> None:
         """Compare waits with those when the choice was made; plan again, or tell once, if they have grown."""
-        watch = self.watch
-        assert watch is not None
         if not watch.due(self.timer):
             return
         answers = gather_or_raise(self.backend, "waits", watch.seen())
@@ -403,44 +328,17 @@ class Driver:
             self._advance()
 
 
-def build_driver(
-    request: AutoRequest,
-    runner: StepRunner,
-    start: Strategy,
-    switch: Callable[[Strategy], None],
-    framework: str,
-    threads: int,
-    adaptive: bool,
-) -> Driver:
-    """Return the driver that plans for a session, and have the session's checkpoints hold its state.
-
-    Args:
-        request: what the user said.
-        runner: the session's first one.
-        start: the strategy that it runs.
-        switch: goes on by another strategy; it must not keep the session alive.
-        framework, threads, adaptive: as :class:`grace.planner.planning.Planning` takes them.
-    """
-    backend = runner.backend
-
-    def say(line: str) -> None:
-        if backend.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    planner = planning.Planning(request, backend, runner.node_names, runner.variables, framework, threads, adaptive)
-    driver = Driver(planner, backend, start, switch, say, request.options.replan)
-    runner.planned = driver.document
-    return driver
-
-
 class LinkWatch:
     """Looks at a settled run every few steps: how long ranks wait for exchanges, and how long steps take."""
 
     def __init__(self) -> None:
         self.steps = WATCH_FIRST
+        """Steps until the next look."""
         self.timed: list[tuple[float, float]] = []
         self.usual: tuple[float, float] | None = None
+        """Wait and step of the first look."""
         self.times = 0
+        """Looks in a row that found longer waits."""
 
     def due(self, timer: StepTimer) -> bool:
         """Take the last step's times; return True if it is time to look."""
@@ -460,14 +358,32 @@ class LinkWatch:
         self.timed, self.steps = [], min(1000, max(2, round(WATCH_SECONDS / max(step, 1e-6))))
         if step <= 0:  # no step since the last look had one exchange
             return ""
-        if self.usual is None:
-            self.usual = wait, step
-            return ""
-        before, whole = self.usual
-        if wait <= SLOWER * before or wait - before <= FELT * whole:
-            self.times = 0
-            return ""
-        self.times += 1
-        if self.times < 2 and wait <= MUCH_SLOWER * before:
+        before, whole = self.usual = self.usual or (wait, step)
+        longer = wait > SLOWER * before and wait - before > FELT * whole
+        self.times = self.times + 1 if longer else 0
+        if self.times < 2:
             return ""
         return f"steps wait {wait * 1e3:.3g} ms for exchanges, and {before * 1e3:.3g} when this was chosen"
+
+
+def build_driver(
+    request: AutoRequest, runner: StepRunner, start: Strategy, switch: Callable[[Strategy], None], adaptive: bool
+) -> Driver:
+    """Return the driver that plans for a session, and have the session's checkpoints hold its state.
+
+    Args:
+        request: what the user said.
+        runner, start: the session's first step runner, and the strategy that it runs.
+        switch: goes on by another strategy; it must not keep the session alive.
+        adaptive: as :class:`grace.planner.planning.Planning` takes it.
+    """
+    backend = runner.backend
+
+    def say(line: str) -> None:
+        if backend.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    planner = planning.Planning(request, backend, runner.node_names, runner.variables, adaptive)
+    driver = Driver(planner, backend, start, switch, say, request.options.replan)
+    runner.planned = driver.document
+    return driver

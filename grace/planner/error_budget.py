@@ -9,7 +9,7 @@ A method's class is the first of :data:`CLASSES` that it is in, by its traits an
 
 A plan of a class may have methods of it and of those before it. Votes, methods and memories with a momentum of their
 own (the optimizer's would have to be 0), biased methods without a memory and noisy ones with it are in no class, and
-are, as delayed exchanges, considered only if the user names them.
+are considered only if the user names them.
 
 Within its class every variable is bounded by itself, by the relative error e(C, x) = ||x - C(x)||^2 / ||x||^2 of one
 rank's captured gradient, on which the rates of error feedback and of unbiased methods depend:
@@ -26,7 +26,7 @@ at a size that history does not know. So sparsifiers may lose 0.01 there: the el
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,14 +58,13 @@ SPECTRUM = math.log(0.15) / -math.log(5)
 
 @functools.cache
 def _compressor(spec: str) -> Compressor:
-    compressor: Compressor = make("compressor", spec)
-    return compressor
+    return make("compressor", spec)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _memory(spec: str) -> Memory:
-    memory: Memory = make("memory", spec)
-    return memory
+def _keeps(memory: str) -> bool:
+    """Return True if a memory keeps something."""
+    return bool(make("memory", memory).stateful)
 
 
 def class_of(compressor: Compressor | str, memory: Memory | str | None = None) -> str | None:
@@ -101,11 +100,7 @@ def allows(quality: str, found: str | None) -> bool:
 
 
 def check_quality(quality: str) -> None:
-    """Raise if there is no such class.
-
-    Raises:
-        ConfigError: naming those that there are.
-    """
+    """Raise ConfigError if there is no such class; it names those that there are."""
     if quality not in CLASSES:
         raise ConfigError(f"quality must be one of {', '.join(map(repr, CLASSES))}, not {quality!r}")
 
@@ -129,12 +124,9 @@ class ErrorModel:
     Args:
         measured: ||x - C(x)||^2 / ||x||^2 on captured gradients, by the method's spec and the variable's name; errors
             that nobody measured are those of synthetic gradients.
-        tables: names of the variables most of whose rows have no gradient in a step.
+        tables: names of tables.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
-        reference: the spec of the method whose error on a matrix others may have.
-
-    Raises:
-        ConfigError: the reference votes: it has no error that others could be compared with.
+        reference: the spec of R.
 
     >>> model = ErrorModel(measured={"topk": {"w": 0.9}, "powersgd(rank=4)": {"w": 0.95}, "qsgd": {"w": 0.01}})
     >>> w = Variable("w", (512, 512))
@@ -180,42 +172,31 @@ class ErrorModel:
         error = self.error(method, variable)
         if not error:
             return 0.0
-        if communicator in RECOMPRESSING and not _memory(memory).stateful:
+        if communicator in RECOMPRESSING and not _keeps(memory):
             error *= 2
         bound = self.bound(method, variable)
         return error / bound if bound else math.inf
 
 
-def synthetic_error(method: str, shape: Sequence[int]) -> float:
-    """Return a method's relative error on a synthetic gradient: a matrix with few strong directions, or a Gaussian
-    vector; of at most :data:`SIDE` rows and columns, drawn with a fixed seed.
-
-    Args:
-        method: its spec.
-        shape: of the variable.
+@functools.cache
+def synthetic_error(method: str, shape: tuple[int, ...]) -> float:
+    """Return a method's relative error on a synthetic gradient of about this shape: a matrix with few strong
+    directions, or a Gaussian vector; of at most :data:`SIDE` rows and columns, drawn with a fixed seed.
 
     >>> 0.1 < synthetic_error("powersgd(rank=4)", (1000, 1000)) < 0.4, synthetic_error("none", (9,))
     (True, 0.0)
     """
-    return _synthetic_error(method, _reduced(shape))
-
-
-@functools.cache
-def _synthetic_error(method: str, shape: tuple[int, ...]) -> float:
-    compressor = make("compressor", method)
+    small: tuple[int, ...] = (min(LONG, max(1, math.prod(shape))),)
+    if len(shape) > 1:
+        small = min(SIDE, shape[0]), min(SIDE, math.prod(shape[1:]))
+    if small != shape:
+        return synthetic_error(method, small)
+    compressor, x = make("compressor", method), _synthetic(shape)  # one of its own, which may keep state
     if compressor.traits.exact:
         return 0.0
-    x = _synthetic(shape)
     payload, ctx = compressor.compress(x, "synthetic")
     lost = x - np.asarray(compressor.decompress(payload, ctx)).reshape(x.shape)
     return float(np.sum(lost.astype("float64") ** 2) / np.sum(x.astype("float64") ** 2))
-
-
-def _reduced(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a smaller shape that stands for a variable's."""
-    if len(shape) < 2:
-        return (min(LONG, max(1, math.prod(shape))),)
-    return min(SIDE, shape[0]), min(SIDE, math.prod(shape[1:]))
 
 
 @functools.cache

@@ -3,13 +3,12 @@ seconds as they were measured."""
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.core.route import EngineTraits
-from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
 from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
@@ -33,28 +32,21 @@ class Costs:
         network: between the ranks that exchange.
         codecs: computing of methods, by :func:`codec_key`.
         inside: the network within a node, for pipelines; ``network`` if left out.
-        contention: the part by which computing takes longer while a collective is under way.
-        by_ring, concatenates: as :class:`grace.core.backend.Backend` has them.
-        rows: rows that a step's gradients have, of sparse variables by name; all of them where it does not say.
+        by_ring, concatenates: as backends have them.
+        rows: rows of a step's gradients, of sparse variables by name; all of them where it does not say.
     """
 
     network: Network
     codecs: Mapping[str, CodecCost]
     inside: Network | None = None
-    contention: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
     rows: Mapping[str, float] = field(default_factory=dict)
 
 
 def codec_key(communicator: Communicator) -> str:
-    """Return the key of a codec: communicator, compressor and memory, without the communicator's own parameters, which
-    say who computes and when.
-
-    >>> from grace.communicators import ReduceBroadcast
-    >>> codec_key(ReduceBroadcast("topk", destination=1))
-    'reduce_broadcast, topk, residual'
-    """
+    """Return the key of a codec, as "allgather, topk, residual": communicator, compressor and memory, without the
+    communicator's own parameters, which say who computes and when."""
     return f"{communicator.name}, {communicator.compressor.spec}, {communicator.memory.spec}"
 
 
@@ -74,46 +66,51 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     (('a', 'b'), 8048.0)
     """
     shards = compiled(strategy, strategy.variables)
-    other = next((shard for shard in shards if shard.hierarchical or shard.outer is not None), None)
-    if other is not None:
-        way = "reduced in each node first" if other.hierarchical else f"exchanged once in {other.period} steps"
-        warnings.warn(
-            f"{other.whole.name!r} is {way}, and predicted as if all ranks exchanged it in every step", stacklevel=2
-        )
+    others = {shard.whole.name: _other_way(shard) for shard in shards}
+    if name := next(filter(others.get, others), ""):
+        said = "and predicted as if all ranks exchanged it in every step"
+        warnings.warn(f"{name!r} is {others[name]}, {said}", stacklevel=2)
     return works_of(shards, strategy.world_size, costs)
 
 
-def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
-    """Return what the buckets of shards do, whose communicators need not be in a run.
+def _other_way(shard: Shard) -> str:
+    """Return how a shard travels, in words, if not all ranks exchange it in every step and wait for it."""
+    if shard.hierarchical:
+        return "reduced in each node first"
+    if shard.outer is not None:
+        return f"exchanged once in {shard.period} steps"
+    return "applied in a later step" if shard.communicator.delayed else ""
 
-    All ranks exchange with each other, and in every step: sums over nodes first, and rounds of ranks that train alone,
-    are not modelled.
 
-    Args:
-        shards: of the model.
-        ranks: how many there are.
-        costs: what exchanging and computing takes.
+def works_of(
+    shards: Sequence[Shard], ranks: int, costs: Costs, known: dict[Hashable, Work] | None = None
+) -> list[Work]:
+    """Return what the buckets of shards do, whose communicators need not be in a run. Those of buckets that are alike
+    are kept in ``known``, for shards with the same communicators.
+
+    All ranks exchange with each other, in every step, and wait: sums over nodes first, rounds of ranks that train
+    alone, and means that are applied later are not modelled.
 
     Raises:
         ConfigError: as :func:`works`.
     """
     whole = {shard.variable.name: shard.whole.name for shard in shards}
-    found, carried = [], set[bool]()
+    found, carried, known = [], set[bool](), {} if known is None else known
     for bucket in make_buckets(shards):
         # one bucket of a step carries the header, and one beside training
         bucket.carries = bucket.communicator.delayed not in carried
         carried.add(bucket.communicator.delayed)
-        names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
-        found.append(_work(bucket, names, ranks, costs))
+        key = id(bucket.communicator), bucket.carries, tuple(bucket.names)
+        if key not in known:
+            names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
+            known[key] = _work(bucket, names, ranks, costs)
+        found.append(known[key])
     return found
 
 
 def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> Work:
-    """Return what a bucket, which belongs to the variables of these names, does in a step.
-
-    Raises:
-        ConfigError: nobody measured its method, or the bits of its elements.
-    """
+    """Return what a bucket, which belongs to the variables of these names, does in a step. Raise ConfigError if nobody
+    measured its method, or the bits of its elements."""
     communicator = bucket.communicator
     codec = costs.codecs.get(codec_key(communicator))
     if codec is None:
@@ -132,7 +129,9 @@ def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> W
     legs = bytes_of(bucket, EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu), codec.bits, costs.rows)
     gaps = len(legs) - 1
     computed = gaps - sum(leg.in_parts for leg, _, _ in legs[:-1])  # behind a part of a sum comes its other half
-    elements = sum(_elements(variable, costs) for variable in bucket.variables)
+    elements = 0.0
+    for v in bucket.variables:  # of a sparse one the elements of the rows that have gradients
+        elements += rows_of(v, costs.rows) * math.prod(v.shape[1:]) if v.sparse else v.numel
     size = len(bucket.variables), elements, ranks
     return Work(
         names=names,
@@ -140,14 +139,8 @@ def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> W
         transfers=transfers_of(legs, ranks, costs.network),
         middle=codec.middle.seconds(*size) * computed / gaps if gaps else 0.0,
         finish=codec.finish.seconds(*size),
-        delayed=communicator.delayed,
         memory=_memory(bucket, ranks, elements, legs),
     )
-
-
-def _elements(variable: Variable, costs: Costs) -> float:
-    """Return the elements of a variable that travel: of a sparse one those of the rows that have gradients."""
-    return rows_of(variable, costs.rows) * math.prod(variable.shape[1:]) if variable.sparse else variable.numel
 
 
 def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tuple[Transfer, ...]:
@@ -155,19 +148,16 @@ def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tupl
     measured for, is taken for an all-to-all that sends as much as it sends from the rank that sends most."""
     found = []
     for leg, nbytes, dtype in legs if ranks > 1 else ():
-        kind = leg.collective.name
+        kind, root = leg.collective.name, -1 if leg.root is None else leg.root
+        sent = leg.sent(nbytes, ranks, 0 if leg.root is None else root + 1)
         if kind not in KINDS:
-            most = max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
-            found.append(Transfer("alltoall", network.seconds("alltoall", most * ranks / (ranks - 1), ranks), most))
-            continue
+            kind, root, sent = "alltoall", -1, max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
+            nbytes = sent * ranks / (ranks - 1)
         half = kind == "allreduce" and dtype in ("float16", "bfloat16")
         seconds = network.seconds("allreduce16" if half else kind, nbytes, ranks)
-        if leg.root is None:
-            turns = ranks if kind == "broadcast" else 1  # each rank in its turn
-            found.append(Transfer(kind, turns * seconds, leg.sent(nbytes, ranks, 0)))
-        else:
-            others = leg.sent(nbytes, ranks, leg.root + 1)
-            found.append(Transfer(kind, seconds, others, leg.root, leg.sent(nbytes, ranks, leg.root)))
+        if kind == "broadcast" and root < 0:  # each rank in its turn
+            seconds *= ranks
+        found.append(Transfer(kind, seconds, sent, root, leg.sent(nbytes, ranks, root) if root >= 0 else 0.0))
     return tuple(found)
 
 

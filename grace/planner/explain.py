@@ -9,7 +9,7 @@ from grace.core.quantities import show_bytes
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
-from grace.planner.outer_plans import outer_plans, outer_remarks
+from grace.planner.outer_plans import outer_remarks
 from grace.planner.problem import Problem, short
 from grace.planner.step import Prediction
 from grace.planner.uniform import DENSE
@@ -34,7 +34,6 @@ class Row:
         count, elements: their number, and that of their elements.
         method: compressor and memory.
         sync: the synchronization.
-        saved: seconds by which the step would be longer if they were not compressed.
         share: the largest part of its bound that the error of one of them takes.
         why: the reason, in words.
     """
@@ -44,7 +43,6 @@ class Row:
     elements: int
     method: str
     sync: str
-    saved: float
     share: float
     why: str = ""
 
@@ -127,17 +125,17 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, but for the predictions' events, as JSON holds it; :meth:`from_dict` is the way back."""
-        candidates = [
-            {
-                **vars(one),
-                "strategy": one.strategy.to_dict(),
-                "prediction": {key: value for key, value in vars(one.prediction).items() if key != "events"},
-                "methods": list(one.methods),
-            }
-            for one in self.candidates
-        ]
-        rows = [asdict(row) for row in self.rows]
-        return {**vars(self), "candidates": candidates, "rows": rows, "remarks": list(self.remarks)}
+        candidates = []
+        for one in self.candidates:
+            prediction = {key: value for key, value in vars(one.prediction).items() if key != "events"}
+            strategy, methods = one.strategy.to_dict(), list(one.methods)
+            candidates.append({**vars(one), "strategy": strategy, "prediction": prediction, "methods": methods})
+        return {
+            **vars(self),
+            "candidates": candidates,
+            "rows": [asdict(row) for row in self.rows],
+            "remarks": list(self.remarks),
+        }
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "Plan":
@@ -148,8 +146,8 @@ class Plan:
         """
         try:
             candidates = tuple(map(_candidate_of, document["candidates"]))
-            rows, remarks = tuple(Row(**row) for row in document["rows"]), tuple(document["remarks"])
             candidates[document["number"]]
+            rows, remarks = tuple(Row(**row) for row in document["rows"]), tuple(document["remarks"])
             return cls(**{**document, "candidates": candidates, "rows": rows, "remarks": remarks})
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise ConfigError(f"no document of a plan: {error}; make the plan again") from error
@@ -170,31 +168,25 @@ def plan_of(
 ) -> Plan:
     """Return the plan: which candidate to take, and why.
 
-    The fastest is taken, by measured seconds where it and plain all-reduce were measured, if it is faster than that by
-    :data:`MARGIN`; else plain all-reduce, as a strategy like any other, so that "do not compress" runs, is saved and is
-    measured as all are.
+    That which trials have chosen is taken; without trials the one with the shortest predicted step, if it is shorter
+    than plain all-reduce's by :data:`MARGIN`; else plain all-reduce, as a strategy like any other, so that "do not
+    compress" runs, is saved and is measured as all are.
 
     Args:
         problem: what they were found for.
         candidates: what :func:`~grace.planner.greedy.find_candidates` found, with ``measured`` where it is known.
-        chosen: the name of the candidate that is taken, where that is decided already.
-        note: what decided it.
-        remarks: see :class:`Plan`.
+        chosen: the name of the candidate that trials have chosen; None without trials.
+        note, remarks: see :class:`Plan`.
     """
     plain = next(one for one in candidates if one.baseline)
-    taken = plain
+    taken = min(candidates, key=lambda one: one.prediction.step)
+    if taken.prediction.step >= plain.prediction.step * (1 - MARGIN):
+        taken = plain
     if chosen is not None:
         taken = next((one for one in candidates if one.name == chosen), plain)
-    else:
-        known = [one for one in candidates if (one.measured is None) == (plain.measured is None)]
-        best = min(known, key=lambda one: _seconds(one, plain)[1])
-        _, mine, other = _seconds(best, plain)
-        if mine < other * (1 - MARGIN):
-            taken = best
-    number = next(i for i, one in enumerate(candidates) if one is taken)
-    said = (*remarks, *outer_remarks(outer_plans(problem), taken.prediction))
-    rows, reference = tuple(_rows(problem, taken)), problem.errors.reference
-    return Plan(tuple(candidates), number, problem.quality, reference, rows, note=note, remarks=said)
+    said = (*remarks, *outer_remarks(problem, taken.prediction))
+    rows, number = tuple(_rows(problem, taken)), candidates.index(taken)
+    return Plan(tuple(candidates), number, problem.quality, problem.errors.reference, rows, note=note, remarks=said)
 
 
 def _seconds(one: Candidate, plain: Candidate) -> tuple[str, float, float]:
@@ -211,46 +203,26 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
     """Yield variables that are alike and are treated alike, those with most elements first."""
     kinds: dict[tuple[str, str, str], list[VariablePlan]] = {}
     for plan in one.strategy.plans:
-        kinds.setdefault((re.sub(r"\d+", "*", plan.variable.name), _method(plan), _sync(plan)), []).append(plan)
-    ordered = sorted(kinds.values(), key=_elements, reverse=True)
-    named = [(_name(plans), plans) for plans in ordered[:MOST_ROWS]]
-    if others := [plan for plans in ordered[MOST_ROWS:] for plan in plans]:
-        named.append(("others", others))
-    for name, plans in named:
-        saved = _saved(problem, one, plans)
-        yield Row(
-            name,
-            len(plans),
-            _elements(plans),
-            " / ".join(sorted(set(map(_method, plans)))),
-            " / ".join(sorted(set(map(_sync, plans)))),
-            saved,
-            max(largest_share(problem, plan) for plan in plans),
-            _why(problem, plans, saved),
-        )
-
-
-def _name(alike: Sequence[VariablePlan]) -> str:
-    name = alike[0].variable.name
-    return name if len(alike) == 1 else re.sub(r"\d+", "*", name)
+        part = plan.parts[0]  # the planner cuts no variable
+        method = short(part.compressor)
+        if part.memory not in (None, "none"):
+            method = f"{method}, {part.memory}"
+        kinds.setdefault((re.sub(r"\d+", "*", plan.variable.name), method, part.sync.type), []).append(plan)
+    ordered = sorted(kinds.items(), key=lambda kind: _elements(kind[1]), reverse=True)
+    named = [
+        (plans[0].variable.name if len(plans) == 1 else name, method, sync, plans)
+        for (name, method, sync), plans in ordered[:MOST_ROWS]
+    ]
+    if others := ordered[MOST_ROWS:]:
+        methods, syncs = (" / ".join(sorted({kind[i] for kind, _ in others})) for i in (1, 2))
+        named.append(("others", methods, syncs, [plan for _, plans in others for plan in plans]))
+    for name, method, sync, plans in named:
+        share = max(largest_share(problem, plan) for plan in plans)
+        yield Row(name, len(plans), _elements(plans), method, sync, share, _why(problem, one, plans))
 
 
 def _elements(plans: Sequence[VariablePlan]) -> int:
     return sum(plan.variable.numel for plan in plans)
-
-
-def _method(plan: VariablePlan) -> str:
-    part = plan.parts[0]  # the planner cuts no variable
-    name = short(part.compressor)
-    return name if part.memory in (None, "none") else f"{name}, {part.memory}"
-
-
-def _sync(plan: VariablePlan) -> str:
-    return plan.parts[0].sync.type
-
-
-def _compressed(plan: VariablePlan) -> bool:
-    return bool(plan.parts[0].compressor != "none")
 
 
 def largest_share(problem: Problem, plan: VariablePlan) -> float:
@@ -260,25 +232,25 @@ def largest_share(problem: Problem, plan: VariablePlan) -> float:
 
 
 def _saved(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> float:
-    """Return the seconds by which the step would be longer if these were not compressed."""
-    names = {plan.variable.name for plan in plans if _compressed(plan)}
-    if not names:
-        return 0.0
-    changed = tuple(_dense(plan) if plan.variable.name in names else plan for plan in one.strategy.plans)
+    """Return the seconds by which the step would be longer if these were not compressed: in the same group, or over the
+    same root."""
+    dense = {}
+    for plan in plans:
+        if plan.parts[0].compressor == "none":
+            continue
+        sync = plan.parts[0].sync
+        if sync.type != "reduce_broadcast":
+            sync = replace(sync, type="allreduce")
+        part = replace(DENSE, sync=sync, priority=plan.parts[0].priority)
+        dense[plan.variable.name] = replace(plan, parts=(part,))
+    changed = tuple(dense.get(plan.variable.name, plan) for plan in one.strategy.plans)
     return problem.predict(replace(one.strategy, plans=changed)).step - one.prediction.step
 
 
-def _dense(plan: VariablePlan) -> VariablePlan:
-    """Return the plan of a variable that goes on uncompressed: in the same group, or over the same root."""
-    sync = plan.parts[0].sync
-    if sync.type != "reduce_broadcast":
-        sync = replace(sync, type="allreduce")
-    return replace(plan, parts=(replace(DENSE, sync=sync, priority=plan.parts[0].priority),))
-
-
-def _why(problem: Problem, plans: Sequence[VariablePlan], saved: float) -> str:
+def _why(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> str:
     """Return why variables are treated so: what compressing them saves, or why they are not compressed."""
-    if any(map(_compressed, plans)):
+    if any(plan.parts[0].compressor != "none" for plan in plans):
+        saved = _saved(problem, one, plans)
         return f"saves {_ms(saved)}" if saved > 5e-7 else "saves nothing alone"
     largest = max(plans, key=lambda plan: plan.variable.numel).variable
     lossy = [method for method in problem.candidates() if method.compressor != "none"]

@@ -1,16 +1,14 @@
-"""Times of collectives on the very links, and of computing beside them; all ranks measure together."""
+"""Times of collectives on the very links; all ranks measure together."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from grace.core.backend import Backend, Handle, Tensor
-from grace.errors import ConfigError
 from grace.planner.costs import Curve
 from grace.planner.network import KINDS, MeasuredNetwork
 from grace.planner.step_timer import undisturbed
@@ -24,71 +22,41 @@ MOST_BYTES = 1 << 30
 """That a collective may need on a rank."""
 REPEATS, LEAST = 12, 3
 """Of a size, if time allows, and in any case; in so many passes over all sizes and kinds."""
-BESIDE_SECONDS = 0.05
-"""About how long the collective takes that computing is measured beside."""
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """Measurements of links, the same on all ranks.
-
-    Attributes:
-        network: what collectives take; None for one rank.
-        contention: the part by which computing takes longer while a collective is under way; 0 if nothing was computed.
-    """
-
-    network: MeasuredNetwork | None = None
-    contention: float = 0.0
 
 
 def measure_network(
     backend: Backend,
     seconds: float = 5.0,
-    compute: Callable[[], object] | None = None,
-    progress: Callable[[str, float], object] = lambda what, done: None,
     tensor_of: Callable[[np.ndarray], Tensor] | None = None,
     synchronize: Callable[[], object] = lambda: None,
     crowded: bool = False,
-) -> MeasuredLinks:
-    """Time each kind of collective at rising sizes, then computing beside one. Every rank must call it, alike.
+) -> MeasuredNetwork | None:
+    """Time each kind of collective at rising sizes; return None for one rank. Every rank must call it, alike.
 
     Sums are of float32 and of float16, all else is bytes, as exchanges send them. Of every call the slowest rank's time
     counts, and of all calls of a size the lower quartile, because what else a machine does makes them longer only; or
-    the median where ranks share cores, since they wait for those in steps too. Calls are spread over several passes
-    through all sizes and kinds, so that what disturbs for a while is a minority of each.
-    A kind goes up to 1 MB, and on until one more size would take more than its share of the time. What is sent is not
-    counted as training's.
+    the median where ranks share cores, since they wait for those in steps too. Several passes go through all sizes and
+    kinds, so that what disturbs for a while is a minority of each. A kind goes up to 1 MB, and on until one more size
+    would take more than its share of the time. What is sent is not counted as training's.
 
     Args:
-        backend: of several ranks; of one there is nothing to measure.
+        backend: the ranks.
         seconds: about how long all may take.
-        compute: computes something of a few milliseconds, and returns when it is done; for contention.
-        progress: called with what is measured and how much of all is done, from 0 to 1.
         tensor_of: makes an array the tensor that is sent, on the device of gradients; the backend's own if left out.
         synchronize: waits until a device has done all that was asked of it.
         crowded: True if ranks share cores.
 
-    Raises:
-        ConfigError: no time is given.
-        RankError: another rank failed.
-        ExchangeError: the engine failed.
-
     >>> from grace.core.backend import LocalBackend
-    >>> measure_network(LocalBackend()).network is None
+    >>> measure_network(LocalBackend()) is None
     True
     """
-    if not seconds > 0:
-        raise ConfigError(f"a network is measured for more than 0 s, not {seconds}")
     if backend.size == 1:
-        return MeasuredLinks()
-    sent = backend.sent_bytes
+        return None
+    timing, sent = _Timing(backend, tensor_of or backend.tensor_of, synchronize), backend.sent_bytes
+    share, took = seconds / len(KINDS), dict[tuple[str, int], list[float]]()
     try:
-        timing = _Timing(backend, tensor_of or backend.tensor_of, synchronize)
-        share = seconds / (len(KINDS) + (compute is not None))
-        took: dict[tuple[str, int], list[float]] = {}
-        for i, kind in enumerate(KINDS):
+        for kind in KINDS:
             for nbytes in SIZES:
-                progress(kind, i / len(KINDS) / 2)
                 if timing.memory(kind, nbytes) > MOST_BYTES and (kind, SIZES[0]) in took:
                     break
                 _, *found = timing.seconds(kind, nbytes, FIRST)  # the first may have opened connections
@@ -96,35 +64,21 @@ def measure_network(
                 room = share / 2 if nbytes >= ENOUGH else 4 * share
                 if min(found) * 4 * (LEAST + FIRST) > room:
                     break
-        for number in range(LEAST):
-            progress("once more", 0.5 + number / LEAST / 3)
+        for _ in range(LEAST):
             for (kind, nbytes), found in took.items():
                 found += timing.seconds(kind, nbytes, max(1, int(min(REPEATS, share / 16 / min(found)) / LEAST)))
-        typical = median if crowded else undisturbed
-        curves: dict[str, Curve] = {}
-        for kind in KINDS:
-            points = [(float(nbytes), typical(found)) for (one_kind, nbytes), found in took.items() if one_kind == kind]
-            curves[kind] = Curve.through(points)
-        progress("computing beside", 0.9)
-        contention = 0.0
-        if compute is not None:
-            points = list(curves["allreduce"].points)
-            nbytes, _ = min(points, key=lambda point: abs(np.log(point[1] / BESIDE_SECONDS)))
-            contention = timing.contention(compute, int(nbytes), share)
-        progress("done", 1.0)
     finally:
         backend.sent_bytes = sent
-    return MeasuredLinks(MeasuredNetwork(curves, backend.size), contention)
+    typical, points = median if crowded else undisturbed, dict[str, list[tuple[float, float]]]()
+    for (kind, nbytes), found in took.items():
+        points.setdefault(kind, []).append((nbytes, typical(found)))
+    return MeasuredNetwork({kind: Curve.through(measured) for kind, measured in points.items()}, backend.size)
 
 
 def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
     """Return the factor by which a codec, which computes in one thread, takes longer when all ranks of a node are at
     theirs than when one is alone: ranks per core, of the node that has most; 1 where every rank has a core. Every rank
-    must call it.
-
-    Args:
-        backend: of the ranks.
-        nodes: the name of each rank's node.
+    must call it, with the name of each rank's node.
 
     >>> from grace.core.backend import LocalBackend
     >>> oversubscription(LocalBackend(), ["here"])
@@ -160,41 +114,14 @@ class _Timing:
         took = self._gather([self._time(kind, tensor) for _ in range(count)])
         return [max(*each, 1e-9) for each in zip(*took, strict=True)]
 
-    def contention(self, compute: Callable[[], object], nbytes: int, share: float) -> float:
-        """Return the part by which computing takes longer while an all-reduce is under way."""
-        tensor, task = self._allocate("allreduce", nbytes), _Task(compute)
-        task(1)
-        wire = median(self._time("allreduce", tensor) for _ in range(LEAST))
-        took = self._gather((median(task(1) for _ in range(LEAST)), wire), task.error)
-        own, wire = max(each[0] for each in took), max(each[1] for each in took)
-        count = max(1, min(1000, int(0.8 * wire / max(own, 1e-9))))
-        rounds = int(max(LEAST, min(REPEATS, share / 2 / max(wire + count * own, 1e-9))))
-        turns = self._gather([self._turn(task, count, tensor) for _ in range(rounds)], task.error)
-        apart, during = (median(max(rank[turn][i] for rank in turns) for turn in range(rounds)) for i in (0, 1))
-        return max(0.0, during / max(apart, 1e-9) - 1)
-
-    def _turn(self, task: "_Task", count: int, tensor: Tensor) -> tuple[float, float]:
-        """Return the seconds of computing alone, and beside an all-reduce."""
-        apart = task(count)
-        self._meet()
-        handle = self._start("allreduce", tensor)
-        during = task(count)
-        handle.wait()
-        self.synchronize()
-        return apart, during
-
     def _time(self, kind: str, tensor: Tensor) -> float:
         """Return the seconds of one collective on this rank, from when all are there."""
-        self._meet()
+        self._start("allreduce", self.small).wait()
+        self.synchronize()
         began = time.perf_counter()
         self._start(kind, tensor).wait()
         self.synchronize()
         return time.perf_counter() - began
-
-    def _meet(self) -> None:
-        """Wait until all ranks are here."""
-        self._start("allreduce", self.small).wait()
-        self.synchronize()
 
     def _start(self, kind: str, tensor: Tensor) -> Handle:
         collective = getattr(self.backend, kind.removesuffix("16"))
@@ -221,21 +148,3 @@ class _Timing:
         """Return the values of all ranks, or raise on all. (A rank on which a collective fails comes here no more: its
         end tells.)"""
         return gather_or_raise(self.backend, "times of collectives", value, error, "could not measure the network")
-
-
-class _Task:
-    """Computing, which other ranks need not wait for in vain: once it has failed it does nothing any more."""
-
-    def __init__(self, compute: Callable[[], object]):
-        self.compute = compute
-        self.error: Exception | None = None
-
-    def __call__(self, count: int) -> float:
-        """Compute so many times, and return the seconds that took."""
-        began = time.perf_counter()
-        try:
-            for _ in range(count if self.error is None else 0):
-                self.compute()
-        except Exception as error:
-            self.error = error
-        return time.perf_counter() - began

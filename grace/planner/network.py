@@ -12,8 +12,6 @@ from grace.planner.costs import Curve, fit
 KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 """``allreduce16`` is of 16-bit floats, which engines add slowly on CPUs: over gloo it takes 1.3 to 1.7 times as long as
 an all-reduce of as many bytes where links are fast."""
-MOST_A_SECOND = 1e100
-"""Bytes or messages of a link. More is no measurement, and squares of it overflow."""
 DIRECT_BYTES = 1 << 22
 """Of what a rank gets in an all-gather, up to which engines let every rank send its own to all others at once, and not
 round a ring."""
@@ -23,13 +21,8 @@ class Network(Protocol):
     """Connection of ranks."""
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """Return the seconds of a collective when nothing else travels; 0 for one rank, and never less for more bytes.
-
-        Args:
-            kind: one of :data:`KINDS`.
-            nbytes: of a rank's buffer; for "alltoall" its whole buffer, for "broadcast" the root's.
-            ranks: how many take part.
-        """
+        """Return the seconds of a collective, one of :data:`KINDS`, when nothing else travels; 0 for one rank, and
+        never less for more bytes. Bytes are those of a rank's buffer, for "broadcast" of the root's."""
         ...
 
 
@@ -67,9 +60,13 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
 class Links:
     """Equal links, each full duplex: latency l and bandwidth b give l messages + bytes / b (:func:`steps_of`).
 
+    What goes round a ring passes the link of a node once, however many ranks the node has; what everyone sends to
+    everyone passes it as often as ranks share it.
+
     Args:
         bandwidth: bytes per second, above zero; ``math.inf`` leaves latencies only.
         latency: seconds that one message takes.
+        sharing: ranks that share a link.
 
     Raises:
         ConfigError: no bandwidth, which would predict no end, or a latency below zero or without end.
@@ -80,6 +77,7 @@ class Links:
 
     bandwidth: float
     latency: float = 0.0
+    sharing: int = 1
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -91,6 +89,8 @@ class Links:
         if ranks <= 1:
             return 0.0
         messages, through = steps_of(kind, nbytes, ranks)
+        if kind == "alltoall":
+            through *= self.sharing
         return messages * self.latency + through / self.bandwidth
 
 
@@ -98,16 +98,15 @@ class Links:
 class MeasuredNetwork:
     """Network whose links were measured.
 
-    Other numbers of ranks than that which measured take as long, times the ratio of the formulas with the latency and
-    bandwidth that fit best; kinds that were not measured take what the formulas say.
+    Other numbers of ranks than that which measured, and kinds that were not measured, take what the formulas say with
+    the latency and bandwidth that fit best.
 
     Args:
         curves: by kind of collective.
         ranks: how many measured.
 
     Raises:
-        ConfigError: nothing was measured; a kind that there is not; or what is no measurement: below zero, or so large
-            or so small that squares overflow.
+        ConfigError: nothing was measured, or a kind that there is not.
 
     >>> curve = Curve.through([(n, 2e-5 + n / 1e9) for n in (1e3, 1e6, 1e8)])
     >>> network = MeasuredNetwork({"allreduce": curve}, ranks=2)
@@ -121,9 +120,9 @@ class MeasuredNetwork:
     ranks: int
 
     def __post_init__(self) -> None:
-        if self.ranks < 2 or not self.curves:
+        if not 2 <= self.ranks < 1e9 or not self.curves:
             raise ConfigError("latency and bandwidth are fitted to collectives of 2 ranks or more, and there are none")
-        _ = self.links  # raises where a measurement is none
+        _ = self.links  # raises where a kind is none
 
     @functools.cached_property
     def links(self) -> Links:
@@ -131,86 +130,17 @@ class MeasuredNetwork:
         points = [(kind, *point) for kind, curve in self.curves.items() for point in curve.points]
         steps = [steps_of(kind, nbytes, self.ranks) for kind, nbytes, _ in points]
         times = [seconds for _, _, seconds in points]
-        for (messages, through), seconds in zip(steps, times, strict=True):
-            if not (seconds > 0 and 0 <= max(messages, through) / seconds < MOST_A_SECOND):
-                raise ConfigError(f"{through:g} bytes in {seconds:g} s cannot have been measured of a link")
         latency, per_byte = fit(steps, times)
         return Links(1 / per_byte if per_byte > 0 else math.inf, latency)
 
-    @functools.cached_property
-    def _scaled(self) -> dict[tuple[str, int], Curve]:
-        """Curves by kind and number of ranks, as far as they were asked for."""
-        return {(kind, self.ranks): curve for kind, curve in self.curves.items()}
-
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        if ranks <= 1:
-            return 0.0
         if kind == "allreduce16" and kind not in self.curves:
             kind = "allreduce"
-        if kind not in self.curves:
+        if ranks != self.ranks or kind not in self.curves:
             return self.links.seconds(kind, nbytes, ranks)
-        if (kind, ranks) not in self._scaled:
-            self._scaled[kind, ranks] = self._curve(kind, ranks)
-        return self._scaled[kind, ranks].seconds(nbytes)
-
-    def times(self, factor: float) -> "MeasuredNetwork":
-        """Return the network with all seconds multiplied."""
-        return MeasuredNetwork({kind: curve.times(factor) for kind, curve in self.curves.items()}, self.ranks)
-
-    def _curve(self, kind: str, ranks: int) -> Curve:
-        """Return the curve of so many ranks; through points, so that it does not fall where the ratio does."""
-        points = []
-        for nbytes, seconds in self.curves[kind].points:
-            usual = self.links.seconds(kind, nbytes, self.ranks)
-            ratio = self.links.seconds(kind, nbytes, ranks) / usual if usual > 0 else 1.0
-            points.append((nbytes, max(seconds * ratio, 1e-12)))
-        return Curve.through(points)
-
-
-@dataclass(frozen=True)
-class SharedUplinks:
-    """Several nodes, whose ranks share their node's link to the others.
-
-    What goes round a ring passes each node's link once; what everyone sends to everyone passes it as often as there
-    are ranks on the node.
-
-    Args:
-        inside: between the ranks of a node.
-        between: between nodes, as if each had one rank.
-        per_node: ranks of a node.
-
-    Raises:
-        ConfigError: a node without ranks.
-
-    >>> two = SharedUplinks(Links(1e10), Links(1e9), per_node=2)
-    >>> two.seconds("alltoall", 1e6, 2), two.seconds("alltoall", 1e6, 4), two.seconds("allreduce", 1e6, 4)
-    (5e-05, 0.001, 0.0015)
-    """
-
-    inside: Network
-    between: Network
-    per_node: int = 1
-
-    def __post_init__(self) -> None:
-        if self.per_node < 1:
-            raise ConfigError(f"a node has at least 1 rank, not {self.per_node}")
-
-    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        within = self.inside.seconds(kind, nbytes, min(ranks, self.per_node))
-        if ranks <= self.per_node:
-            return within
-        nodes = math.ceil(ranks / self.per_node)
-        if kind == "alltoall":  # each pair of nodes carries what all pairs of their ranks do
-            return max(within, self.between.seconds(kind, nbytes * self.per_node, nodes))
-        return max(within, self.between.seconds(kind, nbytes, ranks))
+        return self.curves[kind].seconds(nbytes)
 
 
 def links_of(network: Network) -> Links | None:
-    """Return latency and bandwidth of a network's links, between nodes, or as fitted; None if nobody knows them.
-
-    >>> links_of(SharedUplinks(Links(1e10), Links(1e8), per_node=2)).bandwidth
-    100000000.0
-    """
-    if isinstance(network, SharedUplinks):
-        network = network.between
+    """Return a network's links, as fitted if they were measured; None if nobody knows them."""
     return network if isinstance(network, Links) else getattr(network, "links", None)

@@ -4,15 +4,14 @@ They change training, so that they are shown beside other plans, and are never c
 """
 
 from collections import ChainMap
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from grace.communicators.choice import build_communicator
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
+from grace.planner.exchange_costs import works_of
 from grace.planner.problem import Problem
-from grace.planner.simulate import most_sent
-from grace.planner.step import Prediction
+from grace.planner.step import Prediction, Timeline, simulate
 from grace.planner.uniform import shards_of
 from grace.session.sharding import Chooser
 from grace.strategy.builders import DiLoCo
@@ -30,49 +29,28 @@ MUCH_FASTER = 2.0
 def outer_plans(problem: Problem) -> dict[str, Prediction]:
     """Return the mean step of a period of each outer plan, by the spec of the builder that makes it.
 
-    All of a round is exposed: T = compute + (codec + transfers) / H. What a codec takes is as measured elsewhere if it
-    was not measured here: so small a part of a step.
-
-    >>> from grace.core.variable import Variable
-    >>> from grace.planner.costs import CodecCost
-    >>> from grace.planner.exchange_costs import DENSE, Costs
-    >>> from grace.planner.network import Links
-    >>> from grace.planner.step import Timeline
-    >>> from grace.strategy.builder import OneNode
-    >>> costs = Costs(Links(1e6), {DENSE: CodecCost()})
-    >>> plans = outer_plans(Problem([Variable("w", (1000, 500))], Timeline({"w": 0.1}, 0, 0.1), costs, OneNode(2)))
-    >>> plain = plans["diloco(period=20)"]
-    >>> round(plain.step, 3), round(plain.sent)
-    (0.2, 100002)
+    All of a round is exposed: T = compute + round / H. What a codec takes is as measured elsewhere if it was not
+    measured here: so small a part of a step.
     """
     variables = [replace(variable, sparse=False) for variable in problem.variables]  # drifts are dense
     codecs: Any = ChainMap(problem.costs.codecs, DefaultCodecs())  # type: ignore[arg-type]  # which nothing writes to
-    problem = replace(problem, costs=replace(problem.costs, codecs=codecs))
-    compute, copies = problem.timeline.compute, COPY_BYTES * sum(variable.numel for variable in variables)
+    costs, compute = replace(problem.costs, codecs=codecs), problem.timeline.compute
+    copies = COPY_BYTES * sum(variable.numel for variable in variables)
     found = {}
     for compressor in CARRIERS:
         carrier = build_communicator(compressor, None, None, problem.ranks)
-        works = problem.works_of(shards_of(variables, [carrier] * len(variables), Chooser()))
-        codec = sum(work.start + work.finish + work.middle * max(0, len(work.transfers) - 1) for work in works) / PERIOD
-        exposed = sum(transfer.seconds for work in works for transfer in work.transfers) / PERIOD
-        memory = copies + sum(work.memory for work in works)
-        step = round(compute + codec + exposed, 12)
-        spec = DiLoCo(compressor, period=PERIOD).spec
-        found[spec] = Prediction(step, compute, codec, exposed, most_sent(works) / PERIOD, memory)
+        shards = shards_of(variables, [carrier] * len(variables), Chooser())
+        alone = simulate(Timeline({}), works_of(shards, problem.ranks, costs))
+        step, codec, exposed = (seconds / PERIOD for seconds in (alone.step, alone.codec, alone.exposed))
+        found[DiLoCo(compressor, period=PERIOD).spec] = Prediction(
+            round(compute + step, 12), compute, codec, exposed, alone.sent / PERIOD, copies + alone.memory
+        )
     return found
 
 
-def outer_remarks(plans: Mapping[str, Prediction], taken: Prediction) -> list[str]:
-    """Return one line about the fastest outer plan if it is much faster than the plan that is taken; else nothing.
-
-    >>> slow, fast = Prediction(0.6, 0.15, 0, 0.45, 1e6), Prediction(0.15, 0.15, 0, 0, 1e4)
-    >>> outer_remarks({"diloco(period=20)": fast}, slow)
-    ['training over this link would take 4 times less with outer= (diloco(period=20)); it changes training, see
-    docs/outer.md']
-    >>> outer_remarks({"diloco(period=20)": fast}, fast)
-    []
-    """
-    spec, best = min(plans.items(), key=lambda plan: plan[1].step)
+def outer_remarks(problem: Problem, taken: Prediction) -> list[str]:
+    """Return one line about the fastest outer plan if it is much faster than the plan that is taken; else nothing."""
+    spec, best = min(outer_plans(problem).items(), key=lambda plan: plan[1].step)
     if best.step <= 0 or taken.step < MUCH_FASTER * best.step:
         return []
     return [

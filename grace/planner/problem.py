@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from grace.communicators.choice import build_communicator
 from grace.core import specs
@@ -17,10 +17,8 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
 from grace.planner.error_budget import CLASSES, ErrorModel, allows, check_quality, class_of, shrinks
-from grace.planner.exchange_costs import Costs, codec_key, works, works_of
-from grace.planner.simulate import simulate
-from grace.planner.step import Prediction, Timeline, Work
-from grace.session.sharding import Shard
+from grace.planner.exchange_costs import Costs, codec_key, works
+from grace.planner.step import Prediction, Timeline, simulate
 from grace.strategy.builder import Cluster
 from grace.strategy.plan import Strategy
 
@@ -41,8 +39,8 @@ class Problem:
         quality: the class, of :data:`grace.planner.error_budget.CLASSES`.
         methods: what may be chosen beside no compression; None for the methods that offer themselves
             (:attr:`grace.core.compressor.Compressor.offered`) and that the class allows. Specs of compressors, as
-            "topk(ratio=0.01)"; of communicators, as "reduce_broadcast(staleness=1)", which then carry uncompressed
-            gradients; or dicts of "compressor", "memory" and "communicator". Votes and staleness must be named.
+            "topk(ratio=0.01)"; of communicators, as "reduce_broadcast", which then carry uncompressed gradients; or
+            dicts of "compressor", "memory" and "communicator". Votes must be named.
         seed: of random methods.
 
     Raises:
@@ -75,24 +73,8 @@ class Problem:
         return len(set(self.cluster.ranks))
 
     def predict(self, strategy: Strategy) -> Prediction:
-        """Predict a step under a strategy.
-
-        Raises:
-            ConfigError: the costs do not tell what one of its methods takes.
-        """
-        return self.simulate(works(strategy, self.costs))
-
-    def works_of(self, shards: Sequence[Shard]) -> list[Work]:
-        """Return what the buckets of shards do in a step.
-
-        Raises:
-            ConfigError: as :meth:`predict`.
-        """
-        return works_of(shards, self.ranks, self.costs)
-
-    def simulate(self, found: Sequence[Work]) -> Prediction:
-        """Predict a step whose buckets do this, in the order in which they start."""
-        return simulate(self.timeline, found, self.costs.contention)
+        """Predict a step under a strategy. Raise ConfigError if the costs do not tell what one of its methods takes."""
+        return simulate(self.timeline, works(strategy, self.costs))
 
     def share(self, method: "ExchangeMethod", variable: Variable) -> float:
         """Return the part of its bound that a method loses of a variable: at most 1 is within it, and infinite where it
@@ -102,24 +84,17 @@ class Problem:
         return self.errors.share(method.compressor, method.communicator.name, method.memory, variable)
 
     def candidates(self) -> list["ExchangeMethod"]:
-        """Return the methods to choose from, no compression first; those whose costs nobody knows are left out.
-
-        Raises:
-            ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
-        """
+        """Return the methods to choose from, no compression first; those whose costs nobody knows are left out. Raise
+        ConfigError if ``methods`` names something unknown, or something that ``quality`` excludes."""
         found = methods_of(self.methods, self.quality, self.ranks, bool(self.errors.tables))
-        return [method for method in found if method.key in self.costs.codecs or method.compressor == "none"]
+        codecs = self.costs.codecs
+        return [one for one in found if codec_key(one.communicator) in codecs or one.compressor == "none"]
 
 
 @dataclass(frozen=True)
 class ExchangeMethod:
-    """A way to exchange a variable.
-
-    Attributes:
-        communicator: the object that carries variables, with its compressor and memory.
-        quality: the class; None if it has none.
-        tables_only: True if it is offered for tables only.
-    """
+    """A way to exchange a variable: a communicator with its compressor and memory; its class, None if it has none; and
+    whether it is offered for tables only."""
 
     communicator: Communicator = field(compare=False)
     quality: str | None
@@ -135,11 +110,6 @@ class ExchangeMethod:
         """The memory's spec."""
         return self.communicator.memory.spec
 
-    @functools.cached_property
-    def key(self) -> str:
-        """The name of its codec."""
-        return codec_key(self.communicator)
-
     def serves(self, variable: Variable, tables: Collection[str] = ()) -> bool:
         """Return True if it can carry a variable, and shrinks it if it compresses at all."""
         if self.tables_only and not (variable.sparse or variable.name in tables):
@@ -150,32 +120,19 @@ class ExchangeMethod:
         return bool(compressor.traits.exact) or shrinks(compressor, variable)
 
 
-class Offer(NamedTuple):
-    """Spec by which a compressor offers itself; with ``tables_only`` for tables only."""
-
-    spec: str
-    tables_only: bool
-
-
-def offers() -> Iterator[Offer]:
-    """Yield the specs by which compressors offer themselves, no compression first."""
-    classes = sorted(known("compressor").items(), key=lambda item: (item[0] != "none", item[0]))
-    for _, cls in classes:
+def offers() -> dict[str, bool]:
+    """Return the specs by which compressors offer themselves, no compression first; True for those that do for tables
+    only."""
+    found: dict[str, bool] = {}
+    for _, cls in sorted(known("compressor").items(), key=lambda item: (item[0] != "none", item[0])):
         made: type[Compressor] = cls  # type: ignore[assignment]
-        for spec in made.offered:
-            yield Offer(spec, False)
-        for spec in made.offered_for_tables:
-            yield Offer(spec, True)
+        found |= dict.fromkeys(made.offered, False) | dict.fromkeys(made.offered_for_tables, True)
+    return found
 
 
 def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[ExchangeMethod]:
-    """Return the methods that the user names, or else those that offer themselves and are of the class.
-
-    Args:
-        named: see :attr:`Problem.methods`.
-        quality: the class.
-        ranks: how many exchange, for default communicators.
-        tables: True if the model has tables, for which some methods are offered.
+    """Return the methods that the user names (:attr:`Problem.methods`), or else those that offer themselves and are of
+    the class, with their default communicators for so many ranks; some are offered for tables only.
 
     Raises:
         ConfigError: something named is unknown, or excluded by the class.
@@ -189,10 +146,9 @@ def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: 
     if named is not None:
         found += [_named(entry, quality, ranks) for entry in named]
     else:
-        for offer in offers():
-            if (tables or not offer.tables_only) and allows(quality, class_of(offer.spec)):
-                communicator = build_communicator(offer.spec, None, None, ranks)
-                found.append(ExchangeMethod(communicator, class_of(offer.spec), offer.tables_only))
+        for spec, tables_only in offers().items():
+            if (tables or not tables_only) and allows(quality, class_of(spec)):
+                found.append(ExchangeMethod(build_communicator(spec, None, None, ranks), class_of(spec), tables_only))
     return list({method.communicator.describe(): method for method in reversed(found)}.values())[::-1]
 
 
@@ -213,7 +169,13 @@ def _named(entry: Named, quality: str, ranks: int) -> ExchangeMethod:
             f"{f'of the class {found!r}' if found else 'a vote, or loses what no memory keeps'}, and quality is "
             f"{quality!r}: take quality={found or CLASSES[-1]!r}, or another method"
         )
-    return ExchangeMethod(build_communicator(made, memory, said.get("communicator"), ranks), found)
+    communicator = build_communicator(made, memory, said.get("communicator"), ranks)
+    if communicator.delayed:
+        raise ConfigError(
+            f"methods names {communicator.spec}, which applies means in later steps. That changes training, so it is "
+            "never chosen: give it to the optimizer as its communicator"
+        )
+    return ExchangeMethod(communicator, found)
 
 
 @functools.cache

@@ -1,20 +1,32 @@
-"""Parts of a training step, for the simulator: when gradients come, what each bucket does, what comes out."""
+"""A training step, predicted: when gradients come, what each bucket computes and sends, and who waits for whom.
+
+The rules are those of the exchanges (:class:`grace.session.step_runner.StepRunner`):
+
+- A bucket starts when its gradients are there and all before it have started. Then computing encodes it, and its first
+  collective joins the queue of the wire, which carries one at a time.
+- Behind backward, all buckets that have more collectives go on, one collective each in every round: computing waits for
+  the one under way, does what comes between, and the next one joins the queue. Then bucket by bucket computing waits
+  for the last one and decodes. The optimizer comes after all of them.
+- What goes through a root (a parameter server) waits in the same queue, and computing between a gather and its answer
+  is the root's: of several roots, whose links are apart, no overlap is supposed.
+
+None of this lets a step become faster when something in it takes longer.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grace.errors import ConfigError
 
+Event = tuple[str, int, float, float]
+"""Kind, bucket, begin and end of an event. The kind is "compute" (the model's, of bucket -1), "start", "wire", "middle"
+or "finish"."""
+
 
 @dataclass(frozen=True)
 class Timeline:
-    """When a model computes what, on one rank that trains alone.
-
-    Attributes:
-        ready: seconds from the start of backward until each variable's gradient is there, by name.
-        forward: seconds before backward.
-        backward: seconds of backward; no less than any of ``ready``.
-        optimizer: seconds after the gradients: the optimizer's step.
+    """When a model computes what, on one rank that trains alone: seconds from the start of backward until each
+    variable's gradient is there, by name; and those of forward, backward and the optimizer's step.
 
     Raises:
         ConfigError: a time is below zero, or a gradient comes after backward.
@@ -44,15 +56,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a bucket.
-
-    Attributes:
-        kind: "allreduce", "allgather", "alltoall", "broadcast" or "gather".
-        seconds: that it takes when nothing else travels, its latency included.
-        nbytes: that leave a rank; each but the root, where there is one.
-        root: the rank at which it begins or ends; -1 where it has none.
-        root_nbytes: that leave the root.
-    """
+    """One collective of a bucket: its kind, as "allgather"; the seconds that it takes when nothing else travels, its
+    latency included; the bytes that leave a rank, each but the root, where there is one; the root, -1 where there is
+    none; and the bytes that leave the root."""
 
     kind: str
     seconds: float
@@ -63,41 +69,23 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a bucket in a step.
-
-    Attributes:
-        names: of the variables whose gradients it waits for.
-        start: seconds of computing before the first transfer.
-        transfers: one after the other.
-        middle: seconds of computing between two of them.
-        finish: seconds of computing after the last one.
-        delayed: its means are applied in a later step, so that nothing waits for it as long as the link can follow.
-        memory: bytes that it keeps on a rank, between steps and during one: residuals, wires, what is decoded.
-    """
+    """Work of a bucket in a step: the variables whose gradients it waits for; seconds of computing before the first
+    transfer, between two of them, and after the last one; and the bytes that it keeps on a rank, between steps and
+    during one: residuals, wires, what is decoded."""
 
     names: tuple[str, ...]
     start: float = 0.0
     transfers: tuple[Transfer, ...] = ()
     middle: float = 0.0
     finish: float = 0.0
-    delayed: bool = False
     memory: float = 0.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as it is expected: seconds, but for bytes.
-
-    Attributes:
-        step: all of it.
-        compute: what it would be without any exchange.
-        codec: encoding and decoding.
-        exposed: what remains: communication that the step waits for.
-        sent: bytes that leave the rank that sends most.
-        memory: bytes that exchanges keep on a rank beside the gradients.
-        events: (what, bucket, begin, end), for a picture; what is "compute" (the model's, of bucket -1), "start",
-            "wire", "middle" or "finish".
-    """
+    """A step as it is expected: its seconds; those that it would take without any exchange, those of encoding and
+    decoding, and what remains: communication that the step waits for; the bytes that leave the rank that sends most,
+    and those that exchanges keep on a rank beside the gradients; and events, for a picture."""
 
     step: float
     compute: float
@@ -105,4 +93,100 @@ class Prediction:
     exposed: float
     sent: float
     memory: float = 0.0
-    events: Sequence[tuple[str, int, float, float]] = field(default=(), repr=False, compare=False)
+    events: Sequence[Event] = field(default=(), repr=False, compare=False)
+
+
+def simulate(timeline: Timeline, works: Sequence[Work]) -> Prediction:
+    """Predict a step.
+
+    Args:
+        timeline: when gradients are ready; those that it does not name when backward ends.
+        works: the buckets, in the order in which ranks start them.
+
+    >>> timeline = Timeline({"b": 0.1, "w": 0.2}, forward=0.1, backward=0.2)
+    >>> send = Transfer("allreduce", seconds=0.15)
+    >>> simulate(timeline, [Work(("b",), transfers=(send,)), Work(("w",), transfers=(send,))]).step
+    0.5
+    """
+    return _SimulatedStep(timeline, works).run()
+
+
+class _SimulatedStep:
+    """One step of the rank that takes longest."""
+
+    def __init__(self, timeline: Timeline, works: Sequence[Work]):
+        self.timeline, self.works = timeline, works
+        self.time = self.codec = 0.0
+        self.free = 0.0
+        """When the wire can carry one more collective."""
+        self.done = [0.0] * len(works)
+        """When the last collective that a bucket has started is done."""
+        self.events: list[Event] = []
+
+    def run(self) -> Prediction:
+        """Play the step through."""
+        self._compute("compute", -1, self.timeline.forward)
+        self._backward()
+        self._further_rounds()
+        for i, work in enumerate(self.works):
+            self._wait(i)
+            self._encode("finish", i, work.finish)
+        self._compute("compute", -1, self.timeline.optimizer)
+        compute, memory = self.timeline.compute, sum(work.memory for work in self.works)
+        exposed = max(0.0, self.time - compute - self.codec)
+        return Prediction(
+            round(self.time, 12), compute, self.codec, exposed, most_sent(self.works), memory, self.events
+        )
+
+    def _backward(self) -> None:
+        """Play backward through, and the buckets that start in it."""
+        ready, end, done = self.timeline.ready, self.timeline.backward, 0.0
+        for i, work in enumerate(self.works):
+            need = max([ready.get(name, end) for name in work.names], default=0.0)
+            self._compute("compute", -1, max(0.0, need - done))
+            done = max(done, need)
+            self._encode("start", i, work.start)
+            if work.transfers:
+                self._launch(i, 0)
+        self._compute("compute", -1, end - done)
+
+    def _further_rounds(self) -> None:
+        """Play through the collectives that follow the first ones, round by round."""
+        most = max((len(work.transfers) for work in self.works), default=0)
+        for number in range(1, most):
+            for i, work in enumerate(self.works):
+                if number < len(work.transfers):
+                    self._wait(i)
+                    self._encode("middle", i, work.middle)
+                    self._launch(i, number)
+
+    def _compute(self, kind: str, i: int, seconds: float) -> None:
+        """Go on computing."""
+        begin, self.time = self.time, self.time + seconds
+        if seconds > 0:
+            self.events.append((kind, i, begin, self.time))
+
+    def _encode(self, kind: str, i: int, seconds: float) -> None:
+        """Let a bucket's codec compute: its "start", "middle" or "finish"."""
+        self._compute(kind, i, seconds)
+        self.codec += seconds
+
+    def _wait(self, i: int) -> None:
+        """Wait for the collective of a bucket that is under way."""
+        self.time = max(self.time, self.done[i])
+
+    def _launch(self, i: int, number: int) -> None:
+        """Let a bucket's collective join the queue of the wire."""
+        begin = max(self.time, self.free)
+        self.free = self.done[i] = begin + self.works[i].transfers[number].seconds
+        self.events.append(("wire", i, begin, self.free))
+
+
+def most_sent(works: Sequence[Work]) -> float:
+    """Return the bytes that leave the rank that sends most, in a step."""
+    transfers = [transfer for work in works for transfer in work.transfers]
+    more: dict[int, float] = {}
+    for transfer in transfers:
+        if transfer.root >= 0:
+            more[transfer.root] = more.get(transfer.root, 0.0) + transfer.root_nbytes - transfer.nbytes
+    return sum(transfer.nbytes for transfer in transfers) + max(0.0, max(more.values(), default=0.0))

@@ -1,19 +1,20 @@
 """When things happened in the steps of a training run, and the timeline that they make."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from grace.planner.step import Timeline
 
 
-def undisturbed(seconds: Sequence[float]) -> float:
+def undisturbed(seconds: Iterable[float]) -> float:
     """Return the lower quartile, because what else a machine does makes things longer only.
 
     >>> undisturbed([4.0, 1.0, 2.0, 9.0, 3.0])
     2.0
     """
-    return sorted(seconds)[(len(seconds) - 1) // 4]
+    ordered = sorted(seconds)
+    return ordered[(len(ordered) - 1) // 4]
 
 
 class StepTimer:
@@ -54,21 +55,15 @@ class StepTimer:
 
     def timeline(self, names: Sequence[str]) -> Timeline | None:
         """Return what steps take undisturbed, backward from the first gradient on; None if no step has a gradient."""
-        steps = [step for step in self.steps if step["ready"]]
+        steps = [{**step, "first": min(step["ready"].values())} for step in self.steps if step["ready"]]
         if not steps:
             return None
-        first = [min(step["ready"].values()) for step in steps]
-        backward = _between(first, [step["computed"] for step in steps])
+        forward, backward, update = (
+            max(0.0, undisturbed(step[end] - step[begin] for step in steps))
+            for begin, end in (("began", "first"), ("first", "computed"), ("exchanged", "ended"))
+        )
         ready = {}
         for name in names:
-            seen = [
-                step["ready"][name] - start for step, start in zip(steps, first, strict=True) if name in step["ready"]
-            ]
+            seen = [step["ready"][name] - step["first"] for step in steps if name in step["ready"]]
             ready[name] = min(backward, undisturbed(seen)) if seen else backward
-        forward = _between([step["began"] for step in steps], first)
-        update = _between([step["exchanged"] for step in steps], [step["ended"] for step in steps])
         return Timeline(ready, forward, backward, update)
-
-
-def _between(begins: Sequence[float], ends: Sequence[float]) -> float:
-    return max(0.0, undisturbed([end - begin for begin, end in zip(begins, ends, strict=True)]))

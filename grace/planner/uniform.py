@@ -18,13 +18,8 @@ DENSE = ShardPlan(Sync("allreduce"), "none", "none")
 
 
 def shards_of(variables: Sequence[Variable], wanted: Sequence[Communicator], choose: Chooser) -> list[Shard]:
-    """Return a shard for each variable.
-
-    Args:
-        variables: in declaration order.
-        wanted: the communicator of each; a variable that its method does not shrink is summed uncompressed.
-        choose: gives the communicators that carry variables.
-    """
+    """Return a shard for each variable, carried by the wanted communicator, or by another that ``choose`` gives: a
+    variable that its method does not shrink is summed uncompressed."""
     return [
         Shard(variable, variable, choose(variable, carrier), None, None if variable.sparse else LIMITS)
         for variable, carrier in zip(variables, wanted, strict=True)
@@ -38,27 +33,19 @@ def assigned_strategy(
     nodes: int = 1,
     builder: dict[str, Any] | None = None,
 ) -> Strategy:
-    """Return the strategy that carries each variable by a communicator of its own.
-
-    Args:
-        variables: in declaration order.
-        wanted: the communicator of each; the same object for those that may share a bucket.
-        ranks: how many there are.
-        nodes: how many machines the ranks are on.
-        builder: name, parameters and seed of the strategy's maker.
-    """
+    """Return the strategy that carries each variable by a communicator of its own; the same object for those that may
+    share a bucket. ``builder`` has name, parameters and seed of the strategy's maker."""
     carrier_of = dict(zip((variable.name for variable in variables), wanted, strict=True))
     parts: dict[str, ShardPlan] = {}
     for bucket in make_buckets(shards_of(variables, wanted, Chooser())):
         for variable in bucket.variables:
-            carrier = carrier_of[variable.name]
-            part = DENSE
+            carrier, part = carrier_of[variable.name], DENSE
             if bucket.communicator is carrier or variable.sparse:
                 part = ShardPlan(Sync.from_spec(carrier.to_dict()), carrier.compressor.spec, carrier.memory.spec)
-            has_group = "group" in part.sync.to_dict()
-            parts[variable.name] = replace(part, sync=replace(part.sync, group=bucket.index)) if has_group else part
-    plans = tuple(VariablePlan(variable, (parts[variable.name],)) for variable in variables)
-    return Strategy(plans, ranks, nodes, builder or {})
+            if "group" in part.sync.to_dict():
+                part = replace(part, sync=replace(part.sync, group=bucket.index))
+            parts[variable.name] = part
+    return Strategy(tuple(VariablePlan(v, (parts[v.name],)) for v in variables), ranks, nodes, builder or {})
 
 
 def uniform_strategy(
@@ -73,9 +60,8 @@ def uniform_strategy(
 
     Args:
         variables: in declaration order.
-        ranks: how many there are.
+        ranks, nodes: how many ranks there are, on how many machines.
         compressor, memory, communicator: specs or objects; None for the usual ones.
-        nodes: how many machines the ranks are on.
 
     Raises:
         ConfigError: the three do not go together.

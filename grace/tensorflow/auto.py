@@ -1,7 +1,6 @@
 """``strategy="auto"`` in TensorFlow: a step's exchange as one Python function, which reports to the planner, so that
 graphs need not be traced anew when the strategy changes."""
 
-import os
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -85,5 +84,4 @@ def driver_of(session: Any) -> "Driver":
     def do(strategy: Strategy) -> None:
         switch(me, StrategyPlan(strategy))
 
-    threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
-    return build_driver(session.asked, session.runner, session.strategy, do, "tensorflow", threads, session.adaptive)
+    return build_driver(session.asked, session.runner, session.strategy, do, session.adaptive)

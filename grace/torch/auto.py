@@ -25,8 +25,7 @@ def driver_of(session: Any) -> "Driver":
     def switch(strategy: Strategy) -> None:
         me.switch(StrategyPlan(strategy, me.sparse_known))
 
-    threads, adaptive = torch.get_num_threads(), is_adaptive(session.optimizer)
-    return build_driver(session.asked, session.runner, session.strategy, switch, "torch", threads, adaptive)
+    return build_driver(session.asked, session.runner, session.strategy, switch, is_adaptive(session.optimizer))
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 import grace as ranks
 from grace.cli import calibrate
-from grace.planner.calibration import read
+from grace.cli.calibration import read
 from grace.planner.costs import CodecCost, Cost
 from grace.planner.network import KINDS
 from tests.support.command import grace_command
@@ -32,7 +32,6 @@ def rows():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODEL)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GRACE_CALIBRATION", raising=False)
     return tmp_path
 
@@ -44,8 +43,8 @@ def calibrated(folder, *args):
 def test_one_process_measures_methods_and_says_that_there_are_no_links(folder):
     code, out, err = calibrated(folder, "--quick", "--methods", "topk,sketch/none", "--model", "mine:net")
     assert (code, err) == (0, "")
-    (file,) = (folder / "cache" / "grace").glob("calibration-*.json")
-    made = read(file)
+    file = Path("calibration.json")
+    made = read(folder / file)
     assert made.key.engine == "local"
     assert made.key.framework.startswith("torch")
     assert set(made.codecs) == {"allreduce, none, none", "allgather, topk, residual", "allgather, sketch, none"}
@@ -56,6 +55,14 @@ def test_one_process_measures_methods_and_says_that_there_are_no_links(folder):
     assert code == 0
     assert "0 days ago" in again
     assert all(line in out for line in again.splitlines()[2:])
+
+
+def test_the_environment_names_the_file(folder, monkeypatch):
+    monkeypatch.setenv("GRACE_CALIBRATION", "kept/c.json")
+    code, out, err = calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net")
+    assert (code, err) == (0, "")
+    assert "Wrote kept/c.json in" in out
+    assert read(folder / "kept" / "c.json").codecs
 
 
 def test_numpy_needs_no_framework(folder):
@@ -144,7 +151,7 @@ def test_nothing_of_a_framework_is_imported_to_show_one(folder):
     program = f"""
 import sys
 from pathlib import Path
-from grace.planner.calibration import read
+from grace.cli.calibration import read
 read(Path({str(folder / "c.json")!r})).key
 print(sorted({{"torch", "tensorflow", "keras"}} & set(sys.modules)))
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grace.planner.calibration import Calibration, Key
+from grace.cli.calibration import Calibration, Key
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.explain import Plan
 from grace.planner.network import MeasuredNetwork
@@ -208,7 +208,7 @@ def calibrated(ranks=2, nodes=1, framework=None, curves=True, **key):
     import torch
 
     framework = framework or f"torch {torch.__version__.partition('+')[0]}"
-    hosts = tuple((f"node{i}", ranks // nodes) for i in range(nodes))
+    hosts = {f"node{i}": ranks // nodes for i in range(nodes)}
     curve = Curve.through([(n, 1e-4 + n / 1e6) for n in (1e3, 1e5, 1e7)])
     cost = CodecCost(Cost(1e-5, 1e-6, 1e-9), Cost(1e-5), Cost(1e-5, 1e-6, 1e-9))
     return Calibration(
@@ -216,7 +216,6 @@ def calibrated(ranks=2, nodes=1, framework=None, curves=True, **key):
         made=time.time(),
         network=MeasuredNetwork({"allreduce": curve}, ranks) if curves else None,
         codecs={"allreduce, none, none": cost, "allreduce, cast, none": cost},
-        contention=0.1,
     )
 
 
@@ -257,7 +256,8 @@ def test_calibrations_of_others_are_refused_by_name(folder, made, args, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "c.json: "), ('{"format": 3}', "c.json: is damaged: key must be an object")]
+    ("text", "said"),
+    [("{", "c.json: "), ('{"format": 4}', "c.json: is damaged: calibration: the field 'key' is missing")],
 )
 def test_damaged_calibrations_are_refused_by_name(folder, text, said):
     (folder / "c.json").write_text(text)

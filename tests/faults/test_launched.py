@@ -132,8 +132,7 @@ def test_ranks_plan_where_the_program_names_no_strategy(tmp_path):
     need("torch")
     (tmp_path / "train.py").write_text(PLANNED)
     told = ["--strategy", "auto(methods=['fp16'])", "--", PYTHON, "train.py"]
-    kept = {"GRACE_CALIBRATION": str(tmp_path / "c.json")}
-    out, err = launched("-n", "2", "--engine", "torch", *told, folder=tmp_path, **kept)
+    out, err = launched("-n", "2", "--engine", "torch", *told, folder=tmp_path)
     one, other = sorted(line for line in out.splitlines() if line.startswith("rank"))
     executed, planned = one.removeprefix("rank 0: ").split()
     assert executed == planned

@@ -111,8 +111,8 @@ if THOROUGH:
 
 
 @pytest.mark.parametrize(("launcher", "phase", "fault"), PLANNING)
-def test_a_fault_while_auto_plans_ends_all_and_is_named(launcher, phase, fault, tmp_path):
-    printed = ended_by(launcher, "auto", fault, method=phase, GRACE_CALIBRATION=str(tmp_path / "c.json"))
+def test_a_fault_while_auto_plans_ends_all_and_is_named(launcher, phase, fault):
+    printed = ended_by(launcher, "auto", fault, method=phase)
     if not (launcher == "torchrun" and fault in ENDED_FIRST and re.search(ENDED_FIRST[fault], printed)):
         assert re.search(SAID[fault], printed), printed
     assert "training goes on uncompressed" not in printed

@@ -10,7 +10,7 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
 from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.pipeline.planning.rank_layout import Devices, groups_of
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain, plan

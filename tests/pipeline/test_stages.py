@@ -19,7 +19,7 @@ from grace.pipeline.planning.schedules import schedule_error
 from grace.pipeline.planning.search import SearchOptions, search
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut, StageSearch
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain, drawn, plan

@@ -44,6 +44,7 @@ def test_what_cannot_be_is_refused(given, said):
         (["signsgd"], "half", "signsgd with the memory none, which is a vote"),
         ([{"compressor": "topk", "color": "red"}], "feedback", "has 'color'; there are compressor, memory and"),
         ([{"compressor": "topk", "communicator": "allreduce"}], "feedback", "allreduce"),
+        (["reduce_broadcast(staleness=1)"], "feedback", "staleness=1.*, which applies means in later steps"),
     ],
     ids=str,
 )

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from grace.backends import simulated
 from grace.communicators import Allgather, ReduceBroadcast
 from grace.core.compressor import Compressor, Traits
 from grace.errors import ConfigError
-from grace.planner import codecs, simulated_ranks
+from grace.planner import codecs
 from grace.planner.codecs import measure
 from tests.support.passing import Passing
 from tests.support.planners import measured
@@ -22,7 +23,7 @@ QUICK = 0.02
 def clock(monkeypatch):
     """Time passes while a method sleeps, and else not: a busy machine changes nothing."""
     found = Passing()
-    for module in (codecs, simulated_ranks):  # the ranks that are pretended take no time, which is subtracted
+    for module in (codecs, simulated):  # the ranks that are pretended take no time, which is subtracted
         monkeypatch.setattr(module, "time", found)
     monkeypatch.setitem(globals(), "time", found)
 
@@ -174,13 +175,6 @@ def test_of_large_variables_a_part_is_taken(monkeypatch):
 def test_what_cannot_be_measured_is_refused(choice, given, said):
     with pytest.raises(ConfigError, match=said):
         measured(choice, given)
-
-
-def test_time_must_be_given_and_means_must_be_applied_at_once():
-    with pytest.raises(ConfigError, match="above 0 s, not 0"):
-        measured("topk", gradients(), 2, limit_seconds=0)
-    with pytest.raises(ConfigError, match="in later steps; measure it without"):
-        measure(ReduceBroadcast("topk", staleness=2), gradients(), ranks=2)
 
 
 @pytest.mark.alone

@@ -15,7 +15,7 @@ def test_what_costs_and_curves_refuse():
         with pytest.raises(ConfigError, match="seconds from 0 on"):
             Cost(**wrong)
     for points in ([], [(0.0, 1.0)], [(1.0, 0.0)]):
-        with pytest.raises(ConfigError, match="above zero"):
+        with pytest.raises(ConfigError, match="above 0"):
             Curve.through(points)
 
 

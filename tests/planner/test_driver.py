@@ -9,7 +9,7 @@ from grace.core.backend import LocalBackend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.planner import step_timer
-from grace.planner.driver import HELD, PLAIN, WARM, WATCH_FIRST, Driver
+from grace.planner.driver import HELD, PLAIN, TRIED, WARM, WATCH_FIRST, Driver
 from grace.planner.uniform import uniform_strategy
 from tests.support.planners import CHECKED as CHECK
 from tests.support.planners import TURN, UNTIL_TRYING
@@ -17,15 +17,15 @@ from tests.support.planners import TURN, UNTIL_TRYING
 VARIABLES = [Variable("w", (64, 64)), Variable("b", (64,))]
 METHODS = {"none": "none", "fp16": "fp16", "topk": "topk", "qsgd": "qsgd"}
 STRATEGIES = {name: uniform_strategy(VARIABLES, 1, spec) for name, spec in METHODS.items()}
-UNTIL_CHECKED = UNTIL_TRYING + (3 + 4) * TURN
-"""Steps until the check: of the baseline and two candidates, then of three and the baseline."""
+UNTIL_CHECKED = UNTIL_TRYING + 4 * TURN
+"""Steps until the check: of the baseline and three candidates."""
 
 
 class Planner:
-    """Measures nothing, and finds two candidates at first, and a third when all methods were measured."""
+    """Measures nothing, and finds three candidates."""
 
-    def __init__(self, fails=(), later="qsgd"):
-        self.fails, self.later, self.took, self.more = dict(fails), later, {}, 2
+    def __init__(self, fails=()):
+        self.fails, self.took = dict(fails), {}
 
     def fail(self, what):
         if what in self.fails:
@@ -35,26 +35,14 @@ class Planner:
         self.plain = plain
         self.fail("links")
 
-    def prepare(self, gradients, timeline, plain, skew):
-        self.fail("methods")
-        self.gradients, self.timeline, self.skew = gradients, timeline, skew
-
-    def measure_next(self):
-        self.fail("more")
-        self.more -= 1
-        return self.more > 0
-
-    def candidates(self):
+    def candidates(self, gradients, timeline, skew):
         self.fail("candidates")
-        names = ["topk", "fp16", "none"] if self.more > 0 else ["topk", self.later, "fp16", "none"]
-        return [SimpleNamespace(name=name, strategy=STRATEGIES[name]) for name in names]
+        self.gradients, self.timeline, self.skew = gradients, timeline, skew
+        return [SimpleNamespace(name=name, strategy=STRATEGIES[name]) for name in ("topk", "qsgd", "fp16", "none")]
 
-    def learned(self, seconds):
-        self.fail("learned")
-        self.took = dict(seconds)
-
-    def explained(self, chosen, note):
+    def explained(self, chosen, note, seconds):
         self.fail("explained")
+        self.took = dict(seconds)
         return {"chosen": chosen, "note": note}, note or f"{chosen} is taken"
 
 
@@ -115,7 +103,7 @@ def test_the_timeline_starts_at_the_first_gradient(monkeypatch):
     ("seconds", "chosen"),
     [
         (SECONDS, "topk"),
-        ({**SECONDS, "topk": 0.2}, "qsgd"),  # which is found when all methods were measured
+        ({**SECONDS, "topk": 0.2}, "qsgd"),
         ({**SECONDS, "topk": 0.2, "qsgd": 0.2}, "fp16"),
         ({"none": 0.1, "fp16": 0.12, "topk": 0.2, "qsgd": 0.2}, "none"),
         ({"none": 0.1, "fp16": 0.099, "topk": 0.2, "qsgd": 0.2}, "none"),  # not faster by enough
@@ -135,7 +123,7 @@ def test_the_fastest_is_kept_if_it_is_faster(monkeypatch, seconds, chosen):
 
 def test_it_is_settled_soon():
     assert UNTIL_TRYING <= 15
-    assert UNTIL_TRYING + (4 + 5 + 3) * TURN <= 60  # three candidates at first, then one more
+    assert UNTIL_TRYING + (TRIED + 1) * TURN + 2 * CHECK <= 60  # also if the first check fails
 
 
 def test_a_failed_check_takes_the_next_best(monkeypatch):
@@ -182,7 +170,7 @@ def test_back_to_plain_sums_if_no_check_holds(monkeypatch):
     assert run.driver.plan["note"].count("when it was checked") == 3
 
 
-@pytest.mark.parametrize("what", ["links", "methods", "more", "candidates", "learned", "explained"])
+@pytest.mark.parametrize("what", ["links", "candidates", "explained"])
 @pytest.mark.parametrize("error", [ConfigError("no link"), RuntimeError("generator raised StopIteration")])
 def test_training_goes_on_uncompressed_whatever_fails(monkeypatch, what, error):
     run = Run(monkeypatch, SECONDS, {what: error})
@@ -256,7 +244,7 @@ def test_a_slower_link_is_planned_for_within_5_seconds(monkeypatch):
     while run.using == "topk":
         run.steps(1)
     assert run.now - began < 5.0
-    run.steps(HELD + PLAIN + 8 * TURN + CHECK)  # all three are tried at once
+    run.steps(HELD + PLAIN + 4 * TURN + CHECK)
     assert run.driver.plan["chosen"] == "qsgd"
 
 
@@ -274,7 +262,7 @@ def test_another_link_leads_to_another_plan(monkeypatch):
     run.steps(UNTIL_CHECKED + CHECK + 49)
     assert run.driver.plan["chosen"] == "topk"
     run.seconds = {"none": 0.01, "fp16": 0.02, "topk": 0.02, "qsgd": 0.02}
-    run.steps(1 + HELD + PLAIN + 8 * TURN)
+    run.steps(1 + HELD + PLAIN + 4 * TURN)
     assert run.driver.plan["chosen"] == "none"
 
 
@@ -309,7 +297,7 @@ def test_what_was_only_tried_is_planned_anew(monkeypatch):
     again = Run(monkeypatch, run.seconds)
     again.switch(STRATEGIES["topk"])
     again.driver.resume(again.driver.found(saved))
-    again.steps(1 + HELD + PLAIN + 7 * TURN + CHECK)
+    again.steps(1 + HELD + PLAIN + 4 * TURN + CHECK)
     assert again.used[:2] == ["topk", "none"]
     assert again.driver.plan["chosen"] == "topk"
 

@@ -10,7 +10,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.costs import Curve
-from grace.planner.network import DIRECT_BYTES, KINDS, Links, MeasuredNetwork, SharedUplinks, steps_of
+from grace.planner.network import DIRECT_BYTES, KINDS, Links, MeasuredNetwork, steps_of
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 GIGABYTE = Links(bandwidth=1e9, latency=1e-4)
@@ -55,8 +55,6 @@ def test_what_is_no_collective_is_refused():
         MeasuredNetwork({"reduce": Curve.through([(1, 1)])}, 2)
     with pytest.raises(ConfigError, match="there are none"):
         MeasuredNetwork({}, 2)
-    with pytest.raises(ConfigError, match="at least 1 rank"):
-        SharedUplinks(GIGABYTE, GIGABYTE, 0)
 
 
 def measured(links, ranks, kinds=("allreduce", "allgather"), sizes=(1e3, 1e5, 1e6, 1e7, 1e8)):
@@ -82,8 +80,7 @@ NETWORKS = [
     GIGABYTE,
     NOISY,
     measured(GIGABYTE, 4),
-    SharedUplinks(Links(1e10), NOISY, 4),
-    SharedUplinks(NOISY, GIGABYTE, 2),
+    Links(1e9, 1e-4, sharing=4),
 ]
 
 
@@ -109,11 +106,9 @@ def test_other_numbers_of_ranks_follow_that_which_was_measured():
 
 
 def test_ranks_of_a_node_share_its_link():
-    two = SharedUplinks(Links(1e12), Links(1e9), per_node=4)
-    assert two.seconds("allreduce", 1e6, 4) == Links(1e12).seconds("allreduce", 1e6, 4)
-    assert two.seconds("allreduce", 1e6, 8) == Links(1e9).seconds("allreduce", 1e6, 8)
-    # each node sends half of what its four ranks have to the other one
-    assert two.seconds("alltoall", 1e6, 8) == pytest.approx(4 * 1e6 / 2 / 1e9)
+    shared = Links(1e9, sharing=4)
+    assert shared.seconds("allreduce", 1e6, 8) == Links(1e9).seconds("allreduce", 1e6, 8)
+    assert shared.seconds("alltoall", 1e6, 8) == 4 * Links(1e9).seconds("alltoall", 1e6, 8)
 
 
 CLUSTER = {

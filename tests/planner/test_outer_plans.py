@@ -6,8 +6,7 @@ import pytest
 
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.planner.costs import CodecCost, Cost
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import CodecCost, Cost, DefaultCodecs
 from grace.planner.exchange_costs import DENSE, Costs
 from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates

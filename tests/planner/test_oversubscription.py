@@ -49,13 +49,13 @@ def planned(node):
         return MeasuredMethod(codec_key(choice), CodecCost(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0})
 
     options = Choices(strategy="auto(methods=['fp16'])").auto_request()
-    made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))], "numpy", 1)
+    made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))])
     former, planning.measure, planning.LINK_SECONDS = planning.measure, measure, 0.05
     os.sched_setaffinity(0, {mine[0]})
     try:
         made.measure_links(1e-3)
         if backend.rank == 0:
-            made.prepare({"w": np.ones((64, 64), np.float32)}, Timeline({"w": 0.0}), 1e-3)
+            made.candidates({"w": np.ones((64, 64), np.float32)}, Timeline({"w": 0.0}))
     finally:
         planning.measure = former
         os.sched_setaffinity(0, mine)

@@ -12,8 +12,7 @@ from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.planner import uniform
 from grace.planner.builders.auto import Auto
-from grace.planner.costs import Curve
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import Curve, DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.greedy import find_candidates
 from grace.planner.network import MeasuredNetwork

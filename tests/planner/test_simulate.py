@@ -11,8 +11,7 @@ from grace.core.variable import Variable
 from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import DENSE, Costs, works_of
 from grace.planner.network import Links
-from grace.planner.simulate import most_sent, simulate
-from grace.planner.step import Timeline, Transfer, Work
+from grace.planner.step import Timeline, Transfer, Work, most_sent, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from tests.support.pretended import sent_by
@@ -24,8 +23,8 @@ def sends(*seconds, **more):
     return tuple(Transfer("allreduce", s, 100.0 * s) for s in seconds)
 
 
-def step(works, timeline=TIMELINE, contention=0.0):
-    return simulate(timeline, works, contention)
+def step(works, timeline=TIMELINE):
+    return simulate(timeline, works)
 
 
 def test_nothing_to_exchange():
@@ -83,14 +82,6 @@ def test_encoding_delays_backward_and_what_is_ready_later():
     assert (found.step, found.codec, found.exposed) == (6.5, 1.0, 0.0)
 
 
-def test_computing_is_slower_while_something_travels():
-    works = [Work(("c",), transfers=sends(1.5))]
-    assert step(works, contention=0.5).step == 5.5 + 0.5  # 1 of the 3 s left takes 1.5
-    assert step(works, contention=0.5).exposed == 0.5
-    long = [Work(("a",), transfers=sends(2.0)), Work(("a",), transfers=sends(3.0), finish=1.0), Work(("a",))]
-    assert step(long, contention=1.0).step == 5 + 5 + 1 + 0.5
-
-
 def test_gradients_that_the_timeline_does_not_name_come_last():
     assert step([Work(("other",), transfers=sends(1.0))]).step == 6.5
 
@@ -131,22 +122,10 @@ def test_what_goes_through_roots_waits_in_one_queue():
     assert (sent_by(same, 0), sent_by(same, 1), sent_by(apart, 3)) == (1200.0, 400.0, 600.0)
 
 
-def test_delayed_exchanges_are_free_as_long_as_the_link_can_follow():
-    work = Work(("a",), start=0.25, transfers=through(1), middle=0.5, finish=0.5, delayed=True)
-    assert (step([work]).step, step([work]).exposed) == (5.75, 0.0)
-    assert step([work] * 2).step == 6.0
-    assert step([work] * 3).step == 3 * 3.0  # one after the other
-    beside = [work, Work(("a",), transfers=sends(4.0))]
-    assert step(beside).step == 5.25 + 4 + 0.5
-    assert step([work, Work(("a",), transfers=sends(4.0)), work, work]).step == 3 * 2.0 + 4.0  # of one link
-    slowed = step([work], contention=0.5)
-    assert slowed.step == pytest.approx(5.75 + 1.0)  # computing beside 3 s of exchange is 2 s worth
-
-
 # -- what holds of all steps -------------------------------------------------------------------------------
 
 QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
-KINDS = ["sum", "rounds", "root", "delayed"]
+KINDS = ["sum", "rounds", "root"]
 
 
 @st.composite
@@ -155,14 +134,13 @@ def a_work(draw):
     names = tuple(draw(st.sets(st.sampled_from("abc"), min_size=1)))
     seconds = [draw(QUARTERS) for _ in range(1 if kind == "sum" else draw(st.integers(1, 3)))]
     transfers = sends(*seconds)
-    if kind in ("root", "delayed"):
+    if kind == "root":
         root, kinds = draw(st.integers(0, 2)), ("gather", "broadcast", "broadcast")
         transfers = tuple(Transfer(k, s, 1, root) for k, s in zip(kinds, seconds, strict=False))
-    return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS), delayed=kind == "delayed")
+    return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS))
 
 
 STEPS = st.lists(a_work(), max_size=6)
-BESIDE = QUARTERS
 
 
 def longer(draw, works):
@@ -180,39 +158,32 @@ def longer(draw, works):
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), works=STEPS, contention=BESIDE)
-def test_nothing_that_takes_longer_makes_a_step_faster(data, works, contention):
-    usual = step(works, contention=contention)
-    if works:
-        slower = step(longer(data.draw, works), contention=contention)
-        assert slower.step >= usual.step - 1e-9
-    assert step(works, contention=contention + data.draw(QUARTERS)).step >= usual.step - 1e-9
+@given(data=st.data(), works=st.lists(a_work(), min_size=1, max_size=6))
+def test_nothing_that_takes_longer_makes_a_step_faster(data, works):
+    assert step(longer(data.draw, works)).step >= step(works).step - 1e-9
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    works=STEPS, contention=BESIDE, gaps=st.lists(QUARTERS, min_size=5, max_size=5), at=st.integers(0, 4), more=QUARTERS
-)
-def test_more_computing_never_makes_a_step_faster(works, contention, gaps, at, more):
+@given(works=STEPS, gaps=st.lists(QUARTERS, min_size=5, max_size=5), at=st.integers(0, 4), more=QUARTERS)
+def test_more_computing_never_makes_a_step_faster(works, gaps, at, more):
     def timeline(gaps):
         c, b, a = gaps[1], gaps[1] + gaps[2], gaps[1] + gaps[2] + gaps[3]
         return Timeline({"c": c, "b": b, "a": a}, gaps[0], a, gaps[4])
 
-    usual = step(works, timeline(gaps), contention)
-    slower = step(works, timeline([gap + more * (i == at) for i, gap in enumerate(gaps)]), contention)
+    usual = step(works, timeline(gaps))
+    slower = step(works, timeline([gap + more * (i == at) for i, gap in enumerate(gaps)]))
     assert slower.step >= usual.step - 1e-9
 
 
 @settings(max_examples=80, deadline=None)
-@given(works=STEPS, contention=BESIDE)
-def test_the_parts_add_up(works, contention):
-    found = step(works, contention=contention)
+@given(works=STEPS)
+def test_the_parts_add_up(works):
+    found = step(works)
     assert found.step >= found.compute + found.codec - 1e-9
     assert found.step == pytest.approx(found.compute + found.codec + found.exposed)
     bound = found.compute + found.codec
     bound += sum(t.seconds for w in works for t in w.transfers)
-    if not any(w.delayed for w in works) and not contention:
-        assert found.step <= bound + sum(w.middle * len(w.transfers) for w in works) + 1e-9
+    assert found.step <= bound + sum(w.middle * len(w.transfers) for w in works) + 1e-9
     assert all(begin <= end for _, _, begin, end in found.events)
     assert found.sent == pytest.approx(most_sent(works))
 
@@ -229,7 +200,7 @@ def test_more_bytes_or_worse_links_never_predict_a_faster_step(numel, more, slow
         communicator = build_communicator(method, None, None)
         shards = uniform([Variable(name, (n, 4)) for name in "cba"], communicator, Limits(10**9))
         keys = {DENSE, communicator.describe()}
-        return step(works_of(shards, ranks, Costs(links, dict.fromkeys(keys, codec))), contention=0.1)
+        return step(works_of(shards, ranks, Costs(links, dict.fromkeys(keys, codec))))
 
     usual = predicted(numel, Links(1e8, 1e-5))
     assert predicted(numel + more, Links(1e8, 1e-5)).step >= usual.step

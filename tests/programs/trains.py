@@ -116,7 +116,7 @@ def train_auto(phase: str, fault: str) -> None:
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         auto = optimizer._grace.auto
-        if grace.rank() == 1 and phase == "trials" and auto.rounds and not auto.settled:
+        if grace.rank() == 1 and phase == "trials" and auto.trying and not auto.settled:
             struck()
         optimizer.step()
 

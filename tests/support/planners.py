@@ -16,7 +16,7 @@ NONE_FASTEST = {**SLEEPS, "none": 0.0, TOPK: 0.03}
 TURN = SETTLED + TIMED
 UNTIL_TRYING = WARM + HELD + PLAIN
 """Steps until the first turn."""
-UNTIL_CHOSEN = UNTIL_TRYING + 2 * len(METHODS) * TURN
+UNTIL_CHOSEN = UNTIL_TRYING + len(METHODS) * TURN
 """Steps until the check begins."""
 CHECKED = 3 * TURN
 """Steps of the check."""
@@ -35,25 +35,17 @@ class Planning:
     failing = None
     """The rank that cannot."""
 
-    def __init__(self, request, backend, names, variables, *ignored):
+    def __init__(self, request, backend, names, variables, adaptive):
         self.backend, self.variables = backend, variables
 
     def measure_links(self, plain):
         if self.failing == self.backend.rank:
             raise ValueError("no such thing")
 
-    def prepare(self, gradients, timeline, plain, skew):
+    def candidates(self, gradients, timeline, skew):
         assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
-
-    def measure_next(self):
-        return False
-
-    def candidates(self):
         made = [(name, uniform_strategy(self.variables, self.backend.size, name)) for name in METHODS]
         return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
 
-    def learned(self, seconds):
-        self.took = dict(seconds)
-
-    def explained(self, chosen, note):
+    def explained(self, chosen, note, seconds):
         return {"chosen": chosen}, note or f"{chosen} is taken"

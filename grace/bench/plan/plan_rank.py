@@ -10,7 +10,6 @@ Usage: python -m grace.bench.plan.plan_rank FOLDER MODEL, where FOLDER holds set
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class AutoTrainer:
         while not auto.settled:
             self.step()
             steps += 1
-            plain += not auto.rounds
+            plain += not auto.trying
         if auto.plan is None:
             raise ExchangeError("nothing was planned; rank 0 has said why")
         auto.watch = None  # what other plans take is no news of the link
@@ -97,7 +96,7 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
         about: Event = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
         about["seconds"] = time.perf_counter() - began
         about["plan"] = str(plan)
-        emit({"scenario": {**about, "calibration": planner.calibration.to_dict(), "missing": missing, "plans": rows}})
+        emit({"scenario": {**about, "missing": missing, "plans": rows}})
 
 
 def _planning_seconds(problem: Problem) -> float:
@@ -188,7 +187,6 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, trainer: AutoTr
 
 def main(folder: str, model: str) -> None:
     """Join the run, and measure."""
-    os.environ["GRACE_CALIBRATION"] = str(Path(folder, "calibration.json"))  # which nobody has written
     with join_run(folder, PlanSettings, lambda settings: grace.init("torch")) as (settings, backend, emit):
         measure(settings, model, backend, emit)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from grace.backends.simulated import SimulatedRanks
 from grace.core.backend import Handle
-from grace.planner.simulated_ranks import SimulatedRanks
 
 CALIBRATION = 20_000_000
 """Cycles that a kernel sleeps, to measure the cycles of a second."""

@@ -14,8 +14,7 @@ from grace.errors import ConfigError
 from grace.planner.exchange_costs import Costs, works, works_of
 from grace.planner.network import Network
 from grace.planner.problem import methods_of
-from grace.planner.simulate import simulate
-from grace.planner.step import Timeline, Work
+from grace.planner.step import Timeline, Work, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
@@ -39,7 +38,7 @@ class Exchanges:
         ConfigError: a spec is unknown, or specs do not go together.
 
     >>> from grace.planner.network import Links
-    >>> from grace.planner.default_costs import DefaultCodecs
+    >>> from grace.planner.costs import DefaultCodecs
     >>> slow, w = Links(1e8), [Variable("w", (1000, 1000))]
     >>> plain, sparse = (
     ...     Exchanges(Costs(slow, DefaultCodecs()), spec).seconds(w, 2, slow) for spec in ("none", "topk(ratio=0.01)")
@@ -72,14 +71,14 @@ class Exchanges:
         if replicas == 1 or not variables:
             return 0.0
         every = self._work_by_method(variables, replicas, network)
-        return min(simulate(Timeline({}), one, self.costs.contention).step for one in every)
+        return min(simulate(Timeline({}), one).step for one in every)
 
     def overlapped_step(
         self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline
     ) -> float:
         """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward."""
         every = [[]] if replicas == 1 or not variables else self._work_by_method(variables, replicas, network)
-        return min(simulate(timeline, one, self.costs.contention).step for one in every)
+        return min(simulate(timeline, one).step for one in every)
 
     def grace_bytes(self, variables: Sequence[Variable], replicas: int) -> float:
         """Return the bytes of memories and buffers on a rank."""

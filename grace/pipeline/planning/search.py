@@ -16,7 +16,7 @@ from grace.pipeline.planning.rank_layout import LAYOUTS, Devices
 from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut, StageSearch
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
 

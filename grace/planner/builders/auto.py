@@ -1,21 +1,20 @@
 """Auto: the plan whose step is expected to be shortest."""
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.core.quantities import BITS, SECONDS, parse_quantity
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.planner.default_costs import DefaultCodecs
+from grace.planner.costs import DefaultCodecs
 from grace.planner.error_budget import REFERENCE, ErrorModel, check_quality
 from grace.planner.exchange_costs import Costs
 from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates
-from grace.planner.network import Links, SharedUplinks
+from grace.planner.network import Links
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
 from grace.planner.uniform import Baseline
@@ -26,8 +25,6 @@ GIGA = 1e9
 """bit/s of a Gbit/s."""
 RATE, LATENCY = 10 * GIGA, 50e-6
 """bit/s of a link and seconds of a message, where nobody says them."""
-INSIDE = Links(100 * GIGA / 8, 10e-6)
-"""Links between the ranks of a node, where a file describes several nodes."""
 
 
 @dataclass
@@ -42,7 +39,7 @@ class Auto(Builder):
         quality: what may be lost: "exact" (nothing), "half" (16-bit floats), "unbiased" (also methods that are right
             on average), or "feedback" (also biased ones with a memory).
         methods: what may be chosen beside no compression, specs of compressors, or dicts of "compressor", "memory" and
-            "communicator"; None for those of that class that offer themselves. Votes and staleness must be named.
+            "communicator"; None for those of that class that offer themselves. Votes must be named.
         reference: the method whose error on a matrix is the bound of others' there
             (:mod:`grace.planner.error_budget`).
         bandwidth: of each rank's link: Gbit/s, or as "100mbit"; that of the resources if left out, or else 10.
@@ -93,14 +90,11 @@ class Auto(Builder):
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
         """Return the strategy of :meth:`plan`."""
         made = self.strategy((), resources).builder
-        return dataclasses.replace(self.plan(variables, resources).chosen.strategy, builder=made)
+        return replace(self.plan(variables, resources).chosen.strategy, builder=made)
 
     def plan(self, variables: Sequence[Variable], resources: Cluster) -> Plan:
-        """Return the choice, its candidates and its reasons.
-
-        Raises:
-            ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
-        """
+        """Return the choice, its candidates and its reasons. Raise ConfigError if ``methods`` names something unknown,
+        or something that ``quality`` excludes."""
         problem = self.problem(variables, resources)
         return plan_of(problem, find_candidates(problem))
 
@@ -122,22 +116,17 @@ class Auto(Builder):
         they were measured elsewhere. The ranks of a node share its bandwidth."""
         links = self.links()
         gbit = bandwidths(resources) if self.bandwidth is None else None
-        if gbit is None:
-            return Costs(links, DefaultCodecs())
-        counts = Counter(resources.ranks)
-        if len(counts) == 1:
-            return Costs(Links(min(gbit) * GIGA / 8, links.latency), DefaultCodecs())
-        per_node, shares = max(counts.values()), dict(zip(resources.ranks, gbit, strict=True))
-        slowest = min(shares[node] * count for node, count in counts.items())  # all wait for it
-        between = Links(slowest * GIGA / 8, links.latency)
-        return Costs(between if per_node == 1 else SharedUplinks(INSIDE, between, per_node), DefaultCodecs())
+        if gbit is not None:
+            counts = Counter(resources.ranks)
+            if len(counts) == 1:
+                links = replace(links, bandwidth=min(gbit) * GIGA / 8)
+            else:  # all wait for the slowest node
+                slowest = min(share * counts[node] for node, share in zip(resources.ranks, gbit, strict=True))
+                links = Links(slowest * GIGA / 8, links.latency, max(counts.values()))
+        return Costs(links, DefaultCodecs())
 
     def links(self) -> Links:
-        """Return the links that the parameters describe.
-
-        Raises:
-            ConfigError: a parameter is no bandwidth, or no latency.
-        """
+        """Return the links that the parameters describe. Raise ConfigError if one is no bandwidth, or no latency."""
         rate = self._quantity("bandwidth", RATE, BITS, GIGA, "Gbit/s above 0, or text as '100mbit'")
         if not rate:
             raise self.refuse(f"bandwidth must be Gbit/s above 0, or text as '100mbit', not {self.bandwidth!r}")
@@ -157,7 +146,7 @@ class Auto(Builder):
 
 def timeline(variables: Sequence[Variable], backward: float) -> Timeline:
     """Return a timeline whose backward takes so many seconds, in which gradients come from the last to the first, each
-    after a time like its elements; those of sparse variables, which are rows, after none.
+    after a time like its elements; those of sparse variables after none.
 
     >>> from grace.core.variable import Variable
     >>> timeline([Variable("a", (3,)), Variable("b", (1,))], backward=4.0).ready

@@ -1,6 +1,5 @@
 """A run of many ranks that one process pretends to be: what exchanges compute can be timed without any other."""
 
-import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from grace.core.backend import Backend, Handle, Tensor
-from grace.core.route import ALL_GATHER, ALL_REDUCE, GATHER, Leg, Route
+from grace.core.route import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EACH_BROADCASTS, GATHER, Leg, Route
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
-from grace.planner.network import KINDS
 
 MOST_BYTES = 1 << 28
 """Of copies that a collective makes of what this rank sends; beyond, ranks share copies."""
+KNOWN = (ALL_REDUCE, ALL_GATHER, EACH_BROADCASTS, ALL_TO_ALL, GATHER, BROADCAST)
+"""Collectives that are pretended."""
 
 
 class SimulatedRanks(Backend):
@@ -48,63 +48,64 @@ class SimulatedRanks(Backend):
         self.size, self.rank, self.local_rank = size, rank, rank
         self.spent = 0.0
         """Seconds that its collectives took."""
-        self._given: Tensor | None = None
+        self._broadcast: Tensor | None = None
+        """What this rank broadcast last."""
 
     @property
     def is_its_own_channel(self) -> bool:
         return True  # so that it counts what every exchange sends
 
     def allreduce(self, tensor: Tensor) -> Handle:
-        began = time.perf_counter()
-        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
+        began = self._count(tensor, 2 * (self.size - 1) / self.size)
         with np.errstate(over="ignore", invalid="ignore"):
             tensor *= self.size  # of W numbers that are the same; a new tensor where tensors cannot change
         return self._done(tensor, began)
 
     def allgather(self, tensor: Tensor) -> Handle:
-        began = time.perf_counter()
-        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        began = self._count(tensor, self.size - 1)
         return self._done(self._copies(tensor), began)
 
     def concatenate(self, tensor: Tensor) -> Handle:
-        began = time.perf_counter()
-        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        began = self._count(tensor, self.size - 1)
         return self._done([kernels_of(tensor).join([tensor] * self.size)], began)
 
     def alltoall(self, tensor: Tensor) -> Handle:
-        began, k = time.perf_counter(), kernels_of(tensor)
-        self.count((self.size - 1) / self.size * k.nbytes(tensor))
-        part = tensor.shape[0] // self.size
+        began, part = self._count(tensor, (self.size - 1) / self.size), tensor.shape[0] // self.size
         return self._done(self._copies(tensor[self.rank * part : (self.rank + 1) * part]), began)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        began = time.perf_counter()
+        began = self._count(tensor, (self.size - 1) * (root == self.rank))
         if root == self.rank:
-            self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
-            self._given = tensor
+            self._broadcast = tensor
             return self._done(tensor, began)
-        return self._done(self._given_to(tensor), began)
+        k, given = kernels_of(tensor), self._broadcast
+        if given is not None and type(given) is type(tensor):
+            alike = tuple(given.shape) == tuple(tensor.shape) and k.dtype(given) == k.dtype(tensor)
+            if alike:
+                tensor = k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))
+        return self._done(tensor, began)
 
     def gather(self, tensor: Tensor, root: int) -> Handle:
-        if root != self.rank:
-            self.count(kernels_of(tensor).nbytes(tensor))
-            return Handle(lambda: None, [])
-        began = time.perf_counter()
-        return self._done(self._copies(tensor), began)
+        began = self._count(tensor, root != self.rank)
+        return self._done(self._copies(tensor) if root == self.rank else [], began)
 
     def supported(self, route: Route, sums: bool) -> Route:
         """Return a route with known collectives in place of users' own; they bring as many tensors of the same size."""
-        return [leg if leg.collective.name in KINDS else _known(leg, sums) for leg in route]
+        return [leg if leg.collective in KNOWN else _known(leg, sums) for leg in route]
 
     def duplicate(self) -> "SimulatedRanks":
-        return self.copy_with(_given=None)  # type: ignore[no-any-return]
+        return self.copy_with(_broadcast=None)  # type: ignore[no-any-return]
 
     def split(self, ranks: Sequence[int]) -> "SimulatedRanks | None":
         return SimulatedRanks(len(ranks), list(ranks).index(self.rank)) if self.rank in ranks else None
 
     def allgather_object(self, value: Any) -> list[Any]:
-        raw = pickle.dumps(value)
-        return [pickle.loads(raw) for _ in range(self.size)]
+        return [value] * self.size
+
+    def _count(self, tensor: Tensor, share: float) -> float:
+        """Count the sent share of a tensor's bytes, and return the time."""
+        self.count(share * kernels_of(tensor).nbytes(tensor))
+        return time.perf_counter()
 
     def _done(self, result: Tensor | list[Tensor], began: float) -> Handle:
         self.spent += time.perf_counter() - began
@@ -116,15 +117,6 @@ class SimulatedRanks(Backend):
         apart = max(1, min(self.size, MOST_BYTES // max(1, k.nbytes(tensor))))
         copies = [k.join([tensor]) for _ in range(apart)]
         return [copies[rank % apart] for rank in range(self.size)]
-
-    def _given_to(self, tensor: Tensor) -> Tensor:
-        """Return what another rank broadcasts, in the place of this tensor."""
-        given, k = self._given, kernels_of(tensor)
-        if given is None or type(given) is not type(tensor) or tuple(given.shape) != tuple(tensor.shape):
-            return tensor
-        if k.dtype(given) != k.dtype(tensor):
-            return tensor
-        return k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))
 
 
 def _known(leg: Leg, sums: bool) -> Leg:

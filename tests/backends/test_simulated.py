@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from grace.backends.simulated import SimulatedRanks
 from grace.core.backend import Handle
 from grace.core.context import Context
 from grace.core.route import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, Carries, Collective, Leg
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.simulated_ranks import SimulatedRanks
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
 
@@ -68,7 +68,7 @@ def test_others_broadcast_what_this_rank_does():
 
 
 def test_copies_of_large_tensors_are_shared(monkeypatch):
-    monkeypatch.setattr("grace.planner.simulated_ranks.MOST_BYTES", 20)
+    monkeypatch.setattr("grace.backends.simulated.MOST_BYTES", 20)
     parts = SimulatedRanks(5).allgather(np.zeros(10, np.uint8)).wait()
     assert len({id(part) for part in parts}) == 2
     assert len(parts) == 5

@@ -1,10 +1,7 @@
-"""Measurements of a cluster, an engine and methods, in a file that is read again where nothing has changed."""
+"""Measurements of a cluster, an engine and methods, in a file for ``grace plan``."""
 
-import hashlib
-import itertools
 import json
 import math
-import os
 import platform
 import sys
 import time
@@ -17,21 +14,17 @@ from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.core.documents import shown
-from grace.core.user_cache import user_cache
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.planner.costs import CodecCost, Cost, Curve
+from grace.planner.costs import CodecCost
 from grace.planner.exchange_costs import Costs
-from grace.planner.network import KINDS, MeasuredNetwork, Network
+from grace.planner.network import MeasuredNetwork, Network
 from grace.session.versions import public
 
-FORMAT = 3
+FORMAT = 4
 MAX_AGE = 30 * 86400.0
 """Seconds after which a calibration is too old."""
 AGAIN = "Run `grace calibrate` as the training is run"
-NAMED = "GRACE_CALIBRATION"
-"""The variable of the environment that names the file."""
-PARTS = ("start", "middle", "finish")
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Key:
     """Run that a calibration is for.
 
     Attributes:
-        hosts: the nodes' names in order, and how many ranks each has.
+        hosts: how many ranks each node has, by the nodes' names.
         engine: the description of the backend.
         framework: whose tensors are exchanged, and its version.
         ranks: number of all ranks.
@@ -47,7 +40,7 @@ class Key:
         grace, python: their versions.
     """
 
-    hosts: tuple[tuple[str, int], ...]
+    hosts: Mapping[str, int]
     engine: str
     framework: str
     ranks: int
@@ -68,17 +61,16 @@ class Key:
         >>> from grace.core.backend import LocalBackend
         >>> key = Key.of(LocalBackend(), ["here"], "numpy", 1)
         >>> key.engine, key.hosts, key.ranks
-        ('local', (('here', 1),), 1)
+        ('local', {'here': 1}, 1)
         """
         version = public(str(getattr(sys.modules.get(framework), "__version__", "")))
-        hosts = tuple((name, list(nodes).count(name)) for name in sorted(set(nodes)))
+        hosts = {name: list(nodes).count(name) for name in sorted(set(nodes))}
         engine = backend.describe().partition(", rank")[0]
         return cls(hosts, engine, f"{framework} {version}".strip(), backend.size, threads)
 
-    @property
-    def digest(self) -> str:
-        """Short hash, for the file's name."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.threads, *self.hosts.values()) < 1 or sum(self.hosts.values()) != self.ranks:
+            raise ConfigError(f"the hosts {shown(self.hosts)} do not have {self.ranks} ranks of {self.threads} threads")
 
     def differs(self, other: "Key") -> str:
         """Return the first difference from another key, in words; empty if there is none."""
@@ -87,13 +79,6 @@ class Key:
             if ours != theirs:
                 return f"{each.name}: {shown(ours)}, and here {shown(theirs)}"
         return ""
-
-
-def default_path(key: Key) -> Path:
-    """Return the file of a run's calibration: the one that GRACE_CALIBRATION names, or else one in the user's cache."""
-    if chosen := os.environ.get(NAMED):
-        return Path(chosen)
-    return user_cache() / f"calibration-{key.digest}.json"
 
 
 @dataclass(frozen=True)
@@ -106,11 +91,10 @@ class Calibration:
         network: what collectives over all ranks take; None if there was one rank.
         inside: the same within a node; None if there is one node, or one rank on each.
         codecs: what methods compute, by :func:`grace.planner.exchange_costs.codec_key`.
-        contention: the part by which computing takes longer while a collective is under way.
         by_ring: True if the engine's sums go round a ring.
         concatenates: True if the engine gathers payloads of unequal sizes itself.
 
-    >>> key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
+    >>> key = Key({"here": 1}, "local", "numpy", ranks=1, threads=1)
     >>> made = Calibration(key, made=0.0, codecs={"allreduce, none, none": CodecCost()})
     >>> Calibration.from_dict(made.to_dict()) == made
     True
@@ -121,9 +105,12 @@ class Calibration:
     network: MeasuredNetwork | None = None
     inside: MeasuredNetwork | None = None
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)
-    contention: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.made < math.inf:
+            raise ConfigError(f"made must be a number from 0 on, not {self.made}")
 
     def costs(self, network: Network | None = None) -> Costs:
         """Return what the planner predicts with.
@@ -139,19 +126,11 @@ class Calibration:
             raise ConfigError(
                 f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
             )
-        return Costs(network, self.codecs, self.inside, self.contention, self.by_ring, self.concatenates)
-
-    # -- the file --------------------------------------------------------------------------------------
+        return Costs(network, self.codecs, self.inside, self.by_ring, self.concatenates)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's document."""
-        return {
-            "format": FORMAT,
-            **asdict(self),
-            "key": {**asdict(self.key), "hosts": [list(host) for host in self.key.hosts]},
-            "network": _network_to(self.network),
-            "inside": _network_to(self.inside),
-        }
+        return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
 
     @classmethod
     def from_dict(cls, document: Any) -> "Calibration":
@@ -164,26 +143,11 @@ class Calibration:
         if isinstance(version, int) and version != FORMAT:
             raise ConfigError(f"is of format {version}; this Grace reads format {FORMAT}")
         try:
-            given = {name: value for name, value in _object(document, "it").items() if name != "format"}
-            parts = {
-                "key": _key(given.get("key")),
-                "network": _network(given.get("network"), "network"),
-                "inside": _network(given.get("inside"), "inside"),
-                "codecs": {
-                    name: _codec(codec, f"codecs.{name}")
-                    for name, codec in _object(given.get("codecs"), "codecs").items()
-                },
-            }
-            return documents.record(cls, given, "the calibration", **parts)  # type: ignore[no-any-return]
+            if isinstance(document, dict):
+                document = {name: value for name, value in document.items() if name != "format"}
+            return documents.record(cls, document, "calibration")  # type: ignore[no-any-return]
         except ConfigError as error:
             raise ConfigError(f"is damaged: {error}") from None
-
-    def __post_init__(self) -> None:
-        for name in ("made", "contention"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
-        if (count := sum(ranks for _, ranks in self.key.hosts)) != self.key.ranks:
-            raise ConfigError(f"key.hosts has {count} ranks, key.ranks {self.key.ranks}")
 
     def write(self, path: Path) -> None:
         """Write a file, which is there whole or not at all; its folder is made."""
@@ -218,53 +182,3 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     if age < -86400:
         raise ConfigError(f"{path}: is damaged: it was made {-age / 86400:.0f} days from now. {AGAIN}")
     return found
-
-
-def _network_to(network: MeasuredNetwork | None) -> dict[str, Any] | None:
-    if network is None:
-        return None
-    curves = {kind: [list(point) for point in curve.points] for kind, curve in network.curves.items()}
-    return {"ranks": network.ranks, "curves": curves}
-
-
-def _object(document: Any, where: str) -> dict[str, Any]:
-    if not isinstance(document, dict):
-        raise ConfigError(f"{where} must be an object, not {shown(document)}")
-    return document
-
-
-def _key(document: Any) -> Key:
-    hosts: Any = _object(document, "key").get("hosts")
-    for host in hosts if isinstance(hosts, list) else [hosts]:
-        fits = isinstance(host, list) and len(host) == 2 and isinstance(host[0], str) and type(host[1]) is int
-        if not fits or host[1] < 1:
-            raise ConfigError(f"key.hosts must be a list of names and numbers of ranks, not {shown(hosts)}")
-    key: Key = documents.record(Key, document, "key", hosts=tuple(map(tuple, hosts or ())))
-    if key.ranks < 1 or key.threads < 1:
-        raise ConfigError(f"key.ranks and key.threads must be from 1 on, not {key.ranks} and {key.threads}")
-    return key
-
-
-def _network(document: Any, where: str) -> MeasuredNetwork | None:
-    if document is None:
-        return None
-    given = _object(_object(document, where).get("curves"), f"{where}.curves")
-    if unknown := given.keys() - set(KINDS):
-        raise ConfigError(f"{where}.curves: {min(unknown)!r} is no collective; there are {', '.join(KINDS)}")
-    curves = {kind: _curve(points, f"{where}.curves.{kind}") for kind, points in given.items()}
-    return documents.record(MeasuredNetwork, document, where, curves=curves)  # type: ignore[no-any-return]
-
-
-def _curve(points: Any, where: str) -> Curve:
-    pairs = isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points)
-    numbers = pairs and all(type(part) in (int, float) and 0 < part < 1e300 for point in points for part in point)
-    rises = numbers and all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(points))
-    if not rises or not points:
-        raise ConfigError(f"{where} must be a list of bytes and seconds above 0, both rising, not {shown(points)}")
-    return Curve(tuple((float(nbytes), float(seconds)) for nbytes, seconds in points))
-
-
-def _codec(document: Any, where: str) -> CodecCost:
-    given = _object(document, where)
-    costs = {part: documents.record(Cost, given.get(part), f"{where}.{part}") for part in PARTS}
-    return documents.record(CodecCost, given, where, **costs)  # type: ignore[no-any-return]

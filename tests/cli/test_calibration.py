@@ -5,20 +5,18 @@ import json
 import random
 import stat
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grace.core.backend import LocalBackend
+from grace.backends.simulated import SimulatedRanks
+from grace.cli.calibration import Calibration, Key, read
 from grace.errors import ConfigError
-from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.network import MeasuredNetwork
-from grace.planner.simulated_ranks import SimulatedRanks
 
-KEY = Key((("a", 2), ("b", 2)), "torch.distributed (gloo)", "torch 2.9.0", ranks=4, threads=1)
+KEY = Key({"a": 2, "b": 2}, "torch.distributed (gloo)", "torch 2.9.0", ranks=4, threads=1)
 CURVE = Curve(((1e3, 1e-4), (1e6, 1e-3), (1e8, 0.1)))
 MADE = Calibration(
     key=KEY,
@@ -29,7 +27,6 @@ MADE = Calibration(
         "allreduce, none, none": CodecCost(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),
         "allgather, topk, residual": CodecCost(Cost(1e-5), bits=1.5),
     },
-    contention=0.1,
     by_ring=True,
     concatenates=True,
 )
@@ -44,15 +41,15 @@ def path(tmp_path):
 def test_what_is_written_is_read(path):
     assert read(path, KEY, now=1e9 + 5) == MADE
     assert [each.name for each in path.parent.iterdir()] == ["c.json"]
-    assert json.loads(path.read_text())["format"] == 3
+    assert json.loads(path.read_text())["format"] == 4
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"ranks": 8}, r"ranks: 4, and here 8"),
+        ({"hosts": {"a": 4, "b": 4}, "ranks": 8}, r"hosts: .*'a': 2.*and here .*'a': 4.*"),
         ({"engine": "MPI (Open MPI)"}, r"engine: 'torch.distributed \(gloo\)', and here 'MPI \(Open MPI\)'"),
-        ({"hosts": (("a", 4),)}, r"hosts: .*'b', 2.*and here .*'a', 4.*"),
+        ({"hosts": {"a": 4}}, r"hosts: .*'b': 2.*and here .*'a': 4.*"),
         ({"framework": "torch 3.0"}, r"framework: 'torch 2.9.0', and here 'torch 3.0'"),
         ({"threads": 2}, r"threads: 1, and here 2"),
         ({"grace": "9"}, r"grace: .* and here '9'"),
@@ -87,25 +84,26 @@ def change(document, place, value):
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (["format"], 2, r"is of format 2; this Grace reads format 3"),
-        (["made"], None, r"is damaged: the calibration: the field 'made' is missing"),
-        (["made"], "today", r"is damaged: the calibration: made must be a finite number, not 'today'"),
-        (["contention"], -1, r"is damaged: contention must be a number from 0 on, not -1"),
-        (["contention"], True, r"is damaged: the calibration: contention must be a finite number"),
-        (["network", "curves", "allreduce"], [], r"network.curves.allreduce must be a list of bytes and seconds"),
-        (["network", "curves", "allreduce", 1, 1], 1e-5, r"network.curves.allreduce must .* both rising"),
-        (["inside", "curves", "allreduce", 0, 1], -1, r"inside.curves.allreduce must be a list of bytes and seconds"),
+        (["format"], 3, r"is of format 3; this Grace reads format 4"),
+        (["made"], None, r"is damaged: calibration: the field 'made' is missing"),
+        (["made"], "today", r"is damaged: calibration: made must be a finite number, not 'today'"),
+        (["made"], -1, r"is damaged: made must be a number from 0 on, not -1"),
+        (["made"], True, r"is damaged: calibration: made must be a finite number"),
+        (["network", "curves", "allreduce", "points"], [], r"a curve must be a list of bytes and seconds"),
+        (["network", "curves", "allreduce", "points", 1, 1], 1e-5, r"a curve must be .* both rising"),
+        (["inside", "curves", "allreduce", "points", 0, 1], -1, r"a curve must be a list of bytes and seconds"),
         (["network", "ranks"], "4", r"network: ranks must be a whole number, not '4'"),
         (["network", "ranks"], 1, r"collectives of 2 ranks or more"),
         (["network", "links"], 1, r"network: the field 'links' is unknown"),
-        (["network", "curves"], None, r"network.curves must be an object"),
-        (["network", "curves", "gossip"], [[1, 1]], r"network.curves: 'gossip' is no collective"),
+        (["network", "curves"], None, r"network: the field 'curves' is missing"),
+        (["network", "curves"], 3, r"network: curves must be an object, not 3"),
+        (["network", "curves", "gossip"], {"points": [[1, 1]]}, r"'gossip' is no collective"),
         (["codecs", "allreduce, none, none", "start", "call"], -1e-9, r"parts of a cost are seconds from 0 on"),
-        (["codecs", "allreduce, none, none", "finish"], None, r"codecs.allreduce, none, none.finish must be an object"),
+        (["codecs", "allreduce, none, none", "finish"], 1, r"codecs.allreduce, none, none: finish must be an object"),
         (["codecs", "allreduce, none, none", "end"], 1, r"allreduce, none, none: the field 'end' is unknown"),
         (["codecs", "allgather, topk, residual", "bits"], 0, r"a value takes more than 0 bits"),
-        (["key", "ranks"], 5, r"key.hosts has 4 ranks, key.ranks 5"),
-        (["key", "hosts", 0], ["a"], r"key.hosts must be a list of names and numbers"),
+        (["key", "ranks"], 5, r"the hosts .* do not have 5 ranks"),
+        (["key", "hosts", "a"], "two", r"key: hosts must be an object"),
         (["more"], 1, r"the field 'more' is unknown"),
     ],
 )
@@ -189,18 +187,9 @@ def test_a_file_with_other_bytes_is_refused_or_a_calibration(rng: random.Random)
 
 def test_the_key_is_that_of_the_run():
     key = Key.of(SimulatedRanks(3), ["b", "a", "b"], "numpy", 2)
-    assert (key.hosts, key.engine, key.ranks, key.threads) == ((("a", 1), ("b", 2)), "simulated", 3, 2)
+    assert (key.hosts, key.engine, key.ranks, key.threads) == ({"a": 1, "b": 2}, "simulated", 3, 2)
     assert key.framework.startswith("numpy 2") or key.framework.startswith("numpy 1")
-    assert Key.of(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2).digest == key.digest
-    assert Key.of(LocalBackend(), ["a"], "numpy", 2).digest != key.digest
-
-
-def test_where_it_is_kept(monkeypatch, tmp_path):
-    monkeypatch.delenv("GRACE_CALIBRATION", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path(KEY) == tmp_path / "grace" / f"calibration-{KEY.digest}.json"
-    monkeypatch.setenv("GRACE_CALIBRATION", "/elsewhere/c.json")
-    assert str(default_path(KEY)) == "/elsewhere/c.json"
+    assert Key.of(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2) == key
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):
@@ -219,23 +208,7 @@ def test_costs_are_those_that_were_measured():
     assert costs.network.seconds("allgather", 1e6, 4) == 1e-3
     assert costs.codecs["allgather, topk, residual"].bits == 1.5
     assert costs.codecs["allreduce, none, none"] == MADE.codecs["allreduce, none, none"]
-    assert (costs.contention, costs.by_ring) == (0.1, True)
+    assert costs.by_ring
     assert costs.inside.seconds("allreduce", 1e6, 2) == 1e-3
     with pytest.raises(ConfigError, match=r"has no times of collectives.*by all ranks"):
         replace(MADE, network=None).costs()
-
-
-def test_where_there_is_no_home_nothing_is_kept(monkeypatch):
-    """The user of a container whom nobody has named."""
-
-    def nobody():
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("GRACE_CALIBRATION", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", nobody)
-    key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
-    path = default_path(key)
-    assert not path.exists()
-    with pytest.raises(OSError, match="Not a directory"):
-        Calibration(key, made=0.0).write(path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched, on_ranks
+from tests.support.pools import on_ranks
 from tests.support.training import (
     Given,
     digest,
@@ -25,12 +25,6 @@ from tests.support.training import (
 pytestmark = pytest.mark.ranks
 
 SHAPES = {"matrix": (12, 20), "other": (30, 10), "vector": (300,), "tiny": (1,)}
-
-
-@pytest.fixture
-def horovod():
-    """2 ranks under horovodrun."""
-    return launched("horovodrun-gloo", 2)
 
 
 # -- whatever becomes ready first -----------------------------------------------------------------------------------

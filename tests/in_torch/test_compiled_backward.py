@@ -9,7 +9,7 @@ import torch
 import grace
 from tests.in_torch.test_compiled import NAMES, settings
 from tests.support.pools import on_ranks
-from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
+from tests.support.training import batch, ddp, digest, distributed, net, sgd, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -31,15 +31,15 @@ def trained(backend, method=TOPK, passes=1, set_to_none=True, frozen=False, comp
         if frozen:
             list(model.parameters())[-1].requires_grad_(False)
 
-        def forward_and_backward(number):
-            loss_of(model, number).backward()
+        def forward_and_backward(images, labels):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
 
         compiled = torch.compile(forward_and_backward, backend=backend) if backend else forward_and_backward
         begun = []
         for step in range(3):
             optimizer.zero_grad(set_to_none=set_to_none)
             for number in range(passes):
-                compiled(passes * step + number)
+                compiled(*batch(passes * step + number))
             begun.append(len(optimizer._grace.runner._begun) if method else 0)
             optimizer.step()
         if method:
@@ -86,15 +86,15 @@ def trained_by_ddp(backend=None, hooked=True, python=False, passes=1):
         optimizer = sgd(model.parameters())
         state = grace.torch.register_ddp_hook(model, TOPK, optimizer=optimizer) if hooked else None
 
-        def forward_and_backward(number):
-            loss_of(model, number).backward()
+        def forward_and_backward(images, labels):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
 
         compiled = torch.compile(forward_and_backward, backend=backend) if backend else forward_and_backward
         for step in range(3):
             optimizer.zero_grad()
             for number in range(passes):
                 with contextlib.nullcontext() if number == passes - 1 else model.no_sync():
-                    compiled(passes * step + number)
+                    compiled(*batch(passes * step + number))
             optimizer.step()
         if state:
             saved = state.full_state_dict()

@@ -6,7 +6,6 @@ import torch
 
 import grace
 from grace.kernels.torch import fused
-from tests.support.drawing import THOROUGH
 from tests.support.methods import SPECS
 from tests.support.trained import Trained, drawn
 
@@ -34,8 +33,7 @@ def plain_operations(monkeypatch):
 @pytest.mark.parametrize("spec", SETTINGS)
 def test_compiled_loops_have_the_bits_of_plain_operations(spec, monkeypatch):
     legal = 0
-    turn = SETTINGS.index(spec) % len(MEMORIES)
-    for memory in MEMORIES if THOROUGH else (None, MEMORIES[turn]):  # the usual one, and another one in turn
+    for memory in MEMORIES:
         try:
             loops = trained(spec, memory)
         except grace.ConfigError:  # this memory is not for this method

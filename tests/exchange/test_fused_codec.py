@@ -13,6 +13,7 @@ import grace
 from grace.backends import runtime
 from grace.errors import PayloadError
 from grace.exchange.fused_codec import FusedCodec
+from tests.support.examples import examples
 from tests.support.methods import SHAPES
 from tests.support.pools import ranks_of
 from tests.support.trained import Trained, bits, drawn
@@ -41,6 +42,7 @@ BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes,
 
 @pytest.mark.filterwarnings("ignore:.*not a contraction")
 @pytest.mark.parametrize(("spec", "memory"), SPECS)
+@examples(6)
 @given(shapes=st.lists(st.sampled_from([*SHAPES, BIG]), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_whole_buckets_give_the_bits_of_their_variables(spec, memory, shapes, seed):
     rng = np.random.default_rng(seed)

@@ -105,7 +105,6 @@ def watched(call, method, used):
     return answered
 
 
-@pytest.mark.every
 @pytest.mark.filterwarnings("ignore:.*not a contraction")
 @pytest.mark.parametrize(("spec", "memory"), CODED + OTHERS)
 def test_whole_buckets_give_the_bits_of_their_pieces(ranks, spec, memory):

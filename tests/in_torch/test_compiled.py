@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import grace
+from tests.support.drawing import THOROUGH
 from tests.support.pools import launched, on_ranks
 from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
 
@@ -56,8 +57,8 @@ def by_optimizer(backend=None, step_backend=None, method="topk(ratio=0.1)"):
     return ended, list(saved["pieces"]) == NAMES or sorted(saved["pieces"])
 
 
-def by_hook(where=None, backend="aot_eager", method="topk(ratio=0.1)"):
-    """With a model compiled outside of DDP, inside, or not at all; likewise."""
+def by_hook(where, backend="aot_eager", method="topk(ratio=0.1)"):
+    """With a model compiled outside of DDP, or inside; likewise."""
     model = net()
     inner = torch.compile(model, backend=backend) if where == "inside" else model
     forward = ddp(inner)
@@ -73,15 +74,12 @@ def by_hook(where=None, backend="aot_eager", method="topk(ratio=0.1)"):
 
 WAYS = {
     "optimizer, model": (by_optimizer, ("aot_eager",), {}),
-    "optimizer, model, backward": (by_optimizer, ("aot_eager",), {"compiled_autograd": True}),
-    "optimizer, step": (by_optimizer, (None, "eager"), {}),
     "optimizer, model and step": (by_optimizer, ("eager", "aot_eager"), {}),
     "hook, DDP inside": (by_hook, ("outside",), {}),
     "hook, DDP outside": (by_hook, ("inside",), {}),
     "hook, not split": (by_hook, ("outside",), {"optimize_ddp": False}),
-    "hook, Python reducer": (by_hook, ("outside",), {"optimize_ddp": "python_reducer", "compiled_autograd": True}),
-    "hook, Python reducer, not compiled": (by_hook, (), {"optimize_ddp": "python_reducer"}),
 }
+"""Compiled autograd and the Python reducer are in test_compiled_backward.py."""
 
 
 def run(way, method):
@@ -130,6 +128,7 @@ def test_a_step_of_the_python_reducer_ends_where_the_optimizer_makes_one():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: a C++ compiler runs for each graph of each rank")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
 @on_ranks()
 def test_compiled_to_machine_code_differs_by_rounding():

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import grace
 from tests.support.pairwise import pairwise
-from tests.support.pools import on_ranks, ranks_of
+from tests.support.pools import on_ranks
 from tests.support.sharded import (
     POLICIES,
     Net,
@@ -32,12 +32,6 @@ from tests.support.training import refusal
 pytestmark = pytest.mark.ranks
 
 TOPK, BLOCK = "topk(ratio=0.2)", "block(bits=4)"
-
-
-@pytest.fixture
-def four():
-    """4 real gloo ranks."""
-    return ranks_of(4)
 
 
 # -- what torch computes ---------------------------------------------------------------------------------------------
@@ -68,7 +62,6 @@ def torch_takes(policy, levels, body):
     return (policy, body) != ("bfloat16 to float32", "accumulated")
 
 
-@pytest.mark.every
 @pytest.mark.parametrize(("policy", "levels", "body"), pairwise(POLICIES, LEVELS, BODIES, allowed=torch_takes))
 @on_ranks(4)
 def test_uncompressed_it_is_torchs_own_hsdp_whatever_people_do_in_a_step(policy, levels, body):

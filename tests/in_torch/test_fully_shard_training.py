@@ -5,7 +5,7 @@ The cases are those of torch's test_fully_shard_training, which is in no wheel.
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -113,8 +113,8 @@ def shard_one(module: Any, **options: Any) -> None:
 
 
 def shard_all(model: torch.nn.Module, **options: Any) -> None:
-    """Shard each perceptron by itself, and the rest."""
-    for module in [each for each in model.modules() if isinstance(each, MLP)]:
+    """Shard each perceptron inside by itself, and the rest."""
+    for module in [each for each in model.modules() if isinstance(each, MLP) and each is not model]:
         shard_one(module, **options)
     shard_one(model, **options)
 
@@ -153,11 +153,16 @@ def average(replica: torch.nn.Module) -> None:
             p.grad /= dist.get_world_size()
 
 
-def check_alike(replica: torch.nn.Module, sharded: torch.nn.Module) -> None:
-    """Both have the same weights, and gradients; torch has zeros where a rank has none."""
+def pairs(replica: torch.nn.Module, sharded: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
+    """Parameters of both, of which each name is the same."""
     for (name, wanted), (got_name, got) in zip(replica.named_parameters(), sharded.named_parameters(), strict=True):
         assert got_name.replace("_checkpoint_wrapped_module.", "") == name
-        torch.testing.assert_close(got.full_tensor(), wanted)
+        yield wanted, got
+
+
+def check_gradients(replica: torch.nn.Module, sharded: torch.nn.Module) -> None:
+    """Both have the same gradients; torch has zeros where a rank has none."""
+    for wanted, got in pairs(replica, sharded):
         gradient = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
         if got.grad is not None:
             torch.testing.assert_close(got.grad.full_tensor(), gradient)
@@ -170,9 +175,9 @@ def check_trains_alike(
     shard: Callable[[torch.nn.Module], Any],
     step_of: Callable[[torch.nn.Module, int], torch.Tensor] = backward,
     exchange: Callable[[torch.nn.Module], Any] = exchanged,
-    steps: int = 4,
+    steps: int = 3,
 ) -> str:
-    """Losses, gradients and weights of a sharded model are those of a replica, step by step.
+    """Losses and gradients of a sharded model are those of a replica, step by step, and so are its weights at the end.
 
     Args:
         step_of: makes the gradients of a step, and returns its loss.
@@ -184,33 +189,32 @@ def check_trains_alike(
     replica = make()
     sharded = copy.deepcopy(replica)
     shard(sharded)
-    pairs = [(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)) for model in (replica, sharded)]
+    both = [(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)) for model in (replica, sharded)]
     with exchange(sharded) as states:
         for step in range(steps):
             losses = []
-            for model, optimizer in pairs:
+            for model, optimizer in both:
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
                 losses.append(step_of(model, step))
             average(replica)
             torch.testing.assert_close(losses[1], losses[0])
-            check_alike(replica, sharded)
-            for _, optimizer in pairs:
+            check_gradients(replica, sharded)
+            for _, optimizer in both:
                 optimizer.step()
-            check_alike(replica, sharded)
         assert all(getattr(state, "sent_bytes", 1) > 0 for state in states)
-    return digest({name: p.full_tensor().detach() for name, p in sharded.named_parameters()})
+    weights = []
+    for wanted, got in pairs(replica, sharded):
+        weights.append(got.full_tensor().detach())
+        torch.testing.assert_close(weights[-1], wanted.detach())
+    return digest(weights)
 
 
 @pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("make", [MLP, stack, Tied, Twice])
 @on_ranks(4)
-def test_one_group(reshard):
-    return check_trains_alike(MLP, lambda model: shard_one(model, reshard_after_forward=reshard))
-
-
-@pytest.mark.parametrize("reshard", RESHARD)
-@on_ranks(4)
-def test_several_groups(reshard):
-    return check_trains_alike(stack, lambda model: shard_all(model, reshard_after_forward=reshard))
+def test_models_of_one_group_and_of_several(make, reshard):
+    """Also with shared parameters, and a module that is called twice."""
+    return check_trains_alike(make, lambda model: shard_all(model, reshard_after_forward=reshard))
 
 
 @on_ranks(4)
@@ -296,18 +300,6 @@ def test_several_forward_passes_before_the_backward_ones():
         return torch.stack(losses).detach()
 
     return check_trains_alike(stack, lambda model: shard_all(model, reshard_after_forward=False), step_of)
-
-
-@pytest.mark.parametrize("reshard", RESHARD)
-@on_ranks(4)
-def test_shared_parameters(reshard):
-    return check_trains_alike(Tied, lambda model: shard_all(model, reshard_after_forward=reshard))
-
-
-@pytest.mark.parametrize("reshard", RESHARD)
-@on_ranks(4)
-def test_a_module_that_is_called_twice(reshard):
-    return check_trains_alike(Twice, lambda model: shard_all(model, reshard_after_forward=reshard))
 
 
 @on_ranks(4)

@@ -8,16 +8,10 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched, on_ranks
+from tests.support.pools import on_ranks
 from tests.support.training import digest, distributed, loss_of, net, refusal, state_of, train, weights
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture
-def horovod():
-    """2 ranks under horovodrun."""
-    return launched("horovodrun-gloo", 2)
 
 
 # -- broadcasts -------------------------------------------------------------------------------------------------------

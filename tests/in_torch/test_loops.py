@@ -35,12 +35,6 @@ SOME = ["none", "topk(ratio=0.1)", "powersgd(rank=2)"]
 ENGINES = pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
 
 
-@pytest.fixture
-def horovod():
-    """2 ranks under horovodrun."""
-    return launched("horovodrun-gloo", 2)
-
-
 def wrapped(model, method, optimizer=sgd, **options):
     """The model's optimizer under Horovod itself ("plain"), or under Grace with a method."""
     if method == "plain":

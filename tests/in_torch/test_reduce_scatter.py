@@ -27,12 +27,6 @@ from tests.support.training import refusal
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture
-def four():
-    """4 real gloo ranks."""
-    return ranks_of(4)
-
-
 @on_ranks(4)
 def test_both_levels_begin_late():
     """Both levels uncompressed for three steps, and then compressed."""

@@ -35,7 +35,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*program, checkpoint):
     """What the run printed, and its last checkpoint."""
-    line = command("torchrun", 2, "--max-restarts", "1", *map(str, program), "--epochs", "4")
+    line = command("torchrun", 2, "--max-restarts", "1", *map(str, program), "--epochs", "3")
     line += ["--checkpoint", str(checkpoint)]
     done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,7 +52,7 @@ def test_a_run_whose_rank_died_ends_as_one_that_was_not_interrupted(tmp_path):
         "begin with epoch 0, after 0 restarts",
         "begin with epoch 2, after 1 restarts",
     ]
-    assert found["epochs"] == wanted["epochs"] == 4
+    assert found["epochs"] == wanted["epochs"] == 3
     assert same(found["model"], wanted["model"])
     memories, kept = ([rank["memory"] for rank in state["optimizer"]["grace"]["ranks"]] for state in (found, wanted))
     assert len(memories) == 2

@@ -2,13 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
 import grace
-import grace.torch
-from tests.support.pools import launched, on_ranks
+from tests.support.pools import on_ranks
 from tests.support.trained import bits
 from tests.support.training import (
     Given,
@@ -169,37 +167,6 @@ def test_a_strategy_file_says_it_for_some_variables(two_ranks, tmp_path):
     for name, more in (("late", {"compress_after": BEGIN}), ("usual", {})):
         (tmp_path / f"{name}.json").write_text(json.dumps({"version": 1, "rules": [{**rule, **more}]}))
     assert two_ranks.run(by_strategy, str(tmp_path / "late.json")) == [(True, BEGIN)] * 2
-
-
-def keras_means(options):
-    """How many elements of each step's mean are not zero, eagerly and in a graph."""
-    import tensorflow as tf
-
-    import grace.tensorflow
-
-    found = []
-    for graph in (False, True):
-        w = tf.Variable(tf.zeros([400]))
-        exchange = grace.tensorflow.GradientExchange(TOPK, **options)
-        call = tf.function(lambda g, exchange=exchange, w=w: exchange([g], [w])[0].value) if graph else None
-        counts = []
-        for step in range(BEGIN + 2):
-            given = tf.constant(made_up({"w": (400,)}, step, grace.rank())["w"])
-            mean = call(given) if graph else exchange([given], [w])[0].value
-            counts.append(int(np.count_nonzero(np.array(mean))))
-        found.append(counts)
-        exchange.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpirun-mpi", "horovodrun-gloo"])
-def test_keras_gradients_are_plain_first_eagerly_and_in_graphs(launcher):
-    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    for found in launched(launcher, 2, "tensorflow").run(keras_means, {"compress_after": BEGIN}):
-        for counts in found:
-            assert counts[:BEGIN] == [400] * BEGIN
-            assert all(count <= 80 for count in counts[BEGIN:])
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ OPTIMIZER_ONLY = {
 }
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_what_cannot_work_is_refused_on_every_rank():
     trained = []
     for name, (choices, words) in {**EVERYWHERE, **OPTIMIZER_ONLY}.items():
@@ -82,7 +82,7 @@ def hook_of(**choices):
     return grace.torch.register_ddp_hook(ddp(net()), **choices)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_when_one_rank_is_given_what_cannot_work_the_others_name_it_and_the_reason():
     trained, wrong = [], grace.rank() == 1
     for name, (bad, words) in {**EVERYWHERE, **OPTIMIZER_ONLY}.items():
@@ -120,7 +120,7 @@ OPTIMIZER_DIFFERENCES = {
 }
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_ranks_that_differ_all_raise_and_name_the_first_difference():
     trained, last = [], grace.size() - 1
     for name, (one, other, words) in {**DIFFERENCES, **OPTIMIZER_DIFFERENCES}.items():

@@ -25,7 +25,7 @@ from tests.support.training import (
 
 pytestmark = pytest.mark.ranks
 
-STOP, END = 4, 9
+STOP, END = 2, 5
 
 
 @pytest.fixture(scope="module")

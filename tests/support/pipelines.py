@@ -1,14 +1,17 @@
 """Small models that pipelines are tested with: what RaNNC's tests cover, and what is known to be hard."""
 
 import itertools
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from grace.pipeline.torch import node_costs, plan_agreement
 from grace.pipeline.torch.stage_builder import build_module, stage_specs
 
 ROWS = 8
+plan_agreement.TIMED_ELEMENTS = 1 << 12  # how long an update takes decides nothing of toys
 
 
 class FewParameters(nn.Module):
@@ -300,24 +303,44 @@ def alone(name, steps, microbatches, replicas=1, scale=1.0, clip=None):
     return losses, gradients, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def piped(name, steps, **settings):
-    """The same in a pipeline, each replica with its rows: losses, and this rank's gradients and tensors, and
-    where it stands."""
+def estimated(batch, **ignored):
+    """Costs that no machine has measured, so that plans of toys are the same on all, and no second capture."""
+    return node_costs.estimate_costs(batch.atoms)
+
+
+def pipeline(name, model=None, example=True, **settings):
+    """A pipeline of a toy, of two stages or as the settings say."""
     import grace
 
-    settings.setdefault("stages", None if "replicas" in settings else 2)
     args, kwargs, _ = batch(name)
-    loss = None if name == "LossAsOutput" else loss_fn
-    engine = grace.torch.Pipeline(made(name), (args, kwargs), loss, optimizer=sgd, **settings)
+    given, loss = (args, kwargs) if example else None, None if name == "LossAsOutput" else loss_fn
+    settings = {"optimizer": sgd, "microbatches": 2, "stages": None if "replicas" in settings else 2, **settings}
+    with mock.patch.object(node_costs, "costs_by_rows", estimated):
+        return grace.torch.Pipeline(made(name) if model is None else model, given, loss, **settings)
+
+
+def own_batch(engine, name, step):
+    """(args, kwargs, target) of a step, of which a rank passes its replica's rows, or all."""
+    count = ROWS * max(engine.mesh.replicas)
+    given, low = batch(name, step, count), engine.replica * ROWS
+    return rows(given, low, low + ROWS, count) if engine.inputs == "replica" else given
+
+
+def run_steps(engine, name, numbers):
+    """Steps of a toy's pipeline: the losses."""
     losses = []
-    for step in range(steps):
-        count = ROWS * max(engine.mesh.replicas)
-        args, kwargs, target = batch(name, step, count)
-        if engine.inputs == "replica":
-            low = engine.replica * ROWS
-            args, kwargs, target = rows((args, kwargs, target), low, low + ROWS, count)
-        given = args if loss is None else (*args, target)
+    for step in numbers:
+        args, kwargs, target = own_batch(engine, name, step)
+        given = args if engine.loss_fn is None else (*args, target)
         losses.append(engine.step(*given, **kwargs).item())
+    return losses
+
+
+def piped(name, steps, **settings):
+    """What :func:`alone` tells, in a pipeline, each replica with its rows: losses, and this rank's gradients and
+    tensors, and where it stands."""
+    engine = pipeline(name, **settings)
+    losses = run_steps(engine, name, range(steps))
     gradients = {key: p.grad.clone() for key, p in engine.parameters.items() if p.grad is not None}
     own = {**engine.parameters, **engine.buffers}
     state = {key: value.detach().clone() for key, value in own.items()}

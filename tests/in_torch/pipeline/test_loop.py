@@ -7,23 +7,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import grace
-from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, rows, sgd
+from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, own_batch, pipeline, rows, sgd
 from tests.support.pools import ranks_of
 
 pytestmark = pytest.mark.ranks
 
 
-def engine_of(name, example=True, **settings):
-    args, kwargs, _ = batch(name)
-    given = (args, kwargs) if example else None
-    return grace.torch.Pipeline(
-        made(name), given, loss_fn, optimizer=sgd, **{"microbatches": 2, "stages": 2, **settings}
-    )
-
-
 def own_rows(engine, name, step):
-    count = ROWS * engine.replicas
-    args, kwargs, target = rows(batch(name, step, count), engine.replica * ROWS, (engine.replica + 1) * ROWS, count)
+    args, kwargs, target = own_batch(engine, name, step)
     return (*args, target), kwargs
 
 
@@ -36,7 +27,7 @@ def close(a, b, tolerance=1e-4):
 
 
 def looped(name, settings):
-    engine = engine_of(name, **settings)
+    engine = pipeline(name, **settings)
     if engine.plan is None:
         with pytest.raises(grace.ConfigError, match="not cut yet"):
             engine.state_dict()
@@ -68,7 +59,7 @@ def test_an_own_loop_is_one_process(name, lazy):
 
 
 def accumulated(way):
-    engine, name = engine_of("Residual"), "Residual"
+    engine, name = pipeline("Residual"), "Residual"
     (first, _), (second, _) = own_rows(engine, name, 0), own_rows(engine, name, 1)
     if way == "loop":
         (engine(*first) / 2).backward()
@@ -92,7 +83,7 @@ def test_gradients_accumulate(way):
 
 
 def differentiated_twice():
-    engine, said = engine_of("Residual"), ""
+    engine, said = pipeline("Residual"), ""
     args, _ = own_rows(engine, "Residual", 0)
     loss = engine(*args)
     loss.backward()
@@ -114,7 +105,7 @@ def test_a_loss_is_differentiated_once_and_keeps_no_gradients():
 
 
 def clipped(settings, most, kind):
-    engine = engine_of("TiedEmbedding", **settings)
+    engine = pipeline("TiedEmbedding", **settings)
     args, _ = own_rows(engine, "TiedEmbedding", 0)
     engine(*args).backward()
     norm = engine.clip_grad_norm_(most, kind)
@@ -134,7 +125,7 @@ def test_clipping_is_that_of_the_whole_model(kind):
 
 
 def evaluated(name, settings, gather):
-    engine = engine_of(name, **settings)
+    engine = pipeline(name, **settings)
     args, kwargs = own_rows(engine, name, 0)
     engine.step(*args, **kwargs)
     engine.eval()
@@ -168,7 +159,7 @@ def test_outputs_are_those_of_the_model_in_evaluation(name, gather):
 
 def scaled(overflows):
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    engine = engine_of("FewParameters", grad_scaler=scaler, stages=2, compressor="topk(ratio=0.5)")
+    engine = pipeline("FewParameters", grad_scaler=scaler, stages=2, compressor="topk(ratio=0.5)")
     args, _ = own_rows(engine, "FewParameters", 0)
     before = engine.state_dict()
     if overflows and engine.stage == 1:
@@ -251,14 +242,14 @@ def test_a_scaler_in_an_own_loop():
 
 
 def unscaled():
-    engine = engine_of("FewParameters", stages=2, compressor="topk(ratio=0.5)")
+    engine = pipeline("FewParameters", stages=2, compressor="topk(ratio=0.5)")
     args, _ = own_rows(engine, "FewParameters", 0)
     engine.step(*args)
     return engine.state_dict()
 
 
 def half(name, dtype):
-    engine = engine_of(name, schedule="1f1b")
+    engine = pipeline(name, schedule="1f1b")
     args, kwargs = own_rows(engine, name, 0)
     with torch.autocast("cpu", dtype):
         loss = engine(*args, **kwargs)
@@ -286,7 +277,7 @@ def test_autocast_is_one_process(dtype):
 
 
 def with_inputs(inputs):
-    engine = engine_of("Several", stages=2, inputs=inputs)
+    engine = pipeline("Several", stages=2, inputs=inputs)
     args, kwargs, target = batch("Several", 0, 2 * ROWS)
     if inputs == "rank0" and grace.rank():
         args, kwargs, target = torch.utils._pytree.tree_map(lambda _: torch.empty(0), (args, kwargs, target))
@@ -303,7 +294,7 @@ def test_the_whole_batch_may_be_given(inputs):
 
 
 def smaller():
-    engine = engine_of("Residual")
+    engine = pipeline("Residual")
     args, _, target = batch("Residual")
     engine.step(*args, target)
     with pytest.raises(grace.ConfigError, match="a batch of 5 rows cannot be cut into 2 micro-batches"):

@@ -6,48 +6,32 @@ import pytest
 import torch
 
 import grace
-from tests.support.pipelines import ROWS, batch, loss_fn, made, rows, sgd
+from tests.support.pipelines import batch, loss_fn, made, pipeline, run_steps, sgd
 from tests.support.pools import ranks_of
 
 pytestmark = pytest.mark.ranks
 TOPK = "topk(ratio=0.3)"
 
 
-def engine_of(name, **settings):
-    args, kwargs, _ = batch(name)
-    model = made(name)
-    with torch.no_grad():
-        for p in model.parameters():  # what is loaded has to count
-            p.add_(settings.pop("shift", 0.0))
-    return grace.torch.Pipeline(
-        model, (args, kwargs), loss_fn, optimizer=sgd, **{"microbatches": 2, "stages": 2, **settings}
-    )
-
-
-def steps(engine, name, numbers):
-    for step in numbers:
-        args, kwargs, target = batch(name, step, ROWS * engine.replicas)
-        if engine.inputs == "replica":
-            low = engine.replica * ROWS
-            args, kwargs, target = rows((args, kwargs, target), low, low + ROWS, ROWS * engine.replicas)
-        engine.step(*args, target, **kwargs)
-
-
 def saved(name, settings):
-    engine = engine_of(name, **settings)
-    steps(engine, name, range(2))
+    engine = pipeline(name, **settings)
+    run_steps(engine, name, range(2))
     state = engine.state_dict(), engine.optimizer_state_dict()
-    steps(engine, name, range(2, 4))
+    run_steps(engine, name, range(2, 4))
     fetched = {key: engine.parameter(key) for key in state[0]}
     gradient = engine.gradient(next(key for key, _ in engine.model.named_parameters()))
     return state, engine.state_dict(), fetched, gradient
 
 
 def resumed(name, state, settings):
-    engine = engine_of(name, shift=1.0, **settings)
+    model = made(name)
+    with torch.no_grad():
+        for p in model.parameters():  # what is loaded has to count
+            p.add_(1.0)
+    engine = pipeline(name, model, **settings)
     engine.load_state_dict(state[0])
     engine.load_optimizer_state_dict(state[1])
-    steps(engine, name, range(2, 4))
+    run_steps(engine, name, range(2, 4))
     return engine.state_dict()
 
 
@@ -59,7 +43,7 @@ def close(a, b):
     return a.keys() == b.keys() and all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-6) for key in a)
 
 
-@pytest.mark.parametrize("name", ["Residual", "TiedEmbedding", "Normalized"])
+@pytest.mark.parametrize("name", ["TiedEmbedding", "Normalized"])
 def test_a_resumed_run_has_the_same_bits(name):
     settings = {"stages": 2, "compressor": TOPK}
     answers = ranks_of(4).run(saved, name, settings)
@@ -102,7 +86,7 @@ def test_memories_load_on_other_cuts():
 
 
 def refused(name):
-    engine = engine_of(name)
+    engine = pipeline(name)
     wrong = dict(engine.state_dict())
     wrong["more"] = torch.ones(1)
     before = engine.state_dict()

@@ -8,9 +8,9 @@ import torch
 import grace
 from grace.core.variable import Variable
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
-from grace.planner import driver
+from grace.planner import driver, planning
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from tests.support.pipelines import ROWS, batch, loss_fn, made, rows, sgd
+from tests.support.pipelines import made, pipeline, run_steps
 from tests.support.pools import ranks_of
 from tests.support.training import refusal
 
@@ -23,21 +23,9 @@ RULES = {"version": 1, "rules": [LARGE, {"match": {}, "sync": {"type": "allreduc
 LATE = {"version": 1, "rules": [{"match": {}, "sync": {"type": "reduce_broadcast", "destination": 1, "staleness": 1}}]}
 
 
-def engine_of(**settings):
-    args, kwargs, _ = batch(NAME)
-    return grace.torch.Pipeline(made(NAME), (args, kwargs), loss_fn, optimizer=sgd, **CUT, **settings)
-
-
-def steps(engine, numbers):
-    for step in numbers:
-        count, low = 2 * ROWS, ROWS * engine.replica
-        args, kwargs, target = rows(batch(NAME, step, count), low, low + ROWS, count)
-        engine.step(*args, target, **kwargs)
-
-
 def exchanged(settings):
-    engine = engine_of(**settings)
-    steps(engine, range(4))
+    engine = pipeline(NAME, **CUT, **settings)
+    run_steps(engine, NAME, range(4))
     return {key: p.detach().clone() for key, p in engine.parameters.items()}
 
 
@@ -55,7 +43,7 @@ def same_bits(answers):
     assert all(torch.equal(tied[0], other) for other in tied)
 
 
-@pytest.mark.parametrize("strategy", ["parallax(compressor=qsgd)", "ps_load_balancing", RULES, LATE])
+@pytest.mark.parametrize("strategy", ["parallax(compressor=qsgd)", RULES, LATE])
 def test_replicas_and_tied_copies_have_the_same_bits(strategy):
     same_bits(ranks_of(4).run(exchanged, {"strategy": strategy}))
 
@@ -70,10 +58,10 @@ def test_a_strategy_of_the_whole_model_is_its_methods():
 
 def of_two_saves():
     """Rank 1 loads the second stage's part of an earlier save."""
-    engine = engine_of(strategy=RULES)
+    engine = pipeline(NAME, **CUT, strategy=RULES)
     saves = []
     for step in range(2):
-        steps(engine, [step])
+        run_steps(engine, NAME, [step])
         saves.append(copy.deepcopy(engine.optimizer_state_dict()))
     first, second = saves
     assert len(second["grace"]) == 2
@@ -98,25 +86,26 @@ def planned(shorter):
     """``auto`` until it has chosen, saved, and resumed."""
     for name, number in shorter.items():
         setattr(driver, name, number)
+    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
     auto = {"strategy": "auto(methods=['topk(ratio=0.3)'])"}
-    engine = engine_of(**auto)
+    engine = pipeline(NAME, **CUT, **auto)
     followed = engine.optimizer._grace.auto
     for step in range(200):
-        steps(engine, [step])
+        run_steps(engine, NAME, [step])
         if all(engine.backend.allgather_object(followed.plan is not None and followed.settled)):
             break  # stages try different numbers of candidates
     saved = engine.state_dict(), copy.deepcopy(engine.optimizer_state_dict())
     chosen = engine.optimizer._grace.strategy.to_dict()
     assert engine.plan.compressor == auto["strategy"]
-    steps(engine, range(2))
+    run_steps(engine, NAME, range(2))
     end = engine.state_dict()
-    again = engine_of(**auto)
+    again = pipeline(NAME, **CUT, **auto)
     again.load_state_dict(saved[0])
     again.load_optimizer_state_dict(saved[1])
     resumed = again.optimizer._grace
     assert resumed.strategy.to_dict() == chosen
     assert resumed.auto.settled
-    steps(again, range(2))
+    run_steps(again, NAME, range(2))
     state = again.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in end.items())
     problem = getattr(followed.planner, "problem", None)  # of the stage's first rank, which plans by the slowest one

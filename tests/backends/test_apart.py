@@ -1,4 +1,4 @@
-"""Ranks that part: one leaves, fails, or does something else than the others. All say so, and where they were."""
+"""Ranks that part: one fails, or does something else than the others. All say so, and where they were."""
 
 import re
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import grace
+from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
 from tests.support.pools import launched
@@ -47,18 +48,10 @@ def run(engine: str, how: str, *options: object) -> tuple[dict[int, str], dict[i
     return {int(rank): said for rank, _, said in ended}, seconds, printed
 
 
-@pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi"])
-def test_a_rank_that_ends_normally_is_noticed_within_seconds_and_named(engine):
-    said, seconds, printed = run(engine, "leave")
-    assert re.search(rf"ExchangeError: rank 0 of 2: {EXCHANGE} failed at step [56]; rank 1 has left ", said[0]), printed
-    assert seconds[0] < 10, printed
-
-
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+@pytest.mark.parametrize("engine", ["mpirun-mpi", *(["horovodrun-gloo"] if THOROUGH else [])])
 def test_a_rank_that_fails_says_why_to_the_others_and_is_named_as_the_first(engine):
-    said, seconds, printed = run(engine, "raise")
+    said, _, printed = run(engine, "raise")
     assert re.search(rf"{EXCHANGE} failed at step \d; rank 1 failed: ValueError: a mistake on rank 1\. ", said[0])
-    assert seconds[0] < 10, printed
     first = set(re.findall(r"grace: rank \d failed first.*", printed))
     assert first == {"grace: rank 1 failed first: ValueError: a mistake on rank 1"}
 
@@ -67,7 +60,7 @@ def test_a_rank_that_fails_says_why_to_the_others_and_is_named_as_the_first(engi
     ("engine", "how", "called"),
     [
         ("gloo", "broadcast", r"in broadcast_parameters\(\)"),
-        ("mpirun-mpi", "state", r"in full_state_dict\(\)"),
+        *([("mpirun-mpi", "state", r"in full_state_dict\(\)")] if THOROUGH else []),
         ("horovodrun-gloo", "object", r"in from_root\(\)"),
         ("mpirun-mpi", "sleep", r"at apart\.py:\d+, in no exchange"),
     ],

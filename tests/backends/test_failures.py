@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import grace
+from tests.support.drawing import THOROUGH
 from tests.support.limits import HANGS
 from tests.support.training import ddp, distributed, loss_of, net, sgd
 
@@ -90,18 +91,8 @@ def receive(pipe, seconds):
     return pipe.recv()
 
 
-@pytest.mark.every
-@pytest.mark.parametrize(
-    ("kind", "compressor"),
-    [
-        ("optimizer", "topk(ratio=0.1)"),
-        ("hook", "none"),
-        pytest.param("optimizer", "none", marks=pytest.mark.slow),
-        pytest.param("optimizer", "powersgd(rank=2)", marks=pytest.mark.slow),
-        pytest.param("hook", "topk(ratio=0.1)", marks=pytest.mark.slow),
-        pytest.param("hook", "powersgd(rank=2)", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)", *(["powersgd(rank=2)"] if THOROUGH else [])])
+@pytest.mark.parametrize("kind", ["optimizer", "hook"])
 def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(run, kind, compressor):
     endings, exit_codes = run(compressor, kind)
     assert exit_codes[VICTIM] == -signal.SIGKILL

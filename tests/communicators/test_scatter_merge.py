@@ -11,6 +11,7 @@ import grace.torch
 from grace.bench.workloads.torch_tasks import Digits
 from grace.core.registry import make
 from grace.exchange.owners import coded, owners_of
+from tests.support.drawing import THOROUGH
 from tests.support.pools import ranks_of
 from tests.support.training import joined
 
@@ -216,8 +217,7 @@ def trained(communicator: str) -> tuple[float, float]:
         return task.quality(model), float(task.loss(model, torch.arange(task.count)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: it trains; what is lost shows in the tests above")
 def test_training_gets_as_far_as_with_an_allgather():
     pytest.importorskip("sklearn")
     (merged, loss), (gathered, usual) = (ranks_of(4).run(trained, name)[0] for name in ("scatter_merge", "allgather"))

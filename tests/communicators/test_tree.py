@@ -17,6 +17,7 @@ from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.exchange.route_bytes import bytes_of
 from grace.exchange.tracing import recorder
+from tests.support.drawing import THOROUGH
 from tests.support.own_parts import registered
 from tests.support.pools import launched, ranks_of
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
@@ -123,7 +124,9 @@ def keras_means():
     return [np.array(exchange([tf.constant(gradient)], [w])[0].value) for gradient in gradients]
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(
+    not THOROUGH, reason="left to `make thorough`: ranks of TensorFlow, which exchange by the same route"
+)
 def test_keras_gradients_are_carried_by_it():
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     for found in launched("mpirun-mpi", 2, "tensorflow").run(keras_means):
@@ -176,7 +179,7 @@ MODEL = ("--model", "tests.communicators.test_tree:planned_model")
 GIVEN = ("--forward", "1ms", "--backward", "2ms", "--optimizer", "1ms", "--bandwidth", "100mbit", "--ranks", 4)
 
 
-@pytest.mark.parametrize("codecs", ["measure", "usual"])
+@pytest.mark.parametrize("codecs", ["usual", *(["measure"] if THOROUGH else [])])
 def test_grace_plan_predicts_it(codecs):
     said = command("plan", *MODEL, *GIVEN, "--methods", "halved", "--codecs", codecs)
     assert re.search(r" halved (?:[\d.]+ ){5}[\d.]+ MB ", said), said  # a row of the table, with its bytes

@@ -14,6 +14,7 @@ from grace.exchange.pieces import PiecewiseCompressor
 from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.torch import fused as torch_kernels
 from tests.support.data import EPSILON, REFERENCE, data, same
+from tests.support.drawing import drawn
 from tests.support.methods import SPECS, communicator_of, make, sent
 from tests.support.pairwise import pairwise
 
@@ -95,12 +96,14 @@ def usable(name, spec, *case):
 
 
 def with_frameworks(names, *dimensions, allowed=usable):
-    """All pairs of frameworks and other values; TensorFlow's, which start slowly, are left to `make test`."""
-    params = []
-    for case in pairwise(names, *dimensions, allowed=allowed):
-        slow = [pytest.mark.slow] if "tensorflow" in str(case[0]) or "graph" in str(case[0]) else []
-        params.append(pytest.param(*case, marks=slow, id="-".join(map(str, case))))
-    return params
+    """All pairs of frameworks and other values. TensorFlow starts slowly: `make check` leaves its cases out, and
+    `make test` runs so many of them that every value is met."""
+    cases = pairwise(names, *dimensions, allowed=allowed)
+    slow = [case for case in cases if "tensorflow" in str(case[0]) or "graph" in str(case[0])]
+    few = drawn(slow)
+    cases = [case for case in cases if case in few or case not in slow]
+    marks = [pytest.mark.slow, pytest.mark.every]
+    return [pytest.param(*c, marks=marks if c in few else (), id="-".join(map(str, c))) for c in cases]
 
 
 def array_of(tensor):
@@ -161,7 +164,7 @@ def test_every_framework_sends_what_numpy_does(name, spec, shape, kind, monkeypa
     np.testing.assert_allclose(mine, reference, rtol=tolerance, atol=tolerance * np.abs(x).max(initial=1))
 
 
-DECODED = pairwise(EAGER, EAGER, allowed=lambda here, there: here != there)
+DECODED = drawn(pairwise(EAGER, EAGER, allowed=lambda here, there: here != there))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def test_a_payload_of_another_rank_and_framework_decodes_with_the_local_ctx(pair
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith("powersgd")])
 def test_the_loops_of_torch_and_tensorflow_send_the_same_bytes(spec):
-    for shape in SHAPES:
+    for shape in ((), (0, 3), (1025,), (8, 3, 3, 3)):
         x = data("gaussian", shape)
         ours, theirs = (FRAMEWORKS[name].compress(spec, x)[1] for name in ("tensorflow-loops", "torch-loops"))
         for a, b in zip(ours, theirs, strict=True):
@@ -232,7 +235,7 @@ def filled(kind, shape):
     ("name", "spec", "kind"), with_frameworks([name for name in EAGER if "tensorflow" not in name], SPECS, EDGES)
 )
 def test_any_tensor_comes_back_finite_in_its_shape_and_stays_as_it_was(name, spec, kind):
-    for shape in [*SHAPES, (2,), (2, 0, 3)]:
+    for shape in ((), (0,), (1,), (2,), (33, 7), (2, 0, 3), (8, 3, 3, 3)):
         x = filled(kind, shape)
         tensor = FRAMEWORKS[name].to(x)
         compressor = make(spec)
@@ -306,9 +309,7 @@ def test_whole_numbers_are_refused_with_what_to_do():
 
 LAYOUTS = {
     "0-d": lambda: torch.tensor(0.7),
-    "empty": lambda: torch.zeros(0),
-    "empty matrix": lambda: torch.zeros(3, 0),
-    "one": lambda: torch.tensor([-0.3]),
+    "empty": lambda: torch.zeros(3, 0),
     "odd": lambda: torch.linspace(-1, 1, 777),
     "transposed": lambda: torch.linspace(-1, 1, 63).view(9, 7).t(),
     "strided": lambda: torch.linspace(-1, 1, 77)[::2],
@@ -324,7 +325,7 @@ def test_any_tensor_is_exchanged_as_its_contiguous_copy(spec, dtype, layout):
     x = LAYOUTS[layout]().to(getattr(torch, dtype))
     kept = x.clone()
     communicator, dense = communicator_of(spec), communicator_of(spec)
-    for _ in range(3):
+    for _ in range(2):
         got = communicator.step(x, "w")
         assert (got.shape, got.dtype) == (x.shape, x.dtype)
         assert torch.isfinite(got).all()

@@ -16,6 +16,7 @@ from grace.exchange.fused_codec import FusedCodec
 from grace.exchange.round_trip import RoundTrip
 from grace.kernels.torch import fused
 from grace.kernels.torch.primitives import TorchKernels
+from tests.support.drawing import drawn
 from tests.support.methods import make
 from tests.support.pretended import Meta
 from tests.support.training import SPECS
@@ -105,7 +106,9 @@ def exchange_waits(spec: str, communicator: str) -> bool:
 
 def test_exchanges_wait_for_the_device_only_where_the_docs_say_so(kernels):
     methods = BY_DATA | BY_TORCH | {"topk(ratio=0.05, chunk=64)"} if kernels == "torch" else BY_DATA
-    for spec in METHODS:  # the last of which looks for the largest itself where a tensor is small
-        for name in legal_communicators(make(spec))[: 1 if kernels == "torch" else None]:
-            wanted = spec in methods or name == "scatter_merge"
-            assert exchange_waits(spec, name) == wanted, (spec, name)
+    # the last of which looks for the largest itself where a tensor is small
+    most = 1 if kernels == "torch" else None
+    cases = [(spec, name) for spec in METHODS for name in legal_communicators(make(spec))[:most]]
+    for spec, name in drawn(cases):
+        wanted = spec in methods or name == "scatter_merge"
+        assert exchange_waits(spec, name) == wanted, (spec, name)

@@ -14,7 +14,6 @@ from grace.communicators import Allgather
 from grace.compressors.dgc import DGC
 from grace.compressors.topk import kept_count
 from grace.core.context import Context
-from grace.core.registry import legal_communicators
 from grace.core.variable import Variable
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import decode
@@ -48,29 +47,12 @@ def roundtrip(spec, x):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_sizes_differ_and_are_declared_to(spec):
-    compressor = make(spec)
-    assert compressor.traits.fixed_size == "by data"
-    assert compressor.wire_bits((1000,)) is None
-    assert set(legal_communicators(compressor)) >= {"allgather", "broadcast"}
-    assert "allreduce" not in legal_communicators(compressor)
-
-
-@pytest.mark.parametrize("spec", SPECS)
 def test_what_has_no_known_size_is_compressed(spec):
     variables = [Variable("w", (3,), "float32"), Variable("empty", (0,), "float32")]
     communicator = Allgather(spec)
     shards = uniform(variables, communicator)
     assert shards[0].communicator is communicator
     assert shards[1].communicator is not communicator
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_another_ranks_payload_decodes_with_the_local_ctx(spec):
-    compressor = make(spec)
-    other, _ = compressor.compress(normal(500, seed=1, scale=3), "w")
-    _, ctx = compressor.compress(normal(500, seed=2), "w")
-    assert np.array_equal(compressor.decompress(other, ctx), roundtrip(spec, normal(500, seed=1, scale=3)))
 
 
 @pytest.mark.parametrize("spec", SPARSE)
@@ -156,18 +138,17 @@ def constant(n):
 
 
 @pytest.mark.parametrize("make_x", [gaussian, heavy_tailed, sorted_by_size, few_values, constant])
-@pytest.mark.parametrize("n", [1, 10, 150, 256, 257, 5_000, 100_003])
-@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.4, 1.0])
-def test_dgc_counts(make_x, n, ratio):
-    x = make_x(n)
-    indices = indices_of(DGC(ratio=ratio), x)
-    goal = ratio * n
-    assert len(indices) <= max(1, 1.3 * goal)
-    assert len(indices) >= min(math.ceil(0.7 * goal), max(1, math.floor(1.3 * goal)), np.count_nonzero(x))
-    assert (np.diff(indices) > 0).all()
-    left = np.delete(np.abs(x), indices)
-    if len(indices) and left.size:  # a threshold separates what was sent from what was not
-        assert np.abs(x[indices]).min() >= left.max()
+def test_dgc_counts(make_x):
+    for n in (1, 10, 150, 256, 257, 5_000, 100_003):
+        x = make_x(n)
+        for ratio in (0.001, 0.01, 0.1, 0.4, 1.0):
+            indices, goal = indices_of(DGC(ratio=ratio), x), ratio * n
+            assert len(indices) <= max(1, 1.3 * goal)
+            assert len(indices) >= min(math.ceil(0.7 * goal), max(1, math.floor(1.3 * goal)), np.count_nonzero(x))
+            assert (np.diff(indices) > 0).all()
+            left = np.delete(np.abs(x), indices)
+            if len(indices) and left.size:  # a threshold separates what was sent from what was not
+                assert np.abs(x[indices]).min() >= left.max()
 
 
 def test_dgc_cuts_ties_by_index():
@@ -225,13 +206,6 @@ def test_dgc_samples_anew_each_step_and_alike_after_a_resume():
     assert not np.array_equal(indices_of(first, x), indices_of(second, x))
 
 
-def test_dgc_needs_a_memory():
-    assert make("dgc").traits.memory == "dgc"
-    assert Allgather("dgc").memory.name == "dgc"
-    with pytest.raises(grace.ConfigError, match="memory='dgc'"):
-        Allgather("dgc", "none")
-
-
 # -- adaptive ------------------------------------------------------------------------------------------------
 
 
@@ -257,12 +231,6 @@ def test_adaptive_keeps_its_ratio_of_each_side(positive):
 def test_adaptive_breaks_ties_by_index():
     x = np.float32([1, -1] * 10)
     assert indices_of(make("adaptive(ratio=0.3)"), x).tolist() == [0, 2, 4, 1, 3, 5]
-
-
-def test_adaptive_is_no_larger_than_its_ratio():
-    x = normal(100_000)
-    payload, _ = make("adaptive(ratio=0.01)").compress(x, "w")
-    assert sum(tensor.nbytes for tensor in payload) == 4 * 1000 + 8
 
 
 # -- inceptionn ----------------------------------------------------------------------------------------------

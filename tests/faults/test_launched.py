@@ -68,7 +68,6 @@ if how in ("exit", "raise", "kill"):
 print(f"said by {grace.rank()}")
 """
 NAMES = ["torch", "horovod", "mpi"]
-ENGINES = ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def nobody_left(folder):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", NAMES if THOROUGH else NAMES[:1])
 def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
     need(engine)
     (tmp_path / "s.json").write_text("{}")
@@ -149,7 +148,7 @@ def test_ranks_plan_where_the_program_names_no_strategy(tmp_path):
         ("kill", 137, "rank 1 was ended by SIGKILL (exit code 137)"),
     ],
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", NAMES)
 def test_a_rank_that_dies_ends_the_job_with_its_number_and_exit_code(script, tmp_path, engine, how, code, message):
     need(engine)
     args = ["-n", "2", "--engine", engine, "--", PYTHON, str(script), how, str(tmp_path)]
@@ -169,9 +168,8 @@ def test_a_launcher_that_names_no_rank_is_named():
     ("engine", "number"),
     [
         ("torch", signal.SIGTERM),
-        *([("torch", signal.SIGKILL)] if THOROUGH else []),
-        pytest.param("horovod", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("mpi", signal.SIGKILL, marks=pytest.mark.slow),
+        ("mpi", signal.SIGKILL),
+        *([("torch", signal.SIGKILL), ("horovod", signal.SIGINT)] if THOROUGH else []),
     ],
 )
 def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, number):

@@ -57,10 +57,10 @@ def ended_by(
 
 
 STRUCK = [(launcher, fault) for launcher in LAUNCHERS for fault in ("kill", "raise", "leave", "skip", "miss")]
-"""`make thorough` strikes all; test_apart.py and test_out_of_step.py have more of those that `make test` leaves out."""
+"""`make thorough` strikes all. How ranks hear of a fault does not depend on the launcher: the watch tells them."""
 FEW = [
-    *((launcher, "kill") for launcher in LAUNCHERS),
-    *(("torchrun", "raise"), ("torchrun", "skip"), ("horovodrun-gloo", "leave"), ("horovodrun-mpi", "raise")),
+    *(("torchrun", "kill"), ("torchrun", "skip"), ("horovodrun-gloo", "raise"), ("horovodrun-mpi", "kill")),
+    *(("mpirun-horovod", "leave"), ("mpirun-mpi", "raise")),
 ]
 IN_GRAPHS = [(launcher, fault) for launcher in ("horovodrun-gloo", "mpirun-mpi") for fault in SAID_IN_GRAPHS]
 
@@ -76,7 +76,7 @@ def test_a_fault_of_one_rank_ends_all_and_is_named(launcher, fault):
         assert re.search(EXCHANGE, printed), printed
 
 
-@pytest.mark.parametrize("fault", ["kill", "raise", "leave"])
+@pytest.mark.parametrize("fault", ["kill", "raise", "leave"] if THOROUGH else ["leave"])
 def test_a_fault_between_outer_rounds_ends_all_and_is_named(fault):
     printed = ended_by("torchrun", "torch", fault, OUTER="nesterov")
     if fault not in ENDED_FIRST or not re.search(ENDED_FIRST[fault], printed):
@@ -84,11 +84,9 @@ def test_a_fault_between_outer_rounds_ends_all_and_is_named(fault):
         assert re.search(EXCHANGE, printed), printed
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun-mpi"])
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun-mpi"] if THOROUGH else ["mpirun-mpi"])
 def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
     variables = {"GRACE_TIMEOUT": str(TIMEOUT), "ANSWER_SECONDS": "3"}  # for which the others wait for its answer
-    if launcher == "torchrun" and not THOROUGH:  # it would wait 30 seconds until it kills a rank that does not listen
-        variables["GOES_ON"] = "1"
     printed = ended_by(launcher, "torch", "stop", **variables)
     said = SAID["stop"]
     if launcher == "horovodrun-gloo":
@@ -98,16 +96,16 @@ def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 @pytest.mark.every
-@pytest.mark.parametrize(("launcher", "fault"), IN_GRAPHS if THOROUGH else IN_GRAPHS[1:4])
+@pytest.mark.parametrize(("launcher", "fault"), IN_GRAPHS if THOROUGH else [IN_GRAPHS[0], IN_GRAPHS[5]])
 def test_a_fault_in_the_middle_of_a_graph_ends_all_and_is_named(launcher, fault):
     printed = ended_by(launcher, "keras", fault)
     assert re.search(SAID_IN_GRAPHS[fault], printed), printed
     assert re.search(r"grace\.1\.0\.dense_kernel|bucket 0 \(dense/kernel .. dense_1/bias", printed), printed
 
 
-PLANNING = [("mpirun-mpi", "links", "leave"), ("torchrun", "codecs", "kill"), ("torchrun", "trials", "leave")]
+PLANNING = [("mpirun-mpi", "links", "leave"), ("torchrun", "trials", "leave")]
 if THOROUGH:
-    PLANNING += [("torchrun", "links", "leave"), ("horovodrun-gloo", "links", "leave")]
+    PLANNING += [("torchrun", "codecs", "kill"), ("torchrun", "links", "leave"), ("horovodrun-gloo", "links", "leave")]
 
 
 @pytest.mark.parametrize(("launcher", "phase", "fault"), PLANNING)

@@ -77,6 +77,9 @@ EQUAL = {
     "gather": st.builds(lambda x, part: (x, indices_of(x, part)), VECTORS, PARTS),
     "zero_at": st.builds(lambda x, part: (x, indices_of(x, part)), ANYTHING, PARTS),
     "uniform": st.tuples(STREAMS, st.integers(0, 2000), st.just(LIKE)),
+    "random_indices": st.builds(
+        lambda stream, n, part: (stream, n, round(part * n), LIKE), STREAMS, st.integers(1, 5000), PARTS
+    ),
     "sample_indices": st.builds(
         lambda stream, n, k: (stream, n, min(n, k), LIKE), STREAMS, st.integers(1, 2**31 - 1), st.integers(0, 300)
     ),
@@ -120,6 +123,7 @@ SUMMED = {
 
 @others
 @pytest.mark.parametrize("method", EQUAL)
+@examples(10)
 @given(drawn=st.data())
 def test_kernels_have_the_references_bits(it, method, drawn):
     agree(it, method, *drawn.draw(EQUAL[method]))
@@ -127,6 +131,7 @@ def test_kernels_have_the_references_bits(it, method, drawn):
 
 @others
 @pytest.mark.parametrize("method", ADDED)
+@examples(10)
 @given(drawn=st.data())
 def test_values_are_added_within_rounding(it, method, drawn):
     out, *args = drawn.draw(ADDED[method])
@@ -136,6 +141,7 @@ def test_values_are_added_within_rounding(it, method, drawn):
 
 @others
 @pytest.mark.parametrize("method", SUMMED)
+@examples(10)
 @given(drawn=st.data())
 def test_sums_in_float64_are_rounded_once(it, method, drawn):
     x, *args = drawn.draw(SUMMED[method])
@@ -152,6 +158,7 @@ def test_sums_in_float64_are_rounded_once(it, method, drawn):
 
 @others
 @pytest.mark.parametrize("norm", ["l2", "rms"])
+@examples(10)
 @given(x=VECTORS, levels=LEVELS, steps=st.sampled_from([*GAUSSIAN_STEPS]), size=BUCKETS, stream=STREAMS)
 def test_codes_are_equal_where_scales_are(it, norm, x, levels, steps, size, stream):
     """Where scales differ in the last bit, a code may differ by one only if the scaled value lies within rounding of a
@@ -191,7 +198,7 @@ def test_bucketize_equals_the_reference(it, x, edges):
 
 
 @others
-@examples(20)
+@examples(10)
 @given(arrays(np.float32, st.integers(0, 130), elements=NUMBERS), st.floats(1e-6, 1e6))
 @example(np.float32([1.8779531e37]), 0.0078125)
 @example(np.float32([8.50706e37]), 1.0)
@@ -205,7 +212,7 @@ def test_clip_norm(it, x, limit):
 
 
 @others
-@examples(20)
+@examples(10)
 @given(
     arrays(np.float32, st.integers(0, 60), elements=st.one_of(NUMBERS, BAD, st.floats(-1, 1, width=32))),
     st.integers(-90, 0),

@@ -12,7 +12,7 @@ from grace.kernels import Stream, kernels_of
 from grace.kernels.torch.fused import FusedTorchKernels
 from grace.kernels.torch.primitives import TorchKernels
 from tests.support.data import HUGE, REFERENCE, close, data, same
-from tests.support.examples import VECTORS, examples
+from tests.support.examples import VECTORS
 from tests.support.implementations import ALL, OTHERS, Traced, crossed
 from tests.support.kernel_cases import FLOATS, SHAPES, STREAMS, WEIGHTS, every, others
 
@@ -324,15 +324,6 @@ def test_zero_columns_tells_whether_filling_changes_something(it, bad):
 def test_random_numbers_are_the_same_integers(it, stream, n):
     like = np.zeros(1, np.float32)
     assert (it.run("random_bits", stream, n, like).astype(np.int64) == REFERENCE.random_bits(stream, n)).all()
-    same(it.run("uniform", stream, n, like), REFERENCE.uniform(stream, n))
-
-
-@others
-@examples(10)
-@given(stream=STREAMS, n=st.integers(1, 5000), part=st.floats(0, 1))
-def test_random_indices_are_the_same_integers(it, stream, n, part):
-    k = round(part * n)
-    same(it.run("random_indices", stream, n, k, np.zeros(1, np.float32)), REFERENCE.random_indices(stream, n, k))
 
 
 @pytest.mark.parametrize("like", [torch.zeros(6, dtype=torch.float16), torch.zeros(4, 6).t(), torch.zeros(12)[::2]])

@@ -120,9 +120,7 @@ def test_all_indices_of_every_small_n_are_a_permutation_and_k_of_them_its_start(
         assert (it.run("random_indices", Stream(n), n, (n + 1) // 2, LIKE) == whole[: (n + 1) // 2]).all()
 
 
-@pytest.mark.parametrize(
-    ("n", "k"), [(2, 1), (3, 1), (5, 1), (6, 2), (8, 1), (17, 5), (100, 10), (257, 64), (1000, 30)]
-)
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (5, 1), (6, 2), (17, 5), (100, 10), (257, 64)])
 def test_every_index_is_drawn_equally_often(n, k):
     steps, counts = 8000, np.zeros(n)
     for step in range(steps):
@@ -133,7 +131,7 @@ def test_every_index_is_drawn_equally_often(n, k):
     assert statistic < chi2.isf(FALSE_ALARM, n - 1)
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 6, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("n", [3, 4, 6, 9, 17, 32])
 def test_every_ordered_pair_of_first_indices_is_drawn_equally_often(n):
     steps, counts = 8000, np.zeros((n, n))
     for step in range(steps):

@@ -10,52 +10,46 @@ from tests.support.implementations import OTHERS, crossed
 SIZES = [(1 << 14) - 1, 1 << 14, 20_011]
 
 
+def sampled(n: int) -> np.ndarray:
+    """Which elements the fast path looks at, for a stride of 8."""
+    j, found = np.arange(n // 8), np.zeros(n, bool)
+    found[j * 8 + j * 7 % 8] = True
+    return found
+
+
+KINDS = {
+    "all equal": lambda x, i: x * 0 + 1,
+    "all zero": lambda x, i: np.zeros_like(x),
+    "ascending": lambda x, i: np.sort(np.abs(x)),
+    "descending": lambda x, i: -np.sort(-np.abs(x)),
+    "two values": lambda x, i: np.where(x > 0, np.float32(1), np.float32(-1 - EPSILON)),
+    "large only where sampled": lambda x, i: np.where(sampled(x.size), 1 + np.abs(x), x / 100),
+    "small only where sampled": lambda x, i: np.where(sampled(x.size), x / 100, 1 + np.abs(x)),
+    "periodic": lambda x, i: np.sin(2 * np.pi * i / 8),
+    "one spike": lambda x, i: np.where(i == x.size - 1, np.float32(3e38), np.float32(0)),
+    "mostly zero": lambda x, i: np.where(i % 997 == 0, x, 0),
+    "denormal": lambda x, i: i % 50 * 1.4012984643e-45,
+    "last bit": lambda x, i: np.float32(1) + (i % 3 * EPSILON).astype(np.float32),
+    "nan and inf": lambda x, i: np.where(i % 1000 == 0, np.nan, np.where(i % 777 == 0, -np.inf, x)),
+}
+
+
 def adversarial(name: str, n: int) -> np.ndarray:
-    rng = np.random.default_rng(n)
-    x = rng.standard_normal(n).astype(np.float32)
-    i = np.arange(n)
-    sampled = np.zeros(n, bool)  # what the fast path looks at, for a stride of 8
-    j = np.arange(n // 8)
-    sampled[j * 8 + j * 7 % 8] = True
-    return {
-        "all equal": np.ones(n, np.float32),
-        "all zero": np.zeros(n, np.float32),
-        "ascending": np.sort(np.abs(x)),
-        "descending": -np.sort(-np.abs(x)),
-        "two values": np.where(x > 0, np.float32(1), np.float32(-1 - EPSILON)),
-        "large only where sampled": np.where(sampled, 1 + np.abs(x), x / 100).astype(np.float32),
-        "small only where sampled": np.where(sampled, x / 100, 1 + np.abs(x)).astype(np.float32),
-        "periodic": np.sin(2 * np.pi * i / 8).astype(np.float32),
-        "one spike": np.where(i == n - 1, np.float32(3e38), np.float32(0)),
-        "mostly zero": np.where(i % 997 == 0, x, 0).astype(np.float32),
-        "denormal": (i % 50 * 1.4012984643e-45).astype(np.float32),
-        "last bit": np.float32(1) + (i % 3 * EPSILON).astype(np.float32),
-        "nan and inf": np.where(i % 1000 == 0, np.nan, np.where(i % 777 == 0, -np.inf, x)).astype(np.float32),
-    }[name]
+    x = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    return KINDS[name](x, np.arange(n)).astype(np.float32)
 
 
-NAMES = [
-    "all equal", "all zero", "ascending", "descending", "two values", "large only where sampled",
-    "small only where sampled", "periodic", "one spike", "mostly zero", "denormal", "last bit", "nan and inf",
-]  # fmt: skip
-
-
-@crossed(OTHERS, ("name", "n"), NAMES, SIZES)
-def test_topk_is_exact_on(it, name, n):
+@crossed(OTHERS, ("name", "n"), KINDS, SIZES)
+def test_topk_is_exact_of_all_and_of_chunks(it, name, n):
     x = adversarial(name, n)
     order = np.argsort(~(x.view(np.uint32) & np.uint32(0x7FFFFFFF)), kind="stable")
     for k in (1, 2, 63, 512, n // 100, n // 8, n // 8 + 1, n // 2, n):
         same(it.run("topk", x, k), np.sort(order[:k]).astype(np.int32))
-
-
-@crossed(OTHERS, ("name", "n"), NAMES, SIZES)
-def test_topk_is_exact_of_chunks_of(it, name, n):
-    x = adversarial(name, n)
     for chunk, k in ((32, 1), (256, 3), (1024, 10), (1024, 1024), (4096, 41)):
         same(it.run("topk_chunks", x, chunk, k), REFERENCE.topk_chunks(x, chunk, k))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_topk_is_exact_where_the_sample_is_sparsest(name):
     n = 300_001
     x = adversarial(name, n)
@@ -65,7 +59,7 @@ def test_topk_is_exact_where_the_sample_is_sparsest(name):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_the_brute_force_definition_agrees_with_the_reference(n):
-    for name in NAMES:
+    for name in KINDS:
         x = np.nan_to_num(adversarial(name, n), nan=1.0, posinf=2.0, neginf=-3.0)
         k = n // 50
         order = sorted(range(n), key=np.abs(x).__getitem__, reverse=True)  # stable: equals stay in index order

@@ -3,8 +3,7 @@
 Usage: trains.py torch|keras METHOD FAULT, or trains.py auto links|codecs|trials FAULT, which strikes while
 ``strategy="auto"`` measures or tries these. FAULT is what rank 1 does then:
 
-kill, stop    it gets SIGKILL or SIGSTOP (and goes on when the others have ended, if GOES_ON is set), and the others
-              wait ANSWER_SECONDS for its answer
+kill, stop    it gets SIGKILL or SIGSTOP, and the others wait ANSWER_SECONDS for its answer
 raise         a ValueError that nobody catches
 leave         training ends as if its data did, and the program ends well
 skip          no optimizer.step() after its backward pass
@@ -15,10 +14,8 @@ OUTER names an outer optimizer, if ranks are to train alone and exchange drifts 
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,16 +26,11 @@ STEP, STEPS = 5, 100_000
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-def strike(fault: str, ranks: Sequence[int] = ()) -> None:
-    """The fault; returns if it is about what the caller leaves out. A rank that is stopped goes on when the processes
-    of the other ``ranks`` have ended, if any are given.
-    """
+def strike(fault: str) -> None:
+    """The fault; returns if it is about what the caller leaves out."""
     print(f"struck at {time.time()}", flush=True)
     if fault == "raise":
         raise ValueError("a mistake on rank 1")
-    if fault == "stop" and ranks:
-        alive = " || ".join(f"kill -0 {pid}" for pid in ranks if pid != os.getpid())
-        subprocess.Popen(["sh", "-c", f"while {alive}; do sleep 0.1; done 2> /dev/null; kill -CONT {os.getpid()}"])
     if fault in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault])
 
@@ -48,8 +40,7 @@ def train_torch(method: str, fault: str) -> None:
 
     torch.set_num_threads(1)
     watch_server.ANSWER_SECONDS = float(os.environ.get("ANSWER_SECONDS", watch_server.ANSWER_SECONDS))
-    backend = grace.init()
-    ranks = backend.allgather_object(os.getpid()) if "GOES_ON" in os.environ else []
+    grace.init()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rounds = {"outer": os.environ["OUTER"], "period": 4} if "OUTER" in os.environ else {}
@@ -61,7 +52,7 @@ def train_torch(method: str, fault: str) -> None:
         if not (struck and fault == "miss"):
             loss.backward()
         if struck:
-            strike(fault, ranks)
+            strike(fault)
         if struck and fault == "leave":
             return
         if not (struck and fault in ("skip", "miss")):

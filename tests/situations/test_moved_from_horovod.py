@@ -1,5 +1,6 @@
 """A script for Horovod that moves by one search and replace; and one whose ranks do not see each other."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -46,10 +47,14 @@ def test_the_pages_search_and_replace_makes_this_script_of_horovods():
     assert "hvd" not in replaced
 
 
+@functools.cache
+def trained_by_horovod():
+    return launched("horovodrun-gloo", 2).run(trained, horovods())
+
+
 @pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi", "horovodrun-gloo"])
 def test_it_trains_on_every_engine_what_horovods_trains(engine):
-    wanted = launched("horovodrun-gloo", 2).run(trained, horovods())
-    got = launched(engine, 2).run(trained, moved())
+    wanted, got = trained_by_horovod(), launched(engine, 2).run(trained, moved())
     assert got == wanted
     assert wanted[0] == wanted[1]
     assert wanted[0][1] > 0.8

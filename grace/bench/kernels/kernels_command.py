@@ -1,6 +1,7 @@
 """``grace bench kernels``: costs and errors of compressing on one machine, without a network."""
 
 import dataclasses
+import functools
 import importlib.util
 import statistics
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 from grace.bench.common import options
 from grace.bench.common.options import option
@@ -177,15 +179,16 @@ def _measure_on_device(running: BenchmarkRun, console: Console) -> None:
             for kind in settings["tensors"]:
                 status.update(escape(f"{elements:,} {kind}: gradients"))
                 x, clock = KINDS[kind](matrix(elements), 1)[0].to(settings["device"]), DeviceClock()
-
-                def show(part: str, kind: str = kind) -> None:
-                    status.update(escape(f"{kind}: {part}"))
-
+                show = functools.partial(_show_part, status, kind)
                 rows = measure(settings["methods"], x, settings["repeats"], settings["memory"], clock, show)
                 results.rows += [{"tensor": f"{kind}, {elements:,}", **row} for row in rows]
                 settings["copy_gbps"] = x.nbytes / rows[0]["copy_ms"] / 1e6
                 running.save()
                 clock.forget()
+
+
+def _show_part(status: Status, kind: str, part: str) -> None:
+    status.update(escape(f"{kind}: {part}"))
 
 
 def _measure(running: BenchmarkRun, console: Console) -> None:

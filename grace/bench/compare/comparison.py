@@ -186,12 +186,10 @@ def sentence(comparison: Comparison) -> str:
     '1 faster, 1 slower, 2 unchanged within the quartiles'
     """
     kind = comparison.kind
-    words = dict(
-        zip((BETTER, WORSE), ("faster", "slower") if MEASURES[kind][0].time else ("better", "worse"), strict=True)
-    )
+    better, worse = ("faster", "slower") if MEASURES[kind][0].time else ("better", "worse")
     noise = {"step": "the quartiles", "train": "the spread over seeds", "kernels": "10 %"}[kind]
-    words |= {SAME: f"unchanged within {noise}"}
-    words |= {UNKNOWN: "that cannot be judged (one seed)" if kind == "train" else "that cannot be judged"}
+    unknown = "that cannot be judged (one seed)" if kind == "train" else "that cannot be judged"
+    words = {BETTER: better, WORSE: worse, SAME: f"unchanged within {noise}", UNKNOWN: unknown}
     verdicts = [changes[0].verdict for _, changes in comparison.rows]
     counts = {verdict: verdicts.count(verdict) for verdict in words}
     return ", ".join(f"{count} {words[verdict]}" for verdict, count in counts.items() if count or verdict != UNKNOWN)

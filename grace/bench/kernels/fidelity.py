@@ -73,9 +73,9 @@ def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, 
 
     With x_r the gradient of rank r, x their mean, C one rank's compression and A the aggregate:
 
-    vnmse            E||C(x_0) - x_0||^2 / ||x_0||^2
-    aggregate_vnmse  E||A - x||^2 / ||x||^2
-    bias             ||E[A] - x|| / ||x||
+        vnmse            E||C(x_0) - x_0||^2 / ||x_0||^2
+        aggregate_vnmse  E||A - x||^2 / ||x||^2
+        bias             ||E[A] - x|| / ||x||
 
     The mean of T draws differs from x although the method is unbiased: by sum_i var(A_i) / T in its square. That is
     estimated from the same draws and taken off, which leaves an unbiased estimate of the bias's square (the mean of

@@ -38,15 +38,15 @@ def run_scenario(
 
     Args:
         program: arguments of ``python``; a folder with settings.json follows, to which rank 0 writes events.jsonl.
-        settings: a dataclass.
+        settings: a dataclass, or a dict.
         arguments: further arguments, after the folder.
         rate: bits per second of emulated links; None for loopback.
         watch: called with each event.
         nodes: the number of machines that a link joins; one for each rank if left out.
 
     Raises:
-    LinkError: a network cannot be emulated here.
-    WorkerError: a rank failed.
+        LinkError: a network cannot be emulated here.
+        WorkerError: a rank failed.
     """
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:

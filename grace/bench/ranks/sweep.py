@@ -44,8 +44,9 @@ class Sweep:
             out: the file that each scenario is added to; None for no file.
             resume: True to leave out the scenarios that are in the file, whatever else they were measured with.
 
-        Raises:     ConfigError: the file to continue from is damaged.     typer.Exit: a rank or a network failed (1),
-        or Ctrl-C (130); finished scenarios are shown and kept.
+        Raises:
+            ConfigError: the file to continue from is damaged.
+            typer.Exit: a rank or a network failed (1), or Ctrl-C (130); finished scenarios are shown and kept.
         """
         console = console or Console(quiet=True)
         store = JsonlStore(out)

@@ -93,41 +93,31 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
     need_report()
     rates, note = _bandwidths(settings.bandwidths, quick)
     methods = settings.methods or list(step_settings.QUICK_METHODS if quick else step_settings.METHODS)
+    rounds = step_settings.QUICK_ROUNDS if quick else step_settings.ROUNDS
+    baselines = ["ddp"] if quick else list(step_settings.BASELINES)
     steps = step_settings.StepSettings(
-        model=settings.model,
-        methods=methods,
-        ranks=[settings.ranks],
-        bandwidths=rates,
-        rounds=step_settings.QUICK_ROUNDS if quick else step_settings.ROUNDS,
-        baselines=["ddp"] if quick else list(step_settings.BASELINES),
+        settings.model, methods, ranks=[settings.ranks], bandwidths=rates, rounds=rounds, baselines=baselines
     )
-    trained = train_settings.TrainSettings(
-        task=settings.task,
-        methods=methods,
-        ranks=settings.ranks,
-        seeds=settings.seeds or ([0] if quick else [0, 1, 2]),
-    )
+    seeds = settings.seeds or ([0] if quick else [0, 1, 2])
+    trained = train_settings.TrainSettings(settings.task, methods, ranks=settings.ranks, seeds=seeds)
     if quick:
         trained.use_quick_epochs()
-    tensors = ("captured",) if quick else kernels_command.TENSORS
-    coded = kernels_command.settings(
-        methods=",".join(methods) if quick or settings.methods else None, quick=quick, tensors=",".join(tensors)
-    )
+    coded = kernels_command.KernelsSettings(
+        methods=methods if quick or settings.methods else None, tensors=["captured"] if quick else None, quick=quick
+    ).about()
     results.make_folder(out)
     if introduction:
-        console.print(introduction, markup=False)
-        console.print()
+        console.print(f"{introduction}\n", markup=False)
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
     finished: list[Results] = []
-    parts: list[tuple[str, Callable[[], BenchmarkRun]]] = [
-        ("Does the model still learn?", lambda: train_command.run(trained, out / "train")),
-        (
-            f"Does a training step get faster, {where}?",
-            lambda: step_command.run(steps, out / "step", shortfalls=_shortfalls(finished[0])),
+    parts: dict[str, Callable[[], BenchmarkRun]] = {
+        "Does the model still learn?": lambda: train_command.run(trained, out / "train"),
+        f"Does a training step get faster, {where}?": lambda: step_command.run(
+            steps, out / "step", shortfalls=_shortfalls(finished[0])
         ),
-        ("What does compressing cost and lose?", lambda: kernels_command.run(coded, out / "kernels")),
-    ]
-    for number, (question, part) in enumerate(parts, start=1):
+        "What does compressing cost and lose?": lambda: kernels_command.run(coded, out / "kernels"),
+    }
+    for number, (question, part) in enumerate(parts.items(), start=1):
         if number > 1:
             console.print()
         console.rule(f"[bold]{number}. {question}[/]", align="left")
@@ -143,9 +133,9 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
     running.exit_if_failed()
     console.print()
     console.rule("[bold]In short[/]", align="left")
-    verdicts = [item for run in finished for item in run.settings.get("verdict", {}).items()]
-    for scenario, words in verdicts:
-        console.print(f"With {scenario}: {words}\n", markup=False)
+    for run in finished:
+        for scenario, words in run.settings.get("verdict", {}).items():
+            console.print(f"With {scenario}: {words}\n", markup=False)
     seconds = time.monotonic() - began
     console.print(f"The report, with pictures, is {report} ({seconds:.0f} s).", soft_wrap=True)
 
@@ -162,8 +152,7 @@ def _shortfalls(trained: Results) -> dict[str, float | None] | None:
 
 
 def _bandwidths(given: list[float | None] | None, quick: bool) -> tuple[list[float | None], str]:
-    """Return the networks and a note. Without a choice of the user's it is the loopback where no link can be emulated,
-    and the note says so."""
+    """Return the networks, and a note on the loopback, which is the default where no link can be emulated."""
     if given is not None:
         return given, ""
     reason = possible()

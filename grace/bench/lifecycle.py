@@ -16,15 +16,8 @@ from grace.errors import missing_extra
 
 
 class BenchmarkRun(Ending):
-    """Benchmark that is under way.
-
-    Args:
-        name: the command's name, for messages.
-        kind: the kind of results.
-        settings: the settings to be recorded.
-        out: the folder to write to; None writes nothing.
-        ending: further arguments of :class:`Ending`.
-    """
+    """Benchmark that is under way: the command's name, the kind of results, the settings to be recorded, and the folder
+    to write to, if any; ``ending`` has further arguments of :class:`Ending`."""
 
     def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, **ending: str):
         super().__init__(name, **ending)
@@ -63,11 +56,7 @@ class BenchmarkRun(Ending):
         return write_report(folder / "report.html", found)
 
     def report_and_exit(self, console: Console) -> None:
-        """Write the report, and print the names of written files, or the failure.
-
-        Raises:
-            typer.Exit: as :meth:`exit_if_failed`.
-        """
+        """Write the report, and print the names of written files; or exit with the failure."""
         report = self.report()
         self.exit_if_failed()
         if self.out is not None:
@@ -76,10 +65,6 @@ class BenchmarkRun(Ending):
 
 
 def need_report() -> None:
-    """Refuse to begin where the report could not be drawn at the end.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Raise an error before anything starts where the report could not be drawn at the end."""
     if importlib.util.find_spec("matplotlib") is None:
         raise missing_extra("matplotlib", "bench")

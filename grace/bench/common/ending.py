@@ -11,12 +11,7 @@ from grace.launch.processes import signals_raise
 
 
 class Ending:
-    """End of a command.
-
-    Args:
-        name: the command's name, for messages.
-        interrupted: the message after Ctrl-C.
-    """
+    """End of a command with a name; ``interrupted`` is the message after Ctrl-C."""
 
     def __init__(self, name: str, interrupted: str = "interrupted; the ranks are ended"):
         self.name = name
@@ -38,11 +33,7 @@ class Ending:
             self.message = self.interrupted
 
     def exit_if_failed(self) -> None:
-        """Print the failure and exit, if there was one.
-
-        Raises:
-            typer.Exit: 1 if a rank or a network failed, 130 after an interruption.
-        """
+        """Print the failure, if there was one, and exit: 1 if a rank or a network failed, 130 after an interruption."""
         if self.code:
             print(f"{self.name}: {self.message}", file=sys.stderr)
             raise typer.Exit(self.code)

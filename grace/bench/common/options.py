@@ -33,7 +33,6 @@ class Option:
     """Command-line option of a field of settings.
 
     Attributes:
-        help: the help's text.
         flags: names of the option; the field's name if there are none.
         parse: function that makes the field's value of what the user writes; None where typer does.
         text: the default of a parsed option, as a user would write it; None for the field's own default.
@@ -66,14 +65,8 @@ class Option:
 
 
 def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """Return a field of a settings' dataclass that is an option of the command line, too.
-
-    Args:
-        default: the field's default; lists and dicts are copied.
-        help: the help's text.
-        flags: names of the option; the field's name if left out.
-        more: further arguments of :class:`Option`.
-    """
+    """Return a field of a settings' dataclass that is an option of the command line, too; ``more`` are arguments of
+    :class:`Option`."""
     metadata = {OPTION: Option(help, flags, **more)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=functools.partial(copy.copy, default), metadata=metadata)
@@ -191,10 +184,7 @@ def bandwidths(text: str | None) -> list[float | None]:
 
 
 def size(text: str) -> int:
-    """Parse a number of elements.
-
-    Raises:
-        ConfigError: it is not a whole number above 0.
+    """Parse a number of elements; a ConfigError says that it is not a whole number above 0.
 
     >>> size("25M"), size("4096"), size("1e6"), size("2.5M")
     (25000000, 4096, 1000000, 2500000)

@@ -1,4 +1,4 @@
-"""Progress of benchmarks, as bars or lines."""
+"""Progress of benchmarks, as bars on a terminal, or else as lines."""
 
 from typing import Any
 
@@ -9,45 +9,37 @@ from grace.bench.common.quality import shown
 from grace.bench.common.text import show_rate
 
 
-class ShownProgress:
-    """Base of bars on a terminal, which are shown inside a ``with`` block."""
+class ShownProgress(Progress):
+    """Base of bars, which are shown inside a ``with`` block."""
 
     def __init__(self, console: Console, *columns: ProgressColumn):
-        self.console = console
-        self.progress = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
-
-    def __enter__(self) -> Any:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.progress.stop()
+        super().__init__(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
 
 
 class TrainingBars(ShownProgress):
-    """Progress of training: one bar per method and network on a terminal, else one line per run."""
+    """Progress of training: a bar per method and network, or a line per run."""
 
     def __init__(self, console: Console, settings: Any):
         quality = TextColumn("{task.fields[quality]:>7}")
         super().__init__(console, TextColumn("{task.description:<18}"), BarColumn(bar_width=28), quality)
-        self.task, self.label = settings.about(), settings.label
-        self.total = self.task["epochs"] * len(settings.seeds)
+        self.about, self.label = settings.about(), settings.label
+        self.total = self.about["epochs"] * len(settings.seeds)
 
     def show(self, rate: float | None, event: dict[str, Any]) -> None:
         """Show an event of the ranks over a network."""
         where = "" if rate is None else f", {show_rate(rate)}"
         if "method" in event:
-            self.bar = self.progress.add_task(event["method"] + where, total=self.total, quality="")
+            self.bar = self.add_task(event["method"] + where, total=self.total, quality="")
         elif "quality" in event:
-            self.progress.update(self.bar, advance=1, quality=shown(event["quality"], self.task))
+            self.update(self.bar, advance=1, quality=shown(event["quality"], self.about))
         elif "run" in event and not self.console.is_terminal:
             run = event["run"]
-            quality = f"{self.task['metric']} {shown(run['quality'], self.task)}"
+            quality = f"{self.about['metric']} {shown(run['quality'], self.about)}"
             self.console.print(f"{self.label(run['method'], run['optimizer'])}, seed {run['seed']}{where}: {quality}")
 
 
 class ScenarioBars(ShownProgress):
-    """Progress of a benchmark of several scenarios: one bar on a terminal, else a line per scenario."""
+    """Progress of a benchmark of several scenarios: a bar, or a line per scenario."""
 
     def __init__(self, console: Console):
         super().__init__(console, TextColumn("{task.description:<34}"), BarColumn(bar_width=20), TaskProgressColumn())
@@ -59,8 +51,8 @@ class ScenarioBars(ShownProgress):
             name = f"{scenario}, {event['engine']}"
             if not self.console.is_terminal:
                 self.console.print(f"measuring {name} ...")
-            self.bars[scenario] = self.progress.add_task(name, total=None)
+            self.bars[scenario] = self.add_task(name, total=None)
         elif "blocks" in event:
-            self.progress.update(self.bars[scenario], total=event["blocks"])
+            self.update(self.bars[scenario], total=event["blocks"])
         elif "times_ms" in event:
-            self.progress.update(self.bars[scenario], advance=1)
+            self.update(self.bars[scenario], advance=1)

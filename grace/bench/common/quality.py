@@ -43,14 +43,9 @@ def quality_axis(settings: Settings) -> str:
 def shortfall(task: Settings, quality: float, plain: float, start: float) -> float | None:
     """Return the part of what uncompressed training gains that a method does not; negative if the method gains more.
 
-    It is (plain - quality) / (plain - start), for accuracies and losses alike, and for the logarithms of perplexities.
-    None if ``plain`` has gained nothing; infinite if the method diverged.
-
-    Args:
-        task: the task's facts.
-        quality: the method's final quality.
-        plain: the final quality of ``none``.
-        start: the quality of the weights that both start from.
+    It is (plain - quality) / (plain - start), for accuracies and losses alike, and for the logarithms of perplexities:
+    of the final qualities of ``none`` and of the method, and that of the weights that both start from. None if
+    ``plain`` has gained nothing; infinite if the method diverged.
 
     >>> round(shortfall({"metric": "loss", "higher_is_better": False}, 1.8, plain=1.7, start=4.7), 3)
     0.033

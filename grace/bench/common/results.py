@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -57,8 +58,7 @@ class Results:
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
 
     def csv(self) -> str:
-        """Return the rows' plain values, one line each, under one line of names; lists and dicts are in the JSON file
-        only."""
+        """Return the rows' plain values, one line each, under one line of names; lists and dicts are left out."""
         names = dict.fromkeys(key for row in self.rows for key, value in row.items() if _plain(value))
         text = io.StringIO()
         writer = csv.DictWriter(text, ["kind", *names], extrasaction="ignore", lineterminator="\n")
@@ -68,11 +68,7 @@ class Results:
         return text.getvalue()
 
     def require_keys(self, keys: Iterable[str]) -> None:
-        """Refuse rows that lack one of the keys, or have a list or dict there.
-
-        Raises:
-            ConfigError: the message names the first one.
-        """
+        """Raise a ConfigError that names the first row that lacks one of the keys, or has a list or dict there."""
         for number, row in enumerate(self.rows, start=1):
             wrong = [key for key in keys if key not in row or isinstance(row[key], list | dict)]
             if wrong:
@@ -85,23 +81,18 @@ class Results:
             ConfigError: the folder cannot be written.
         """
         facts = {"grace_bench": FORMAT, **dataclasses.asdict(self)}
-        texts = {"results.json": json.dumps(facts, indent=1), "results.csv": self.csv()}
         make_folder(folder)
         try:
-            for name, text in texts.items():
+            for name, text in (("results.json", json.dumps(facts, indent=1)), ("results.csv", self.csv())):
                 with atomic_write(folder / name) as draft:
                     draft.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write to {folder}: {error}") from error
-        return [folder / name for name in texts]
+        return [folder / "results.json", folder / "results.csv"]
 
 
 def load(path: Path | str) -> Results:
-    """Read ``results.json``, or the one in a folder.
-
-    Raises:
-        ConfigError: there is none, or it is not such a file; the message says which file and why.
-    """
+    """Read ``results.json``, or the one in a folder; a ConfigError says which file is none, and why."""
     path = Path(path)
     if path.is_dir():
         path = path / "results.json"
@@ -115,62 +106,55 @@ def load(path: Path | str) -> Results:
     complete = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
     if not complete or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
-    for field, fault in _faults(facts):
-        raise ConfigError(f"{path} is damaged: {field} {fault}")
+    for fault in _faults(facts):
+        raise ConfigError(f"{path} is damaged: {fault}")
     return Results(**facts)
 
 
-TEXT = {"name", "kind", "method", "engine", "tensor", "device", "model", "optimizer", "task", "about", "metric", "unit"}
-TEXT |= {"framework", "platform", "processor"}
-FLAGS = {"pays", "higher_is_better"}
-LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths", "optimizers"}
-NUMBERS = {"bandwidth", "elements", "steps", "speedup", "quality", "lr", "reached", "vnmse", "aggregate_vnmse", "bias"}
-NUMBERS |= {"parameters", "batch", "rounds", "repeats", "threads", "scale", "target", "epochs", "cores", "shortfall"}
-MEASURED = (
-    "_ms", "_bytes", "_gbps", "_copies", "_seconds", "_s", "_step", "_element", "_spread", "_to_target", "_volume",
-    "_throughput",
-)  # fmt: skip
-"""Suffixes of the names of other numbers."""
+TYPES = (
+    (
+        "text",
+        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor",
+    ),
+    ("true or false", "pays|higher_is_better"),
+    ("a list", "times_ms|curve|runs|gpus|seeds|bandwidths|optimizers"),
+    (
+        "a number",
+        "bandwidth|elements|steps|speedup|quality|lr|reached|vnmse|aggregate_vnmse|bias|parameters|batch|rounds|repeats|"
+        "threads|scale|target|epochs|cores|shortfall|.*_(ms|bytes|gbps|copies|seconds|s|step|element|spread|to_target|"
+        "volume|throughput)",
+    ),
+)
+"""Types of the values of reports, and patterns of the names that have them; the first one that matches counts."""
 
 
-def _faults(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _faults(facts: dict[str, Any]) -> Iterator[str]:
     """Yield values of other types than reports expect: their place, and the right type."""
     settings, rows = facts["settings"], [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
     for field, named in [("settings.", settings), ("machine.", facts["machine"]), *rows]:
-        for key, value in named.items():
-            fault = _fault(key, value)
-            if fault:
-                yield f"{field}{key}", fault
-    for field, row in rows:
-        if not isinstance(row.get("ranks", 1), int):
-            yield f"{field}ranks", "must be a number"
+        yield from (f"{field}{key} {fault}" for key, value in named.items() if (fault := _fault(key, value)))
+    yield from (f"{field}ranks must be a number" for field, row in rows if not isinstance(row.get("ranks", 1), int))
     for key in ("ranks", "seeds", "bandwidths"):
         values = settings.get(key)
-        for value in values if isinstance(values, list) else [values]:
-            if not _is_number(value):
-                yield f"settings.{key}", "must hold numbers"
+        if not all(map(_is_number, values if isinstance(values, list) else [values])):
+            yield f"settings.{key} must hold numbers"
     verdict = settings.get("verdict", {})
     if not isinstance(verdict, dict) or not all(isinstance(text, str) for text in verdict.values()):
-        yield "settings.verdict", "must be an object of sentences"
+        yield "settings.verdict must be an object of sentences"
     if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
-        yield "seconds, complete", "must be a number, and true or false"
+        yield "seconds, complete must be a number, and true or false"
     if not all(isinstance(text, str) for text in [*facts["versions"].values(), *facts["machine"].get("gpus", [])]):
-        yield "versions, machine.gpus", "must be text"
+        yield "versions, machine.gpus must be text"
 
 
 def _fault(key: str, value: object) -> str:
     """Return the type that a value should have, if it has another; empty if it is right, or unknown."""
-    if value is None:
+    kind = next((kind for kind, names in TYPES if re.fullmatch(names, key)), None)
+    if value is None or kind is None:
         return ""
-    if key in TEXT:
-        return "" if isinstance(value, str) else "must be text"
-    if key in FLAGS:
-        return "" if isinstance(value, bool) else "must be true or false"
-    if key in LISTS:
-        return "" if isinstance(value, list) else "must be a list"
-    if key in NUMBERS or key.endswith(MEASURED):
-        return "" if _is_number(value) else "must be a number"
-    return ""
+    simple = {"text": str, "true or false": bool, "a list": list}
+    right = isinstance(value, simple[kind]) if kind in simple else _is_number(value)
+    return "" if right else f"must be {kind}"
 
 
 def _is_number(value: object) -> bool:
@@ -179,11 +163,7 @@ def _is_number(value: object) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for results.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make a folder for results; raise a ConfigError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -191,8 +171,7 @@ def make_folder(folder: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts of this machine: platform, processor, cores that may be used, memory in bytes, and GPUs if torch is
-    imported."""
+    """Return facts of this machine; GPUs are among them if torch is imported."""
     facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": cores()}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,13 +8,8 @@ from rich.table import Table
 
 
 def figures_table(first: str, headers: Sequence[str], **looks: Any) -> Table:
-    """Return a table of numbers, with the names of their rows in the first column.
-
-    Args:
-        first: the header of the first column.
-        headers: the headers of the numbers, which are aligned at the right.
-        looks: further arguments of :class:`rich.table.Table`.
-    """
+    """Return a table of numbers, with the names of their rows in the first column; ``looks`` are arguments of its
+    class."""
     table = Table(**{"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 2, 0, 0), **looks})
     table.add_column(first, overflow="fold")
     for header in headers:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 
 UNKNOWN = "\u2013"
-POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: object) -> float | None:
@@ -101,19 +100,6 @@ def of_seconds(value: object) -> str:
         return f"{digits(value)} s"
     minutes = round(value / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def power(value: float) -> str:
-    """Format a tick of a logarithmic axis.
-
-    >>> power(1000), power(0.01), power(1), power(1e-5), power(1e6)
-    ('1,000', '0.01', '1', '10⁻⁵', '10⁶')
-    """
-    if 0.001 <= value < 1e5:
-        return f"{value:,.10g}"
-    exponent = round(math.log10(value))
-    base = value / 10.0**exponent
-    return ("" if abs(base - 1) < 0.01 else f"{base:.0f}·") + "10" + str(exponent).translate(POWERS)
 
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}

@@ -12,13 +12,8 @@ from grace.errors import ConfigError
 def load_function(name: str, what: str, known: Iterable[str]) -> Callable[..., Any]:
     """Return the function of ``module:function``; modules are also looked for in the current folder.
 
-    Args:
-        name: the name that the user gave.
-        what: the role of the function, for messages.
-        known: names that would have been accepted too.
-
-    Raises:
-        ConfigError: there is none; the message says what is missing.
+    A ConfigError says what is missing: the role ``what`` of the function, and names ``known`` that would have been
+    accepted.
 
     >>> load_function("math:sqrt", "model", [])(4.0)
     2.0

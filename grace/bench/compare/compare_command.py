@@ -13,19 +13,8 @@ from rich.text import Text
 from grace.bench.common.results import Results, load
 from grace.bench.common.tables import figures_table
 from grace.bench.common.text import clean, digits, of_ranks, of_rate
-from grace.bench.compare.comparison import (
-    BETTER,
-    IDENTITY,
-    MEASURES,
-    SAME,
-    UNKNOWN,
-    WORSE,
-    Change,
-    Comparison,
-    Key,
-    sentence,
-)
-from grace.bench.compare.comparison import compare as compare_results
+from grace.bench.compare import comparison
+from grace.bench.compare.comparison import BETTER, SAME, UNKNOWN, WORSE, Change, Comparison, Key
 from grace.errors import ConfigError
 
 STYLES = {BETTER: "green", WORSE: "red", SAME: "", UNKNOWN: "dim"}
@@ -62,7 +51,7 @@ def compare(
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise ConfigError(f"--fail-if-slower is a number of percent, 0 or more, not {fail_if_slower:g}")
     first, second = load(a), load(b)
-    found = compare_results(first, second)
+    found = comparison.compare(first, second)
     console = Console(highlight=False, markup=False)
     for name, path, each in (("a", a, first), ("b", b, second)):
         state = "" if each.complete else ", incomplete: interrupted"
@@ -79,17 +68,12 @@ def compare(
     for name, keys in (("a", found.only_a), ("b", found.only_b)):
         for key in keys:
             console.print(f"only in {name}: {_describe(found.kind, key)}", soft_wrap=False)
-    console.print(f"{sentence(found)}.")
+    console.print(f"{comparison.sentence(found)}.")
     if fail_if_slower is not None:
-        complaints = [
-            *(
-                f"slower by {100 * (ratio - 1):.1f} %: {_describe(found.kind, key)}"
-                for key, ratio in found.slower(fail_if_slower)
-            ),
-            *(f"not measured in b: {_describe(found.kind, key)}" for key in found.lost()),
-        ]
-        for complaint in complaints:
-            print(f"grace bench compare: {complaint}", file=sys.stderr)
+        complaints = {key: f"slower by {100 * (ratio - 1):.1f} %" for key, ratio in found.slower(fail_if_slower)}
+        complaints |= dict.fromkeys(found.lost(), "not measured in b")
+        for key, complaint in complaints.items():
+            print(f"grace bench compare: {complaint}: {_describe(found.kind, key)}", file=sys.stderr)
         raise typer.Exit(bool(complaints))
 
 
@@ -103,17 +87,15 @@ def _groups(found: Comparison) -> dict[str, list[tuple[str, tuple[Change, ...]]]
 
 def _about(kind: str, results: Results) -> str:
     """Return the meaning of columns a and b."""
-    if kind != "train":
-        return MEANINGS[kind]
-    unit = results.settings.get("unit")
-    return clean(results.settings.get("metric") or "quality") + (f" in {clean(unit)}" if unit else "")
+    metric, unit = results.settings.get("metric") or "quality", results.settings.get("unit")
+    return MEANINGS[kind] if kind != "train" else clean(metric) + (f" in {clean(unit)}" if unit else "")
 
 
 def _table(kind: str, rows: list[tuple[str, tuple[Change, ...]]], first: Results) -> Table:
-    main, *others = MEASURES[kind]
+    main, *others = comparison.MEASURES[kind]
     scale = (first.settings.get("scale") or 1) if kind == "train" else 1
     headers = ["a", "b", "b / a", "", *(f"{measure.title}\nb / a" for measure in others)]
-    table = figures_table(IDENTITY[kind][-1], headers)
+    table = figures_table(comparison.IDENTITY[kind][-1], headers)
     table.columns[0].min_width = 16
     verdicts = WORDS[main.time]
     for name, (change, *rest) in rows:
@@ -141,16 +123,9 @@ def _describe(kind: str, key: Key) -> str:
 
 
 def _where(kind: str, key: Key) -> str:
-    facts: dict[str, Any] = dict(zip(IDENTITY[kind][:-1], key[:-1], strict=True))
-    parts = []
-    for name, value in facts.items():
-        if name == "bandwidth":
-            parts.append(of_rate(value))
-        elif name == "ranks":
-            parts.append(of_ranks(value))
-        else:
-            parts.append(f"{clean(value)} tensor" if name == "tensor" else clean(value))
-    return ", ".join(parts)
+    forms = {"bandwidth": of_rate, "ranks": of_ranks, "tensor": lambda value: f"{clean(value)} tensor"}
+    names = comparison.IDENTITY[kind][:-1]
+    return ", ".join(forms.get(name, clean)(value) for name, value in zip(names, key[:-1], strict=True))
 
 
 def _plain(value: Any) -> str:

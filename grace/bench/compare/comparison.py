@@ -54,15 +54,13 @@ class Measure:
         a, b = self.value(one), self.value(other)
         if a is None or b is None:
             return Change(a, b, UNKNOWN)
-        spans = self.interval(one), self.interval(other)
-        if spans[0] is not None and spans[1] is not None:
-            changed = spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]
+        first, second = self.interval(one), self.interval(other)
+        if first is not None and second is not None:
+            changed = first[1] < second[0] or second[1] < first[0]
         else:
             changed = abs(b - a) > self.noise * abs(a)
-        if not changed:
-            return Change(a, b, SAME)
         sign = self.sign or (1 if higher_is_better else -1)
-        return Change(a, b, BETTER if sign * (b - a) > 0 else WORSE)
+        return Change(a, b, (BETTER if sign * (b - a) > 0 else WORSE) if changed else SAME)
 
 
 MEASURES = {
@@ -134,19 +132,15 @@ class Comparison:
 
         The time is that of a step, and of kernels that of encoding and decoding together.
         """
-        return [
-            (key, change.ratio)
-            for key, change in self._times()
-            if change.ratio is not None and change.ratio > 1 + percent / 100 and change.verdict == WORSE
-        ]
+        worse = [(key, change.ratio) for key, change in self._times() if change.verdict == WORSE]
+        return [(key, ratio) for key, ratio in worse if ratio is not None and ratio > 1 + percent / 100]
 
     def lost(self) -> list[Key]:
         """Return rows whose time b lacks, so that they might have become slower."""
         return [*self.only_a, *(key for key, change in self._times() if change.a is not None and change.b is None)]
 
     def _times(self) -> list[tuple[Key, Change]]:
-        wanted = {"step": 0, "train": 3, "kernels": 0}[self.kind]
-        return [(key, changes[wanted]) for key, changes in self.rows]
+        return [(key, changes[3 if self.kind == "train" else 0]) for key, changes in self.rows]
 
 
 def compare(a: Results, b: Results) -> Comparison:
@@ -169,23 +163,19 @@ def compare(a: Results, b: Results) -> Comparison:
     rows = [(key, _changes(row, second[key], a, b)) for key, row in first.items() if key in second]
     if not rows:
         raise ConfigError(f"the two results have no row in common: rows are matched by {', '.join(IDENTITY[a.kind])}")
-    facts = (
-        ("machine", a.machine, b.machine),
-        ("versions", a.versions, b.versions),
-        ("settings", _settings(a), _settings(b)),
-    )
-    return Comparison(
-        a.kind,
-        rows,
-        [key for key in first if key not in second],
-        [key for key in second if key not in first],
-        [
-            (what, key, one.get(key), other.get(key))
-            for what, one, other in facts
-            for key in dict.fromkeys([*one, *other])
-            if one.get(key) != other.get(key)
-        ],
-    )
+    facts = {
+        "machine": (a.machine, b.machine),
+        "versions": (a.versions, b.versions),
+        "settings": (_settings(a), _settings(b)),
+    }
+    differences = [
+        (what, key, one.get(key), other.get(key))
+        for what, (one, other) in facts.items()
+        for key in dict.fromkeys([*one, *other])
+        if one.get(key) != other.get(key)
+    ]
+    only_a, only_b = ([key for key in one if key not in other] for one, other in ((first, second), (second, first)))
+    return Comparison(a.kind, rows, only_a, only_b, differences)
 
 
 def sentence(comparison: Comparison) -> str:
@@ -195,14 +185,11 @@ def sentence(comparison: Comparison) -> str:
     >>> sentence(Comparison("step", rows, [], [], []))
     '1 faster, 1 slower, 2 unchanged within the quartiles'
     """
-    time = MEASURES[comparison.kind][0].time
-    words = {
-        BETTER: "faster" if time else "better",
-        WORSE: "slower" if time else "worse",
-        SAME: "unchanged within "
-        + {"step": "the quartiles", "train": "the spread over seeds", "kernels": "10 %"}[comparison.kind],
-        UNKNOWN: "that cannot be judged" if comparison.kind != "train" else "that cannot be judged (one seed)",
-    }
+    kind = comparison.kind
+    better, worse = ("faster", "slower") if MEASURES[kind][0].time else ("better", "worse")
+    noise = {"step": "the quartiles", "train": "the spread over seeds", "kernels": "10 %"}[kind]
+    unknown = "that cannot be judged (one seed)" if kind == "train" else "that cannot be judged"
+    words = {BETTER: better, WORSE: worse, SAME: f"unchanged within {noise}", UNKNOWN: unknown}
     verdicts = [changes[0].verdict for _, changes in comparison.rows]
     counts = {verdict: verdicts.count(verdict) for verdict in words}
     return ", ".join(f"{count} {words[verdict]}" for verdict, count in counts.items() if count or verdict != UNKNOWN)

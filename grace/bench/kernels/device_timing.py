@@ -34,10 +34,8 @@ HELD = 40
 def floors(bits: float, kept: float = 1.0, reads: float = 1.0) -> dict[str, float]:
     """Return the bytes per element that each part must move: a payload is added to a tensor; an exchange writes means.
 
-    Args:
-        bits: per element, that are sent.
-        kept: the part of the elements that decoding touches.
-        reads: how often encoding reads an element.
+    ``bits`` per element are sent; decoding touches the part ``kept`` of the elements; encoding reads each so many
+    times.
 
     >>> floors(8.0), floors(0.64, kept=0.01)["decode"]
     ({'encode': 5.0, 'decode': 9.0, 'memory': 13.0, 'means': 5.0, 'exchange': 18.0}, 0.16)
@@ -96,12 +94,7 @@ def row_of(
 class Exchanged:
     """Steps of gradients as the optimizer makes them, without a network: whole buckets are encoded and decoded.
 
-    Headers stay unread, since reading makes the host wait at the end of a step.
-
-    Args:
-        method, memory: specs; the method's own memory if left out.
-        xs: gradients.
-        outs: tensors that their means are written to.
+    Headers stay unread, since reading makes the host wait at the end of a step. Means are written to ``outs``.
     """
 
     def __init__(self, method: str, memory: str | None, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]):
@@ -150,15 +143,10 @@ def leave_unread(trips: Sequence[Any]) -> None:
 def measure(
     methods: list[str], x: torch.Tensor, repeats: int, memory: str | None, clock: HostClock, show: Callable[[str], Any]
 ) -> list[dict[str, Any]]:
-    """Return the rows of one tensor: all methods and rivals take turns, so that the device's clock rate is that of all.
+    """Return the rows of one tensor, float32 and contiguous: all methods and rivals take turns, so that the device's
+    clock rate is that of all.
 
-    Args:
-        methods: compressors' specs.
-        x: float32, contiguous, on the device that is measured.
-        repeats: measurements of each; medians count.
-        memory: a memory's spec; each method's default if left out.
-        clock: the device's clock.
-        show: shows the part that is prepared or measured next.
+    Medians over ``repeats`` count; ``show`` gets the part that is prepared or measured next.
     """
     out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], Any]](), dict[str, list[str]]()
     about: dict[str, tuple[float | None, dict[str, float], str]] = {}

@@ -20,11 +20,7 @@ DEVIATIONS = 4
 
 
 def communicator_of(method: str, memory: str | None = None) -> Communicator:
-    """Return a method, ready for a late step of a run; without the warnings that a training run would get.
-
-    Raises:
-        ConfigError: there is no such method, or it does not go with the memory.
-    """
+    """Return a method, ready for a late step of a run; without the warnings that a training run would get."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         communicator = build_communicator(method, memory, None)
@@ -72,7 +68,8 @@ def aggregate(method: str, gradients: list[torch.Tensor], seed: int = 0) -> torc
 
 
 def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, Any]:
-    """Return errors of a method without a memory, over ``draws`` repetitions with different random numbers.
+    """Return errors of a method without a memory, over ``draws`` repetitions, at least 2, with different random
+    numbers.
 
     With x_r the gradient of rank r, x their mean, C one rank's compression and A the aggregate:
 
@@ -85,14 +82,7 @@ def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, 
     <A_s - x, A_t - x> over s != t). Under no bias its variance is 2 / (T (T - 1)) sum_i var(A_i)^2 where the elements'
     errors are independent. A square within 4 of its standard deviations could be chance, and ``bias`` is 0 then;
     ``bias_floor`` is the smallest that would have been seen. A method whose first two draws have the same bits has no
-    randomness: its bias is exact, and no more is drawn.
-
-    Args:
-        gradients: one per rank.
-        draws: T, at least 2.
-
-    Returns:
-        The three, ``bias_floor`` and ``draws``, the repetitions made. An error that is not finite is None.
+    randomness: its bias is exact, and no more is drawn. An error that is not finite is None.
 
     >>> errors("topk(ratio=0.5)", [torch.tensor([3.0, 4.0])], draws=4)
     {'vnmse': 0.36, 'aggregate_vnmse': 0.36, 'bias': 0.6, 'bias_floor': 0.0, 'draws': 2}

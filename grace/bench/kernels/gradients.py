@@ -30,13 +30,10 @@ def matrix(elements: int) -> tuple[int, int]:
 
 
 def gaussian(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
-    """Return independent draws of N(0, 1), float32, on the CPU: one matrix per rank, the same in every run.
-
-    >>> gaussian((2, 3))[0].shape
-    torch.Size([2, 3])
-    """
-    draws = (np.random.default_rng([0, rank]).standard_normal(shape, np.float32) for rank in range(ranks))
-    return [torch.from_numpy(draw) for draw in draws]
+    """Return independent draws of N(0, 1), float32, on the CPU: one matrix per rank, the same in every run."""
+    return [
+        torch.from_numpy(np.random.default_rng([0, rank]).standard_normal(shape, np.float32)) for rank in range(ranks)
+    ]
 
 
 def heavy_tailed(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
@@ -57,11 +54,7 @@ def captured(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
     SGD (batch 64, learning rate 0.1, seed 0). Then each rank computes the gradient of the hidden columns -> rows matrix
     from 64 samples of its own, unseen before, at the same weights. Such gradients have small and large columns, exact
     zeros where a unit is off for all samples, a rank of at most 64, and a part that all ranks share. They stand for one
-    small task; those of other models differ.
-
-    Raises:
-        MissingExtraError: scikit-learn is not installed.
-        ConfigError: there are more ranks than samples for them.
+    small task. A ConfigError says for how many ranks there are samples.
     """
     if importlib.util.find_spec("sklearn") is None:
         raise missing_extra("scikit-learn", "bench")
@@ -87,9 +80,6 @@ def captured(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
     return [torch.autograd.grad(task.loss(model, batch), hidden)[0] for batch in own]
 
 
-KINDS: dict[str, Callable[[tuple[int, int], int], list[torch.Tensor]]] = {
-    "gaussian": gaussian,
-    "heavy-tailed": heavy_tailed,
-    "captured": captured,
-}
+KINDS: dict[str, Callable[[tuple[int, int], int], list[torch.Tensor]]]
+KINDS = {"gaussian": gaussian, "heavy-tailed": heavy_tailed, "captured": captured}
 """Functions that make each kind of gradient."""

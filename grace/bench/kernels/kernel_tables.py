@@ -80,11 +80,10 @@ def _errors(rows: Sequence[Row], kinds: Sequence[str]) -> Table:
     table.columns[1].justify = "left"
     for method in dict.fromkeys(row["method"] for row in rows):
         name = escape(method) + (VOTES if votes(method) else "")
-        found = {row["tensor"]: row for row in rows if row["method"] == method}
-        for kind in filter(found.__contains__, kinds):
-            row = found[kind]
+        for row in (row for kind in kinds for row in rows if (row["tensor"], row["method"]) == (kind, method)):
             cells = (error(row["vnmse"]), error(row["aggregate_vnmse"]), bias(row["bias"], row["bias_floor"]))
-            table.add_row(name, kind, *cells, end_section=kind == kinds[-1] and len(kinds) > 1)
+            last = row["tensor"] == kinds[-1] and len(kinds) > 1
+            table.add_row(name, row["tensor"], *cells, end_section=last)
             name = ""
     return table
 
@@ -117,20 +116,12 @@ def milliseconds(ms: float | None, eager: bool, more: float = 0.0) -> str:
 
 
 def votes(method: str) -> bool:
-    """Return True if the aggregate of a method is a vote.
-
-    >>> votes("signum"), votes("efsignsgd")
-    (True, False)
-    """
+    """Return True if the aggregate of a method is a vote."""
     return bool(make("compressor", method).votes)
 
 
 def copies(value: float) -> str:
-    """Format a time in copies.
-
-    >>> copies(0.532), copies(12.34), copies(0.00001)
-    ('0.53', '12.3', '0.00')
-    """
+    """Format a time in copies."""
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
 
 

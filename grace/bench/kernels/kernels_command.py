@@ -1,5 +1,6 @@
 """``grace bench kernels``: costs and errors of compressing on one machine, without a network."""
 
+import dataclasses
 import functools
 import importlib.util
 import statistics
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 
 from grace.bench.common import options
+from grace.bench.common.options import option
+from grace.bench.common.settings_checks import check_at_least_1
 from grace.bench.lifecycle import BenchmarkRun
 from grace.errors import ConfigError, missing_extra
 
@@ -32,36 +35,85 @@ SIZE, REPEATS, DRAWS, ERROR_ELEMENTS = (25_000_000, 1_000_000), (7, 3), (16, 6),
 """Defaults: usually, and with ``--quick``."""
 
 
+@dataclasses.dataclass
+class KernelsSettings:
+    """Settings of the benchmark; None is a default that depends on the device, and on ``quick``."""
+
+    size: str | None = option(
+        None,
+        "Elements of the tensor: 25M, 1e6, 4096 ... It is a matrix as square as can be. On a GPU several.",
+        show_default="25M, on a GPU 25M,250M; or 1M with --quick",
+    )
+    methods: list[str] | None = option(
+        None,
+        f"Compressor specs, separated by commas, or all. Default: {', '.join(METHODS)}.",
+        parse=options.methods,
+        show_default=False,
+    )
+    tensors: list[str] | None = option(
+        None,
+        "Kinds of gradients, separated by commas; see above.",
+        parse=options.split,
+        show_default=f"{','.join(TENSORS)}; on a GPU gaussian",
+    )
+    memory: str | None = option(None, "One memory for all methods, as in residual.", show_default="each method's own")
+    device: str = option("cpu", "cpu or cuda.")
+    threads: int = option(1, "Threads that torch computes with.")
+    repeats: int | None = option(
+        None, "Measurements of each; medians count.", show_default="7, on a GPU 30; or 3, 10 with --quick"
+    )
+    quick: bool = False
+
+    def about(self) -> dict[str, Any]:
+        """Return the settings as they are recorded, defaults filled in.
+
+        Raises:
+            ConfigError: they make no benchmark.
+            MissingExtraError: a package is not installed.
+        """
+        if importlib.util.find_spec("torch") is None:
+            raise missing_extra("torch", "torch")
+
+        from grace.bench.common.clocks import device_facts, missing
+        from grace.bench.kernels.fidelity import communicator_of
+        from grace.bench.kernels.gradients import KINDS, matrix
+
+        on_device, quick = self.device == "cuda", self.quick
+        sizes = list(DEVICE_SIZES[quick] if on_device else [SIZE[quick]])
+        if self.size is not None:
+            sizes = [options.size(part) for part in (options.split(self.size) if on_device else [self.size])]
+        for asked in sizes:
+            if not SMALLEST <= asked <= LARGEST:
+                raise ConfigError(f"--size is between {SMALLEST:,} and {LARGEST:,} elements, not {asked:,}")
+        methods = list(QUICK_METHODS if quick else METHODS) if self.methods is None else self.methods
+        tensors = list(dict.fromkeys(TENSORS[: 1 if on_device else None] if self.tensors is None else self.tensors))
+        for name, values in (("methods", methods), ("tensors", tensors)):
+            if not values:
+                raise ConfigError(f"--{name}: at least one is needed")
+        for kind in tensors:
+            if kind not in KINDS:
+                raise ConfigError(f"unknown tensor {kind!r}; known: {', '.join(KINDS)}")
+        if "captured" in tensors and importlib.util.find_spec("sklearn") is None:
+            raise missing_extra("scikit-learn", "bench")
+        for name in methods:
+            communicator_of(name, self.memory)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device is cpu or cuda, not {self.device!r}")
+        if on_device and missing():
+            raise ConfigError(f"--device cuda: {missing()}; use --device cpu")
+        check_at_least_1(self, "threads", "repeats")
+        repeats = (DEVICE_REPEATS if on_device else REPEATS)[quick] if self.repeats is None else self.repeats
+        shape = matrix(max(sizes))
+        facts: dict[str, Any] = {"sizes": sizes, **device_facts()} if on_device else {}
+        facts |= {"elements": shape[0] * shape[1], "shape": list(shape), "device": self.device}
+        facts |= {"threads": self.threads, "repeats": repeats, "copy_gbps": None, "methods": methods}
+        facts |= {"tensors": tensors, "memory": self.memory, "ranks": RANKS, "draws": DRAWS[quick]}
+        return {**facts, "error_shape": list(matrix(min(*sizes, ERROR_ELEMENTS[quick])))}
+
+
+@options.with_options(KernelsSettings)
 def command(
-    size: Annotated[
-        str | None,
-        typer.Option(
-            help="Elements of the tensor: 25M, 1e6, 4096 ... It is a matrix as square as can be. On a GPU several.",
-            show_default="25M, on a GPU 25M,250M; or 1M with --quick",
-        ),
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Compressor specs, separated by commas, or all. Default: {', '.join(METHODS)}.", show_default=False
-        ),
-    ] = None,
-    tensors: Annotated[
-        str | None,
-        typer.Option(
-            help="Kinds of gradients, separated by commas; see above.",
-            show_default=f"{','.join(TENSORS)}; on a GPU gaussian",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="One memory for all methods, as in residual.", show_default="each method's own")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Threads that torch computes with.")] = 1,
-    repeats: Annotated[
-        int | None,
-        typer.Option(help="Measurements of each; medians count.", show_default="7, on a GPU 30; or 3, 10 with --quick"),
-    ] = None,
+    given: dict[str, Any],
     out: options.Folder = Path("out/kernels"),
     quick: Annotated[bool, typer.Option("--quick", help="A small tensor and few methods, in seconds.")] = False,
 ) -> None:
@@ -87,9 +139,7 @@ def command(
 
     Results are saved after each method, Ctrl-C included.
     """
-    run(settings(size, methods, tensors, memory, device, threads, repeats, quick), out).report_and_exit(
-        Console(highlight=False)
-    )
+    run(KernelsSettings(**given, quick=quick).about(), out).report_and_exit(Console(highlight=False))
 
 
 def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
@@ -108,78 +158,6 @@ def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
     running.measure(lambda: _measure(running, console))
     show(console, running.results)
     return running
-
-
-def settings(
-    size: str | None = None,
-    methods: str | None = None,
-    tensors: str | None = None,
-    memory: str | None = None,
-    device: str = "cpu",
-    threads: int = 1,
-    repeats: int | None = None,
-    quick: bool = False,
-) -> dict[str, Any]:
-    """Return the settings of a run, checked.
-
-    Raises:
-        ConfigError: they make no benchmark.
-        MissingExtraError: a package is not installed.
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise missing_extra("torch", "torch")
-
-    from grace.bench.common.clocks import device_facts, missing
-    from grace.bench.kernels.fidelity import communicator_of
-    from grace.bench.kernels.gradients import KINDS, matrix
-
-    on_device = device == "cuda"
-    sizes = list(DEVICE_SIZES[quick] if on_device else [SIZE[quick]])
-    if size is not None:
-        sizes = [options.size(part) for part in (options.split(size) if on_device else [size])]
-    for asked in sizes:
-        if not SMALLEST <= asked <= LARGEST:
-            raise ConfigError(f"--size is between {SMALLEST:,} and {LARGEST:,} elements, not {asked:,}")
-    default = QUICK_METHODS if quick else METHODS
-    names = list(default) if methods is None else options.methods(methods)
-    kinds = list(TENSORS[:1] if on_device else TENSORS)
-    if tensors is not None:
-        kinds = list(dict.fromkeys(options.split(tensors)))
-    for option, values in (("methods", names), ("tensors", kinds)):
-        if not values:
-            raise ConfigError(f"--{option}: at least one is needed")
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ConfigError(f"unknown tensor {kind!r}; known: {', '.join(KINDS)}")
-    if "captured" in kinds and importlib.util.find_spec("sklearn") is None:
-        raise missing_extra("scikit-learn", "bench")
-    for name in names:
-        communicator_of(name, memory)
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is cpu or cuda, not {device!r}")
-    if on_device and (why := missing()):
-        raise ConfigError(f"--device cuda: {why}; use --device cpu")
-    turns = (DEVICE_REPEATS if on_device else REPEATS)[quick] if repeats is None else repeats
-    for option, value in (("threads", threads), ("repeats", turns)):
-        if value < 1:
-            raise ConfigError(f"--{option} must be at least 1, not {value}")
-    shape = matrix(max(sizes))
-    facts: dict[str, Any] = {"sizes": sizes, **device_facts()} if on_device else {}
-    return {
-        **facts,
-        "elements": shape[0] * shape[1],
-        "shape": list(shape),
-        "device": device,
-        "threads": threads,
-        "repeats": turns,
-        "copy_gbps": None,
-        "methods": names,
-        "tensors": kinds,
-        "memory": memory,
-        "ranks": RANKS,
-        "draws": DRAWS[quick],
-        "error_shape": list(matrix(min(*sizes, ERROR_ELEMENTS[quick]))),
-    }
 
 
 def _measure_on_device(running: BenchmarkRun, console: Console) -> None:

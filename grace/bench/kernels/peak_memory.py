@@ -21,11 +21,10 @@ SMALL = 1 << 16
 def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
     """Return the largest memory in bytes that ``work()`` held, beyond the memory that this process held before.
 
-    On the CPU it is resident memory (pages it has touched, whoever allocated them: torch, NumPy or
-    compiled code), from Linux's own peak counter, which is reset first; None where there is no such counter. It is
-    off by up to 0.5 MB or so, since Linux counts pages per core. On a GPU torch's allocator counts what it hands out.
-
-    The result of ``work`` is dropped. Run it once before, so that nothing is compiled or loaded meanwhile.
+    On the CPU it is resident memory (pages it has touched, whoever allocated them), from Linux's own peak counter,
+    which is reset first; None where there is no such counter. It is off by up to 0.5 MB or so, since Linux counts pages
+    per core. On a GPU torch's allocator counts what it hands out. Run the work once before, so that nothing is compiled
+    or loaded meanwhile.
 
     >>> peak = peak_bytes(lambda: torch.ones(10_000_000))
     >>> peak is None or 39e6 < peak < 42e6

@@ -45,7 +45,7 @@ def times_ms(works: dict[str, Callable[[], Any]], repeats: int, clock: HostClock
 
 
 def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = None) -> dict[str, Any]:
-    """Return the costs of one method on one tensor, as a row of the results file.
+    """Return the costs of one method on one tensor (float32, contiguous), as a row of the results file.
 
     - ``encode``: ``compress``, all rounds of a method that has several; ``decode``: adding the decoded payload to a
       dense tensor; ``memory``: the memory's ``compensate`` and ``update`` (which decodes, too), with a residual kept.
@@ -54,15 +54,6 @@ def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = Non
     - ``encode_gbps``, ``decode_gbps``: bytes of x per second, over 10^9.
     - ``bits_per_element``: of the payload that travels, measured; all rounds together.
     - ``peak_extra_bytes``: see :func:`extra_bytes`.
-
-    Args:
-        method: a compressor's spec.
-        x: float32, contiguous, on the device that is measured.
-        repeats: measurements of each.
-        memory: a memory's spec; the method's default if left out.
-
-    Raises:
-        ConfigError: method and memory do not go together.
     """
     works, communicator = works_of(method, x, memory)
     bits = 8 * sent_bytes(method, x) / max(1, x.numel())
@@ -120,11 +111,8 @@ def works_of(
 
 
 def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int | None:
-    """Return the largest memory in bytes that two steps from a fresh start hold, beyond the gradient and its aggregate.
-
-    That is payload, scratch, and the state of compressor and memory; the buffer that an exchange packs payloads in, and
-    the payloads of other ranks, come on top. None where the system does not count (see
-    :func:`~grace.bench.kernels.peak_memory.peak_bytes`).
+    """Return the largest memory in bytes that two steps from a fresh start hold, beyond the gradient and its aggregate:
+    payload, scratch, and the state of compressor and memory. None where the system does not count.
 
     >>> peak = extra_bytes("signsgd", torch.ones(1000, 1000))  # a bit per element
     >>> peak is None or peak < 1e6

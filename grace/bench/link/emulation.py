@@ -42,11 +42,8 @@ _numbers = itertools.count()
 
 
 def possible(latency_ms: float = 0) -> str:
-    """Return the reason why a link cannot be emulated here, or an empty text if it can: a small one is tried.
-
-    Args:
-        latency_ms: the link's latency; above 0 it needs a further module of the kernel.
-    """
+    """Return the reason why a link cannot be emulated here, or an empty text if it can: a small one is tried, with the
+    latency, which needs a further module of the kernel."""
     if sys.platform != "linux":
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -206,35 +203,24 @@ class Link:
 def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1) -> float:
     """Return the bits per second that a process on one rank receives from one on another, by TCP.
 
-    Args:
-        link: a link of two ranks or more.
-        seconds: the seconds in which they are counted, after the stream has reached its speed; longer on links so slow
-            that few packets would be counted.
-        sender: the rank that sends.
-        receiver: the rank whose bytes are counted.
-
-    Raises:
-        LinkError: the processes failed.
+    They are counted for so many seconds, after the stream has reached its speed; longer on links so slow that few
+    packets would be counted. A LinkError says that the processes failed.
     """
     if link.ranks < 2:
         raise ConfigError("throughput is measured between two ranks, and the link has one")
     warm_up = 0.3 + 0.04 * link.latency_ms  # 20 round trips: in each TCP at most doubles the bytes under way
     seconds = max(seconds, FEWEST_PACKETS * MTU * 8 / link.rate)
-    counting = _start(link, receiver, ["receive", str(warm_up), str(seconds)])
-    processes = [counting]
-    try:
+    with contextlib.ExitStack() as stack:
+        counting = stack.enter_context(_start(link, receiver, ["receive", str(warm_up), str(seconds)]))
+        stack.callback(end, counting)
         port = counting.stdout.readline().strip() if counting.stdout else ""
         if port:
-            processes.append(_start(link, sender, ["send", link.address(receiver), port]))
-        out, complaint = counting.communicate(timeout=warm_up + seconds + 60)
-    except subprocess.TimeoutExpired:
-        raise LinkError("the stream stands still") from None
-    finally:
-        end(*processes)
-        for process in processes:
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            sending = stack.enter_context(_start(link, sender, ["send", link.address(receiver), port]))
+            stack.callback(end, sending)
+        try:
+            out, complaint = counting.communicate(timeout=warm_up + seconds + 60)
+        except subprocess.TimeoutExpired:
+            raise LinkError("the stream stands still") from None
     if counting.returncode != 0:
         raise LinkError(f"the receiver failed: {complaint.strip()}")
     return float(out)
@@ -242,15 +228,8 @@ def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1
 
 def _start(link: Link, rank: int, args: list[str]) -> subprocess.Popen:
     python = [sys.executable, "-I", "-S", str(STREAM)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        link.command(rank, [*python, *args]),
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(link.command(rank, [*python, *args]), **pipes, text=True, start_new_session=True)
 
 
 def _effective() -> int:

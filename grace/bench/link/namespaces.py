@@ -30,11 +30,7 @@ def starting(start: str) -> list[str]:
 
 
 def remove(names: list[str]) -> None:
-    """Kill all processes in namespaces, and delete the namespaces.
-
-    Raises:
-        LinkError: some still exist; all have been tried.
-    """
+    """Kill all processes in namespaces, and delete the namespaces; a LinkError says that some still exist."""
     complaints = []
     for name in names:
         with contextlib.suppress(LinkError):  # a name without a namespace is all that an interrupted start left
@@ -55,15 +51,7 @@ def remove_stale() -> None:
 
 
 def call(*command: str, script: str = "") -> str:
-    """Run ``ip`` or ``tc``, and return its output.
-
-    Args:
-        command: the command line.
-        script: the input for ``-batch -``.
-
-    Raises:
-        LinkError: the command failed; the message has its error.
-    """
+    """Run ``ip`` or ``tc`` with an input for ``-batch -``, and return its output; a LinkError has its error."""
     # a session of its own, so that Ctrl-C does not end a command that removes a namespace
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode != 0:

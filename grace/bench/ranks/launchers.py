@@ -46,8 +46,6 @@ class Launcher:
 
     Attributes:
         processes: one per rank, in order; or one that starts them all.
-        ranks: the number of ranks.
-        engine: the backend that ``grace.init()`` is to join.
         defaults: variables in the environment of all ranks, unless the user has set them.
         killed: a pattern for the message of a process that starts them all about a rank that a signal ended, with its
             ``rank`` and the ``signal``.
@@ -61,11 +59,7 @@ class Launcher:
 
 
 def engine_of(framework: str, ranks: int) -> str:
-    """Return the engine that moves a framework's tensors here: torch's own; TensorFlow's by Horovod, or else MPI.
-
-    Raises:
-        MissingExtraError: neither is installed.
-    """
+    """Return the engine that moves a framework's tensors here: torch's own; TensorFlow's by Horovod, or else MPI."""
     if framework == "torch":
         return "torch"
     if ranks == 1:
@@ -82,11 +76,7 @@ def engine_of(framework: str, ranks: int) -> str:
 
 
 def check_engine(engine: str) -> str:
-    """Return the engine's name, if there is such an engine and it is installed.
-
-    Raises:
-        ConfigError: there is no engine of this name.
-        MissingExtraError: it is not installed.
+    """Return the engine's name; raise an error if there is no such engine, or it is not installed.
 
     >>> check_engine("smoke")
     Traceback (most recent call last):
@@ -107,11 +97,7 @@ def check_engine(engine: str) -> str:
 
 
 def check_links(nodes: int, rates: Iterable[float | None]) -> None:
-    """Refuse emulated links that cannot be: between so many machines, of these rates; None is the loopback.
-
-    Raises:
-        ConfigError: a rate or the number of machines cannot be emulated.
-    """
+    """Raise a ConfigError for links that cannot be: between so many machines, of these rates; None is the loopback."""
     for rate in rates:
         if rate is not None:
             Link(nodes, rate)
@@ -135,11 +121,8 @@ def mpirun() -> str | None:
 def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Launcher]:
     """Return the launcher of ranks that find each other by an engine; servers that they need run in the ``with`` block.
 
-    Args:
-        engine: "torch", "horovod", "mpi", or "local" for one rank without an engine.
-        ranks: the number of ranks.
-        link: the network between them, which is up; loopback if left out. Over torch it may join fewer machines, each
-            of which then has equally many ranks that reach each other by its own loopback.
+    "local" is one rank without an engine. The link is up; without one there is the loopback. Over torch it may join
+    fewer machines, each of which then has equally many ranks that reach each other by its own loopback.
 
     >>> with launcher("torch", 2) as start:
     ...     [process.environment["RANK"] for process in start.processes]
@@ -194,19 +177,14 @@ def _rendezvous(ranks: int, link: Link | None) -> Iterator[str]:
     """Start a server by which the ranks find each other, and return its port."""
     command = [*_python(0, link), "-m", "grace.bench.ranks.rendezvous", str(ranks)]
     pipe = subprocess.PIPE
-    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    assert server.stdin is not None
-    assert server.stdout is not None
-    assert server.stderr is not None
-    try:
-        port = server.stdout.readline().strip()
-        if not port:
-            raise WorkerError(f"Horovod's rendezvous server did not start\n{server.stderr.read().strip()}")
-        yield port
-    finally:
-        end(server)
-        for stream in (server.stdin, server.stdout, server.stderr):
-            stream.close()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as server:
+        try:
+            port = server.stdout.readline().strip() if server.stdout else ""
+            if not port:
+                raise WorkerError(f"Horovod's rendezvous server did not start\n{server.communicate()[1].strip()}")
+            yield port
+        finally:
+            end(server)
 
 
 def _horovod(ranks: int, link: Link | None, port: str) -> list[Process]:

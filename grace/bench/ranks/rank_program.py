@@ -29,16 +29,8 @@ def run_as_rank(main: Callable[..., None]) -> None:
 
 @contextlib.contextmanager
 def join_run(folder: str, settings: Callable[..., Any], join: Callable[[Any], Any]) -> Iterator[tuple[Any, Any, Emit]]:
-    """Join a run for the time of the ``with`` block.
-
-    Args:
-        folder: the folder with settings.json, to which rank 0 writes events.jsonl.
-        settings: makes the settings of what the file has.
-        join: joins the run, of the settings.
-
-    Returns:
-        The settings, the result of ``join``, and a function that writes an event on rank 0.
-    """
+    """Join a run for the time of the ``with`` block; return the settings of settings.json in the folder, the result of
+    ``join``, and a function by which rank 0 writes an event to events.jsonl."""
     redirect_stderr(Path(folder))
     rank_settings = settings(**json.loads(Path(folder, "settings.json").read_text()))
     joined = join(rank_settings)

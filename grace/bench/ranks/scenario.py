@@ -40,10 +40,8 @@ def run_scenario(
         program: arguments of ``python``; a folder with settings.json follows, to which rank 0 writes events.jsonl.
         settings: a dataclass, or a dict.
         arguments: further arguments, after the folder.
-        ranks: the number of ranks.
         rate: bits per second of emulated links; None for loopback.
         watch: called with each event.
-        engine: the engine that joins them.
         nodes: the number of machines that a link joins; one for each rank if left out.
 
     Raises:
@@ -97,13 +95,9 @@ class EventReader:
 
 
 def run_ranks(launcher: Launcher, program: Sequence[str], folder: Path, watch: Callable[[], None]) -> None:
-    """Run a Python program on all ranks, and return when they have ended.
+    """Run a Python program on all ranks, and return when they have ended; ``watch`` is called meanwhile.
 
-    Args:
-        launcher: the launcher of the ranks.
-        program: the arguments of ``python``.
-        folder: the folder of their stderr: ``launcher.log``, and a file of each rank that has joined the run.
-        watch: called ten times a second meanwhile.
+    The folder gets their stderr: ``launcher.log``, and a file of each rank that has joined the run.
 
     Raises:
         WorkerError: a rank failed; the others are ended.

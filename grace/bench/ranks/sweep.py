@@ -21,13 +21,9 @@ from grace.bench.ranks.scenario import run_scenario
 class Sweep:
     """Benchmark of several scenarios, of which each is shown and kept as soon as it is measured.
 
-    Attributes:
-        name: the command's name, for messages.
-        program: the module that ranks run; it takes a folder and those values of a scenario that are neither ranks
-            nor bandwidth, and emits one event with all of a scenario's results.
-        table: returns the table of a scenario.
-        verdict: returns the verdict on a scenario, in words.
-        summary: returns the table of all scenarios, in Markdown.
+    ``program`` is the module that ranks run; it takes a folder and those values of a scenario that are neither ranks
+    nor bandwidth, and emits one event with all of a scenario's results. ``summary`` returns the table of all scenarios,
+    in Markdown.
     """
 
     name: str
@@ -39,17 +35,14 @@ class Sweep:
     def run(
         self, settings: Any, out: Path | None = None, resume: bool = False, console: Console | None = None
     ) -> list[Scenario]:
-        """Measure all scenarios of settings, and show tables.
+        """Measure all scenarios of settings, show tables on the console, if any, and return the scenarios, the file's
+        first.
 
         Args:
             settings: a dataclass with ``scenarios``, dicts with model, ranks, bandwidth and what else tells one from
                 another.
             out: the file that each scenario is added to; None for no file.
             resume: True to leave out the scenarios that are in the file, whatever else they were measured with.
-            console: the console that shows tables; none if left out.
-
-        Returns:
-            All scenarios, those of the file first.
 
         Raises:
             ConfigError: the file to continue from is damaged.

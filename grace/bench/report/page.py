@@ -6,16 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from grace.bench.common.results import Results
-from grace.bench.common.text import (
-    clean,
-    digits,
-    format_count,
-    number,
-    of_bytes,
-    of_ranks,
-    of_rate,
-    of_seconds,
-)
+from grace.bench.common.text import clean, digits, format_count, number, of_bytes, of_ranks, of_rate, of_seconds
 from grace.bench.report.figures import kernels_figures, step_figures, train_figures
 from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
 from grace.bench.report.rows import Row, identity
@@ -41,14 +32,7 @@ NAMES = {"about": "{}", "engine": "engine {}", "framework": "{}", "device": "on 
 def write_report(path: Path, results: Sequence[Results]) -> Path:
     """Write one self-contained HTML file: styles, script and figures (SVG) are in it, and nothing is loaded.
 
-    Each of the results becomes a section; a method has the same colour in all of them. The file is replaced at once.
-
-    Args:
-        path: the path of the file; its folder is made if need be.
-        results: at least one, of any kinds.
-
-    Returns:
-        The path.
+    Each of the results, at least one, becomes a section; a method has the same colour in all of them.
 
     Raises:
         ConfigError: a row lacks keys that identify it, or the file cannot be written.
@@ -56,21 +40,16 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
     if not results:
         raise ConfigError("a report needs results of at least one benchmark")
     try:
-        text = page(results)
+        return write(path, page(results))
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         kinds = ", ".join(each.kind for each in results)
         raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
-    return write(path, text)
 
 
 def write(path: Path, text: str) -> Path:
-    """Write a file atomically; its folder is made if need be.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a file atomically; its folder is made if need be. A ConfigError says why it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
@@ -84,33 +63,19 @@ def page(results: Sequence[Results]) -> str:
     """Return the report as HTML."""
     for each in results:
         each.require_keys(NEEDED[each.kind])
-    colors = methods_looks(results)
-    titles = headings(results)
-    sections = [
-        _section(each, title, colors, f"s{i}") for i, (each, title) in enumerate(zip(results, titles, strict=True))
-    ]
+    seen, titles = methods_looks(results), headings(results)
+    sections = [_section(each, titles[i], seen, f"s{i}") for i, each in enumerate(results)]
     links = "".join(f'<a href="#s{i}">{escaped(title)}</a>' for i, title in enumerate(titles))
     contents = f'<nav aria-label="Contents">{links}</nav>' if len(results) > 1 else ""
     return document("Grace benchmark report", sections, contents)
 
 
 def document(title: str, sections: Sequence[str], contents: str = "") -> str:
-    """Return a page in the look of all reports.
-
-    Args:
-        title: the title of the page.
-        sections: its ``<section>`` elements.
-        contents: the HTML in front of them.
-    """
+    """Return a page in the look of all reports: the HTML of the contents, and then ``<section>`` elements."""
     template = string.Template(files("grace.bench.report").joinpath("report.html").read_text(encoding="utf-8"))
     text, styles = named("\n".join(sections))
-    return template.substitute(
-        styles=styles,
-        title=title,
-        contents=contents,
-        sections=text,
-        footer=f"Written by Grace {escaped(__version__)}. A click on the name of a table's column sorts it.",
-    )
+    footer = f"Written by Grace {escaped(__version__)}. A click on the name of a table's column sorts it."
+    return template.substitute(styles=styles, title=title, contents=contents, sections=text, footer=footer)
 
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
@@ -120,43 +85,38 @@ def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
     return looks([identity(row) for row in rows], baselines)
 
 
-def heading(results: Results) -> str:
-    """Return the heading of results: the measured figure and its subject.
-
-    >>> heading(Results("step", {"model": "resnet50"})), heading(Results("train", {"task": "digits"}))
-    ('Step time: resnet50', 'Training: digits')
-    """
-    subject = results.settings.get("model") or results.settings.get("task") or results.settings.get("device")
-    return HEADINGS[results.kind] + (f": {clean(subject)}" if subject else "")
-
-
 def headings(results: Sequence[Results]) -> list[str]:
-    """Return a heading for each of the results; equal ones are numbered.
+    """Return a heading for each of the results, of what was measured; equal ones are numbered.
 
     >>> headings([Results("step", {"model": name}) for name in ("mlp", "gpt2", "mlp")])
     ['Step time: mlp (1)', 'Step time: gpt2', 'Step time: mlp (2)']
+    >>> headings([Results("train", {"task": "digits"})])
+    ['Training: digits']
     """
-    found = [heading(each) for each in results]
+    found = []
+    for each in results:
+        subject = each.settings.get("model") or each.settings.get("task") or each.settings.get("device")
+        found.append(HEADINGS[each.kind] + (f": {clean(subject)}" if subject else ""))
     return [
         f"{title} ({found[: i + 1].count(title)})" if found.count(title) > 1 else title for i, title in enumerate(found)
     ]
 
 
-def _section(results: Results, title: str, colors: dict[str, Look], name: str) -> str:
+def _section(results: Results, title: str, seen: dict[str, Look], name: str) -> str:
     rows, settings = results.rows, results.settings
     shown: Sequence[Row] = rows
     if results.kind == "step":
-        drawn, columns, shown = step_figures.figures(rows, colors, name), step_columns(rows), step_rows(rows)
+        drawn, columns, shown = step_figures.figures(rows, seen, name), step_columns(rows), step_rows(rows)
     elif results.kind == "train":
-        drawn, columns = train_figures.figures(rows, settings, colors, name), train_columns(settings)
+        drawn, columns = train_figures.figures(rows, settings, seen, name), train_columns(settings)
     else:
-        drawn, columns = kernels_figures.figures(rows, colors, name), KERNELS
+        drawn, columns = kernels_figures.figures(rows, seen, name), KERNELS
     parts = [f'<section id="{name}"><h2>{escaped(title)}</h2>', f'<p class="about">{_about(results)}</p>']
     if not results.complete:
         parts.append('<p class="warn">Incomplete: interrupted. Only what was measured until then is here.</p>')
     parts += [_verdict(results), _facts(results), *map(figure_html, drawn)]
     if rows:
-        parts.append(f"<h3>All figures as a table</h3>{table(shown, columns, colors, title)}")
+        parts.append(f"<h3>All figures as a table</h3>{table(shown, columns, seen, title)}")
     return "\n".join([*filter(None, parts), "</section>"])
 
 
@@ -188,12 +148,9 @@ def _about(results: Results) -> str:
 
 def _verdict(results: Results) -> str:
     verdicts = verdict(results)
-    if not verdicts:
-        return ""
-    if set(verdicts) == {""}:
-        return f'<div class="verdict">{escaped(verdicts[""])}</div>'
     lines = "".join(f"<dt>{escaped(_rate(key))}</dt><dd>{escaped(words)}</dd>" for key, words in verdicts.items())
-    return f'<div class="verdict"><dl>{lines}</dl></div>'
+    inside = escaped(verdicts[""]) if set(verdicts) == {""} else f"<dl>{lines}</dl>"
+    return f'<div class="verdict">{inside}</div>' if verdicts else ""
 
 
 def _rate(key: str) -> str:
@@ -205,17 +162,16 @@ def _rate(key: str) -> str:
 
 
 def _facts(results: Results) -> str:
-    machine = results.machine
-    memory = of_bytes(machine["memory_bytes"]) if number(machine.get("memory_bytes")) else ""
-    computer = [clean(machine.get("processor") or ""), f"{machine.get('cores', '?')} cores", memory]
-    gpus = [clean(gpu) for gpu in machine.get("gpus") or []]
-    facts: list[tuple[str, str]] = [
-        ("measured", f"{results.when.replace('T', ' ').replace('Z', ' UTC')}, took {of_seconds(results.seconds)}"),
-        ("machine", ", ".join(filter(None, [*computer, *gpus]))),
-        ("system", str(machine.get("platform") or "")),
-        ("versions", ", ".join(f"{package} {number}" for package, number in results.versions.items())),
-    ]
-    cells = "".join(f"<div><dt>{name}</dt><dd>{escaped(text)}</dd></div>" for name, text in facts if text)
+    machine, memory = results.machine, results.machine.get("memory_bytes")
+    computer = [clean(machine.get("processor") or ""), f"{machine.get('cores', '?')} cores"]
+    computer += [of_bytes(memory) if number(memory) else "", *map(clean, machine.get("gpus") or [])]
+    facts = {
+        "measured": f"{results.when.replace('T', ' ').replace('Z', ' UTC')}, took {of_seconds(results.seconds)}",
+        "machine": ", ".join(filter(None, computer)),
+        "system": str(machine.get("platform") or ""),
+        "versions": ", ".join(f"{package} {version}" for package, version in results.versions.items()),
+    }
+    cells = "".join(f"<div><dt>{name}</dt><dd>{escaped(text)}</dd></div>" for name, text in facts.items() if text)
     if results.command:
         cells += f'<div class="wide"><dt>command</dt><dd><code>{escaped(results.command)}</code></dd></div>'
     return f'<dl class="facts">{cells}</dl>'

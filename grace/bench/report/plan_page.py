@@ -19,19 +19,7 @@ CHOSEN = "this plan"
 
 def write_plan(path: Path, plan: Plan, problem: Problem, about: Mapping[str, str]) -> Path:
     """Write one self-contained HTML file: the verdict, a step as a Gantt chart, other ranks and bandwidths, memory.
-
-    Args:
-        path: the path of the file; its folder is made if need be.
-        plan: the plan.
-        problem: the problem that was planned.
-        about: facts about the problem, and the sources of figures.
-
-    Returns:
-        The path.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    ``about`` has facts about the problem, and the sources of figures."""
     return write(path, page(plan, problem, about))
 
 

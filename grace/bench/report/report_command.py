@@ -20,6 +20,5 @@ def report(
     """
     from grace.bench.report.page import write_report
 
-    loaded = [load(path) for path in results]
-    write_report(out, loaded)
+    write_report(out, [load(path) for path in results])
     print(f"Wrote {out} ({out.stat().st_size / 1000:.0f} kB).")

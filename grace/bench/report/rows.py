@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grace.bench.common.text import number, of_ranks, of_rate
+from grace.bench.common.text import number
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -39,15 +39,6 @@ def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
     return dict(
         sorted(found.items(), key=lambda item: [(v is None, 0 if isinstance(v, str) else v or 0) for v in item[0]])
     )
-
-
-def titles(found: Mapping[tuple, Any]) -> list[str]:
-    """Return titles that distinguish cases of (ranks, bandwidth).
-
-    >>> titles({(2, 1e9): 0, (4, 1e9): 0}), titles({(2, None): 0})
-    (['2 ranks, 1 Gbit/s', '4 ranks, 1 Gbit/s'], ['2 ranks, no emulated link'])
-    """
-    return [f"{of_ranks(ranks)}, {of_rate(rate)}" for ranks, rate in found]
 
 
 def identity(row: Mapping[str, Any]) -> str:

@@ -26,13 +26,7 @@ def over_ranks(
     ranks: Sequence[int] = RANKS,
 ) -> dict[str, Line]:
     """Predict one method for all variables, and strategies as they are, for these numbers of ranks with equal links.
-
-    Args:
-        problem: whose model, links and codecs count.
-        methods: specs of compressors; each is carried by its default communicator for the number of ranks, and left out
-            where nobody knows what that takes.
-        plans: strategies by their names; those of several nodes are left out.
-        ranks: numbers of ranks.
+    Methods of unknown costs, and strategies of several nodes, are left out.
 
     >>> from grace.core.variable import Variable
     >>> from grace.planner.builders.auto import Auto
@@ -59,14 +53,8 @@ def over_rates(
     plans: Mapping[str, Strategy] | None = None,
     rates: Sequence[float] = RATES,
 ) -> dict[str, Line]:
-    """Predict one method for all variables, and strategies, over links of these bandwidths with the same latency.
-
-    Args:
-        problem: whose model, ranks and codecs count.
-        methods: specs of compressors.
-        plans: strategies by their names.
-        rates: bit/s.
-    """
+    """Predict one method for all variables, and strategies, over links of these bandwidths (bit/s) with the same
+    latency."""
     links, strategies = links_of(problem.costs.network), dict(plans or {})
     latency = links.latency if links else 0.0
 

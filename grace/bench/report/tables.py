@@ -66,14 +66,8 @@ def words_of(key: str, title: str) -> Column:
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Look], name: str) -> str:
-    """Return a table whose columns can be sorted; a column that no row has a value for is left out.
-
-    Args:
-        rows: the rows in their first order.
-        columns: the first one names the row, and has a dot of the method's colour.
-        looks: the looks of methods.
-        name: the name of the table for screen readers.
-    """
+    """Return a table whose columns can be sorted; a column that no row has a value for is left out. The first column
+    names the row, and has a dot of its look's colour; screen readers read the table's name."""
     columns = [column for column in columns if any(column.sort_key(row) for row in rows)]
     heads = "".join(
         f'<th scope="col"{_class("text" if column.words else "")}><button type="button">{escaped(column.title)}'

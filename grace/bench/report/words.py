@@ -1,7 +1,5 @@
 """Meaning of results, in words: the benchmark's own verdict, or a sentence made from its rows."""
 
-from typing import Any
-
 from grace.bench.common.quality import better, shown
 from grace.bench.common.results import Results
 from grace.bench.common.text import digits, number, of_rate
@@ -11,19 +9,13 @@ from grace.bench.report.rows import cases
 def verdict(results: Results) -> dict[str, str]:
     """Return verdicts by their subject, such as a bandwidth; "" for all results. Empty if there is none.
 
-    >>> verdict(Results("step", {"verdict": {"1gbit": "topk pays."}}))
-    {'1gbit': 'topk pays.'}
-    >>> verdict(Results("step", {"verdict": "nothing pays."})), verdict(Results("step", {}))
-    ({'': 'nothing pays.'}, {})
+    >>> verdict(Results("step", {"verdict": {"1gbit": "topk pays."}})), verdict(Results("step", {}))
+    ({'1gbit': 'topk pays.'}, {})
     """
-    recorded: Any = results.settings.get("verdict")
-    if isinstance(recorded, dict):
-        return {str(key): str(words) for key, words in recorded.items() if words}
-    if recorded:
-        return {"": str(recorded)}
-    if results.kind == "train":
-        return _train(results)
-    return _kernels(results) if results.kind == "kernels" else {}
+    recorded: dict[str, str] = results.settings.get("verdict") or {}
+    if recorded or results.kind == "step":
+        return {key: words for key, words in recorded.items() if words}
+    return _train(results) if results.kind == "train" else _kernels(results)
 
 
 def _train(results: Results) -> dict[str, str]:

@@ -28,14 +28,8 @@ Trained = tuple[nn.Module, torch.optim.Optimizer, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """Row of the benchmark, before it is measured.
-
-    Attributes:
-        name: its name in tables.
-        kind: "bound", "baseline" or "grace".
-        build: takes a model and its optimizer, and returns those that train over ranks.
-        method: the compressor, if it is Grace's.
-    """
+    """Row of the benchmark, before it is measured: its kind is "bound", "baseline" or "grace"; ``build`` takes a model
+    and its optimizer, and returns those that train over ranks; ``method`` is the compressor, if it is Grace's."""
 
     name: str
     kind: str
@@ -82,13 +76,8 @@ def bound() -> Contestant:
 
 
 def in_optimizer(name: str, method: str | None = None, **choices: Any) -> Contestant:
-    """Return a contestant in Grace's optimizer.
-
-    Args:
-        name: its name in tables.
-        method: its compressor, if it has one for all variables.
-        choices: arguments of :func:`grace.DistributedOptimizer`.
-    """
+    """Return a contestant in Grace's optimizer, of these arguments; ``method`` is its compressor, if it has one for all
+    variables."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
         optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), **choices)

@@ -27,13 +27,8 @@ class Lane:
         self.cycles = 1e3 * CALIBRATION / began.elapsed_time(ended)
 
     def carry(self, move: Callable[[], Handle], seconds: Callable[[], float], sent: torch.Tensor) -> Handle:
-        """Start a collective after all work so far; its handle lets later work wait, and not the host.
-
-        Args:
-            move: makes the received tensors.
-            seconds: returns the seconds on the wire, after ``move``.
-            sent: the sent tensor.
-        """
+        """Start a collective after all work so far; its handle lets later work wait, and not the host. ``move`` makes
+        the received tensors of the sent one; ``seconds`` returns the seconds on the wire afterwards."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             handle = move()
@@ -52,14 +47,11 @@ class Lane:
 
 
 class Simulated(SimulatedRanks):
-    """Ranks that one process pretends, behind a wire: a collective takes its bytes over the bandwidth.
+    """Ranks that one process pretends, behind a wire: a collective takes its bytes over the rate, in bits per second;
+    None lets them arrive at once.
 
-    Received tensors are copies, made on the wire's stream, as NCCL would write them.
-
-    Args:
-        size: the number of ranks.
-        lane: the stream of collectives, which travel one after the other.
-        rate: bits per second; None if they arrive at once.
+    Received tensors are copies, made on the lane's stream, as NCCL would write them; collectives travel one after the
+    other.
     """
 
     name = "simulated"

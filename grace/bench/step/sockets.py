@@ -11,13 +11,11 @@ ACKNOWLEDGED, RECEIVED = 120, 128
 
 
 def tcp_bytes(between_nodes: bool = False) -> tuple[int, int] | None:
-    """Return the bytes sent (and acknowledged) and received so far by all open TCP connections, without headers.
+    """Return the bytes sent (and acknowledged) and received so far by all open TCP connections, without headers; None
+    where they cannot be known.
 
-    Args:
-        between_nodes: True to count only connections whose ends have different addresses.
-
-    Returns:
-        None where the bytes cannot be known: elsewhere than on Linux, or if no connection leaves this node.
+    With ``between_nodes`` only connections whose ends have different addresses count, and None means that no connection
+    leaves this node.
 
     >>> sent, received = tcp_bytes() or (0, 0)
     >>> sent >= 0 and received >= 0

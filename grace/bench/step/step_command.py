@@ -1,6 +1,8 @@
 """``grace bench step``: the costs of a training step with each method, and the gain of compression."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,17 +13,13 @@ from rich.markup import escape
 import grace
 from grace.bench.common import options
 from grace.bench.common.progress import ScenarioBars
+from grace.bench.common.results import Results
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.rank_program import Event
-from grace.bench.step import step_scenarios
-from grace.bench.step.step_settings import (
-    DEVICE_METHODS,
-    DEVICE_RANKS,
-    DEVICE_RATES,
-    QUICK_METHODS,
-    QUICK_ROUNDS,
-    StepSettings,
-)
+from grace.bench.ranks.scenario import run_scenario
+from grace.bench.step import step_settings
+from grace.bench.step.step_rows import ScenarioRows
+from grace.bench.step.step_settings import StepSettings
 from grace.bench.step.step_table import show
 from grace.errors import ConfigError
 
@@ -63,13 +61,12 @@ def command(
     here = options.launched()
     on_device = device == "cuda"
     sharded = given.get("sharded", 0)
-    defaults: dict[str, Any] = {"rounds": QUICK_ROUNDS} if quick else {}
+    defaults: dict[str, Any] = {"rounds": step_settings.QUICK_ROUNDS} if quick else {}
     if quick or sharded:
-        defaults["methods"] = list(QUICK_METHODS)
+        defaults["methods"] = list(step_settings.QUICK_METHODS)
     if device != "cpu":
         check_device(device, here, given)
-        methods = QUICK_METHODS if quick else DEVICE_METHODS
-        defaults |= {"model": "gpt2", "methods": list(methods), "ranks": [DEVICE_RANKS], "bandwidths": [*DEVICE_RATES]}
+        defaults = {**step_settings.ON_DEVICE, **defaults}
         given["baselines"] = []
     if here and sharded:
         given["ranks"] = [2 * sharded]  # until they have joined, and are counted
@@ -80,11 +77,7 @@ def command(
 
 
 def check_device(device: str, here: bool, given: dict[str, Any]) -> None:
-    """Refuse options that cannot be measured on one GPU, before anything starts.
-
-    Raises:
-        ConfigError: there is no GPU, or an option needs ranks.
-    """
+    """Raise a ConfigError before anything starts if there is no GPU, or an option needs ranks."""
     from grace.bench.common.clocks import missing
 
     if device != "cuda":
@@ -93,15 +86,13 @@ def check_device(device: str, here: bool, given: dict[str, Any]) -> None:
     needs_ranks = [flag for field, flag in {**flags, "strategies": "--strategy"}.items() if given.get(field)]
     if given.get("engine", "torch") != "torch":
         needs_ranks.append(f"--engine {given['engine']}")
-    if here:
-        needs_ranks.append("a launcher")
+    needs_ranks += ["a launcher"] if here else []
     if needs_ranks:
         raise ConfigError(
             f"--device cuda pretends all ranks but one, over a simulated wire: leave out {needs_ranks[0]}"
         )
-    why = missing()
-    if why:
-        raise ConfigError(f"--device cuda: {why}; use --device cpu")
+    if missing():
+        raise ConfigError(f"--device cuda: {missing()}; use --device cpu")
 
 
 def run_on_device(settings: StepSettings, out: Path, here: bool = False) -> BenchmarkRun:
@@ -140,9 +131,38 @@ def run(
                 if "times_ms" in event:
                     running.save()
 
-            (step_scenarios.run_here if here else step_scenarios.run)(settings, running.results, watch)
+            (_measure_here if here else _measure)(settings, running.results, watch)
 
     running.measure(measure)
     if not console.quiet:
         show(console, running.results)
     return running
+
+
+def _measure(settings: StepSettings, results: Results, watch: Callable[[str, Event], None]) -> None:
+    """Measure every scenario; rows and verdicts are added to the results, and ``watch`` gets each event of ranks."""
+    program = ["-m", "grace.bench.step.step_rank"]
+    for ranks, rate in settings.scenarios:
+        rows = ScenarioRows(results, ranks, rate, settings.engines, watch)
+        for engine in settings.engines:
+            rows.begin(engine)
+            add = partial(rows.add, engine)
+            run_scenario(program, settings, [engine], ranks, rate, add, engine, settings.nodes(ranks))
+        rows.conclude()
+
+
+def _measure_here(settings: StepSettings, results: Results, watch: Callable[[str, Event], None]) -> None:
+    """Measure on the ranks that a launcher has started, of which this process is one, over the network between them;
+    rank 0 fills in the results."""
+    from grace.bench.step.step_rank import measure
+
+    backend = grace.init()
+    settings = dataclasses.replace(settings, engine=backend.name, ranks=[backend.size], bandwidths=[None])
+    results.settings = settings.about()
+    rows = ScenarioRows(results, backend.size, None, [backend.name], watch)
+    if backend.rank == 0:
+        rows.begin(backend.name)
+        measure(settings, backend, backend.name, partial(rows.add, backend.name))
+        rows.conclude()
+    else:
+        measure(settings, backend, backend.name, lambda event: None)

@@ -45,26 +45,12 @@ class EngineRows:
         sent, received = (_largest(block[key] for block in blocks) for key in ("sent_bytes", "received_bytes"))
         wire = None if rate is None or sent is None or received is None else 8e3 * max(sent, received) / rate
         compute = step if about["kind"] == "bound" else min(compute, step)
-        return {
-            **{key: about[key] for key in ("name", "kind", "method")},
-            "engine": self.engine,
-            "ranks": self.ranks,
-            "bandwidth": rate,
-            "step_ms": step,
-            "step_low_ms": low,
-            "step_high_ms": high,
-            "compute_ms": compute,
-            "codec_ms": codec,
-            "exposed_ms": max(0.0, step - compute - (codec or 0.0)),
-            "sent_bytes": sent,
-            "received_bytes": received,
-            "wire_ms": wire,
-            "samples_per_s": 1e3 * about["samples"] * self.ranks / step,
-            "speedup": None,
-            "steps": len(times),
-            "pays": None,
-            "times_ms": times,
-        }
+        row = {key: about[key] for key in ("name", "kind", "method")}
+        row |= {"engine": self.engine, "ranks": self.ranks, "bandwidth": rate}
+        row |= {"step_ms": step, "step_low_ms": low, "step_high_ms": high, "compute_ms": compute, "codec_ms": codec}
+        row |= {"exposed_ms": max(0.0, step - compute - (codec or 0.0)), "sent_bytes": sent, "received_bytes": received}
+        row |= {"wire_ms": wire, "samples_per_s": 1e3 * about["samples"] * self.ranks / step, "speedup": None}
+        return {**row, "steps": len(times), "pays": None, "times_ms": times}
 
 
 @dataclasses.dataclass
@@ -138,5 +124,4 @@ def _times(blocks: list[Event]) -> list[float]:
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known, default=None)
+    return max((value for value in values if value is not None), default=None)

@@ -16,9 +16,13 @@ METHODS = (
     "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64)",
 )  # fmt: skip
 QUICK_METHODS = ("none", "block(bits=4)", "topk(ratio=0.01)", "powersgd(rank=4)")
-DEVICE_METHODS = ("none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
-DEVICE_RANKS, DEVICE_RATES = 8, (10e9, 25e9)
-"""Pretended ranks, and bits per second of simulated wires, on a GPU."""
+ON_DEVICE: dict[str, Any] = {
+    "model": "gpt2",
+    "methods": ["none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)"],
+    "ranks": [8],
+    "bandwidths": [10e9, 25e9],
+}
+"""Defaults on a GPU, where ranks are pretended and wires are simulated."""
 ROUNDS, QUICK_ROUNDS = 8, 3
 BASELINES = ("ddp", "horovod")
 BOUND = "no communication"
@@ -139,7 +143,7 @@ class StepSettings:
                 raise ConfigError("--reduce-scatter needs shard groups of 2 ranks or more: --sharded 2")
 
     def nodes(self, ranks: int) -> int:
-        """Return the number of machines that emulated links join: one for each rank, or each shard group."""
+        """Return the number of machines that links join: one for each rank, or each shard group."""
         return ranks // max(1, self.sharded) or 1
 
     @property

@@ -43,8 +43,7 @@ def show(console: Console, results: Results) -> None:
 
 
 def table(rows: list[Row], width: int = 80, whose: str = "rank") -> Table:
-    """Return the table of one scenario's rows; times in milliseconds. Where there is room, it has bytes received and
-    samples per second too."""
+    """Return the table of one scenario's rows; a wide one has bytes received and samples per second too."""
     plain = next((row["name"] for row in rows if row["speedup"] == 1.0), None)
     columns: dict[str, Callable[[Row], str]] = {
         "step\nms": lambda row: number(row["step_ms"]),
@@ -75,11 +74,9 @@ def amount(count: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with three digits, and no more than needed.
+    """Format a number with three digits, and no more than needed; empty if it is unknown.
 
     >>> [number(x) for x in (None, 0.1234, 5.678, 56.78, 5678.9)]
     ['', '0.12', '5.68', '56.8', '5679']
     """
-    if value is None:
-        return ""
-    return f"{value:.{max(0, 2 - max(0, len(str(int(value))) - 1))}f}"
+    return "" if value is None else f"{value:.{max(0, 3 - len(str(int(value))))}f}"

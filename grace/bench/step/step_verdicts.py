@@ -40,11 +40,8 @@ def pays(row: Row, plain: Row) -> bool:
 def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | None] | None = None) -> str:
     """Return the verdict on a scenario, in a few sentences.
 
-    Args:
-        rows: the rows of the scenario.
-        engine: the engine of Grace's methods.
-        shortfalls: for each method that was trained, the part that it lacks of what training gains without compression.
-            If given, only methods that were trained and lack at most 3 % are recommended.
+    ``engine`` is that of Grace's methods. With the shortfalls of methods that were trained, the parts that they lack of
+    what training gains without compression, only those that lack at most 3 % are recommended.
 
     >>> def row(name, ms, kind="grace"):
     ...     return {"name": name, "kind": kind, "step_ms": ms, "step_low_ms": ms, "step_high_ms": ms, "pays": ms < 190}
@@ -72,7 +69,8 @@ def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | 
     own = [row for row in good if row["kind"] == "grace" and row.get("method", row["name"]) != "none"]
     sentences = []
     if own:
-        sentences.append(f"Compress: {_gain(own[0], plain)} ({_ms(own[0])} instead of {_ms(plain)}).")
+        gain = f"{own[0]['name']} makes a step {_speedup(own[0], plain)} as fast as {plain['name']}"
+        sentences.append(f"Compress: {gain} ({_ms(own[0])} instead of {_ms(plain)}).")
         if good[0] is not own[0]:
             sentences.append(f"Faster still: {', '.join(_times(row, plain) for row in good[: good.index(own[0])])}.")
         rest = good[good.index(own[0]) + 1 :]
@@ -107,10 +105,9 @@ def _lacks(row: Row, shortfalls: Mapping[str, float | None]) -> float | None:
 
 def _fast_but(row: Row, plain: Row, lacks: float | None) -> str:
     """Return a row's name, its speedup, and why it is not recommended."""
-    why = "not trained here"
-    if lacks is not None:
-        part = f"lacks {100 * lacks:.0f} % of what training gains without compression"
-        why = part if math.isfinite(lacks) else "diverged"
+    why = "not trained here" if lacks is None else "diverged"
+    if lacks is not None and math.isfinite(lacks):
+        why = f"lacks {100 * lacks:.0f} % of what training gains without compression"
     return f"{row['name']} ({_speedup(row, plain)}; {why})"
 
 
@@ -121,10 +118,6 @@ def _listed(names: list[str]) -> str:
     ('a, b, c, d', 'a, b, c and 3 others')
     """
     return ", ".join(names) if len(names) <= LONGEST_LIST else f"{', '.join(names[:3])} and {len(names) - 3} others"
-
-
-def _gain(row: Row, plain: Row) -> str:
-    return f"{row['name']} makes a step {_speedup(row, plain)} as fast as {plain['name']}"
 
 
 def _times(row: Row, plain: Row) -> str:

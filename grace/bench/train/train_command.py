@@ -1,6 +1,5 @@
 """``grace bench train``: what compression does to the quality of a model, and how soon it gets there."""
 
-import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from grace.bench.common.text import of_ranks, show_rate
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.train import training_runs
 from grace.bench.train.train_settings import TrainSettings
+from grace.bench.train.train_table import advice, results_table
 
 NAME = "grace bench train"
 
@@ -75,21 +75,16 @@ def run(settings: TrainSettings, out: Path) -> BenchmarkRun:
 
 def show(console: Console, running: BenchmarkRun) -> None:
     """Show a table for each network and optimizer, and how to read them."""
-    from grace.bench.train.train_table import advice, results_table
-
     results = running.results
-    rates = dict.fromkeys(row["bandwidth"] for row in results.rows)
-    optimizers = dict.fromkeys(row["optimizer"] for row in results.rows)
-    last: list[Row] = []
-    for rate, optimizer in itertools.product(rates, optimizers):
-        rows = [row for row in results.rows if (row["bandwidth"], row["optimizer"]) == (rate, optimizer)]
-        if not rows:
-            continue
+    tables: dict[tuple[float | None, str], list[Row]] = {}
+    for row in results.rows:
+        tables.setdefault((row["bandwidth"], row["optimizer"]), []).append(row)
+    rates, optimizers = {rate for rate, _ in tables}, {optimizer for _, optimizer in tables}
+    for (rate, optimizer), rows in tables.items():
         where = ["loopback" if rate is None else show_rate(rate)] if rate is not None or len(rates) > 1 else []
         where += [optimizer] if len(optimizers) > 1 else []
         if where:
             console.print(f"\n[bold]{', '.join(where)}[/]")
         console.print(results_table(rows, results))
-        last = rows
-    if last:
-        console.print(advice(last, results))
+    if tables:
+        console.print(advice(rows, results))

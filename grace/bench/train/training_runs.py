@@ -1,6 +1,5 @@
 """Training runs of several methods over real ranks: the rows of ``grace bench train``."""
 
-import dataclasses
 import importlib.util
 import itertools
 import statistics
@@ -23,10 +22,7 @@ MEANS = (
 def run(settings: TrainSettings, results: Results, watch: Callable[[float | None, Event], None]) -> None:
     """Train with every method and seed over ranks on this machine; each run is added to the results when it ends.
 
-    Args:
-        settings: the settings of the benchmark.
-        results: results of kind "train", whose rows are filled in.
-        watch: called with a bandwidth and each event of its ranks, see :mod:`grace.bench.train.train_rank`.
+    ``watch`` gets a bandwidth and each event of its ranks, see :mod:`grace.bench.train.train_rank`.
 
     Raises:
         MissingExtraError: a package or a launcher is not installed.
@@ -38,30 +34,26 @@ def run(settings: TrainSettings, results: Results, watch: Callable[[float | None
             raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
     engine = engine_of(settings.framework, settings.ranks)
     for rate in settings.bandwidths:
-        added = AddedRuns(settings, results, rate, watch)
-        run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, added.receive, engine)
+        _train(settings, results, rate, engine, watch)
 
 
-@dataclasses.dataclass
-class AddedRuns:
-    """Receiver of the events of ranks over one network, which adds each run to the results when it ends."""
+def _train(
+    settings: TrainSettings,
+    results: Results,
+    rate: float | None,
+    engine: str,
+    watch: Callable[[float | None, Event], None],
+) -> None:
+    before, runs = list(results.rows), list[Row]()
 
-    settings: TrainSettings
-    results: Results
-    rate: float | None
-    watch: Callable[[float | None, Event], None]
-
-    def __post_init__(self) -> None:
-        self.rows_before = list(self.results.rows)
-        self.runs: list[Row] = []
-
-    def receive(self, event: Event) -> None:
-        """Add the run that has ended, if the event is one, and pass the event on."""
+    def receive(event: Event) -> None:
         if "run" in event:
-            self.runs.append(event["run"])
-            self.results.settings["parameters"] = event["run"]["parameters"]
-            self.results.rows = [*self.rows_before, *summarize(self.runs, self.settings, self.rate)]
-        self.watch(self.rate, event)
+            runs.append(event["run"])
+            results.settings["parameters"] = event["run"]["parameters"]
+            results.rows = [*before, *summarize(runs, settings, rate)]
+        watch(rate, event)
+
+    run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, receive, engine)
 
 
 def summarize(runs: list[Row], settings: TrainSettings, rate: float | None = None) -> list[Row]:
@@ -70,26 +62,16 @@ def summarize(runs: list[Row], settings: TrainSettings, rate: float | None = Non
     rows = []
     for optimizer, method in itertools.product(settings.optimizers, settings.methods):
         own = [run for run in runs if (run["method"], run["optimizer"]) == (method, optimizer)]
-        if not own:
-            continue
-        qualities = [run["quality"] for run in own]
-        rows.append(
-            {
-                "method": method,
-                "optimizer": optimizer,
-                "bandwidth": rate,
-                "ranks": settings.ranks,
-                "lr": own[0]["lr"],
-                **{key: statistics.fmean(run[key] for run in own) for key in MEANS},
-                "quality_spread": (max(qualities) - min(qualities)) / 2,
-                "shortfall": None,
-                "relative_volume": None,
-                "relative_throughput": None,
-                **_to_target(own, about["target"], about["higher_is_better"]),
-                "curve": _mean_curve([run["curve"] for run in own]),
-                "runs": own,
-            }
-        )
+        if own:
+            qualities = [run["quality"] for run in own]
+            facts = {"bandwidth": rate, "ranks": settings.ranks, "lr": own[0]["lr"]}
+            compared = dict.fromkeys(("shortfall", "relative_volume", "relative_throughput"))
+            means = {key: statistics.fmean(run[key] for run in own) for key in MEANS}
+            spread = {"quality_spread": (max(qualities) - min(qualities)) / 2}
+            reached = _to_target(own, about["target"], about["higher_is_better"])
+            curve = _mean_curve([run["curve"] for run in own])
+            row = {"method": method, "optimizer": optimizer, **facts, **means, **spread, **compared, **reached}
+            rows.append({**row, "curve": curve, "runs": own})
     plains = {row["optimizer"]: row for row in rows if row["method"] == "none"}
     for row in rows:
         plain = plains.get(row["optimizer"])

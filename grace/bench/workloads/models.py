@@ -13,18 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from grace.bench.common.user_functions import load_function
-from grace.bench.workloads.torch_modules import GPT, LSTM, resnet18
+from grace.bench.workloads.torch_modules import GPT, LSTM, Residual, normalized, random_images, random_texts, resnet18
 from grace.errors import ConfigError
 
 
 class Workload(NamedTuple):
-    """Model, and the loss of one batch.
-
-    Attributes:
-        model: a torch module.
-        loss: takes the model, or a wrapper of it, and returns the loss of a batch, a 0-d tensor.
-        samples: in that batch.
-    """
+    """Model, the function that returns the loss of a batch of it (or a wrapper of it), and the batch's samples."""
 
     model: nn.Module
     loss: Callable[[nn.Module], torch.Tensor]
@@ -39,7 +33,7 @@ def transformer(rank: int) -> Workload:
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
     body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     model = nn.Sequential(nn.Embedding(4096, 512), body, nn.Linear(512, 4096))
-    return _classify(model, *_tokens(rank, 4, 33, 4096))
+    return _classify(model, *random_texts(rank, 4, 32, 4096))
 
 
 def lstm(rank: int) -> Workload:
@@ -47,14 +41,12 @@ def lstm(rank: int) -> Workload:
 
     A batch has 8 sequences of 16 words. The embedding's gradient is dense.
     """
-    return _classify(LSTM(10_000, 400, 400, layers=2), *_tokens(rank, 8, 17, 10_000))
+    return _classify(LSTM(10_000, 400, 400, layers=2), *random_texts(rank, 8, 16, 10_000))
 
 
 def resnet(rank: int) -> Workload:
     """ResNet-18 for small images, 11.2 M parameters; a batch has 4 of 3 x 32 x 32."""
-    generator = torch.Generator().manual_seed(rank)
-    x, y = torch.randn(4, 3, 32, 32, generator=generator), torch.randint(10, (4,), generator=generator)
-    return _classify(resnet18(10), x, y)
+    return _classify(resnet18(10), *random_images(rank, 4, 32, 10))
 
 
 def resnet50(rank: int, images: int = 2, size: int = 64) -> Workload:
@@ -67,12 +59,14 @@ def resnet50(rank: int, images: int = 2, size: int = 64) -> Workload:
     blocks, before = list[nn.Module](), 64
     for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for i in range(count):
-            blocks.append(_Bottleneck(before, width, stride=2 if i == 0 and width > 64 else 1))
-            before = 4 * width
+            stride, wide = 2 if i == 0 and width > 64 else 1, 4 * width
+            layers = [*normalized(before, width, 1, groups=32), nn.ReLU(), *normalized(width, width, 3, stride, 32)]
+            layers += [nn.ReLU(), *normalized(width, wide, 1, groups=32)]
+            shortcut = normalized(before, wide, 1, stride, 32) if before != wide else []
+            blocks.append(Residual(layers, nn.Sequential(*shortcut)))
+            before = wide
     model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(images, 3, size, size, generator=generator)
-    return _classify(model, x, torch.randint(1000, (images,), generator=generator))
+    return _classify(model, *random_images(rank, images, size, 1000))
 
 
 def gpt2(rank: int, sequences: int = 1, length: int = 32) -> Workload:
@@ -81,7 +75,7 @@ def gpt2(rank: int, sequences: int = 1, length: int = 32) -> Workload:
 
     A batch has a sequence of 32 tokens, on a GPU 8 of 1,024.
     """
-    return _classify(GPT(50_257, 768, 12, 12, 1024, tied=True), *_tokens(rank, sequences, length + 1, 50_257))
+    return _classify(GPT(50_257, 768, 12, 12, 1024, tied=True), *random_texts(rank, sequences, length, 50_257))
 
 
 def ncf(rank: int) -> Workload:
@@ -107,13 +101,7 @@ def mlp(rank: int) -> Workload:
 
 
 MODELS: dict[str, Callable[[int], Workload]] = {
-    "transformer": transformer,
-    "resnet": resnet,
-    "resnet50": resnet50,
-    "gpt2": gpt2,
-    "lstm": lstm,
-    "ncf": ncf,
-    "mlp": mlp,
+    function.__name__: function for function in (transformer, resnet, resnet50, gpt2, lstm, ncf, mlp)
 }
 
 ON_GPUS: dict[str, Callable[[int], Workload]] = {
@@ -124,15 +112,11 @@ ON_GPUS: dict[str, Callable[[int], Workload]] = {
 
 
 def workload(name: str, rank: int, device: str = "cpu") -> Workload:
-    """Return a model of Grace's, or of a user's function that returns ``(model, loss)`` or ``(model, loss, samples)``.
+    """Return a model of Grace's, or of a user's ``module:function`` without arguments, which returns ``(model, loss)``
+    or ``(model, loss, samples)``.
 
-    Args:
-        name: one of ``MODELS``, or ``module:function``, a function without arguments.
-        rank: whose data; a function of the user's asks ``grace.rank()``.
-        device: "cuda" moves the model there, and its batch with it, which is larger if it is in ``ON_GPUS``.
-
-    Raises:
-        ConfigError: it cannot be found, or does not return that.
+    Data are the rank's; the user's function asks ``grace.rank()``. On "cuda" the batch is larger if the model is in
+    ``ON_GPUS``.
 
     >>> small = workload("lstm", rank=0)
     >>> small.samples, sum(p.numel() for p in small.model.parameters())
@@ -157,11 +141,6 @@ def workload(name: str, rank: int, device: str = "cpu") -> Workload:
     return Workload(made[0].to(device) if device != "cpu" else made[0], made[1], made[2] if len(made) == 3 else 1)
 
 
-def _tokens(rank: int, size: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    text = torch.randint(vocabulary, (size, length), generator=torch.Generator().manual_seed(rank))
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
 def _classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Workload:
     return _workload(model, lambda logits, y: functional.cross_entropy(logits.flatten(0, -2), y.flatten()), [x], y)
 
@@ -181,30 +160,6 @@ def _workload(
         return criterion(model(*batch[:-1]), batch[-1])
 
     return Workload(model, loss, len(target))
-
-
-class _Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions, and what they are added to; a stride halves the image."""
-
-    def __init__(self, before: int, width: int, stride: int):
-        super().__init__()
-        self.path = nn.Sequential(
-            *_normalized(before, width, 1),
-            nn.ReLU(),
-            *_normalized(width, width, 3, stride),
-            nn.ReLU(),
-            *_normalized(width, 4 * width, 1),
-        )
-        grows = before != 4 * width
-        self.shortcut = nn.Sequential(*(_normalized(before, 4 * width, 1, stride) if grows else []))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.shortcut(images) + self.path(images))
-
-
-def _normalized(before: int, width: int, size: int, stride: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(before, width, size, stride, padding=size // 2, bias=False)
-    return [convolution, nn.GroupNorm(32, width)]
 
 
 class _Filtering(nn.Module):

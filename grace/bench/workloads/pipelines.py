@@ -13,32 +13,18 @@ from torch.nn import functional
 
 from grace.bench.common.user_functions import load_function
 from grace.bench.workloads import torch_modules
+from grace.bench.workloads.torch_modules import random_images, random_texts
 from grace.errors import ConfigError
 
 
 class Cuttable(NamedTuple):
-    """Model that is trained in stages, and a batch.
-
-    Attributes:
-        model: a torch module.
-        inputs: a batch, as :class:`grace.torch.Pipeline` takes ``example_inputs``.
-        target: what the loss compares outputs with.
-        loss: takes outputs and target; None of a model that returns its loss.
-    """
+    """Model that is trained in stages, a batch as :class:`grace.torch.Pipeline` takes ``example_inputs``, its target,
+    and the loss of outputs and target; None of a model that returns its loss."""
 
     model: nn.Module
     inputs: Any
     target: Any
     loss: Callable[..., torch.Tensor] | None
-
-
-def _images(rows: int, side: int, classes: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(rows, 3, side, side, generator=draw), torch.randint(classes, (rows,), generator=draw)
-
-
-def _tokens(rows: int, length: int, vocabulary: int) -> torch.Tensor:
-    return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def _of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -56,19 +42,18 @@ def vgg11() -> Cuttable:
         else:
             layers.append(nn.MaxPool2d(2))
     head = [nn.Flatten(), nn.Linear(4 * 512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 100)]
-    return Cuttable(nn.Sequential(*layers, *head), *_images(8, 64), functional.cross_entropy)
+    return Cuttable(nn.Sequential(*layers, *head), *random_images(0, 8, 64, 100), functional.cross_entropy)
 
 
 def resnet18() -> Cuttable:
     """ResNet-18 (He et al., 2016) with group norm, for 8 images of 64 x 64."""
-    return Cuttable(torch_modules.resnet18(100, pool=True), *_images(8, 64), functional.cross_entropy)
+    return Cuttable(torch_modules.resnet18(100, pool=True), *random_images(0, 8, 64, 100), functional.cross_entropy)
 
 
 def gpt() -> Cuttable:
     """A causal language model of 8 layers of width 256 and a vocabulary of 32,768: its head takes as long as several
     layers."""
-    x = _tokens(8, 33, 32_768)
-    return Cuttable(torch_modules.GPT(32_768, 256, 8, 4, 32), x[:, :-1].contiguous(), x[:, 1:].contiguous(), _of_tokens)
+    return Cuttable(torch_modules.GPT(32_768, 256, 8, 4, 32), *random_texts(0, 8, 32, 32_768), _of_tokens)
 
 
 class _EncoderDecoder(nn.Module):
@@ -92,9 +77,8 @@ class _EncoderDecoder(nn.Module):
 def encoder_decoder() -> Cuttable:
     """A transformer with an encoder for long texts and a decoder for short ones, 4 layers of width 256 each: every
     decoder's layer reads what the encoder gave."""
-    source, words = _tokens(8, 96, 4096), _tokens(8, 25, 4096)
-    model = _EncoderDecoder(256, 4, 4096)
-    return Cuttable(model, (source, words[:, :-1].contiguous()), words[:, 1:].contiguous(), _of_tokens)
+    (source, _), (words, following) = random_texts(0, 8, 96, 4096), random_texts(0, 8, 24, 4096)
+    return Cuttable(_EncoderDecoder(256, 4, 4096), (source, words), following, _of_tokens)
 
 
 class _UNet(nn.Module):
@@ -126,7 +110,7 @@ def _twice(before: int, width: int) -> nn.Module:
 
 def unet() -> Cuttable:
     """A U-Net (Ronneberger et al., 2015) of 4 levels for 4 images of 64 x 64: what goes down is read on the way up."""
-    x, _ = _images(4, 64)
+    x, _ = random_images(0, 4, 64, 100)
     target = torch.randint(4, (4, 64, 64), generator=torch.Generator().manual_seed(1))
     return Cuttable(_UNet(), x, target, functional.cross_entropy)
 
@@ -139,23 +123,13 @@ def mlp() -> Cuttable:
 
 
 MODELS: dict[str, Callable[[], Cuttable]] = {
-    "vgg11": vgg11,
-    "resnet18": resnet18,
-    "gpt": gpt,
-    "encoder_decoder": encoder_decoder,
-    "unet": unet,
-    "mlp": mlp,
+    function.__name__: function for function in (vgg11, resnet18, gpt, encoder_decoder, unet, mlp)
 }
 
 
 def cuttable(name: str) -> Cuttable:
-    """Return a model of Grace's, or of a user's function that returns ``(model, inputs, target, loss)``.
-
-    Args:
-        name: one of ``MODELS``, or ``module:function``, a function without arguments.
-
-    Raises:
-        ConfigError: it cannot be found, or does not return that.
+    """Return a model of Grace's, or of a user's ``module:function`` without arguments, which returns ``(model, inputs,
+    target, loss)``.
 
     >>> made = cuttable("mlp")
     >>> made.inputs.shape, sum(p.numel() for p in made.model.parameters())

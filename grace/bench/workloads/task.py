@@ -45,10 +45,10 @@ def in_optimizer(method: str) -> dict[str, str]:
 
 
 class Task(abc.ABC):
-    """A model, its data, and how good it has become.
+    """Model, its data, and how good it has become.
 
-    The facts and the data are the same in every framework; what is abstract here is the framework's. The data's
-    order and the initial weights depend on the seed alone, so that methods differ in nothing else.
+    The facts and the data are the same in every framework; what is abstract here is the framework's. The data's order
+    and the initial weights depend on the seed alone, so that methods differ in nothing else.
     """
 
     about: ClassVar[str]
@@ -135,15 +135,9 @@ class LabelledTask(Task):
 
 
 class Trainer(abc.ABC):
-    """One training run of a task in one framework: the model, its distributed optimizer, and a step.
+    """Training run of a task with one method in one framework: the model, its distributed optimizer, and a step.
 
-    Args:
-        task: what is trained.
-        method: the compressor.
-        seed: of weights, order and method.
-        lr: the learning rate at the start.
-        momentum: the optimizer's; AdamW's first beta.
-        optimizer: one of ``OPTIMIZERS``.
+    The seed is that of weights, order and method; the momentum is AdamW's first beta, too.
     """
 
     @abc.abstractmethod
@@ -179,13 +173,8 @@ class Trainer(abc.ABC):
 def task_class(name: str, framework: str | None = None, size: int | None = None) -> Callable[[], Task]:
     """Return the function that makes a task in a framework; without one, a task of its facts and data.
 
-    Args:
-        name: one of ``TASKS``, or ``module:function``, whose function (or class) returns a Task.
-        framework: "torch" or "tensorflow".
-        size: about how many parameters the model has; the task's own number if left out.
-
-    Raises:
-        ConfigError: there is no such task, or its model has one size.
+    The name is one of ``TASKS``, or ``module:function``, whose function (or class) returns a Task. ``size`` is about
+    how many parameters the model has. A ConfigError says that there is no such task, or that its model has one size.
 
     >>> task_class("digits").metric
     'accuracy'

@@ -62,94 +62,62 @@ def _embedding(rows: int, width: int, seeds: Iterator[int], spread: float) -> la
 
 
 class Digits(_LabelledInTensorFlow, digits.Digits):
-    """The digits, and a multilayer perceptron."""
+    """The digits, and a multilayer perceptron.
 
-    def network(self, seed: int) -> keras.Model:
-        return network(seed)
-
-
-def network(seed: int) -> keras.Model:
-    """Return a multilayer perceptron with two hidden layers.
-
-    >>> network(seed=0).count_params()
+    >>> Digits().network(0).count_params()
     301066
     """
-    seeds = _seeds(seed)
-    hidden = [_dense(WIDTH, seeds, "relu") for _ in range(2)]
-    return keras.Sequential([keras.Input([64]), *hidden, _dense(10, seeds)])
+
+    def network(self, seed: int) -> keras.Model:
+        seeds = _seeds(seed)
+        hidden = [_dense(WIDTH, seeds, "relu") for _ in range(2)]
+        return keras.Sequential([keras.Input([64]), *hidden, _dense(10, seeds)])
 
 
 class DigitsCNN(_LabelledInTensorFlow, digits.DigitsCNN):
-    """The digits, and a convolutional network."""
+    """The digits, and a convolutional network.
 
-    def network(self, seed: int) -> keras.Model:
-        return convolutional_network(seed)
-
-
-def convolutional_network(seed: int) -> keras.Model:
-    """Return two convolutions, a pooling and two linear layers, of images in rows of 64 pixels.
-
-    >>> convolutional_network(seed=0).count_params()
+    >>> DigitsCNN().network(0).count_params()
     38282
     """
-    seeds = _seeds(seed)
-    convolutions = [
-        layers.Conv2D(
-            channels, 3, padding="same", activation="relu", kernel_initializer=initializers.GlorotUniform(next(seeds))
-        )
-        for channels in digits.CHANNELS
-    ]
-    hidden, output = _dense(digits.HIDDEN, seeds, "relu"), _dense(10, seeds)
-    images = [keras.Input([64]), layers.Reshape([8, 8, 1])]
-    return keras.Sequential([*images, *convolutions, layers.MaxPooling2D(), layers.Flatten(), hidden, output])
+
+    def network(self, seed: int) -> keras.Model:
+        seeds = _seeds(seed)
+        form: dict[str, Any] = {"padding": "same", "activation": "relu"}
+        convolutions = [
+            layers.Conv2D(channels, 3, **form, kernel_initializer=initializers.GlorotUniform(next(seeds)))
+            for channels in digits.CHANNELS
+        ]
+        hidden, output = _dense(digits.HIDDEN, seeds, "relu"), _dense(10, seeds)
+        images = [keras.Input([64]), layers.Reshape([8, 8, 1])]
+        return keras.Sequential([*images, *convolutions, layers.MaxPooling2D(), layers.Flatten(), hidden, output])
 
 
 class CharacterModel(_LabelledInTensorFlow, charlm.CharacterModel):
     """The text, and the LSTM."""
 
     def network(self, seed: int) -> keras.Model:
-        return character_lstm(len(self.characters), seed)
-
-
-def character_lstm(characters: int, seed: int) -> keras.Model:
-    """Return an embedding, one LSTM layer and a linear layer over the characters.
-
-    >>> character_lstm(100, seed=0).count_params()
-    98532
-    """
-    seeds = _seeds(seed)
-    uniform = [initializers.GlorotUniform(next(seeds)) for _ in range(2)]
-    lstm = layers.LSTM(
-        HIDDEN,
-        return_sequences=True,
-        kernel_initializer=uniform[0],
-        recurrent_initializer=initializers.Orthogonal(seed=next(seeds)),
-        seed=next(seeds),
-    )
-    embedding = layers.Embedding(characters, EMBEDDING, initializers.RandomNormal(stddev=1.0, seed=next(seeds)))
-    output = layers.Dense(characters, kernel_initializer=uniform[1])
-    return keras.Sequential([keras.Input([None], dtype="int64"), embedding, lstm, output])
+        """Return an embedding, one LSTM layer and a linear layer over the characters."""
+        seeds, count = _seeds(seed), len(self.characters)
+        first, last = (initializers.GlorotUniform(next(seeds)) for _ in range(2))
+        recurrent = initializers.Orthogonal(seed=next(seeds))
+        form: dict[str, Any] = {"kernel_initializer": first, "recurrent_initializer": recurrent}
+        lstm = layers.LSTM(HIDDEN, return_sequences=True, **form, seed=next(seeds))
+        embedding = _embedding(count, EMBEDDING, seeds, 1.0)
+        output = layers.Dense(count, kernel_initializer=last)
+        return keras.Sequential([keras.Input([None], dtype="int64"), embedding, lstm, output])
 
 
 class CharacterGPT(_LabelledInTensorFlow, charlm.CharacterGPT):
     """The text, and the GPT."""
 
     def network(self, seed: int) -> keras.Model:
-        return gpt(len(self.characters), self.width, seed)
-
-
-def gpt(characters: int, width: int, seed: int) -> keras.Model:
-    """Return a GPT: embeddings of characters and positions, two blocks, a norm and a linear layer.
-
-    >>> gpt(100, 48, seed=0).count_params()
-    69364
-    """
-    seeds = _seeds(seed)
-    blocks = [Block(width, seeds) for _ in range(BLOCKS)]
-    output = _dense(characters, seeds)
-    first = Embedded(characters, width, seeds)
-    inputs = keras.Input([GPT_WINDOW - 1], dtype="int64")
-    return keras.Sequential([inputs, first, *blocks, layers.LayerNormalization(), output])
+        """Return embeddings of characters and positions, blocks, a norm and a linear layer."""
+        seeds, count = _seeds(seed), len(self.characters)
+        blocks = [AttentionBlock(self.width, seeds) for _ in range(BLOCKS)]
+        output = _dense(count, seeds)
+        inputs, first = keras.Input([GPT_WINDOW - 1], dtype="int64"), Embedded(count, self.width, seeds)
+        return keras.Sequential([inputs, first, *blocks, layers.LayerNormalization(), output])
 
 
 class Embedded(layers.Layer):
@@ -165,7 +133,7 @@ class Embedded(layers.Layer):
         return self.embedding(codes) + self.positions(keras.ops.arange(GPT_WINDOW - 1))
 
 
-class Block(layers.Layer):
+class AttentionBlock(layers.Layer):
     """Causal attention and a layer of four times the width, each after a norm and beside an identity."""
 
     def __init__(self, width: int, seeds: Iterator[int]):
@@ -184,24 +152,20 @@ class Block(layers.Layer):
 
 
 class Recommender(_LabelledInTensorFlow, recommender.Recommender):
-    """The clicks, and the scores of pairs."""
+    """The clicks, and the scores of pairs.
 
-    def network(self, seed: int) -> keras.Model:
-        return scores(seed)
-
-
-def scores(seed: int) -> keras.Model:
-    """Return two embedding tables, and an MLP of both embeddings and their product, which gives logits of clicks.
-
-    >>> scores(seed=0).count_params()
+    >>> Recommender().network(0).count_params()
     27201
     """
-    seeds, pairs = _seeds(seed), keras.Input([2], dtype="int64")
-    width, spread = recommender.EMBEDDING, recommender.SPREAD
-    user = _embedding(recommender.USERS, width, seeds, spread)(pairs[:, 0])
-    item = _embedding(recommender.ITEMS, width, seeds, spread)(pairs[:, 1])
-    hidden = _dense(recommender.HIDDEN, seeds, "relu")(keras.ops.concatenate([user, item, user * item], 1))
-    return keras.Model(pairs, _dense(1, seeds)(hidden)[:, 0])
+
+    def network(self, seed: int) -> keras.Model:
+        """Return two embedding tables, and an MLP of both embeddings and their product, which gives clicks' logits."""
+        seeds, pairs = _seeds(seed), keras.Input([2], dtype="int64")
+        width, spread = recommender.EMBEDDING, recommender.SPREAD
+        user = _embedding(recommender.USERS, width, seeds, spread)(pairs[:, 0])
+        item = _embedding(recommender.ITEMS, width, seeds, spread)(pairs[:, 1])
+        hidden = _dense(recommender.HIDDEN, seeds, "relu")(keras.ops.concatenate([user, item, user * item], 1))
+        return keras.Model(pairs, _dense(1, seeds)(hidden)[:, 0])
 
 
 class FrameworkTrainer(Trainer):

@@ -1,5 +1,7 @@
 """Torch modules that several benchmarks train."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -26,14 +28,8 @@ class LSTM(nn.Module):
 class GPT(nn.Module):
     """Embeddings of words and positions, blocks of causal attention, a norm, and a linear layer over the vocabulary.
 
-    Args:
-        vocabulary: number of words.
-        width: of hidden states.
-        blocks: number of blocks.
-        heads: of attention, in a block.
-        length: words of the longest text.
-        spread: standard deviation of new embeddings; torch's if left out.
-        tied: True if the output is the transposed embedding.
+    Texts have at most ``length`` words. ``spread`` is the standard deviation of new embeddings; torch's if left out.
+    The output of a tied one is the transposed embedding.
 
     >>> sum(p.numel() for p in GPT(100, 48, blocks=2, heads=4, length=63).parameters())
     69364
@@ -76,36 +72,43 @@ class GPT(nn.Module):
 
 
 def resnet18(classes: int, pool: bool = False) -> nn.Sequential:
-    """Return ResNet-18 for small images (He et al., CVPR 2016, arXiv 1512.03385).
-
-    Groups of channels are normalized, not batches, so that ranks do not differ.
-
-    Args:
-        classes: number of logits.
-        pool: True to halve images behind the first convolution.
-    """
+    """Return ResNet-18 for small images (He et al., CVPR 2016, arXiv 1512.03385); with ``pool`` they are halved behind
+    the first convolution. Groups of channels are normalized, not batches, so that ranks do not differ."""
     widths = (64, 64, 128, 128, 256, 256, 512, 512)
-    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()]
-    if pool:
-        stem.append(nn.MaxPool2d(2))
-    blocks = [Block(before, width) for before, width in zip((64, *widths), widths, strict=False)]
+    stem = [*normalized(3, 64, 3), nn.ReLU(), *([nn.MaxPool2d(2)] if pool else [])]
+    blocks = []
+    for before, width in zip((64, *widths), widths, strict=False):
+        stride = 1 if before == width else 2
+        layers = [*normalized(before, width, 3, stride), nn.ReLU(), *normalized(width, width, 3)]
+        shortcut = nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
+        blocks.append(Residual(layers, shortcut))
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
-class Block(nn.Module):
-    """Two convolutions beside the identity, or beside a 1 x 1 convolution where the width grows."""
+def normalized(before: int, width: int, size: int, stride: int = 1, groups: int = 8) -> list[nn.Module]:
+    """Return a convolution, and a norm of groups of channels."""
+    convolution = nn.Conv2d(before, width, size, stride, padding=size // 2, bias=False)
+    return [convolution, nn.GroupNorm(groups, width)]
 
-    def __init__(self, before: int, width: int):
+
+class Residual(nn.Module):
+    """Layers, and the shortcut beside them."""
+
+    def __init__(self, layers: Sequence[nn.Module], shortcut: nn.Module):
         super().__init__()
-        stride = 1 if before == width else 2
-        self.layers = nn.Sequential(
-            nn.Conv2d(before, width, 3, stride, padding=1, bias=False),
-            nn.GroupNorm(8, width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.GroupNorm(8, width),
-        )
-        self.shortcut = nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
+        self.layers, self.shortcut = nn.Sequential(*layers), shortcut
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.layers(images) + self.shortcut(images))
+        return functional.relu(self.shortcut(images) + self.layers(images))
+
+
+def random_images(seed: int, count: int, size: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch of images and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, size, size, generator=generator), torch.randint(classes, (count,), generator=generator)
+
+
+def random_texts(seed: int, count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch of texts, and the next word of each of their words."""
+    text = torch.randint(vocabulary, (count, length + 1), generator=torch.Generator().manual_seed(seed))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()

@@ -95,32 +95,23 @@ def network(seed: int) -> nn.Sequential:
 
 
 class DigitsCNN(_LabelledInTorch, digits.DigitsCNN):
-    """The digits, and a convolutional network."""
+    """The digits, and a convolutional network.
 
-    def network(self, seed: int) -> nn.Module:
-        return convolutional_network(seed)
-
-
-def convolutional_network(seed: int) -> nn.Sequential:
-    """Return two convolutions, a pooling and two linear layers, of images in rows of 64 pixels.
-
-    >>> sum(p.numel() for p in convolutional_network(seed=0).parameters())
+    >>> sum(p.numel() for p in DigitsCNN().network(0).parameters())
     38282
     """
-    first, second = CHANNELS
-    with _seeded(seed):
-        return nn.Sequential(
-            nn.Unflatten(1, (1, 8, 8)),
-            nn.Conv2d(1, first, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(first, second, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(16 * second, HIDDEN),
-            nn.ReLU(),
-            nn.Linear(HIDDEN, 10),
-        )
+
+    def network(self, seed: int) -> nn.Module:
+        first, second = CHANNELS
+        with _seeded(seed):
+            convolutions = (
+                nn.Conv2d(1, first, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(first, second, 3, padding=1),
+                nn.ReLU(),
+            )
+            hidden = nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * second, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
+            return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *convolutions, *hidden)
 
 
 class CharacterModel(_LabelledInTorch, charlm.CharacterModel):

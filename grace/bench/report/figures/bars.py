@@ -6,19 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.bench.common.text import labels, short
-from grace.bench.report.figures.style import (
-    INK,
-    MUTED,
-    PAPER,
-    Axes,
-    Drawing,
-    Look,
-    label_axes,
-    legend,
-    panel,
-    plain_ticks,
-    write,
-)
+from grace.bench.report.figures import style
+from grace.bench.report.figures.style import INK, MUTED, PAPER, Axes, Drawing, Look, Panel
 
 ROW = 21
 """CSS pixels of a row."""
@@ -58,6 +47,12 @@ class Bar:
         return sum(length for length, _ in self.parts)
 
 
+def bars_panel(title: str, bars: Sequence[Bar], x: str, ident: str, what: str, unit: str = "", **more: Any) -> Panel:
+    """Return the panel of :func:`horizontal` bars of ``what``, with the texts of all bars for screen readers."""
+    about = f"Bars of {what}: " + ", ".join(f"{bar.name} {bar.text}{unit}" for bar in bars)
+    return Panel.of(title, horizontal(bars, x, **more), ident, about)
+
+
 def outliers(lengths: Sequence[float]) -> float:
     """Return the length at which bars are cut so that few long ones leave the others room; 0 if none is far from the
     others.
@@ -70,17 +65,10 @@ def outliers(lengths: Sequence[float]) -> float:
 
 
 def horizontal(bars: Sequence[Bar], x: str, marks: Sequence[Mark] = (), clip: float = 0.0) -> Drawing:
-    """Return a panel of bars, the first at the top.
-
-    Args:
-        bars: at least one.
-        x: the label of the lengths, with the unit.
-        marks: vertical lines.
-        clip: the longest length that is not cut; 0 cuts none.
-    """
+    """Return a panel of bars, at least one, the first at the top. Longer ones than ``clip`` are cut, if it is not 0."""
     gaps = [1.0 if one.group == other.group else 1.6 for one, other in itertools.pairwise(bars)]
     heights = [-height for height in itertools.accumulate(gaps, initial=0.0)]
-    drawing, axes = panel(round(60 + ROW * (1 - heights[-1])), names=len(marks))
+    drawing, axes = style.panel(round(60 + ROW * (1 - heights[-1])), names=len(marks))
     longest = max([bar.high or bar.length for bar in bars] + [position for _, position, _ in marks])
     limit = 1.02 * ((min(longest, clip) if clip else longest) or 1)
     axes.set(xlim=(0, limit), ylim=(heights[-1] - 0.55, 0.55))
@@ -93,9 +81,9 @@ def horizontal(bars: Sequence[Bar], x: str, marks: Sequence[Mark] = (), clip: fl
         if position <= limit:
             axes.axvline(position, color=INK, linewidth=1, linestyle=dash, zorder=3, label=short(name))
     if marks:
-        legend(drawing, axes, "outside upper left")
-    plain_ticks(axes)
-    label_axes(axes, x)
+        style.legend(drawing, axes, "outside upper left")
+    style.plain_ticks(axes)
+    style.label_axes(axes, x)
     return drawing
 
 
@@ -115,4 +103,4 @@ def _draw(axes: Axes, bar: Bar, y: float, limit: float) -> None:
         middle, half = (bar.low + bar.high) / 2, abs(bar.high - bar.low) / 2
         axes.errorbar(middle, y, xerr=half, color=INK, elinewidth=1.1, capsize=3, clip_on=False)
     end = limit if cut else max(start, bar.high or 0)
-    write(axes, bar.text, (end, y), (5, 0), textcoords="offset points", va="center_baseline")
+    style.write(axes, bar.text, (end, y), (5, 0), textcoords="offset points", va="center_baseline")

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grace.bench.common.text import digits, labels
-from grace.bench.report.figures.style import WIDTH, Axes, Drawing, Look, label_axes, legend, log_scale, panel
+from grace.bench.report.figures import style
+from grace.bench.report.figures.style import WIDTH, Axes, Drawing, Look
 
 Points = Sequence[tuple[Any, float | None]]
 
@@ -17,19 +18,11 @@ def lines(
     width: int = WIDTH,
     include: Sequence[float] = (),
 ) -> tuple[Drawing, Axes]:
-    """Return a panel of lines, with a logarithmic y axis.
-
-    Args:
-        series: points (x, y) by name; points without y are left out.
-        looks: the looks of all names.
-        x: the label of the x axis.
-        y: the label of the y axis.
-        width: CSS pixels of the panel.
-        include: further values that the y axis reaches.
-    """
+    """Return a panel of lines through points (x, y), with a logarithmic y axis that reaches the values to ``include``,
+    too. Points without y are left out."""
     known = {name: sorted((at, value) for at, value in points if value) for name, points in series.items()}
     known = {name: points for name, points in known.items() if points}
-    drawing, axes = panel(280, width, names=len(known))
+    drawing, axes = style.panel(280, width, names=len(known))
     names = labels(known)
     for name, points in known.items():
         look = looks[name]
@@ -38,9 +31,9 @@ def lines(
     values = [value for points in known.values() for _, value in points]
     if values:
         values += include
-        log_scale(axes, "y", min(values) / 1.15, max(values) * 1.15)
-        legend(drawing, axes)
-    label_axes(axes, x, y)
+        style.log_scale(axes, "y", min(values) / 1.15, max(values) * 1.15)
+        style.legend(drawing, axes)
+    style.label_axes(axes, x, y)
     return drawing, axes
 
 
@@ -52,12 +45,7 @@ def rank_ticks(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def describe(series: Mapping[str, Points], where: Mapping[Any, str], unit: str = "") -> str:
-    """Return the points of lines as text.
-
-    Args:
-        series: points (x, y) by name.
-        where: the text of each x.
-        unit: the text behind each y.
+    """Return the points of lines as text, with the text of each x, and the unit behind each y.
 
     >>> describe({"topk": [(2, 1.5), (4, None)]}, {2: "2 ranks", 4: "4 ranks"})
     'topk 1.50 at 2 ranks'

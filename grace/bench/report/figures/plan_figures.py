@@ -4,29 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grace.bench.common.text import digits, of_bytes, of_ranks, of_rate, short
-from grace.bench.report.figures.bars import Bar, horizontal
+from grace.bench.report.figures import style
+from grace.bench.report.figures.bars import Bar, bars_panel
 from grace.bench.report.figures.lines import Points, describe, lines, rank_ticks
-from grace.bench.report.figures.style import (
-    INK,
-    MUTED,
-    PALETTE,
-    PAPER,
-    Axes,
-    Figure,
-    Look,
-    Panel,
-    label_axes,
-    panel,
-    plain_ticks,
-)
+from grace.bench.report.figures.style import INK, MUTED, PALETTE, PAPER, Axes, Figure, Look, Panel
 from grace.bench.report.scaling import Line
 from grace.planner.step import Prediction
 
-KEYS = (
-    ("the model computes", "rest"),
-    ("encode and decode", "codec"),
-    ("on the wire", "wire"),
-)
+KEYS = (("the model computes", "rest"), ("encode and decode", "codec"), ("on the wire", "wire"))
 LANES = {"wire": 0, "compute": 1}
 """Heights of events; encoding and decoding interrupt computation."""
 COLORS = {"compute": MUTED, "wire": PALETTE[0]}
@@ -38,15 +23,10 @@ WIDE = 520
 
 
 def gantt(steps: Mapping[str, Prediction], name: str) -> Figure:
-    """Return a figure of computation and communication over the time of a step.
-
-    Args:
-        steps: predictions with their events, by names.
-        name: the prefix of elements' ids.
-    """
+    """Return a figure of computation and communication over the time of a step, of predictions with their events."""
     panels = []
     for i, (title, step) in enumerate(steps.items()):
-        drawing, axes = panel(128)
+        drawing, axes = style.panel(128)
         for kind, _, begin, end in step.events:
             color = COLORS.get(kind, CODEC)
             looks: dict[str, Any] = {"color": color, "alpha": 0.28} if kind == "compute" else {"color": color}
@@ -55,8 +35,8 @@ def gantt(steps: Mapping[str, Prediction], name: str) -> Figure:
         axes.set(xlim=(0, 1e3 * max([step.step, *(end for *_, end in step.events)]) * 1.01 or 1), ylim=(-0.6, 1.6))
         axes.set_yticks([0, 1], ["wire", "computing"], color=INK)
         axes.grid(False, axis="y")
-        plain_ticks(axes)
-        label_axes(axes, "ms of a step")
+        style.plain_ticks(axes)
+        style.label_axes(axes, "ms of a step")
         total, compute, codec, exposed = (
             f"{digits(1e3 * seconds)} ms" for seconds in (step.step, step.compute, step.codec, step.exposed)
         )
@@ -72,13 +52,7 @@ def gantt(steps: Mapping[str, Prediction], name: str) -> Figure:
 
 
 def over_ranks(predictions: Mapping[str, Line], now: int, name: str) -> Figure:
-    """Return a figure of steps over numbers of ranks.
-
-    Args:
-        predictions: predictions by names.
-        now: the number of ranks that is planned for.
-        name: the prefix of elements' ids.
-    """
+    """Return a figure of steps over numbers of ranks; ``now`` is the number that is planned for."""
     counts = sorted({int(x) for line in predictions.values() for x, _ in line})
     series = _series(predictions)
     drawing, axes = lines(series, looks(series), "ranks (log scale)", "ms of a step (log scale)", WIDE)
@@ -95,13 +69,7 @@ def over_ranks(predictions: Mapping[str, Line], now: int, name: str) -> Figure:
 
 
 def over_rates(predictions: Mapping[str, Line], now: float | None, name: str) -> Figure:
-    """Return a figure of steps over bandwidths.
-
-    Args:
-        predictions: predictions by names.
-        now: bit/s that is planned for, if it is known.
-        name: the prefix of elements' ids.
-    """
+    """Return a figure of steps over bandwidths; ``now`` is the one that is planned for, in bit/s, if it is known."""
     rates = sorted({x for line in predictions.values() for x, _ in line})
     series = _series(predictions)
     x, y = "bandwidth of a link (log scale)", "ms of a step (log scale)"
@@ -111,9 +79,8 @@ def over_rates(predictions: Mapping[str, Line], now: float | None, name: str) ->
     axes.minorticks_off()
     if now is not None and rates[0] <= now <= rates[-1]:
         _dotted(axes, now)
-    about = "Lines of the time of a step against the bandwidth: " + describe(
-        series, {x: of_rate(x) for x in rates}, " ms"
-    )
+    points = describe(series, {x: of_rate(x) for x in rates}, " ms")
+    about = f"Lines of the time of a step against the bandwidth: {points}"
     caption = (
         "The same at this number of ranks, over links of other bandwidths with the same latency. To the right of where "
         "none's line is the lowest, compressing costs more than it saves."
@@ -122,22 +89,17 @@ def over_rates(predictions: Mapping[str, Line], now: float | None, name: str) ->
 
 
 def memory(steps: Mapping[str, Prediction], name: str) -> Figure:
-    """Return a figure of the bytes that exchanges keep on a rank.
-
-    Args:
-        steps: predictions by names.
-        name: the prefix of elements' ids.
-    """
+    """Return a figure of the bytes that exchanges keep on a rank."""
     seen = looks(steps)
     ordered = sorted(steps.items(), key=lambda item: item[1].memory)
     bars = [Bar(who, [(step.memory / 1e6, "full")], of_bytes(step.memory), seen[who]) for who, step in ordered]
-    about = "Bars of memory: " + ", ".join(f"{bar.name} {bar.text}" for bar in bars)
-    drawing = horizontal(bars, "MB on a rank, beside weights and gradients")
     caption = (
         "What exchanges keep on the rank that keeps most: residuals (twice: what is kept, and what the step under way "
         "makes of it), buffers that travel, and what comes from other ranks, more with each where it is gathered."
     )
-    return Figure("Memory", caption, [Panel.of("", drawing, name, about)])
+    return Figure(
+        "Memory", caption, [bars_panel("", bars, "MB on a rank, beside weights and gradients", name, "memory")]
+    )
 
 
 def looks(names: Mapping[str, Any] | Sequence[str]) -> dict[str, Look]:

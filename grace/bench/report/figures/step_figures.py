@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from grace.bench.common.text import digits, number, of_ranks, of_rate
-from grace.bench.report.figures.bars import REST, Bar, Mark, horizontal, outliers
+from grace.bench.report.figures.bars import REST, Bar, Mark, bars_panel, outliers
 from grace.bench.report.figures.lines import Points, describe, lines, rank_ticks
 from grace.bench.report.figures.style import DASHED, INK, MUTED, Figure, Look, Panel, write
-from grace.bench.report.rows import Rows, cases, identity, one_bound, plain, titles
+from grace.bench.report.rows import Rows, cases, identity, one_bound, plain
 
 KEYS = (
     ("compute", "rest"),
@@ -30,7 +30,8 @@ def figures(rows: Rows, looks: Mapping[str, Look], name: str) -> list[Figure]:
 def _time(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     found = cases(rows, "ranks", "bandwidth")
     panels = []
-    for i, (title, some) in enumerate(zip(titles(found), found.values(), strict=True)):
+    for i, ((ranks, rate), some) in enumerate(found.items()):
+        title = f"{of_ranks(ranks)}, {of_rate(rate)}"
         some = sorted(some, key=lambda row: (GROUPS.get(row["kind"], 1), row["kind"] == "bound", row["step_ms"]))
         bars = [_bar(row, looks) for row in some]
         reference = plain(some)
@@ -39,9 +40,9 @@ def _time(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         marks += [(reference["name"], reference["step_ms"], DASHED)] if reference else []
         ends = [CLIP * max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0)]
         ends += [outliers([row["step_ms"] for row in some])]
-        drawing = horizontal(bars, "time of a step (ms)", marks, min((end for end in ends if end), default=0.0))
-        about = f"Bars of the time of a step, {title}: " + ", ".join(f"{bar.name} {bar.text} ms" for bar in bars)
-        panels.append(Panel.of(title, drawing, f"{name}-time{i}", about))
+        clip, what = min((end for end in ends if end), default=0.0), f"the time of a step, {title}"
+        form: dict[str, Any] = {"marks": marks, "clip": clip}
+        panels.append(bars_panel(title, bars, "time of a step (ms)", f"{name}-time{i}", what, " ms", **form))
     caption = (
         "One bar is the median time of a step; its whisker spans the quartiles. Baselines and the bound stand above, "
         "Grace's methods below, the fastest first. A method pays where its bar ends left of the dashed line, plain "

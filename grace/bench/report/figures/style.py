@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from grace.bench.common.text import clean, power, short
+from grace.bench.common.text import clean, digits, short
 from grace.errors import missing_extra
 
 try:
@@ -43,19 +43,9 @@ SMALLEST = 0.85
 """Factor below which a figure is not scaled down, so that its letters stay readable; on a narrow screen it scrolls."""
 LEGEND_ROW = 16
 """CSS pixels of a row of a legend."""
-STYLE: dict[Any, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": GRID,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "axes.grid": True,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.sans-serif": ["DejaVu Sans"],
-    "grid.color": GRID,
-    "svg.fonttype": "none",
-}
+STYLE: dict[Any, Any] = {"axes.grid": True, "axes.axisbelow": True, "axes.facecolor": "none", "axes.edgecolor": GRID}
+STYLE |= {"axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "grid.color": GRID}
+STYLE |= {"font.sans-serif": ["DejaVu Sans"], "svg.fonttype": "none", "figure.facecolor": "none"}
 """Differences to matplotlib's own style."""
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
@@ -71,13 +61,7 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Drawing of a figure.
-
-    Attributes:
-        title: the difference to its neighbours, such as the bandwidth; may be empty.
-        svg: an ``<svg>`` element.
-        about: a description for screen readers.
-    """
+    """Drawing of a figure: its title, which may be empty, its ``<svg>`` element, and its words for screen readers."""
 
     title: str
     svg: str
@@ -91,14 +75,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Panels under one heading.
-
-    Attributes:
-        title: the heading, plain text.
-        caption: how to read it, plain text.
-        panels: at least one.
-        keys: the legend of shades or lines: (name, CSS class of the swatch).
-    """
+    """Panels under one heading, how to read them, and the legend of shades or lines: (name, CSS class of a swatch)."""
 
     title: str
     caption: str
@@ -145,8 +122,8 @@ def set_margins(drawing: Drawing, axes: Axes, left: float, right: float, top: fl
 
 
 def label_axes(axes: Axes, x: str, y: str = "") -> None:
-    """Write the labels of the axes, units included; that of y is above the axis, where it can be read without turning
-    the head."""
+    """Write the labels of the axes, units included; that of y is above the axis, where it is read without turning the
+    head."""
     axes.set_xlabel(short(x, LABEL), fontsize=11.5, color=INK, labelpad=7)
     if y:
         axes.set_title(short(y, LABEL), loc="left", fontsize=11.5, color=INK)
@@ -164,14 +141,14 @@ def plain_ticks(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
-def log_scale(axes: Axes, which: str, low: float, high: float, show: Callable[[float], str] = power) -> None:
+def log_scale(axes: Axes, which: str, low: float, high: float, show: Callable[[float], str] | None = None) -> None:
     """Make the axis ``which`` logarithmic from ``low`` to ``high``, and write its ticks by ``show``."""
     axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
     axis = axes.xaxis if which == "x" else axes.yaxis
     # In few decades their beginnings are too few ticks.
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,), numticks=12))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: show(value))
+    axis.set_major_formatter(lambda value, _: show(value) if show else digits(value, 1))
 
 
 def write(axes: Axes, text: str, at: Any, offset: Any = None, size: float = 11, color: str = INK, **more: Any) -> None:
@@ -197,17 +174,15 @@ def svg(drawing: Drawing, name: str, about: str) -> str:
 
 
 def _tag_for_page(tag: re.Match[str]) -> str:
-    """Return an SVG tag for a page with other figures: no ids that all figures have, the page's colours, fewer
-    digits."""
+    """Return an SVG tag for a page: no ids that all figures have, the page's colours, fewer digits."""
     text = re.sub(r'<g id="[^"]*"', "<g", tag[0]).replace("xlink:href", "href").replace("\n", "")
     text = re.sub(r"(\d+\.\d\d)\d+", r"\1", text)
     return REPLACED.sub(lambda color: f"var({VARIABLES[color[0].upper()]})", text)
 
 
 def named(page: str) -> tuple[str, str]:
-    """Return the page with a class instead of each ``style`` attribute, and the style sheet of these classes.
-
-    The page becomes much shorter.
+    """Return the page, which becomes much shorter, with a class instead of each ``style``, and these classes' style
+    sheet.
 
     >>> named('<p style="fill:none">a style="b"</p><i style="fill:none" />')
     ('<p class="k0">a style="b"</p><i class="k0" />', '.k0{fill:none}')

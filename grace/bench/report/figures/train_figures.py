@@ -6,32 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grace.bench.common.quality import Settings, better, quality_axis, scale, shown
-from grace.bench.common.text import clean, digits, labels, number, of_bytes, of_rate, power
-from grace.bench.report.figures.bars import Bar, Mark, horizontal
-from grace.bench.report.figures.style import (
-    DASHED,
-    INK,
-    MUTED,
-    Drawing,
-    Figure,
-    Look,
-    Panel,
-    label_axes,
-    legend,
-    log_scale,
-    panel,
-    plain_ticks,
-)
+from grace.bench.common.text import clean, digits, labels, number, of_bytes, of_rate
+from grace.bench.report.figures import style
+from grace.bench.report.figures.bars import Bar, Mark, bars_panel
+from grace.bench.report.figures.style import DASHED, INK, MUTED, Drawing, Figure, Look, Panel
 from grace.bench.report.rows import Rows, cases
 
 FAR = 8
 """Ratio of throughputs from which on their axis is logarithmic."""
-CURVES = (
-    (0, "epochs", "epochs"),
-    (1, "bytes", "bytes sent per rank so far (log scale)"),
-    (2, "seconds", "seconds of training so far"),
-)
-"""Panels of curves: position in a curve's points, name, label of the axis."""
+CURVES = {
+    "epochs": "epochs",
+    "bytes": "bytes sent per rank so far (log scale)",
+    "seconds": "seconds of training so far",
+}
+"""Labels of the axes of curves, in the order of a curve's points."""
 Curve = list[tuple[float, float, float, float]]
 """Points of a curve: epochs, bytes, seconds, quality as it is shown."""
 
@@ -115,13 +103,13 @@ def _scatter(
     log = key in ("relative_volume", "sent_bytes_per_step")
     if not log and max(values) > FAR * min(values):
         log, x = True, f"{x} (log scale)"
-    drawing, axes = panel(300, names=len(known))
+    drawing, axes = style.panel(300, names=len(known))
     if log:
-        show = (lambda value: of_bytes(value, 1)) if key == "sent_bytes_per_step" else power
-        log_scale(axes, "x", min(values) / 1.6, max(values) * 1.6, show)
+        show = (lambda value: of_bytes(value, 1)) if key == "sent_bytes_per_step" else None
+        style.log_scale(axes, "x", min(values) / 1.6, max(values) * 1.6, show)
     else:
         axes.set_xlim(0, max(values) * 1.08)
-        plain_ticks(axes)
+        style.plain_ticks(axes)
     low, high = limits
     axes.set_ylim(low, high)
     names = labels(str(row["method"]) for row in known)
@@ -137,8 +125,8 @@ def _scatter(
         axes.errorbar(row[key], at, **whisker, **form, clip_on=False, zorder=3, label=label)
         if row["method"] == "none":
             axes.axhline(at, color=INK, linewidth=1, linestyle=DASHED, zorder=1)
-    legend(drawing, axes)
-    label_axes(axes, x, quality_axis(settings))
+    style.legend(drawing, axes)
+    style.label_axes(axes, x, quality_axis(settings))
     return drawing
 
 
@@ -150,7 +138,7 @@ def _curves(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
         finals = "; ".join(
             f"{method} ends at {shown(curve[-1][3] / scale(settings), settings)}" for method, curve in curves.items()
         )
-        for column, key, x in CURVES:
+        for column, (key, x) in enumerate(CURVES.items()):
             if i and key != "seconds":
                 continue  # the same whatever the bandwidth
             drawing = _curve_panel(curves, column, settings, looks, x)
@@ -190,7 +178,7 @@ def _curve_panel(
     lines = {method: points for method, points in lines.items() if points}
     if not lines:
         return None
-    drawing, axes = panel(300, names=len(lines))
+    drawing, axes = style.panel(300, names=len(lines))
     finals = [points[-1][1] for points in lines.values()]
     low, high = window(finals, [point[3] for curve in curves.values() for point in curve], better(settings))
     names = labels(lines)
@@ -204,12 +192,12 @@ def _curve_panel(
     axes.set_ylim(low, high)
     if log:
         xs = [at for points in lines.values() for at, _ in points]
-        log_scale(axes, "x", min(xs) / 1.1, max(xs) * 1.1, lambda value: of_bytes(value, 1))
+        style.log_scale(axes, "x", min(xs) / 1.1, max(xs) * 1.1, lambda value: of_bytes(value, 1))
     else:
         axes.set_xlim(left=0)
-        plain_ticks(axes)
-    legend(drawing, axes)
-    label_axes(axes, x, quality_axis(settings))
+        style.plain_ticks(axes)
+    style.legend(drawing, axes)
+    style.label_axes(axes, x, quality_axis(settings))
     return drawing
 
 
@@ -229,11 +217,9 @@ def _target(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
             bars.append(Bar(str(row["method"]), [(seconds or 0.0, "full")], text, look, group=int(seconds is None)))
         none = next((row for row in some if row["method"] == "none" and row.get("seconds_to_target")), None)
         marks: list[Mark] = [("none", none["seconds_to_target"], DASHED)] if none else []
-        drawing = horizontal(bars, "seconds of training until the target was reached", marks)
-        about = f"Bars of the time to {shown(target, settings)}, {of_rate(rate)}: " + ", ".join(
-            f"{bar.name} {bar.text}" for bar in bars
-        )
-        panels.append(Panel.of(of_rate(rate), drawing, f"{name}-target{i}", about))
+        x, what = "seconds of training until the target was reached", f"the time to {shown(target, settings)}"
+        what += f", {of_rate(rate)}"
+        panels.append(bars_panel(of_rate(rate), bars, x, f"{name}-target{i}", what, marks=marks))
     caption = (
         f"Seconds of training, evaluation left out, until the test {settings.get('metric', 'quality')} was "
         f"{shown(target, settings)} or better for the first time; means over seeds, "

@@ -118,17 +118,15 @@ def went_on(folder, way, epochs=2):
 
 @pytest.fixture(scope="module")
 def saved(mpi, tmp_path_factory):
-    """A folder with files of two ranks, and how these went on without a stop; later ranks are new processes."""
+    """A folder with files of two ranks, and how these went on without a stop."""
     folder = str(tmp_path_factory.mktemp("saved"))
-    wanted = mpi.run(saved_and_went_on, folder)
-    mpi.stop()
-    return folder, wanted
+    return folder, mpi.run(saved_and_went_on, folder)
 
 
-def test_a_saved_plan_is_gone_on_with_bit_for_bit(mpi, saved):
+def test_a_saved_plan_is_gone_on_with_bit_for_bit(horovod, saved):
     folder, wanted = saved
     for way in WAYS:
-        found = mpi.run(went_on, folder, way)
+        found = horovod.run(went_on, folder, way)
         for (weights, plan), (resumed, other, began, ended, said) in zip(wanted, found, strict=True):
             assert plan == other == {"chosen": TOPK}
             assert began == ended == TOPK

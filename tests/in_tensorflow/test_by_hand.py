@@ -33,8 +33,8 @@ def both_ways(specs):
     return found
 
 
-def test_graphs_give_what_eager_steps_do(two):
-    first, second = two.run(both_ways, KINDS)
+def test_graphs_give_what_eager_steps_do(horovod):
+    first, second = horovod.run(both_ways, KINDS)
     for spec in KINDS:
         eager, graph = first[spec, False], first[spec, True]
         assert eager[1] == graph[1] == 4

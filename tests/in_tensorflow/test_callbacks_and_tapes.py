@@ -45,8 +45,8 @@ def callbacks():
     return started["weights"], own, history.history
 
 
-def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(two):
-    (weights, own, history), (others_weights, others_own, others_history) = two.run(callbacks)
+def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(mpi):
+    (weights, own, history), (others_weights, others_own, others_history) = mpi.run(callbacks)
     assert weights == others_weights
     assert history == others_history
     for epoch in range(2):
@@ -90,8 +90,8 @@ def alone_with_anchors(folder):
     return found, last, digest(model.get_weights())
 
 
-def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(two, tmp_path):
-    (mine, last, saved), (others, others_last, others_saved) = two.run(alone_with_anchors, str(tmp_path))
+def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(horovod, tmp_path):
+    (mine, last, saved), (others, others_last, others_saved) = horovod.run(alone_with_anchors, str(tmp_path))
     assert len(mine["batch"]) == 8
     assert mine["batch"][2] == others["batch"][2]  # the first round
     assert all(mine["batch"][i] != others["batch"][i] for i in (0, 1, 3, 4))
@@ -111,7 +111,7 @@ def test_anchors_want_a_distributed_optimizer():
 
 def uneven():
     """Losses and accuracies over ranks with 8 and 24 examples, then 20 and 4, and over all of them in one process."""
-    model = compiled(sgd(lr=0.0), metrics=["accuracy"])
+    model = compiled(sgd(lr=0.0), metrics=["accuracy"], run_eagerly=True)
     data = [samples(32, rank) for rank in range(2)]
     (trained, tested), mine = ((8, 24), (20, 4)), grace.rank()
 
@@ -133,8 +133,8 @@ def uneven():
     return history, evaluated, of_all(trained), of_all(tested)
 
 
-def test_means_over_uneven_ranks_are_those_over_all_examples(two):
-    for history, evaluated, trained, tested in two.run(uneven):
+def test_means_over_uneven_ranks_are_those_over_all_examples(mpi):
+    for history, evaluated, trained, tested in mpi.run(uneven):
         for name in ("loss", "accuracy"):
             assert history[name] == pytest.approx([trained[name]] * 2, rel=1e-5)
             assert history[f"val_{name}"] == pytest.approx([tested[name]], rel=1e-5)
@@ -142,11 +142,12 @@ def test_means_over_uneven_ranks_are_those_over_all_examples(two):
 
 
 def xla():
-    for callbacks in ([], [grace.tensorflow.BroadcastCallback()]):
-        for wrapped in (lambda made: made, keras.optimizers.LossScaleOptimizer):
-            model = compiled(wrapped(sgd(lr=0.01)), jit_compile=True)
-            with pytest.raises(grace.ConfigError, match="jit_compile=False"):
-                fit(model, range(1), callbacks, rows=16)
+    made = [(sgd(lr=0.01), [grace.tensorflow.BroadcastCallback()])]
+    made += [(keras.optimizers.LossScaleOptimizer(sgd(lr=0.01)), [])]
+    for optimizer, callbacks in made:
+        model = compiled(optimizer, jit_compile=True)
+        with pytest.raises(grace.ConfigError, match="jit_compile=False"):
+            fit(model, range(1), callbacks, rows=16)
     w = tf.Variable([1.0])
 
     @tf.function(jit_compile=True, autograph=False)
@@ -159,8 +160,8 @@ def xla():
         step()
 
 
-def test_xla_is_refused_by_name(two):
-    two.run(xla)
+def test_xla_is_refused_by_name(mpi):
+    mpi.run(xla)
 
 
 def tapes(graph):
@@ -194,8 +195,8 @@ def steps_in_one_call():
     return found
 
 
-def test_many_steps_in_one_call_of_a_graph(two):
-    for found in two.run(steps_in_one_call):
+def test_many_steps_in_one_call_of_a_graph(horovod):
+    for found in horovod.run(steps_in_one_call):
         assert found[0] == found[1]
         assert found[0][1] == 16
 

@@ -43,7 +43,7 @@ def model_of(spec="topk(ratio=0.2)", width=5):
     model = keras.Sequential(
         [keras.layers.Input((6,)), keras.layers.Dense(width, name="a"), keras.layers.Dense(2, name="b")]
     )
-    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5), spec), "mse")
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5), spec), "mse", run_eagerly=True)
     return model
 
 

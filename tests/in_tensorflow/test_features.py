@@ -81,8 +81,8 @@ def schedule():
     return seen
 
 
-def test_a_memory_that_follows_the_learning_rate_sees_the_schedules(two):
-    for seen in two.run(schedule):
+def test_a_memory_that_follows_the_learning_rate_sees_the_schedules(mpi):
+    for seen in mpi.run(schedule):
         assert seen == [1.0, 1.0, 0.5, 0.5]
 
 
@@ -120,8 +120,8 @@ def no_gradient_at_all():
         optimizer.apply_gradients([(tf.constant([1.0]), tf.Variable([1.0], name="stranger"))])
 
 
-def test_keras_errors_stay_keras_errors(two):
-    two.run(no_gradient_at_all)
+def test_keras_errors_stay_keras_errors(mpi):
+    mpi.run(no_gradient_at_all)
 
 
 def odd_shapes(dtype, compressor, graph):
@@ -240,8 +240,8 @@ def mixed_precision():
     return digest(model.trainable_variables), history["loss"], float(model.optimizer.dynamic_scale)
 
 
-def test_mixed_precision_trains(two):
-    (first, losses, scale), (second, _, _) = two.run(mixed_precision)
+def test_mixed_precision_trains(horovod):
+    (first, losses, scale), (second, _, _) = horovod.run(mixed_precision)
     assert first == second
     assert losses[-1] < losses[0]
     assert scale < 2.0**20  # too large at first, and lowered on all ranks alike

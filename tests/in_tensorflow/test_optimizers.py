@@ -147,7 +147,7 @@ def handed_on(way):
         return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0) if way == "scaled" else optimizer
 
     model, plain, optimizer, alone = net(0), net(0), made(distributed), made(lambda optimizer: optimizer)
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(optimizer, "mse", jit_compile=False, run_eagerly=way != "multi")
     alone.build(plain.trainable_variables)
     for step in range(3):
         model.train_on_batch(*batch(step, grace.rank()))

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 ROWS, BATCH = 37, 4
 
 
-def sparse_with_momentum():
-    return compiled(sgd("topk(ratio=0.1)", lr=0.05, momentum=0.9))
+def sparse_with_momentum(**options):
+    return compiled(sgd("topk(ratio=0.1)", lr=0.05, momentum=0.9), **options)
 
 
 def sharded():
@@ -27,16 +27,16 @@ def sharded():
     steps = ROWS // (size * BATCH)
     mine = tf.data.Dataset.from_tensor_slices((x, y)).shard(size, rank)
     found = []
-    for options in ({}, {"run_eagerly": True}):
-        model = compiled(sgd("none", lr=0.05), **options)
+    for eagerly in (False, True):
+        model = compiled(sgd("none", lr=0.05), run_eagerly=eagerly)
         model.fit(mine.batch(BATCH, drop_remainder=True).take(steps), epochs=2, verbose=0)
         found.append([model.optimizer.traffic.steps, *model.get_weights()])
-    one = compiled(keras.optimizers.SGD(0.05))
+    one = compiled(keras.optimizers.SGD(0.05), run_eagerly=True)
     rows = steps * size * BATCH
     one.fit(x[:rows], y[:rows], batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
     found.append([2 * steps, *one.get_weights()])
 
-    model, seen = compiled(sgd("topk(ratio=0.1)", lr=0.05)), set()  # every row, some of them twice
+    model, seen = compiled(sgd("topk(ratio=0.1)", lr=0.05), run_eagerly=True), set()  # every row, some of them twice
     enough = -(-ROWS // (size * BATCH))
     for rows, _ in mine.repeat().batch(BATCH).take(enough):
         seen |= {row.tobytes() for row in rows.numpy()}
@@ -44,8 +44,8 @@ def sharded():
     return found, model.optimizer.traffic.steps, seen
 
 
-def test_shards_of_uneven_data_train_as_one_process_does_with_both(two):
-    ranks = two.run(sharded)
+def test_shards_of_uneven_data_train_as_one_process_does_with_both(horovod):
+    ranks = horovod.run(sharded)
     for (graph, eager, one), steps, _ in ranks:
         assert steps == 10
         for (made, *weights), (wanted, *expected) in ((graph, one), (eager, one)):
@@ -63,7 +63,7 @@ def saved(folder):
     def save(epoch, logs):
         grace.tensorflow.save_model(model, f"{folder}/epoch{epoch}.keras")
 
-    model = sparse_with_momentum()
+    model = sparse_with_momentum(run_eagerly=True)  # to trace a graph takes longer than all steps
     best = keras.callbacks.ModelCheckpoint(here / "best.keras", monitor="loss", save_best_only=True)
     alone = keras.callbacks.ModelCheckpoint(here / "alone.weights.h5", save_weights_only=True)
     average = grace.tensorflow.MetricAverageCallback()
@@ -84,7 +84,7 @@ def saved(folder):
         resumed.append(digest(model.variables) == whole)
 
     shutil.copy(here / "alone.weights.h5", here / "copy.weights.h5")
-    plain = sparse_with_momentum()
+    plain = sparse_with_momentum(run_eagerly=True)
     plain.load_weights(here / "copy.weights.h5")
     resumed.append(digest(plain.variables) == at_two)
     fit(plain, range(2, 4), [average])

@@ -11,7 +11,7 @@ import grace
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def built(kind, options, name=None):
+def built(kind, options, name=None, eagerly=True):
     inner = keras.Sequential([keras.layers.Dense(6), keras.layers.Dense(6)], name=name)
     if kind == "functional":
         x = keras.layers.Input((4,))
@@ -19,7 +19,8 @@ def built(kind, options, name=None):
     else:
         model = keras.Sequential([inner, keras.layers.Dense(1)])
         model.build((None, 4))
-    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), **options), "mse")
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), **options)
+    model.compile(optimizer, "mse", run_eagerly=eagerly)
     return model
 
 
@@ -38,7 +39,7 @@ def nested(folder):
         ("sequential", {"compressor": "qsgd(levels=3)"}),
         ("functional", {"strategy": "partitioned_ps(compressor=topk)"}),
     ):
-        model = built(kind, options, name="inner" if kind == "functional" else None)
+        model = built(kind, options, "inner" if kind == "functional" else None, eagerly="strategy" not in options)
         train(model)
         model.save(f"{folder}/{grace.rank()}.keras")
         whole = train(model)

@@ -79,8 +79,8 @@ def restored(folder):
     return found, said
 
 
-def test_one_rank_restores_a_model_and_the_others_take_it(two, tmp_path):
-    (found, said), (same, same_said) = two.run(restored, str(tmp_path))
+def test_one_rank_restores_a_model_and_the_others_take_it(mpi, tmp_path):
+    (found, said), (same, same_said) = mpi.run(restored, str(tmp_path))
     assert found == same
     assert found[1] == 8
     for width, build in (said, same_said):
@@ -117,14 +117,14 @@ def unlike():
     for name, value in OTHERS.items():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         options = {name: value} if grace.rank() == 1 else {}
-        model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1), "topk", **options), "mse")
+        model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1), "topk", **options), "mse", run_eagerly=True)
         with pytest.raises(grace.RankError) as caught:
             model.train_on_batch(np.ones((2, 4), "f"), np.ones((2, 1), "f"))
         said.append(str(caught.value))
     return said
 
 
-def test_ranks_of_other_settings_are_told_of_the_first(two):
-    for said in two.run(unlike):
+def test_ranks_of_other_settings_are_told_of_the_first(mpi):
+    for said in mpi.run(unlike):
         for (name, value), words in zip(OTHERS.items(), said, strict=True):
             assert f"{name} {value}" in words or f"the {name} {value}" in words

@@ -32,7 +32,7 @@ def warmed(kind):
     if kind == "loss scale":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     spec = "efsignsgd" if kind == "efsignsgd" else "topk(ratio=0.1)"
-    model = compiled(grace.DistributedOptimizer(optimizer, spec))
+    model = compiled(grace.DistributedOptimizer(optimizer, spec), run_eagerly=kind == "efsignsgd")
     seen, remembered = [], []
     inner = getattr(optimizer, "inner_optimizer", optimizer)
 
@@ -69,7 +69,7 @@ def constant_gradient(momentum_correction, kind):
     kinds = {"SGD": keras.optimizers.SGD, "Nesterov": lambda *a, **b: keras.optimizers.SGD(*a, nesterov=True, **b)}
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     optimizer = grace.DistributedOptimizer(kinds[kind](0.3, momentum=0.5))
-    model.compile(optimizer, lambda y, predicted: predicted, steps_per_execution=1)
+    model.compile(optimizer, lambda y, predicted: predicted, run_eagerly=not momentum_correction)
     x = np.ones((STEPS, 1), "f")
     warmup = callback(momentum_correction=momentum_correction)
     model.fit(x, x, batch_size=1, epochs=3, verbose=0, callbacks=[warmup])
@@ -140,7 +140,7 @@ def test_numbers_that_cannot_be_are_refused(options):
 
 def stopped(folder):
     """In the middle of the warm-up: by Keras's own backup, and by a model that was saved."""
-    found, make = [], lambda: compiled(sgd("topk(ratio=0.1)", lr=0.1, momentum=0.9))
+    found, make = [], lambda: compiled(sgd("topk(ratio=0.1)", lr=0.1, momentum=0.9), run_eagerly=True)
     backup = lambda: keras.callbacks.BackupAndRestore(f"{folder}/{grace.rank()}", delete_checkpoint=False)  # noqa: E731
     for callbacks in ([], [backup(), StopBefore(2)], [backup()]):
         model = make()

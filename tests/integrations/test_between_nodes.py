@@ -1,4 +1,4 @@
-"""Frameworks hand on how ranks exchange: four ranks on two nodes exchange between nodes only, by strategies."""
+"""Frameworks hand on how ranks exchange: three ranks on two nodes exchange between nodes only, by strategies."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ TOPK = {"strategy": "uniform(compressor=topk(ratio=0.1))", "hierarchical": True}
 
 @contextlib.contextmanager
 def two_nodes():
-    """What torchrun would have told this rank, which is one of two on its node."""
+    """What torchrun would have told this rank, which is one of two on its node, or alone."""
     with torchrun():
         os.environ["GRACE_NODE"] = "a" if grace.rank() < 2 else "b"
         yield
@@ -124,12 +124,12 @@ def between_nodes(runner: Any) -> int:
     return runner.hierarchy.backend.sent_bytes
 
 
-def sent_by_optimizer() -> int:
-    """The same, of an optimizer's steps."""
+def by_optimizer() -> tuple[str, int]:
+    """A digest of the weights after an optimizer's steps, and the same bytes."""
     model = net()
     optimizer = distributed(model, **TOPK)
     train(model, optimizer, range(STEPS))
-    return between_nodes(optimizer._grace.runner)
+    return digest(weights(model)), between_nodes(optimizer._grace.runner)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def sent_by_optimizer() -> int:
         for name in FRAMEWORKS
     ],
 )
-@on_ranks(4)
+@on_ranks(3)
 def test_ranks_exchange_between_nodes_only(framework, tmp_path):
-    """Without loss, weights are those of the framework's own exchange; with top-k, a node's leader sends the bytes that
-    it sends under an optimizer, and the other rank none."""
+    """Without loss, weights are those of the framework's own exchange; with top-k, those of an optimizer, and a node's
+    leader sends the bytes that it sends there, and the other rank none."""
     run = FRAMEWORKS[framework]
     with two_nodes():
         wanted, _ = run(None, tmp_path)
@@ -152,20 +152,11 @@ def test_ranks_exchange_between_nodes_only(framework, tmp_path):
         compressed, state = run(TOPK, tmp_path)
         sent, leads = between_nodes(state.runner), grace.rank() % 2 == 0
         assert (sent > 0) == leads
-        wanted_bytes = sent_by_optimizer()
+        wanted_bits, wanted_bytes = by_optimizer()
         headers = 64 * STEPS  # of other buckets
         assert abs(sent - wanted_bytes) <= headers, (sent, wanted_bytes)
         whole = sum(4 * p.numel() for p in compressed.parameters())
         assert sent < STEPS * whole / 4
-        return digest(weights(compressed))
-
-
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-@on_ranks(4)
-def test_weights_are_those_of_an_optimizer(tmp_path):
-    with two_nodes():
-        got, _ = under_accelerate(TOPK, tmp_path)
-        wanted = net()
-        train(wanted, distributed(wanted, **TOPK), range(STEPS))
-    assert digest(weights(got)) == digest(weights(wanted))
-    return digest(weights(got))
+        found = digest(weights(compressed))
+        assert found == wanted_bits or framework == "transformers"  # which gives each rank batches of its own
+        return found

@@ -34,6 +34,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process less
+    "RAY_prestart_worker_first_driver": "0",  # only workers that are used
+    "RAY_enable_worker_prestart": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
     "OMP_NUM_THREADS": "1",
@@ -64,6 +66,8 @@ def cluster():
         for name, value in QUIET.items():
             patch.setenv(name, value)
         patch.setattr(sys, "executable", warm.REAL)  # Ray looks for its workers by their numbers
+        for unused in ("start_monitor", "start_log_monitor"):  # each takes seconds to start
+            patch.setattr(ray._private.node.Node, unused, lambda node: None, raising=False)
         interrupt = signal.getsignal(signal.SIGINT)
         try:
             ray.init(

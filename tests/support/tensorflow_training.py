@@ -23,7 +23,7 @@ def digest(tensors: Any) -> str:
     return hashed.hexdigest()
 
 
-def network(seed: int = 0, sizes: tuple[int, ...] = (16, 24, 24, 10)) -> keras.Sequential:
+def network(seed: int = 0, sizes: tuple[int, ...] = (16, 24, 10)) -> keras.Sequential:
     """A few dense layers, whose start values depend on the seed alone."""
     generator = np.random.default_rng(seed)
     model = keras.Sequential([keras.layers.Input(sizes[:1])])

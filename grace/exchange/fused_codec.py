@@ -63,17 +63,13 @@ class FusedCodec(PerVariableCodec):
         self.parts: list[Tensor] = []
         self.target: list[int] | None = None
         placed = [self.placed(j) for j in range(owners)]
-        if self.by_kernels:
-            in_buffer = [
-                [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]
-                for start, payloads in zip(self.starts, placed, strict=True)
-                for payload in payloads
-            ]
-            self.codec = kind([n for each in sizes for n in each], in_buffer, **options)
-            self.codec_of_means = self.codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
-        else:
-            self.codecs = [kind(n, each, **options) for n, each in zip(sizes, placed, strict=True)]
-            self.codec = self.codec_of_means = self.codecs[owner]
+        in_buffer = [
+            [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]
+            for start, payloads in zip(self.starts, placed, strict=True)
+            for payload in payloads
+        ]
+        self.codec = kind([n for each in sizes for n in each], in_buffer, **options)
+        self.codec_of_means = self.codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
         self.streams = Streams(self._stream_names(), self.context, self.codec.draws)
         unfinished = self.by_kernels and self.codec.unfinished
         keeper = moments_of(self.compressor) or self.memory
@@ -133,39 +129,24 @@ class FusedCodec(PerVariableCodec):
         if not header.program.looks:  # the received sum shows overflows, so nothing is checked here
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
+        wire = np.uint64(self.target[0])
+        rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
+        if self.owners > 1:
+            rows, factors = np.concatenate(self._cut(rows)), np.tile(factors, (self.owners, 1))
         if self.by_kernels:
-            self._encode_by_kernels(header, most, words)
-        elif self.owners == 1:
-            rows, factors, wire = self.residuals.rows, self.residuals.factors, np.uint64(self.target[0])
-            finite = self.codec.encode(rows, factors, wire, most, words[0])
-            header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
-            self.layouts[0].write_header(self.buffer, header.statuses(), header.own_stamp())
+            self.codec.step = self.context.device_step
+            header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
         else:
-            self._encode_pieces(header, most, words)
+            finite = self.codec.encode(rows, factors, wire, most, words)
+            if self.owners > 1:
+                finite = [all(finite[i :: len(self.names)]) for i in range(len(self.names))]
+            header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
+            statuses, stamps = header.statuses(), header.own_stamp()
+            for layout, part in zip(self.layouts, self.parts, strict=True):
+                layout.write_header(part, statuses, stamps)
         if self.stores_at_once:
             self.residuals.store()
         return True
-
-    def _encode_by_kernels(self, header: Header, most: Any, words: Any) -> None:
-        assert self.target is not None
-        self.codec.step = self.context.device_step
-        rows = np.concatenate(self._cut(self.residuals.rows))
-        factors = np.tile(self.residuals.factors, (self.owners, 1))
-        words = words[: self.owners].reshape(-1, 4)
-        wire = np.uint64(self.target[0])
-        header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
-
-    def _encode_pieces(self, header: Header, most: Any, words: Any) -> None:
-        assert self.target is not None
-        rows, wire = self._cut(self.residuals.rows), np.uint64(self.target[0])
-        finite = [
-            codec.encode(own, self.residuals.factors, wire + start, most, of_owner)
-            for codec, own, start, of_owner in zip(self.codecs, rows, self.starts, words, strict=False)
-        ]
-        header.in_range = [here and all(of_all) for here, *of_all in zip(header.present, *finite, strict=True)]
-        statuses, stamps = header.statuses(), header.own_stamp()
-        for layout, part in zip(self.layouts, self.parts, strict=True):
-            layout.write_header(part, statuses, stamps)
 
     def _make_buffers(self, like: Tensor) -> None:
         layout, longest = self.layouts[0], self.longest
@@ -286,15 +267,11 @@ class FusedCodec(PerVariableCodec):
         if found is None or sources is None:
             return False
         outs, begins = np.array(found, np.uint64), np.array(sources, np.uint64)
-        scale = self.context.loss_scale
-        if not compressed or self.owners == 1:
-            return bool(self.codec.decode(outs, begins, 1 if compressed else count, scale))
-        if self.by_kernels:
+        if compressed and self.owners > 1:
             # A row's offset is one in the buffer of all wires, so pass where that buffer would begin for each wire.
-            rows = np.repeat(begins - self.starts, len(outs))[None]
-            return bool(self.codec.decode((outs + self.offsets).reshape(-1), rows, 1, scale))
-        each = zip(self.codecs, self.offsets, begins, strict=True)
-        return all(codec.decode(outs + offsets, begin[None], 1, scale) for codec, offsets, begin in each)
+            begins = np.repeat(begins - self.starts, len(outs))[None]
+            outs = (outs + self.offsets).reshape(-1)
+        return bool(self.codec.decode(outs, begins, 1 if compressed else count, self.context.loss_scale))
 
     def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""

@@ -35,9 +35,8 @@ ANY_BITS = np.uint32(0xFFFFFFFF)
 class FusedCodec(PerVariableCodec):
     """Codec in one pass. The wires of all owners are one buffer, which is kept from step to step.
 
-    On the host each owner's pieces have a codec of kernels. On a device the pieces of all owners are rows of one codec,
-    so that one launch encodes all of them, and kernels write the headers, because only they know which gradients are in
-    range.
+    The pieces of all owners are rows of one codec of kernels, so that one call encodes all of them. On a device kernels
+    write the headers, because only they know which gradients are in range.
 
     Args:
         bucket, kernels, on_device: see :class:`~grace.exchange.codec.PerVariableCodec`.
@@ -130,9 +129,8 @@ class FusedCodec(PerVariableCodec):
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
         wire = np.uint64(self.target[0])
-        rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
-        if self.owners > 1:
-            rows, factors = np.concatenate(self._cut(rows)), np.tile(factors, (self.owners, 1))
+        rows, words = self._rows_of_pieces(self.residuals.rows), words[: self.owners].reshape(-1, 4)
+        factors = self.residuals.factors if self.owners == 1 else np.tile(self.residuals.factors, (self.owners, 1))
         if self.by_kernels:
             self.codec.step = self.context.device_step
             header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
@@ -165,14 +163,16 @@ class FusedCodec(PerVariableCodec):
         _, dtype, numbers, over, heard = found[0]
         return offsets, dtype, numbers[: self.layouts[0].header], over, heard
 
-    def _cut(self, rows: Any) -> Any:
-        """Return the rows of addresses of all owners' pieces, of shape (owners, variables, columns), from those of
-        variables."""
-        return rows[None] if self.owners == 1 else rows + self.piece_offsets[:, :, : rows.shape[1]] * (rows != 0)
+    def _rows_of_pieces(self, rows: Any) -> Any:
+        """Return the rows of addresses of all owners' pieces, one owner after the other, from those of variables."""
+        if self.owners == 1:
+            return rows
+        columns = rows.shape[1]
+        return (rows + self.piece_offsets[:, :, :columns] * (rows != 0)).reshape(-1, columns)
 
     def finish(self, rows: Any, sides: Tensor) -> None:
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
-        self.codec.finish(np.concatenate(self._cut(rows)), sides)
+        self.codec.finish(self._rows_of_pieces(rows), sides)
 
     def remember(self) -> None:
         if not self.fused:
@@ -286,6 +286,76 @@ class FusedCodec(PerVariableCodec):
         return found
 
 
+class FusedRounds(FusedCodec):
+    """Codec of kernels for methods of several rounds: it writes each round's wire and receives each round's sum.
+
+    The method keeps the result of the last sum, from which its next step starts, in a double buffer, like residuals.
+    Both are stored only when all is decoded.
+    """
+
+    stores_at_once = False  # residuals are what the last round leaves out
+
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+        super().__init__(bucket, kernels, on_device, kind, options)
+        shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
+        self.started = DoubleBuffer(self.compressor, self.kernels, self.names, shapes)
+        self.second_wire: Tensor | None = None
+
+    def _layout_of(self, number: int) -> Layout:
+        layouts = self.known[number]
+        assert layouts is not None
+        return layouts[0]
+
+    def placed(self, owner: int) -> Any:
+        return _payloads_of_rounds(self)
+
+    def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
+        self.round = 0
+        self.layouts = [self._layout_of(0)]
+        return super().encode(gradients, header)
+
+    def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
+        if not self.started.swap(gradients[0]):
+            return False
+        self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
+        return super()._encode(gradients, header)
+
+    def receive(self, total: Tensor, count: float) -> Any:
+        if not self.fused:
+            return None
+        return self.codec.receive(total, count, self.round + 1 == len(self.known))
+
+    def next_round(self, total: Tensor, count: float, header: Header) -> Tensor:
+        if not self.fused:
+            return super().next_round(total, count, header)
+        self.round += 1
+        layout = self._layout_of(self.round)
+        self.layouts = [layout]
+        if self.second_wire is None:
+            self.second_wire = self.kernels.zeros((layout.length,), layout.dtype, total)
+        self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp()))
+        return self.second_wire
+
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
+    ) -> list[Any]:
+        if not self.fused:
+            return super().decode(wires, layouts, outs, count, means)
+        k = self.kernels
+        found = self.rooms(outs, wires[0])
+        given, places = found, k.addresses(found)
+        if places is None:  # kernels cannot write to these tensors: decode into others, and copy
+            given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]
+            places = k.addresses(given)
+        self.codec.decode(np.array(places, np.uint64), (), count, self.context.loss_scale)
+        for out, mean in zip(found, given, strict=True):
+            if out is not mean:
+                k.divide(out, mean, 1)
+        self.residuals.store()
+        self.started.store()
+        return found
+
+
 class Streams:
     """Words of random streams for lists of names. The keys are cached as long as the seed and the rank stay the same.
 
@@ -317,24 +387,56 @@ class Streams:
         return self.words
 
 
-def kernel_codec(bucket: Bucket, kernels: Kernels, like: Tensor) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class and options of the codec of kernels, on the device of ``like``, of a bucket's method; None if
-    the method, or a memory, has none for these variables."""
-    communicator = bucket.communicator
-    compressor, second = communicator.compressor, communicator.second
+def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
+    """Return the codec of a bucket in one pass; None if its method, or a memory, has none for these variables on the
+    device of ``like``.
+
+    Args:
+        plain: the codec of the same bucket variable by variable, whose layouts are known.
+        like: one of the bucket's gradients.
+    """
+    bucket, kernels, compressor, memory, second = (
+        plain.bucket,
+        plain.kernels,
+        plain.compressor,
+        plain.memory,
+        plain.second,
+    )
+    # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
+    if bucket.communicator.delayed or not kernels.codecs:
+        return None
     # Exact methods send gradients in their own dtype, and kernels read float32 only.
     if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
         return None
     # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
     if "bucket_codec" not in vars(type(compressor)):
         return None
-    if not (_is_simple(communicator.memory) and (second is None or _is_simple(second[1]))):
+    if not (_is_simple(memory) and (second is None or _is_simple(second[1]))):
         return None
-    found = compressor.bucket_codec() if kernels.codecs else None
-    kind = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
+    if moments_of(compressor) and memory.stateful:  # a codec has one pair of buffers: x or residuals
+        return None
+    found = compressor.bucket_codec()
+    kind: Any = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
     if found is None or kind is None:
         return None
-    return kind, {**found[1], "device": like.device} if kind.on_device else found[1]
+    # Means are encoded by the same kernels: the second method must be the same, and draw its own random numbers.
+    if second is not None and (kind.draws == "shared" or type(second[0]) is not type(compressor)):
+        return None
+    options = {**found[1], "device": like.device} if kind.on_device else found[1]
+    if compressor.traits.rounds == 1:
+        return FusedCodec(bucket, kernels, plain.on_device, kind, options)
+    if not memory.stateful or not plain.sums:
+        return None
+    # The kernels' low rank takes matrices alone.
+    if all(layouts and layouts[0].body for layouts in plain.known) and kind.takes(_payloads_of_rounds(plain)):
+        return FusedRounds(bucket, kernels, plain.on_device, kind, options)
+    return None
+
+
+def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
+    """Return the locations of each variable's tensors of all rounds in the rounds' wires."""
+    each = zip(*(layouts[0].placed() for layouts in codec.known if layouts), strict=True)
+    return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]
 
 
 def moments_of(compressor: Compressor) -> Any:

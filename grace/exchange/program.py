@@ -7,7 +7,7 @@ from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route, rout
 from grace.exchange.apart_codec import ApartCodec
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
-from grace.exchange.fused_rounds import fused_codec
+from grace.exchange.fused_codec import fused_codec
 from grace.exchange.header import PRESENT, shares_stamps
 from grace.exchange.sparse_codec import RowCodec
 from grace.kernels import kernels_of

@@ -6,7 +6,7 @@ fall back on it for inputs that they do not support.
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
@@ -18,9 +18,8 @@ from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
 from grace.exchange.layout import Layout
-from grace.exchange.pieces import PiecewiseCompressor
 from grace.exchange.tracing import recorder
-from grace.kernels import Kernels
+from grace.kernels import Kernels, kernels_of
 
 
 class Withheld(NamedTuple):
@@ -110,15 +109,13 @@ class PerVariableCodec:
         found: list[list[Layout] | None] = [None] * self.traits.rounds
         if self.user_defined and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
             return found
-        by_owner = [[self._specs(v, *cuts[j]) for v, cuts in self._cut_variables()] for j in range(self.owners)]
+        variables = list(zip(self.bucket.variables, self.cuts, strict=True))
+        by_owner = [[self._specs(variable, *cuts[j]) for variable, cuts in variables] for j in range(self.owners)]
         for number in range(self.traits.rounds):
             payloads = [[specs[number] for specs in of_owner] for of_owner in by_owner]
             if all(spec is not None for of_owner in payloads for spec in of_owner):
                 found[number] = [Layout(self.kernels, each, self.sums, self.stamps) for each in payloads]  # type: ignore[arg-type]
         return found
-
-    def _cut_variables(self) -> Iterable[tuple[Variable, list[tuple[int, int]]]]:
-        return zip(self.bucket.variables, self.cuts, strict=True)
 
     def _specs(self, variable: Variable, start: int, stop: int) -> Sequence[PayloadSpec | None]:
         """Return the spec of each round's payload of a variable, or of its piece in [start, stop)."""
@@ -197,12 +194,14 @@ class PerVariableCodec:
             buffer = layouts[0].pack(by_owner[0], statuses, stamps, self.buffer)
             self.buffer = buffer if self.keeps_buffer else None
             return buffer
-        longest = max(layout.length for layout in layouts)
-        wires = []
-        for layout, each in zip(layouts, by_owner, strict=True):
-            wire = layout.pack(each, statuses, stamps)
-            wires += [wire, k.zeros((longest - layout.length,), "uint8", wire)]
-        return k.join(wires)
+        each = zip(layouts, by_owner, strict=True)
+        wires = [layout.pack(payloads, statuses, stamps) for layout, payloads in each]
+        return k.join([self.padded(wire, layouts) for wire in wires])
+
+    def padded(self, wire: Tensor, layouts: Sequence[Layout]) -> Tensor:
+        """Return an owner's wire, padded with zeros to the longest of all owners' layouts."""
+        extra = 0 if self.pieces is None else max(layout.length for layout in layouts) - wire.shape[0]
+        return self.kernels.join([wire, self.kernels.zeros((extra,), "uint8", wire)]) if extra > 0 else wire
 
     def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
         """Return payloads divided by ``predivide``, if the engine sums them."""
@@ -334,11 +333,7 @@ class PerVariableCodec:
         k = self.kernels
         payloads = [payload for payload, _ in self.encoded_means]
         layout = Layout.from_payloads(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
-        wire = layout.pack(payloads, statuses, stamps)
-        longest = 0 if self.pieces is None else max(one.length for one in self.layouts)
-        if longest > layout.length:
-            wire = k.join([wire, k.zeros((longest - layout.length,), "uint8", wire)])
-        return wire, layout
+        return self.padded(layout.pack(payloads, statuses, stamps), self.layouts), layout
 
     def remember_means(self, kept: Sequence[bool]) -> None:
         """Update the second memory with the parts that the payloads of means left out.
@@ -432,3 +427,55 @@ class PerVariableCodec:
     def poisoned(self, value: Any) -> Any:
         """Return a mean with its numbers replaced by NaN, because a rank's gradient was not finite."""
         return self.kernels.add(value, value, float("nan"))
+
+
+class PiecewiseCompressor(Compressor):
+    """Compressor applied piece by piece: piece j of n elements is ``equal_bounds(n, owners)[j]`` of the flat tensor.
+
+    A payload is a list of payloads, one for each owner; a ctx is the pair of bounds and the pieces' ctxs. Memories are
+    updated with this compressor, and so with the errors of all pieces together.
+
+    Args:
+        inner: the compressor of a piece.
+        owners: number of pieces of each tensor.
+    """
+
+    def __init__(self, inner: Compressor, owners: int):
+        self.inner = inner
+        self.owners = owners
+        self.traits = inner.traits
+
+    def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
+        """Return a payload for each owner, and the ctx that decodes them."""
+        flat = kernels_of(tensor).flat(tensor)
+        cuts = equal_bounds(flat.shape[0], self.owners)
+        coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
+        return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded])
+
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+        cuts = ctx[0]
+        k = kernels_of(payload[0][0])
+        return self.accumulate(payload, ctx, k.zeros((cuts[-1][1],), "float32", payload[0][0]))
+
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+        return self._piece_by_piece(self.inner.accumulate, payload, ctx, out, weight)
+
+    def join(self, means: Payload, ctx: Any, out: Tensor) -> Tensor:
+        """Return the tensor made of the means of its pieces. Each payload is aggregated alone, so that a vote stays a
+        vote."""
+        return self._piece_by_piece(self.inner.aggregate, [[mean] for mean in means], ctx, out, 1)
+
+    @staticmethod
+    def _piece_by_piece(
+        decode: Callable[..., Tensor], payloads: Sequence[Any], ctx: Any, out: Tensor, number: float
+    ) -> Tensor:
+        """Return ``out`` with every piece decoded by a method of the inner compressor."""
+        k = kernels_of(out)
+        flat, pieces = k.flat(out), []
+        for owner, ((a, b), payload, inner_ctx) in enumerate(zip(ctx[0], payloads, ctx[1], strict=True)):
+            try:
+                pieces.append(decode(payload, inner_ctx, flat[a:b], number))
+            except PayloadError as error:
+                error.place = owner  # aggregate() has set the index among its single payload: replace it by the rank
+                raise
+        return out if k.mutable else k.reshape(k.join(pieces), tuple(out.shape))

@@ -438,14 +438,12 @@ class RoundTrip:
         return self._without_means([REFUSED if name == self.refused else MISSING for name in self.names])
 
     def _without_means(self, statuses: list[int]) -> Tensor:
-        """Return a wire of means without payloads."""
-        k, layouts = self.kernels, self.codec.means_layouts()
+        """Return a wire of means whose payloads are zeros."""
+        layouts = self.codec.means_layouts()
         layout = layouts[self.codec.owner]
         stamps = self.header.received if self.communicator.rooted else self.header.own_stamp()
         stamps = list(stamps) or [0] * self.codec.stamps
-        longest = max(one.length for one in layouts)
-        ends = [*statuses, *stamps, *[0] * (longest - layout.body - len(statuses) - len(stamps))]
-        return k.join([k.zeros((layout.body,), "uint8", self.wire), k.full(ends, "uint8", self.wire)])
+        return self.codec.padded(layout.pack(layout.zeros(self.wire), statuses, stamps), layouts)
 
     def _sized_means(self, leg: Leg) -> Tensor | None:
         """Return the root's means, or room for them, of the received sizes; None, on all ranks, if there are no

@@ -5,8 +5,7 @@ whole bucket in one pass (:mod:`grace.exchange.fused_codec`) are derived from it
 fall back on it for inputs that they do not support.
 """
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
@@ -14,7 +13,7 @@ from grace.core.context import Context
 from grace.core.grace_api import check_decodes
 from grace.core.memory import Memory
 from grace.core.variable import Variable, equal_bounds
-from grace.errors import PayloadError
+from grace.errors import PayloadError, payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
 from grace.exchange.layout import Layout
@@ -281,14 +280,12 @@ class PerVariableCodec:
         return self.kernels.divide(part, part, count)
 
     def _last_round(self, total: Tensor, count: float) -> None:
-        try:
-            self.rounds.send(self._mean_of(total, count))
-        except StopIteration as end:
-            self.encoded = end.value
-            return
-        except PayloadError as error:
-            error.variable = self.bucket.ends
-            raise
+        with payload_of(variable=self.bucket.ends):
+            try:
+                self.rounds.send(self._mean_of(total, count))
+            except StopIteration as end:
+                self.encoded = end.value
+                return
         raise TypeError("a compressor's exchange() yielded more payloads than its traits.rounds")
 
     # -- means, if this rank is an owner or the root ---------------------------------------------------
@@ -400,7 +397,7 @@ class PerVariableCodec:
 
     def aggregated(self, payloads: list[Payload], ctx: Any, out: Any, count: float, name: str) -> Tensor:
         """Return the aggregate of payloads; a PayloadError names the variable."""
-        with self.about(name):
+        with payload_of(variable=name):
             return self.compressor.aggregate(payloads, ctx, out, count)
 
     def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
@@ -409,20 +406,10 @@ class PerVariableCodec:
         assert self.second is not None
         ctx = self.encoded[i][1]
         room = self.room(i, out, payloads[0][0])
-        with self.about(name):
+        with payload_of(variable=name):
             if self.pieces is not None:
                 return self.pieces.join(payloads, ctx, room)
             return self.second[0].aggregate(payloads, ctx, room, 1)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def about(name: str) -> Iterator[None]:
-        """Note the variable in errors about payloads that are raised in this context."""
-        try:
-            yield
-        except PayloadError as error:
-            error.variable = name
-            raise
 
     def poisoned(self, value: Any) -> Any:
         """Return a mean with its numbers replaced by NaN, because a rank's gradient was not finite."""

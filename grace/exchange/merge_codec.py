@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec
-from grace.errors import PayloadError
+from grace.errors import payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import Flag, Header, in_range
@@ -107,11 +107,8 @@ class MergeCodec(PerVariableCodec):
         sums = k.zeros((places.codes + 1,), "float32", wires[0])
         for rank, (layout, wire) in enumerate(zip(layouts, wires, strict=True)):
             values, codes = layout.unpack(wire)[0]
-            try:
+            with payload_of(rank, self.names[0]):
                 sums = k.scatter_add(sums, codes, values, 1.0 / self.owners)
-            except PayloadError as error:
-                error.place, error.variable = rank, self.names[0]
-                raise
         found, finite = [], list[Flag]()
         for place in places.places:
             if place.owner not in (None, self.owner):
@@ -153,7 +150,7 @@ class MergeCodec(PerVariableCodec):
         values = k.join([self.came[rank][0][cut] for rank in ranks])
         where = k.join([self.came[rank][1][cut] for rank in ranks])
         out = k.zeros(variable.shape, "float32", values) if out is None else k.zero(out)
-        with self.about(name):
+        with payload_of(variable=name):
             total = k.scatter_add(k.flat(out), where, values, 1.0)
         with recorder.phase("update", variable=name):
             self._update_memory(i, total, name)

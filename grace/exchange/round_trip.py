@@ -676,19 +676,18 @@ class RoundTrip:
         operation = f"the exchange of {self.bucket.describe()}"
         return self.backend.engine_error(operation, f" at step {self.context.step}", error)
 
-    @property
-    def _who(self) -> str:
-        return self.backend.rank_label
-
     def _rank(self, rank: int) -> str:
         """Return the name of one of the ranks of this exchange, by its number in the run."""
         return f"rank {self.backend.number_of(rank)}"
 
+    def _payload_error(self, text: str) -> PayloadError:
+        return PayloadError(f"{self.backend.rank_label}: {text}")
+
     def _undecoded(self, error: PayloadError, name: str) -> PayloadError:
         """Return the error of a payload that cannot be decoded."""
         sender = "another rank" if error.place is None else self._rank(error.place)
-        return PayloadError(
-            f"{self._who}: what {sender} sent of {name!r} at step {self.context.step} is no payload of "
+        return self._payload_error(
+            f"what {sender} sent of {name!r} at step {self.context.step} is no payload of "
             f"{self.communicator.compressor.spec}: {error}. It was damaged on its way, or that rank runs other code"
         )
 
@@ -697,9 +696,9 @@ class RoundTrip:
         return (
             self.error
             or self._withheld_here()
-            or PayloadError(
-                f"{self._who}: {self._rank(rank)} could not decode what it was sent of {name!r} at "
-                f"step {self.context.step}; its own error says more"
+            or self._payload_error(
+                f"{self._rank(rank)} could not decode what it was sent of {name!r} at step {self.context.step}; "
+                "its own error says more"
             )
         )
 
@@ -708,17 +707,17 @@ class RoundTrip:
         if self.codec.withheld is None:
             return None
         name, now, was = self.codec.withheld
-        return PayloadError(
-            f"{self._who}: {self.communicator.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
+        return self._payload_error(
+            f"{self.communicator.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
             f"{self.context.step}, and had {was} at the first. {VARIES}"
         )
 
     def _withheld_by(self, rank: int, name: str) -> PayloadError:
         """Return the error of a payload that a rank did not send."""
         who = "another rank" if self.communicator.sums else self._rank(rank)
-        return self._withheld_here() or PayloadError(
-            f"{self._who}: {who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out "
-            "otherwise than at the first; its own error says more"
+        return self._withheld_here() or self._payload_error(
+            f"{who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out otherwise than "
+            "at the first; its own error says more"
         )
 
 

@@ -55,6 +55,7 @@ class PerVariableCodec:
         known: the layouts of each round's wires; None for a round until its payloads are made.
         withheld: the variable because of which this rank sends no payloads in this step; a status informs all ranks.
         varies: True if payloads differ in size between ranks.
+        divisor: divisor of the sum of decoded payloads that makes it their mean.
     """
 
     withheld: Withheld | None = None
@@ -76,6 +77,7 @@ class PerVariableCodec:
         self.pieces = PiecewiseCompressor(self.compressor, self.owners) if communicator.cuts else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
+        self.divisor = self.context.size / self.context.predivide if self.sums else self.context.size
         self.user_defined = communicator.user_defined
         self.stateful = communicator.stateful
         self.varies = self.traits.varies and not (on_device and self.compressor.bounded)
@@ -256,33 +258,32 @@ class PerVariableCodec:
         self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._looks else True)
         return tensor
 
-    def receive(self, total: Tensor, count: float) -> Any:
-        """Receive the sum of a round's wires, ``count`` times the mean.
+    def receive(self, total: Tensor) -> Any:
+        """Receive the sum of a round's wires.
 
         Returns:
             1.0 for each variable whose sum is finite, else 0.0, on the device; None if the caller must check.
         """
         return None
 
-    def next_round(self, total: Tensor, count: float, header: Header) -> Tensor:
-        """Receive the sum of a round's wires, ``count`` times the mean, and return the next wire."""
-        means = self._mean_of(total, count)
+    def next_round(self, total: Tensor, header: Header) -> Tensor:
+        """Receive the sum of a round's wires, and return the next wire."""
+        means = self.layouts[0].unpack(self._divided(total))
         self.round += 1
         payloads = recorder.shared("compress", self.bucket.variables, self.rounds.send, means)
         return self._packed(payloads, header)
 
-    def _mean_of(self, total: Tensor, count: float) -> list[Payload]:
-        return self.layouts[0].unpack(total if count == 1 else self._divide_wire(total, count))
-
-    def _divide_wire(self, wire: Tensor, count: float) -> Tensor:
+    def _divided(self, total: Tensor) -> Tensor:
         """Divide a summed wire in place; include the header unless it is still unread on the device."""
-        part = wire[: self.layouts[0].body] if self.on_device else wire
-        return self.kernels.divide(part, part, count)
+        if self.divisor == 1:
+            return total
+        part = total[: self.layouts[0].body] if self.on_device else total
+        return self.kernels.divide(part, part, self.divisor)
 
-    def _last_round(self, total: Tensor, count: float) -> None:
+    def _last_round(self, total: Tensor) -> None:
         with payload_of(variable=self.bucket.ends):
             try:
-                self.rounds.send(self._mean_of(total, count))
+                self.rounds.send(self.layouts[0].unpack(self._divided(total)))
             except StopIteration as end:
                 self.encoded = end.value
                 return
@@ -355,32 +356,29 @@ class PerVariableCodec:
 
     # -- receiving -------------------------------------------------------------------------------------
 
-    def decode(
-        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
-    ) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
         """Return the mean of each variable, written into its ``out`` unless that is None.
 
         Args:
-            wires: one from each rank, or their sum; with ``means`` one from each owner, or the root's.
+            wires: one from each rank, or their sum; if means are encoded once more, one from each owner, or the root's.
             layouts: the layouts of the wires.
             outs: a tensor for each variable, or None.
-            count: divisor of the sum of decoded payloads.
-            means: True if the wires hold means that were encoded once more.
 
         Raises:
             PayloadError: a payload cannot be decoded; ``error.variable`` is its variable.
         """
+        count = self.divisor
         if self.traits.rounds > 1:
-            self._last_round(wires[0], count)
+            self._last_round(wires[0])
             received: list[Any] = [[payload] for payload, _ in self.encoded]
             count = 1
         else:
             with recorder.phase("unpack", bucket=self.bucket):
                 if self.traits.exact and self.sums:  # one division for the whole bucket
-                    wires, count = [self._divide_wire(wires[0], count)], 1
+                    wires, count = [self._divided(wires[0])], 1
                 each = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
                 received = [[payloads[i] for payloads in each] for i in range(len(self.names))]
-        one = self._joined if means else self._aggregate
+        one = self._aggregate if self.second is None else self._joined
         counts = [count] * len(outs)
         values = recorder.each("decode", self.names, one, range(len(self.names)), received, outs, counts)
         if self.traits.rounds > 1:  # memories are updated with the aggregated payload

@@ -239,16 +239,14 @@ class FusedCodec(PerVariableCodec):
 
     # -- decoding --------------------------------------------------------------------------------------
 
-    def decode(
-        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
-    ) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
         if not self.fused:
-            return super().decode(wires, layouts, outs, count, means)
+            return super().decode(wires, layouts, outs)
         found = self.rooms(outs, wires[0])
-        if recorder.shared("decode", self.bucket.variables, self._decode, found, wires, count, means):
+        if recorder.shared("decode", self.bucket.variables, self._decode, found, wires):
             return found
         self.encoded = self._decoding_ctxs(found)
-        return super().decode(wires, layouts, found, count, means)
+        return super().decode(wires, layouts, found)
 
     def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
         """Return the tensors that means are written to: ``outs``, and uninitialized tensors for those that are None."""
@@ -257,21 +255,18 @@ class FusedCodec(PerVariableCodec):
             for variable, out in zip(self.bucket.variables, outs, strict=True)
         ]
 
-    def _decode(self, means: Sequence[Tensor], wires: Sequence[Tensor], count: float, compressed: bool) -> bool:
-        """Decode into ``means``; return False if a payload is damaged, or kernels cannot access the tensors.
-
-        Args:
-            compressed: True if wires hold means that were encoded once more.
-        """
+    def _decode(self, means: Sequence[Tensor], wires: Sequence[Tensor]) -> bool:
+        """Decode into ``means``; return False if a payload is damaged, or kernels cannot access the tensors."""
         found, sources = self.kernels.addresses(means), self.kernels.addresses(wires, self.layouts[0].dtype)
         if found is None or sources is None:
             return False
         outs, begins = np.array(found, np.uint64), np.array(sources, np.uint64)
-        if compressed and self.owners > 1:
+        if self.owners > 1:
             # A row's offset is one in the buffer of all wires, so pass where that buffer would begin for each wire.
             begins = np.repeat(begins - self.starts, len(outs))[None]
             outs = (outs + self.offsets).reshape(-1)
-        return bool(self.codec.decode(outs, begins, 1 if compressed else count, self.context.loss_scale))
+        count = self.divisor if self.second is None else 1
+        return bool(self.codec.decode(outs, begins, count, self.context.loss_scale))
 
     def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""
@@ -320,14 +315,14 @@ class FusedRounds(FusedCodec):
         self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
         return super()._encode(gradients, header)
 
-    def receive(self, total: Tensor, count: float) -> Any:
+    def receive(self, total: Tensor) -> Any:
         if not self.fused:
             return None
-        return self.codec.receive(total, count, self.round + 1 == len(self.known))
+        return self.codec.receive(total, self.divisor, self.round + 1 == len(self.known))
 
-    def next_round(self, total: Tensor, count: float, header: Header) -> Tensor:
+    def next_round(self, total: Tensor, header: Header) -> Tensor:
         if not self.fused:
-            return super().next_round(total, count, header)
+            return super().next_round(total, header)
         self.round += 1
         layout = self._layout_of(self.round)
         self.layouts = [layout]
@@ -336,18 +331,16 @@ class FusedRounds(FusedCodec):
         self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp()))
         return self.second_wire
 
-    def decode(
-        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
-    ) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
         if not self.fused:
-            return super().decode(wires, layouts, outs, count, means)
+            return super().decode(wires, layouts, outs)
         k = self.kernels
         found = self.rooms(outs, wires[0])
         given, places = found, k.addresses(found)
         if places is None:  # kernels cannot write to these tensors: decode into others, and copy
             given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]
             places = k.addresses(given)
-        self.codec.decode(np.array(places, np.uint64), (), count, self.context.loss_scale)
+        self.codec.decode(np.array(places, np.uint64), (), self.divisor, self.context.loss_scale)
         for out, mean in zip(found, given, strict=True):
             if out is not mean:
                 k.divide(out, mean, 1)

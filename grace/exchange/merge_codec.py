@@ -136,9 +136,7 @@ class MergeCodec(PerVariableCodec):
 
     # -- everywhere ------------------------------------------------------------------------------------
 
-    def decode(
-        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
-    ) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
         self.came = [layout.unpack(wire)[0] for layout, wire in zip(layouts, wires, strict=True)]
         return recorder.each("decode", self.names, self._merged, range(len(self.names)), outs)
 

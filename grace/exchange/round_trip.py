@@ -301,7 +301,7 @@ class RoundTrip:
         with recorder.phase("unpack", bucket=self.bucket):
             wires = self._last_wires()
             self._read_headers(wires)
-        buffer = self.codec.next_round(wires[0], self.program.divisor, self.header)
+        buffer = self.codec.next_round(wires[0], self.header)
         self._count(self.codec.layouts, buffer)
         return buffer
 
@@ -523,7 +523,7 @@ class RoundTrip:
         if self.header.out_of_step:
             return self.empty_outcomes()
         try:
-            values = self.codec.decode(wires, self.layouts, outs, self.program.divisor, self.brings_means)
+            values = self.codec.decode(wires, self.layouts, outs)
         except PayloadError as error:
             if self.brings_means and self.communicator.rooted:
                 error.place = self.route[-1].root
@@ -571,7 +571,7 @@ class RoundTrip:
         header, k, several = self.header, self.kernels, self.traits.rounds > 1
         if not self.brings_means or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare(self.layouts, wires)
-        each = self.codec.receive(wires[0], self.program.divisor) if several else None
+        each = self.codec.receive(wires[0]) if several else None
         if header.out_of_step:
             return
         flags = list(map(Layout.statuses, self.layouts, wires))

@@ -147,7 +147,7 @@ class PerVariableCodec:
             self._check_decoding()
         if header.program.looks:
             tensors = payloads if self.pieces is None else [[t for piece in p for t in piece] for p in payloads]
-            header.in_range = self._in_range(header.present, tensors, [None] * len(self.names))
+            header.in_range = self._in_range(header.present, tensors)
         return self._packed(payloads, header)
 
     def compensated(self, gradient: Tensor, name: str) -> Tensor:
@@ -171,9 +171,10 @@ class PerVariableCodec:
             check_decodes(self.compressor, payload, ctx, x, name)
         self.checks_decoding = False
 
-    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Flag]) -> list[Flag]:
+    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Flag] = ()) -> list[Flag]:
+        """Return True for each variable that this rank has a gradient of, in range with its payload."""
         kept = self.stateful
-        each = zip(present, self.inputs, payloads, known, strict=True)
+        each = zip(present, self.inputs, payloads, known or [None] * len(self.names), strict=True)
         return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
 
     def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
@@ -190,7 +191,7 @@ class PerVariableCodec:
         elif self.user_defined:
             by_owner, statuses = self._withhold(by_owner, layouts, statuses)
         self.layouts = layouts
-        stamps = header.own_stamp()
+        stamps = header.own_stamp
         if self.pieces is None:
             buffer = layouts[0].pack(by_owner[0], statuses, stamps, self.buffer)
             self.buffer = buffer if self.keeps_buffer else None

@@ -129,8 +129,9 @@ class FusedCodec(PerVariableCodec):
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
         wire = np.uint64(self.target[0])
-        rows, words = self._rows_of_pieces(self.residuals.rows), words[: self.owners].reshape(-1, 4)
-        factors = self.residuals.factors if self.owners == 1 else np.tile(self.residuals.factors, (self.owners, 1))
+        rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
+        if self.owners > 1:
+            rows, factors = self._rows_of_pieces(rows), np.tile(factors, (self.owners, 1))
         if self.by_kernels:
             self.codec.step = self.context.device_step
             header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
@@ -139,7 +140,7 @@ class FusedCodec(PerVariableCodec):
             if self.owners > 1:
                 finite = [all(finite[i :: len(self.names)]) for i in range(len(self.names))]
             header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
-            statuses, stamps = header.statuses(), header.own_stamp()
+            statuses, stamps = header.statuses(), header.own_stamp
             for layout, part in zip(self.layouts, self.parts, strict=True):
                 layout.write_header(part, statuses, stamps)
         if self.stores_at_once:
@@ -156,7 +157,7 @@ class FusedCodec(PerVariableCodec):
 
     def _ends(self, header: Header) -> Any:
         """Return the headers that kernels write behind all owners' payloads."""
-        found = [layout.end(header.statuses(), header.own_stamp()) for layout in self.layouts]
+        found = [layout.end(header.statuses(), header.own_stamp) for layout in self.layouts]
         if self.owners == 1:
             return found[0]
         offsets = [int(start) + end[0][0] for start, end in zip(self.starts, found, strict=True)]
@@ -165,14 +166,12 @@ class FusedCodec(PerVariableCodec):
 
     def _rows_of_pieces(self, rows: Any) -> Any:
         """Return the rows of addresses of all owners' pieces, one owner after the other, from those of variables."""
-        if self.owners == 1:
-            return rows
         columns = rows.shape[1]
         return (rows + self.piece_offsets[:, :, :columns] * (rows != 0)).reshape(-1, columns)
 
     def finish(self, rows: Any, sides: Tensor) -> None:
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
-        self.codec.finish(self._rows_of_pieces(rows), sides)
+        self.codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, sides)
 
     def remember(self) -> None:
         if not self.fused:
@@ -216,7 +215,7 @@ class FusedCodec(PerVariableCodec):
             finite: list[Flag] = self.codec_of_means.encode(*given)
             return finite
         body = self.layouts[self.owner].body
-        numbers = [*[PRESENT] * len(self.names), *header.own_stamp()]
+        numbers = [*[PRESENT] * len(self.names), *header.own_stamp]
         received_statuses = [source + body for source in sources]
         return list(self.codec_of_means.encode(*given, ([body], "uint8", numbers, OVERFLOW, received_statuses)))
 
@@ -328,7 +327,7 @@ class FusedRounds(FusedCodec):
         self.layouts = [layout]
         if self.second_wire is None:
             self.second_wire = self.kernels.zeros((layout.length,), layout.dtype, total)
-        self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp()))
+        self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp))
         return self.second_wire
 
     def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:

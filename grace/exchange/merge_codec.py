@@ -175,7 +175,7 @@ class MergeCodec(PerVariableCodec):
         self.withheld = None
         self.inputs = recorder.each("compensate", self.names, self.compensated, gradients)
         self.encoded = recorder.each("compress", self.names, self.compressor.compress, self.inputs)
-        header.in_range = self._in_range(header.present, [p for p, _ in self.encoded], [None] * len(self.names))
+        header.in_range = self._in_range(header.present, [payload for payload, _ in self.encoded])
         self.sent = [(payload[0], self.compressor.sent_indices(payload, ctx)) for payload, ctx in self.encoded]
         each = [coded(i, place, self.owners) for (_, i), place in zip(self.sent, self.places.places, strict=True)]
         owners, codes = k.join([one for one, _ in each]), k.join([one for _, one in each])
@@ -186,7 +186,7 @@ class MergeCodec(PerVariableCodec):
         if unsent:
             ones = k.zeros(tuple(values.shape), "float32", values) + 1.0
             self.on_their_way = k.zero_at(ones, k.join(unsent))
-        statuses, stamps = header.statuses(), header.own_stamp()
+        statuses, stamps = header.statuses(), header.own_stamp
         nothing: list[Payload] = [[] for _ in self.names[1:]]
         return k.join([self.layouts[0].pack([share, *nothing], statuses, stamps) for share in shares])
 

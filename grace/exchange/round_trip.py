@@ -79,8 +79,7 @@ class RoundTrip:
     """Number of that leg."""
     _moves = 0
     """Number of collectives that the communicator started itself."""
-    _over: Backend | None = None
-    """The backend of the collective under way."""
+    _under_way = False
     _traced: "recorder.CollectiveEvent | None" = None
     """The trace's event of the collective under way."""
     _means_wire: Tensor | None = None
@@ -179,7 +178,7 @@ class RoundTrip:
         backend.label = f"{self.bucket.label}.{self._position + 1}"
         Backend.began = self.bucket
         backend.started += 1
-        self._over = backend
+        self._under_way = True
         if recorder.active is not None:
             facts = {"bucket": self.bucket, "label": backend.label, "bytes": self.kernels.nbytes(buffer)}
             self._traced = recorder.CollectiveEvent(recorder.active, facts)
@@ -372,7 +371,7 @@ class RoundTrip:
             self.error = self._undecoded(error, error.variable)
             return self._refusal()
         statuses, kept = self._statuses_of_means(finite, flags)
-        stamps = header.received if rooted else header.own_stamp()
+        stamps = header.received if rooted else header.own_stamp
         with recorder.phase("pack", bucket=self.bucket):
             buffer, self.means_layout = self.codec.write_means(statuses, stamps if self.bucket.carries else ())
         if self.context.size > 1 or not rooted:
@@ -406,9 +405,10 @@ class RoundTrip:
         if self.codec.wrote_statuses:  # kernels have written the statuses on the device
             return [], [True] * count
         if self.on_device:
-            present = sum(k.cast(flag, "float32") for flag in flags) > 0
-            here: list[Flag] = list(k.cast(present, "float32"))
-            none_overflowed: list[Flag] = list(k.cast(header.overflow_on_device(flags) == 0, "float32"))
+            numbers = [k.cast(flag, "float32") for flag in flags]
+            here: list[Flag] = list(k.cast(sum(numbers) > 0, "float32"))
+            overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
+            none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
             well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
         else:
             here = [not missing for missing in header.missing]
@@ -419,9 +419,9 @@ class RoundTrip:
         statuses = [h * status(True, ok, False) for h, ok in zip(here, well, strict=True)]
         if self.on_device and not cuts:
             if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
-                withheld = sum(k.cast(k.cast(flag, "float32") > OVERFLOW, "float32") for flag in flags)
+                withheld = sum(k.cast(number > OVERFLOW, "float32") for number in numbers)
                 each = zip(statuses, withheld, strict=True)
-                statuses = [number + k.cast(more > 0, "float32") for number, more in each]
+                statuses = [one + k.cast(more > 0, "float32") for one, more in each]
             header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
         # On a device all memories are updated now, and rolled back when headers are read. Memories of owners are
         # committed, or rolled back, with the step.
@@ -441,7 +441,7 @@ class RoundTrip:
         """Return a wire of means whose payloads are zeros."""
         layouts = self.codec.means_layouts()
         layout = layouts[self.codec.owner]
-        stamps = self.header.received if self.communicator.rooted else self.header.own_stamp()
+        stamps = self.header.received if self.communicator.rooted else self.header.own_stamp
         stamps = list(stamps) or [0] * self.codec.stamps
         return self.codec.padded(layout.pack(layout.zeros(self.wire), statuses, stamps), layouts)
 
@@ -485,9 +485,9 @@ class RoundTrip:
 
     def arrived(self) -> None:
         """Note that the collective under way is known to be done."""
-        if self._over is not None:
-            self._over.done += 1
-            self._over = None
+        if self._under_way:
+            self.backend.done += 1
+            self._under_way = False
         if self._traced is not None:
             self._traced.end()
             self._traced = None
@@ -579,7 +579,9 @@ class RoundTrip:
             header.read(flags, self._evaluate_means)
         else:
             statuses = flags if header.statuses_matter else []
-            finite = [k.all_finite(body) for body in self._bodies(wires)] if each is None else [each]
+            finite = [] if each is None else [each]
+            if each is None and self.guard and self.program.payloads_show:
+                finite = [k.all_finite(body) for body in self._bodies(wires)]
             if statuses or finite:
                 well = [*[self.program.well] * len(statuses), *[None] * len(finite)]
                 header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), well)
@@ -591,8 +593,6 @@ class RoundTrip:
     def _bodies(self, wires: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that show overflows: a whole sum, which is checked variable by variable only if it is not
         finite; or all payload tensors."""
-        if not (self.guard and self.program.payloads_show):
-            return []
         if self.communicator.sums:
             return [wires[0][: self.layouts[0].body]]
         received = [layout.unpack(wire) for layout, wire in zip(self.layouts, wires, strict=True)]

@@ -55,13 +55,14 @@ class PayloadError(ExchangeError):
 
 
 @contextlib.contextmanager
-def payload_of(place: int) -> Iterator[None]:
-    """Add the index of the payload to a :class:`PayloadError` that is raised in this context."""
+def payload_of(place: int | None = None, variable: str = "") -> Iterator[None]:
+    """Add the index of the payload, if it has none, and its variable to a :class:`PayloadError` that is raised in this
+    context."""
     try:
         yield
     except PayloadError as error:
-        if error.place is None:
-            error.place = place
+        error.place = place if error.place is None else error.place
+        error.variable = variable or error.variable
         raise
 
 

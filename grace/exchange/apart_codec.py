@@ -109,9 +109,7 @@ class ApartCodec(PerVariableCodec):
             f"{name!r} at step {self.context.step}: {why}"
         )
 
-    def decode(
-        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
-    ) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
         return self.values
 
 

@@ -5,8 +5,7 @@ whole bucket in one pass (:mod:`grace.exchange.fused_codec`) are derived from it
 fall back on it for inputs that they do not support.
 """
 
-import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
@@ -14,13 +13,12 @@ from grace.core.context import Context
 from grace.core.grace_api import check_decodes
 from grace.core.memory import Memory
 from grace.core.variable import Variable, equal_bounds
-from grace.errors import PayloadError
+from grace.errors import PayloadError, payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
 from grace.exchange.layout import Layout
-from grace.exchange.pieces import PiecewiseCompressor
 from grace.exchange.tracing import recorder
-from grace.kernels import Kernels
+from grace.kernels import Kernels, kernels_of
 
 
 class Withheld(NamedTuple):
@@ -57,6 +55,7 @@ class PerVariableCodec:
         known: the layouts of each round's wires; None for a round until its payloads are made.
         withheld: the variable because of which this rank sends no payloads in this step; a status informs all ranks.
         varies: True if payloads differ in size between ranks.
+        divisor: divisor of the sum of decoded payloads that makes it their mean.
     """
 
     withheld: Withheld | None = None
@@ -78,6 +77,7 @@ class PerVariableCodec:
         self.pieces = PiecewiseCompressor(self.compressor, self.owners) if communicator.cuts else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
+        self.divisor = self.context.size / self.context.predivide if self.sums else self.context.size
         self.user_defined = communicator.user_defined
         self.stateful = communicator.stateful
         self.varies = self.traits.varies and not (on_device and self.compressor.bounded)
@@ -110,15 +110,13 @@ class PerVariableCodec:
         found: list[list[Layout] | None] = [None] * self.traits.rounds
         if self.user_defined and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
             return found
-        by_owner = [[self._specs(v, *cuts[j]) for v, cuts in self._cut_variables()] for j in range(self.owners)]
+        variables = list(zip(self.bucket.variables, self.cuts, strict=True))
+        by_owner = [[self._specs(variable, *cuts[j]) for variable, cuts in variables] for j in range(self.owners)]
         for number in range(self.traits.rounds):
             payloads = [[specs[number] for specs in of_owner] for of_owner in by_owner]
             if all(spec is not None for of_owner in payloads for spec in of_owner):
                 found[number] = [Layout(self.kernels, each, self.sums, self.stamps) for each in payloads]  # type: ignore[arg-type]
         return found
-
-    def _cut_variables(self) -> Iterable[tuple[Variable, list[tuple[int, int]]]]:
-        return zip(self.bucket.variables, self.cuts, strict=True)
 
     def _specs(self, variable: Variable, start: int, stop: int) -> Sequence[PayloadSpec | None]:
         """Return the spec of each round's payload of a variable, or of its piece in [start, stop)."""
@@ -149,7 +147,7 @@ class PerVariableCodec:
             self._check_decoding()
         if header.program.looks:
             tensors = payloads if self.pieces is None else [[t for piece in p for t in piece] for p in payloads]
-            header.in_range = self._in_range(header.present, tensors, [None] * len(self.names))
+            header.in_range = self._in_range(header.present, tensors)
         return self._packed(payloads, header)
 
     def compensated(self, gradient: Tensor, name: str) -> Tensor:
@@ -173,9 +171,10 @@ class PerVariableCodec:
             check_decodes(self.compressor, payload, ctx, x, name)
         self.checks_decoding = False
 
-    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Flag]) -> list[Flag]:
+    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Flag] = ()) -> list[Flag]:
+        """Return True for each variable that this rank has a gradient of, in range with its payload."""
         kept = self.stateful
-        each = zip(present, self.inputs, payloads, known, strict=True)
+        each = zip(present, self.inputs, payloads, known or [None] * len(self.names), strict=True)
         return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
 
     def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
@@ -192,17 +191,19 @@ class PerVariableCodec:
         elif self.user_defined:
             by_owner, statuses = self._withhold(by_owner, layouts, statuses)
         self.layouts = layouts
-        stamps = header.own_stamp()
+        stamps = header.own_stamp
         if self.pieces is None:
             buffer = layouts[0].pack(by_owner[0], statuses, stamps, self.buffer)
             self.buffer = buffer if self.keeps_buffer else None
             return buffer
-        longest = max(layout.length for layout in layouts)
-        wires = []
-        for layout, each in zip(layouts, by_owner, strict=True):
-            wire = layout.pack(each, statuses, stamps)
-            wires += [wire, k.zeros((longest - layout.length,), "uint8", wire)]
-        return k.join(wires)
+        each = zip(layouts, by_owner, strict=True)
+        wires = [layout.pack(payloads, statuses, stamps) for layout, payloads in each]
+        return k.join([self.padded(wire, layouts) for wire in wires])
+
+    def padded(self, wire: Tensor, layouts: Sequence[Layout]) -> Tensor:
+        """Return an owner's wire, padded with zeros to the longest of all owners' layouts."""
+        extra = 0 if self.pieces is None else max(layout.length for layout in layouts) - wire.shape[0]
+        return self.kernels.join([wire, self.kernels.zeros((extra,), "uint8", wire)]) if extra > 0 else wire
 
     def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
         """Return payloads divided by ``predivide``, if the engine sums them."""
@@ -258,38 +259,35 @@ class PerVariableCodec:
         self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._looks else True)
         return tensor
 
-    def receive(self, total: Tensor, count: float) -> Any:
-        """Receive the sum of a round's wires, ``count`` times the mean.
+    def receive(self, total: Tensor) -> Any:
+        """Receive the sum of a round's wires.
 
         Returns:
             1.0 for each variable whose sum is finite, else 0.0, on the device; None if the caller must check.
         """
         return None
 
-    def next_round(self, total: Tensor, count: float, header: Header) -> Tensor:
-        """Receive the sum of a round's wires, ``count`` times the mean, and return the next wire."""
-        means = self._mean_of(total, count)
+    def next_round(self, total: Tensor, header: Header) -> Tensor:
+        """Receive the sum of a round's wires, and return the next wire."""
+        means = self.layouts[0].unpack(self._divided(total))
         self.round += 1
         payloads = recorder.shared("compress", self.bucket.variables, self.rounds.send, means)
         return self._packed(payloads, header)
 
-    def _mean_of(self, total: Tensor, count: float) -> list[Payload]:
-        return self.layouts[0].unpack(total if count == 1 else self._divide_wire(total, count))
-
-    def _divide_wire(self, wire: Tensor, count: float) -> Tensor:
+    def _divided(self, total: Tensor) -> Tensor:
         """Divide a summed wire in place; include the header unless it is still unread on the device."""
-        part = wire[: self.layouts[0].body] if self.on_device else wire
-        return self.kernels.divide(part, part, count)
+        if self.divisor == 1:
+            return total
+        part = total[: self.layouts[0].body] if self.on_device else total
+        return self.kernels.divide(part, part, self.divisor)
 
-    def _last_round(self, total: Tensor, count: float) -> None:
-        try:
-            self.rounds.send(self._mean_of(total, count))
-        except StopIteration as end:
-            self.encoded = end.value
-            return
-        except PayloadError as error:
-            error.variable = self.bucket.ends
-            raise
+    def _last_round(self, total: Tensor) -> None:
+        with payload_of(variable=self.bucket.ends):
+            try:
+                self.rounds.send(self.layouts[0].unpack(self._divided(total)))
+            except StopIteration as end:
+                self.encoded = end.value
+                return
         raise TypeError("a compressor's exchange() yielded more payloads than its traits.rounds")
 
     # -- means, if this rank is an owner or the root ---------------------------------------------------
@@ -334,11 +332,7 @@ class PerVariableCodec:
         k = self.kernels
         payloads = [payload for payload, _ in self.encoded_means]
         layout = Layout.from_payloads(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
-        wire = layout.pack(payloads, statuses, stamps)
-        longest = 0 if self.pieces is None else max(one.length for one in self.layouts)
-        if longest > layout.length:
-            wire = k.join([wire, k.zeros((longest - layout.length,), "uint8", wire)])
-        return wire, layout
+        return self.padded(layout.pack(payloads, statuses, stamps), self.layouts), layout
 
     def remember_means(self, kept: Sequence[bool]) -> None:
         """Update the second memory with the parts that the payloads of means left out.
@@ -363,32 +357,29 @@ class PerVariableCodec:
 
     # -- receiving -------------------------------------------------------------------------------------
 
-    def decode(
-        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
-    ) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
         """Return the mean of each variable, written into its ``out`` unless that is None.
 
         Args:
-            wires: one from each rank, or their sum; with ``means`` one from each owner, or the root's.
+            wires: one from each rank, or their sum; if means are encoded once more, one from each owner, or the root's.
             layouts: the layouts of the wires.
             outs: a tensor for each variable, or None.
-            count: divisor of the sum of decoded payloads.
-            means: True if the wires hold means that were encoded once more.
 
         Raises:
             PayloadError: a payload cannot be decoded; ``error.variable`` is its variable.
         """
+        count = self.divisor
         if self.traits.rounds > 1:
-            self._last_round(wires[0], count)
+            self._last_round(wires[0])
             received: list[Any] = [[payload] for payload, _ in self.encoded]
             count = 1
         else:
             with recorder.phase("unpack", bucket=self.bucket):
                 if self.traits.exact and self.sums:  # one division for the whole bucket
-                    wires, count = [self._divide_wire(wires[0], count)], 1
+                    wires, count = [self._divided(wires[0])], 1
                 each = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
                 received = [[payloads[i] for payloads in each] for i in range(len(self.names))]
-        one = self._joined if means else self._aggregate
+        one = self._aggregate if self.second is None else self._joined
         counts = [count] * len(outs)
         values = recorder.each("decode", self.names, one, range(len(self.names)), received, outs, counts)
         if self.traits.rounds > 1:  # memories are updated with the aggregated payload
@@ -405,7 +396,7 @@ class PerVariableCodec:
 
     def aggregated(self, payloads: list[Payload], ctx: Any, out: Any, count: float, name: str) -> Tensor:
         """Return the aggregate of payloads; a PayloadError names the variable."""
-        with self.about(name):
+        with payload_of(variable=name):
             return self.compressor.aggregate(payloads, ctx, out, count)
 
     def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
@@ -414,21 +405,63 @@ class PerVariableCodec:
         assert self.second is not None
         ctx = self.encoded[i][1]
         room = self.room(i, out, payloads[0][0])
-        with self.about(name):
+        with payload_of(variable=name):
             if self.pieces is not None:
                 return self.pieces.join(payloads, ctx, room)
             return self.second[0].aggregate(payloads, ctx, room, 1)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def about(name: str) -> Iterator[None]:
-        """Note the variable in errors about payloads that are raised in this context."""
-        try:
-            yield
-        except PayloadError as error:
-            error.variable = name
-            raise
-
     def poisoned(self, value: Any) -> Any:
         """Return a mean with its numbers replaced by NaN, because a rank's gradient was not finite."""
         return self.kernels.add(value, value, float("nan"))
+
+
+class PiecewiseCompressor(Compressor):
+    """Compressor applied piece by piece: piece j of n elements is ``equal_bounds(n, owners)[j]`` of the flat tensor.
+
+    A payload is a list of payloads, one for each owner; a ctx is the pair of bounds and the pieces' ctxs. Memories are
+    updated with this compressor, and so with the errors of all pieces together.
+
+    Args:
+        inner: the compressor of a piece.
+        owners: number of pieces of each tensor.
+    """
+
+    def __init__(self, inner: Compressor, owners: int):
+        self.inner = inner
+        self.owners = owners
+        self.traits = inner.traits
+
+    def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
+        """Return a payload for each owner, and the ctx that decodes them."""
+        flat = kernels_of(tensor).flat(tensor)
+        cuts = equal_bounds(flat.shape[0], self.owners)
+        coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
+        return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded])
+
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+        cuts = ctx[0]
+        k = kernels_of(payload[0][0])
+        return self.accumulate(payload, ctx, k.zeros((cuts[-1][1],), "float32", payload[0][0]))
+
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+        return self._piece_by_piece(self.inner.accumulate, payload, ctx, out, weight)
+
+    def join(self, means: Payload, ctx: Any, out: Tensor) -> Tensor:
+        """Return the tensor made of the means of its pieces. Each payload is aggregated alone, so that a vote stays a
+        vote."""
+        return self._piece_by_piece(self.inner.aggregate, [[mean] for mean in means], ctx, out, 1)
+
+    @staticmethod
+    def _piece_by_piece(
+        decode: Callable[..., Tensor], payloads: Sequence[Any], ctx: Any, out: Tensor, number: float
+    ) -> Tensor:
+        """Return ``out`` with every piece decoded by a method of the inner compressor."""
+        k = kernels_of(out)
+        flat, pieces = k.flat(out), []
+        for owner, ((a, b), payload, inner_ctx) in enumerate(zip(ctx[0], payloads, ctx[1], strict=True)):
+            try:
+                pieces.append(decode(payload, inner_ctx, flat[a:b], number))
+            except PayloadError as error:
+                error.place = owner  # aggregate() has set the index among its single payload: replace it by the rank
+                raise
+        return out if k.mutable else k.reshape(k.join(pieces), tuple(out.shape))

@@ -35,9 +35,8 @@ ANY_BITS = np.uint32(0xFFFFFFFF)
 class FusedCodec(PerVariableCodec):
     """Codec in one pass. The wires of all owners are one buffer, which is kept from step to step.
 
-    On the host each owner's pieces have a codec of kernels. On a device the pieces of all owners are rows of one codec,
-    so that one launch encodes all of them, and kernels write the headers, because only they know which gradients are in
-    range.
+    The pieces of all owners are rows of one codec of kernels, so that one call encodes all of them. On a device kernels
+    write the headers, because only they know which gradients are in range.
 
     Args:
         bucket, kernels, on_device: see :class:`~grace.exchange.codec.PerVariableCodec`.
@@ -63,17 +62,13 @@ class FusedCodec(PerVariableCodec):
         self.parts: list[Tensor] = []
         self.target: list[int] | None = None
         placed = [self.placed(j) for j in range(owners)]
-        if self.by_kernels:
-            in_buffer = [
-                [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]
-                for start, payloads in zip(self.starts, placed, strict=True)
-                for payload in payloads
-            ]
-            self.codec = kind([n for each in sizes for n in each], in_buffer, **options)
-            self.codec_of_means = self.codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
-        else:
-            self.codecs = [kind(n, each, **options) for n, each in zip(sizes, placed, strict=True)]
-            self.codec = self.codec_of_means = self.codecs[owner]
+        in_buffer = [
+            [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]
+            for start, payloads in zip(self.starts, placed, strict=True)
+            for payload in payloads
+        ]
+        self.codec = kind([n for each in sizes for n in each], in_buffer, **options)
+        self.codec_of_means = self.codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
         self.streams = Streams(self._stream_names(), self.context, self.codec.draws)
         unfinished = self.by_kernels and self.codec.unfinished
         keeper = moments_of(self.compressor) or self.memory
@@ -133,39 +128,24 @@ class FusedCodec(PerVariableCodec):
         if not header.program.looks:  # the received sum shows overflows, so nothing is checked here
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
+        wire = np.uint64(self.target[0])
+        rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
+        if self.owners > 1:
+            rows, factors = self._rows_of_pieces(rows), np.tile(factors, (self.owners, 1))
         if self.by_kernels:
-            self._encode_by_kernels(header, most, words)
-        elif self.owners == 1:
-            rows, factors, wire = self.residuals.rows, self.residuals.factors, np.uint64(self.target[0])
-            finite = self.codec.encode(rows, factors, wire, most, words[0])
-            header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
-            self.layouts[0].write_header(self.buffer, header.statuses(), header.own_stamp())
+            self.codec.step = self.context.device_step
+            header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
         else:
-            self._encode_pieces(header, most, words)
+            finite = self.codec.encode(rows, factors, wire, most, words)
+            if self.owners > 1:
+                finite = [all(finite[i :: len(self.names)]) for i in range(len(self.names))]
+            header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
+            statuses, stamps = header.statuses(), header.own_stamp
+            for layout, part in zip(self.layouts, self.parts, strict=True):
+                layout.write_header(part, statuses, stamps)
         if self.stores_at_once:
             self.residuals.store()
         return True
-
-    def _encode_by_kernels(self, header: Header, most: Any, words: Any) -> None:
-        assert self.target is not None
-        self.codec.step = self.context.device_step
-        rows = np.concatenate(self._cut(self.residuals.rows))
-        factors = np.tile(self.residuals.factors, (self.owners, 1))
-        words = words[: self.owners].reshape(-1, 4)
-        wire = np.uint64(self.target[0])
-        header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
-
-    def _encode_pieces(self, header: Header, most: Any, words: Any) -> None:
-        assert self.target is not None
-        rows, wire = self._cut(self.residuals.rows), np.uint64(self.target[0])
-        finite = [
-            codec.encode(own, self.residuals.factors, wire + start, most, of_owner)
-            for codec, own, start, of_owner in zip(self.codecs, rows, self.starts, words, strict=False)
-        ]
-        header.in_range = [here and all(of_all) for here, *of_all in zip(header.present, *finite, strict=True)]
-        statuses, stamps = header.statuses(), header.own_stamp()
-        for layout, part in zip(self.layouts, self.parts, strict=True):
-            layout.write_header(part, statuses, stamps)
 
     def _make_buffers(self, like: Tensor) -> None:
         layout, longest = self.layouts[0], self.longest
@@ -177,21 +157,21 @@ class FusedCodec(PerVariableCodec):
 
     def _ends(self, header: Header) -> Any:
         """Return the headers that kernels write behind all owners' payloads."""
-        found = [layout.end(header.statuses(), header.own_stamp()) for layout in self.layouts]
+        found = [layout.end(header.statuses(), header.own_stamp) for layout in self.layouts]
         if self.owners == 1:
             return found[0]
         offsets = [int(start) + end[0][0] for start, end in zip(self.starts, found, strict=True)]
         _, dtype, numbers, over, heard = found[0]
         return offsets, dtype, numbers[: self.layouts[0].header], over, heard
 
-    def _cut(self, rows: Any) -> Any:
-        """Return the rows of addresses of all owners' pieces, of shape (owners, variables, columns), from those of
-        variables."""
-        return rows[None] if self.owners == 1 else rows + self.piece_offsets[:, :, : rows.shape[1]] * (rows != 0)
+    def _rows_of_pieces(self, rows: Any) -> Any:
+        """Return the rows of addresses of all owners' pieces, one owner after the other, from those of variables."""
+        columns = rows.shape[1]
+        return (rows + self.piece_offsets[:, :, :columns] * (rows != 0)).reshape(-1, columns)
 
     def finish(self, rows: Any, sides: Tensor) -> None:
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
-        self.codec.finish(np.concatenate(self._cut(rows)), sides)
+        self.codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, sides)
 
     def remember(self) -> None:
         if not self.fused:
@@ -235,7 +215,7 @@ class FusedCodec(PerVariableCodec):
             finite: list[Flag] = self.codec_of_means.encode(*given)
             return finite
         body = self.layouts[self.owner].body
-        numbers = [*[PRESENT] * len(self.names), *header.own_stamp()]
+        numbers = [*[PRESENT] * len(self.names), *header.own_stamp]
         received_statuses = [source + body for source in sources]
         return list(self.codec_of_means.encode(*given, ([body], "uint8", numbers, OVERFLOW, received_statuses)))
 
@@ -258,16 +238,14 @@ class FusedCodec(PerVariableCodec):
 
     # -- decoding --------------------------------------------------------------------------------------
 
-    def decode(
-        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
-    ) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
         if not self.fused:
-            return super().decode(wires, layouts, outs, count, means)
+            return super().decode(wires, layouts, outs)
         found = self.rooms(outs, wires[0])
-        if recorder.shared("decode", self.bucket.variables, self._decode, found, wires, count, means):
+        if recorder.shared("decode", self.bucket.variables, self._decode, found, wires):
             return found
         self.encoded = self._decoding_ctxs(found)
-        return super().decode(wires, layouts, found, count, means)
+        return super().decode(wires, layouts, found)
 
     def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
         """Return the tensors that means are written to: ``outs``, and uninitialized tensors for those that are None."""
@@ -276,25 +254,18 @@ class FusedCodec(PerVariableCodec):
             for variable, out in zip(self.bucket.variables, outs, strict=True)
         ]
 
-    def _decode(self, means: Sequence[Tensor], wires: Sequence[Tensor], count: float, compressed: bool) -> bool:
-        """Decode into ``means``; return False if a payload is damaged, or kernels cannot access the tensors.
-
-        Args:
-            compressed: True if wires hold means that were encoded once more.
-        """
+    def _decode(self, means: Sequence[Tensor], wires: Sequence[Tensor]) -> bool:
+        """Decode into ``means``; return False if a payload is damaged, or kernels cannot access the tensors."""
         found, sources = self.kernels.addresses(means), self.kernels.addresses(wires, self.layouts[0].dtype)
         if found is None or sources is None:
             return False
         outs, begins = np.array(found, np.uint64), np.array(sources, np.uint64)
-        scale = self.context.loss_scale
-        if not compressed or self.owners == 1:
-            return bool(self.codec.decode(outs, begins, 1 if compressed else count, scale))
-        if self.by_kernels:
+        if self.owners > 1:
             # A row's offset is one in the buffer of all wires, so pass where that buffer would begin for each wire.
-            rows = np.repeat(begins - self.starts, len(outs))[None]
-            return bool(self.codec.decode((outs + self.offsets).reshape(-1), rows, 1, scale))
-        each = zip(self.codecs, self.offsets, begins, strict=True)
-        return all(codec.decode(outs + offsets, begin[None], 1, scale) for codec, offsets, begin in each)
+            begins = np.repeat(begins - self.starts, len(outs))[None]
+            outs = (outs + self.offsets).reshape(-1)
+        count = self.divisor if self.second is None else 1
+        return bool(self.codec.decode(outs, begins, count, self.context.loss_scale))
 
     def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""
@@ -306,6 +277,74 @@ class FusedCodec(PerVariableCodec):
             else:
                 ctxs = [ctx_of(f"{variable.name}/shard_{j}", (b - a,), tensor) for j, (a, b) in enumerate(cuts)]
                 found.append((None, (cuts, ctxs)))
+        return found
+
+
+class FusedRounds(FusedCodec):
+    """Codec of kernels for methods of several rounds: it writes each round's wire and receives each round's sum.
+
+    The method keeps the result of the last sum, from which its next step starts, in a double buffer, like residuals.
+    Both are stored only when all is decoded.
+    """
+
+    stores_at_once = False  # residuals are what the last round leaves out
+
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+        super().__init__(bucket, kernels, on_device, kind, options)
+        shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
+        self.started = DoubleBuffer(self.compressor, self.kernels, self.names, shapes)
+        self.second_wire: Tensor | None = None
+
+    def _layout_of(self, number: int) -> Layout:
+        layouts = self.known[number]
+        assert layouts is not None
+        return layouts[0]
+
+    def placed(self, owner: int) -> Any:
+        return _payloads_of_rounds(self)
+
+    def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
+        self.round = 0
+        self.layouts = [self._layout_of(0)]
+        return super().encode(gradients, header)
+
+    def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
+        if not self.started.swap(gradients[0]):
+            return False
+        self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
+        return super()._encode(gradients, header)
+
+    def receive(self, total: Tensor) -> Any:
+        if not self.fused:
+            return None
+        return self.codec.receive(total, self.divisor, self.round + 1 == len(self.known))
+
+    def next_round(self, total: Tensor, header: Header) -> Tensor:
+        if not self.fused:
+            return super().next_round(total, header)
+        self.round += 1
+        layout = self._layout_of(self.round)
+        self.layouts = [layout]
+        if self.second_wire is None:
+            self.second_wire = self.kernels.zeros((layout.length,), layout.dtype, total)
+        self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp))
+        return self.second_wire
+
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+        if not self.fused:
+            return super().decode(wires, layouts, outs)
+        k = self.kernels
+        found = self.rooms(outs, wires[0])
+        given, places = found, k.addresses(found)
+        if places is None:  # kernels cannot write to these tensors: decode into others, and copy
+            given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]
+            places = k.addresses(given)
+        self.codec.decode(np.array(places, np.uint64), (), self.divisor, self.context.loss_scale)
+        for out, mean in zip(found, given, strict=True):
+            if out is not mean:
+                k.divide(out, mean, 1)
+        self.residuals.store()
+        self.started.store()
         return found
 
 
@@ -340,24 +379,56 @@ class Streams:
         return self.words
 
 
-def kernel_codec(bucket: Bucket, kernels: Kernels, like: Tensor) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class and options of the codec of kernels, on the device of ``like``, of a bucket's method; None if
-    the method, or a memory, has none for these variables."""
-    communicator = bucket.communicator
-    compressor, second = communicator.compressor, communicator.second
+def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
+    """Return the codec of a bucket in one pass; None if its method, or a memory, has none for these variables on the
+    device of ``like``.
+
+    Args:
+        plain: the codec of the same bucket variable by variable, whose layouts are known.
+        like: one of the bucket's gradients.
+    """
+    bucket, kernels, compressor, memory, second = (
+        plain.bucket,
+        plain.kernels,
+        plain.compressor,
+        plain.memory,
+        plain.second,
+    )
+    # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
+    if bucket.communicator.delayed or not kernels.codecs:
+        return None
     # Exact methods send gradients in their own dtype, and kernels read float32 only.
     if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
         return None
     # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
     if "bucket_codec" not in vars(type(compressor)):
         return None
-    if not (_is_simple(communicator.memory) and (second is None or _is_simple(second[1]))):
+    if not (_is_simple(memory) and (second is None or _is_simple(second[1]))):
         return None
-    found = compressor.bucket_codec() if kernels.codecs else None
-    kind = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
+    if moments_of(compressor) and memory.stateful:  # a codec has one pair of buffers: x or residuals
+        return None
+    found = compressor.bucket_codec()
+    kind: Any = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
     if found is None or kind is None:
         return None
-    return kind, {**found[1], "device": like.device} if kind.on_device else found[1]
+    # Means are encoded by the same kernels: the second method must be the same, and draw its own random numbers.
+    if second is not None and (kind.draws == "shared" or type(second[0]) is not type(compressor)):
+        return None
+    options = {**found[1], "device": like.device} if kind.on_device else found[1]
+    if compressor.traits.rounds == 1:
+        return FusedCodec(bucket, kernels, plain.on_device, kind, options)
+    if not memory.stateful or not plain.sums:
+        return None
+    # The kernels' low rank takes matrices alone.
+    if all(layouts and layouts[0].body for layouts in plain.known) and kind.takes(_payloads_of_rounds(plain)):
+        return FusedRounds(bucket, kernels, plain.on_device, kind, options)
+    return None
+
+
+def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
+    """Return the locations of each variable's tensors of all rounds in the rounds' wires."""
+    each = zip(*(layouts[0].placed() for layouts in codec.known if layouts), strict=True)
+    return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]
 
 
 def moments_of(compressor: Compressor) -> Any:

@@ -118,6 +118,7 @@ class Header:
         present: True for each variable that this rank has a gradient of.
 
     Attributes:
+        own_stamp: this rank's stamp, with zeros in the places of other ranks where a wire has these.
         in_range: True for each variable whose gradient is in range on this rank.
         missing, overflowed: True for each variable that no rank has a gradient of, and that overflowed on a rank, as
             far as it was read.
@@ -148,17 +149,14 @@ class Header:
         self.missing = program.all_false
         self.overflowed = program.all_false
         self.stamp = step_stamp(self.context) if program.bucket.carries else []
+        self.own_stamp = self.stamp
+        if program.shares_stamps and self.stamp:
+            rank, size = self.context.rank, self.context.size
+            self.own_stamp = [*[0] * STAMP_SIZE * rank, *self.stamp, *[0] * STAMP_SIZE * (size - 1 - rank)]
         self.statuses_matter = program.statuses_matter or not all(present)
         """True if statuses say more than payloads do."""
 
     # -- writing ---------------------------------------------------------------------------------------
-
-    def own_stamp(self) -> list[int]:
-        """Return this rank's stamp, with zeros in the places of other ranks where a wire has these."""
-        if not self.program.shares_stamps or not self.stamp:
-            return self.stamp
-        rank, size = self.context.rank, self.context.size
-        return [*[0] * STAMP_SIZE * rank, *self.stamp, *[0] * STAMP_SIZE * (size - 1 - rank)]
 
     def statuses(self, later_round: bool = False) -> list[Any]:
         """Return this rank's status of each variable. Overflows of a later round show in its sum instead."""
@@ -218,11 +216,6 @@ class Header:
         self.missing = [all(flag == MISSING for flag in flags) for flags in zip(*ranks, strict=True)]
         now = [not all(flag < limit for flag in flags) for flags in zip(*ranks, strict=True)]
         self.overflowed = [a or b for a, b in zip(self.overflowed, now, strict=True)]
-
-    def overflow_on_device(self, flags: Sequence[Tensor]) -> Tensor:
-        """Return 0 for each variable that overflowed on no rank, and a positive number for others."""
-        found = [self.kernels.cast(flag, "float32") for flag in flags]
-        return sum(flag * (flag - PRESENT) for flag in found)
 
     def add_poison(self, flags: Sequence[Tensor], finite: Sequence[Tensor] = ()) -> None:
         """Add NaN to the poison of variables that overflowed, on the device.

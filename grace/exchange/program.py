@@ -7,7 +7,7 @@ from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route, rout
 from grace.exchange.apart_codec import ApartCodec
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
-from grace.exchange.fused_rounds import fused_codec
+from grace.exchange.fused_codec import fused_codec
 from grace.exchange.header import PRESENT, shares_stamps
 from grace.exchange.sparse_codec import RowCodec
 from grace.kernels import kernels_of
@@ -28,7 +28,6 @@ class BucketProgram:
             infinite though all terms are finite.
         statuses_matter: True if statuses are read even if all ranks have all gradients.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
-        divisor: divisor of the sum of decoded payloads that makes it their mean.
     """
 
     def __init__(self, bucket: Bucket, like: Tensor):
@@ -56,7 +55,6 @@ class BucketProgram:
         self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
         self.statuses_matter = self.looks or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
-        self.divisor = self.size / context.predivide if self.sums else self.size
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.
         self.all_true = [True] * count

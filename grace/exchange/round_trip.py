@@ -79,8 +79,7 @@ class RoundTrip:
     """Number of that leg."""
     _moves = 0
     """Number of collectives that the communicator started itself."""
-    _over: Backend | None = None
-    """The backend of the collective under way."""
+    _under_way = False
     _traced: "recorder.CollectiveEvent | None" = None
     """The trace's event of the collective under way."""
     _means_wire: Tensor | None = None
@@ -179,7 +178,7 @@ class RoundTrip:
         backend.label = f"{self.bucket.label}.{self._position + 1}"
         Backend.began = self.bucket
         backend.started += 1
-        self._over = backend
+        self._under_way = True
         if recorder.active is not None:
             facts = {"bucket": self.bucket, "label": backend.label, "bytes": self.kernels.nbytes(buffer)}
             self._traced = recorder.CollectiveEvent(recorder.active, facts)
@@ -301,7 +300,7 @@ class RoundTrip:
         with recorder.phase("unpack", bucket=self.bucket):
             wires = self._last_wires()
             self._read_headers(wires)
-        buffer = self.codec.next_round(wires[0], self.program.divisor, self.header)
+        buffer = self.codec.next_round(wires[0], self.header)
         self._count(self.codec.layouts, buffer)
         return buffer
 
@@ -372,7 +371,7 @@ class RoundTrip:
             self.error = self._undecoded(error, error.variable)
             return self._refusal()
         statuses, kept = self._statuses_of_means(finite, flags)
-        stamps = header.received if rooted else header.own_stamp()
+        stamps = header.received if rooted else header.own_stamp
         with recorder.phase("pack", bucket=self.bucket):
             buffer, self.means_layout = self.codec.write_means(statuses, stamps if self.bucket.carries else ())
         if self.context.size > 1 or not rooted:
@@ -406,9 +405,10 @@ class RoundTrip:
         if self.codec.wrote_statuses:  # kernels have written the statuses on the device
             return [], [True] * count
         if self.on_device:
-            present = sum(k.cast(flag, "float32") for flag in flags) > 0
-            here: list[Flag] = list(k.cast(present, "float32"))
-            none_overflowed: list[Flag] = list(k.cast(header.overflow_on_device(flags) == 0, "float32"))
+            numbers = [k.cast(flag, "float32") for flag in flags]
+            here: list[Flag] = list(k.cast(sum(numbers) > 0, "float32"))
+            overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
+            none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
             well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
         else:
             here = [not missing for missing in header.missing]
@@ -419,9 +419,9 @@ class RoundTrip:
         statuses = [h * status(True, ok, False) for h, ok in zip(here, well, strict=True)]
         if self.on_device and not cuts:
             if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
-                withheld = sum(k.cast(k.cast(flag, "float32") > OVERFLOW, "float32") for flag in flags)
+                withheld = sum(k.cast(number > OVERFLOW, "float32") for number in numbers)
                 each = zip(statuses, withheld, strict=True)
-                statuses = [number + k.cast(more > 0, "float32") for number, more in each]
+                statuses = [one + k.cast(more > 0, "float32") for one, more in each]
             header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
         # On a device all memories are updated now, and rolled back when headers are read. Memories of owners are
         # committed, or rolled back, with the step.
@@ -438,14 +438,12 @@ class RoundTrip:
         return self._without_means([REFUSED if name == self.refused else MISSING for name in self.names])
 
     def _without_means(self, statuses: list[int]) -> Tensor:
-        """Return a wire of means without payloads."""
-        k, layouts = self.kernels, self.codec.means_layouts()
+        """Return a wire of means whose payloads are zeros."""
+        layouts = self.codec.means_layouts()
         layout = layouts[self.codec.owner]
-        stamps = self.header.received if self.communicator.rooted else self.header.own_stamp()
+        stamps = self.header.received if self.communicator.rooted else self.header.own_stamp
         stamps = list(stamps) or [0] * self.codec.stamps
-        longest = max(one.length for one in layouts)
-        ends = [*statuses, *stamps, *[0] * (longest - layout.body - len(statuses) - len(stamps))]
-        return k.join([k.zeros((layout.body,), "uint8", self.wire), k.full(ends, "uint8", self.wire)])
+        return self.codec.padded(layout.pack(layout.zeros(self.wire), statuses, stamps), layouts)
 
     def _sized_means(self, leg: Leg) -> Tensor | None:
         """Return the root's means, or room for them, of the received sizes; None, on all ranks, if there are no
@@ -487,9 +485,9 @@ class RoundTrip:
 
     def arrived(self) -> None:
         """Note that the collective under way is known to be done."""
-        if self._over is not None:
-            self._over.done += 1
-            self._over = None
+        if self._under_way:
+            self.backend.done += 1
+            self._under_way = False
         if self._traced is not None:
             self._traced.end()
             self._traced = None
@@ -525,7 +523,7 @@ class RoundTrip:
         if self.header.out_of_step:
             return self.empty_outcomes()
         try:
-            values = self.codec.decode(wires, self.layouts, outs, self.program.divisor, self.brings_means)
+            values = self.codec.decode(wires, self.layouts, outs)
         except PayloadError as error:
             if self.brings_means and self.communicator.rooted:
                 error.place = self.route[-1].root
@@ -573,7 +571,7 @@ class RoundTrip:
         header, k, several = self.header, self.kernels, self.traits.rounds > 1
         if not self.brings_means or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare(self.layouts, wires)
-        each = self.codec.receive(wires[0], self.program.divisor) if several else None
+        each = self.codec.receive(wires[0]) if several else None
         if header.out_of_step:
             return
         flags = list(map(Layout.statuses, self.layouts, wires))
@@ -581,7 +579,9 @@ class RoundTrip:
             header.read(flags, self._evaluate_means)
         else:
             statuses = flags if header.statuses_matter else []
-            finite = [k.all_finite(body) for body in self._bodies(wires)] if each is None else [each]
+            finite = [] if each is None else [each]
+            if each is None and self.guard and self.program.payloads_show:
+                finite = [k.all_finite(body) for body in self._bodies(wires)]
             if statuses or finite:
                 well = [*[self.program.well] * len(statuses), *[None] * len(finite)]
                 header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), well)
@@ -593,8 +593,6 @@ class RoundTrip:
     def _bodies(self, wires: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that show overflows: a whole sum, which is checked variable by variable only if it is not
         finite; or all payload tensors."""
-        if not (self.guard and self.program.payloads_show):
-            return []
         if self.communicator.sums:
             return [wires[0][: self.layouts[0].body]]
         received = [layout.unpack(wire) for layout, wire in zip(self.layouts, wires, strict=True)]
@@ -678,19 +676,18 @@ class RoundTrip:
         operation = f"the exchange of {self.bucket.describe()}"
         return self.backend.engine_error(operation, f" at step {self.context.step}", error)
 
-    @property
-    def _who(self) -> str:
-        return self.backend.rank_label
-
     def _rank(self, rank: int) -> str:
         """Return the name of one of the ranks of this exchange, by its number in the run."""
         return f"rank {self.backend.number_of(rank)}"
 
+    def _payload_error(self, text: str) -> PayloadError:
+        return PayloadError(f"{self.backend.rank_label}: {text}")
+
     def _undecoded(self, error: PayloadError, name: str) -> PayloadError:
         """Return the error of a payload that cannot be decoded."""
         sender = "another rank" if error.place is None else self._rank(error.place)
-        return PayloadError(
-            f"{self._who}: what {sender} sent of {name!r} at step {self.context.step} is no payload of "
+        return self._payload_error(
+            f"what {sender} sent of {name!r} at step {self.context.step} is no payload of "
             f"{self.communicator.compressor.spec}: {error}. It was damaged on its way, or that rank runs other code"
         )
 
@@ -699,9 +696,9 @@ class RoundTrip:
         return (
             self.error
             or self._withheld_here()
-            or PayloadError(
-                f"{self._who}: {self._rank(rank)} could not decode what it was sent of {name!r} at "
-                f"step {self.context.step}; its own error says more"
+            or self._payload_error(
+                f"{self._rank(rank)} could not decode what it was sent of {name!r} at step {self.context.step}; "
+                "its own error says more"
             )
         )
 
@@ -710,17 +707,17 @@ class RoundTrip:
         if self.codec.withheld is None:
             return None
         name, now, was = self.codec.withheld
-        return PayloadError(
-            f"{self._who}: {self.communicator.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
+        return self._payload_error(
+            f"{self.communicator.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
             f"{self.context.step}, and had {was} at the first. {VARIES}"
         )
 
     def _withheld_by(self, rank: int, name: str) -> PayloadError:
         """Return the error of a payload that a rank did not send."""
         who = "another rank" if self.communicator.sums else self._rank(rank)
-        return self._withheld_here() or PayloadError(
-            f"{self._who}: {who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out "
-            "otherwise than at the first; its own error says more"
+        return self._withheld_here() or self._payload_error(
+            f"{who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out otherwise than "
+            "at the first; its own error says more"
         )
 
 

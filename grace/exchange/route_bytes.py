@@ -12,7 +12,7 @@ from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, Compressor, TensorSpec
 from grace.core.context import Context
 from grace.core.grace_api import ITEM_SIZE
-from grace.core.route import BROADCAST, CONCATENATE, Carries, EngineTraits, Leg, route_of
+from grace.core.route import CONCATENATE, Carries, EngineTraits, Leg, route_of
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
@@ -87,33 +87,6 @@ def bytes_of(
     if wires.moved is not None:
         found.append(LegBytes(dataclasses.replace(route[-1], carries=Carries.GRADIENTS), wires.moved))
     return found if headers else [one for one in found if one.leg.carries not in (Carries.SIZES, Carries.HEADERS)]
-
-
-def bytes_within_node(
-    bucket: Bucket, inside: Any, engine: EngineTraits, rows: Mapping[str, float] | None = None, leader: int = 0
-) -> tuple[list[LegBytes], list[LegBytes]]:
-    """Return the legs within a node before the round trip of the nodes' leaders, and after it.
-
-    Args:
-        bucket: the bucket that the leaders exchange.
-        inside: the communicator of the node's ranks.
-        engine: the engine's traits, with the ranks of the node.
-        rows: number of rows in gradients of sparse variables, by name; all rows of variables that are not in it.
-        leader: the leader's number in its node.
-    """
-    communicator = bucket.communicator
-    exact = communicator.compressor.traits.exact and not communicator.memory.stateful
-    variables = bucket.variables if exact else [dataclasses.replace(v, dtype="float32") for v in bucket.variables]
-    before = bytes_of(Bucket(bucket.index, inside, variables, carries=bucket.carries), engine, rows=rows)
-    buffers = [4.0 * len(variables)]  # a status of each
-    for variable in variables:
-        if variable.sparse:
-            count = rows_of(variable, rows or {})
-            buffers += [SIZE_BYTES, 4 * count, 4 * count * math.prod(variable.shape[1:])]
-        else:
-            buffers.append(variable.nbytes)
-    back = Leg(BROADCAST, Carries.MEANS, leader)
-    return before, [LegBytes(back, nbytes) for nbytes in buffers]
 
 
 def rows_of(variable: Variable, rows: Mapping[str, float]) -> float:

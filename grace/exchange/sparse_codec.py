@@ -231,7 +231,7 @@ class RowCodec(PerVariableCodec):
         k = kernels_of(rows)
         if is_nothing(rows):
             return SparseRows(k.zeros((0, *shape), "float32", rows), rows[:0])
-        with self.about(name):
+        with payload_of(variable=name):
             k.check_indices(rows, variable.shape[0])
             zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
             ctx = self.answers.context_of(rows.shape[0], shape, f"{name}/answer", rows)

@@ -23,8 +23,8 @@ from grace.core.context import Context
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import make
 from grace.errors import ConfigError
-from grace.exchange.background import Pending
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
+from grace.exchange.delayed import Pending
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of

@@ -19,9 +19,8 @@ from grace.core.memory import Memory
 from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
-from grace.exchange.background import ExchangeThread, Facts, Pending
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.delayed import DelayedRoundTrip
+from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve
 from grace.exchange.program import BucketProgram
 from grace.exchange.round_trip import RoundTrip, start_round_trip

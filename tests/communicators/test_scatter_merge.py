@@ -10,7 +10,7 @@ import grace
 import grace.torch
 from grace.bench.workloads.torch_tasks import Digits
 from grace.core.registry import make
-from grace.exchange.owners import coded, owners_of
+from grace.exchange.merge_codec import coded, owners_of
 from tests.support.drawing import THOROUGH
 from tests.support.pools import ranks_of
 from tests.support.training import joined

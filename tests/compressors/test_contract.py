@@ -10,7 +10,7 @@ import grace
 from grace.communicators import ScatterMerge, ScatterReduce
 from grace.core.context import Context
 from grace.core.registry import legal_communicators
-from grace.exchange.pieces import PiecewiseCompressor
+from grace.exchange.codec import PiecewiseCompressor
 from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.torch import fused as torch_kernels
 from tests.support.data import EPSILON, REFERENCE, data, same

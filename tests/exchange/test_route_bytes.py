@@ -14,12 +14,12 @@ from grace.communicators import Allgather, Allreduce, Broadcast
 from grace.communicators.choice import build_communicator
 from grace.communicators.sparse import row_communicator
 from grace.core.registry import known, legal_communicators, make
-from grace.core.route import Carries, EngineTraits
+from grace.core.route import BROADCAST, Carries, EngineTraits, Leg
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Traffic
 from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.round_trip import RoundTrip
-from grace.exchange.route_bytes import bytes_of, bytes_within_node
+from grace.exchange.route_bytes import LegBytes, bytes_of
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.session.sharding import uniform
@@ -178,6 +178,17 @@ def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
     return counts
 
 
+def within_node(bucket: Bucket, inside: Any, node: EngineTraits, rows: dict[str, int], leader: int) -> list[LegBytes]:
+    """The legs within a node: to its leader before that exchanges the bucket, and back afterwards."""
+    there = bytes_of(Bucket(bucket.index, inside, bucket.variables, carries=bucket.carries), node, rows=rows)
+    buffers = [4.0 * len(bucket.variables)]  # a status of each
+    for variable in bucket.variables:
+        count = 4 * rows[variable.name]
+        rows_back = [8, count, count * variable.numel // variable.shape[0]]
+        buffers += rows_back if variable.sparse else [variable.nbytes]
+    return [*there, *(LegBytes(Leg(BROADCAST, Carries.MEANS, leader), nbytes) for nbytes in buffers)]
+
+
 def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical: bool) -> float:
     """The bytes that leave this rank by the route; where the data decide, of payloads as large as were counted."""
     communicator: Any = bucket.communicator
@@ -193,8 +204,8 @@ def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical
         groups = runner.hierarchy.node_groups
         inside: Any = row_communicator(Allreduce("none"), "") if sparse else Allreduce("none")
         node = dataclasses.replace(engine, ranks=groups.node.size)
-        for legs in bytes_within_node(bucket, inside, node, rows, groups.first):
-            total += sum(round(one.leg.sent(one.nbytes, groups.node.size, groups.node.rank)) for one in legs)
+        for one in within_node(bucket, inside, node, rows, groups.first):
+            total += round(one.leg.sent(one.nbytes, groups.node.size, groups.node.rank))
         if groups.leaders is None:
             return total
         rank, engine = groups.leaders.rank, dataclasses.replace(engine, ranks=groups.nodes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grace.exchange.fused_rounds import FusedRounds
+from grace.exchange.fused_codec import FusedRounds
 from grace.exchange.layout import Layout
 from grace.exchange.round_trip import RoundTrip
 from grace.kernels.constants import LARGEST_FACTOR

@@ -64,8 +64,17 @@ class Codec:
         """Write the mean over ``count`` ranks' wires into ``outs``; return False if one cannot be decoded.
 
         Args:
-            outs, wires: addresses, uint64.
+            outs, wires: addresses, uint64; wires of shape (ranks,), or (1, variables) if each variable has a
+                wire of its own.
         """
+        if wires.ndim == 1:
+            return self.read(self.plan, outs, wires, count, loss_scale)
+        plan = self.plan.copy()
+        plan[:, addresses.FIRST : addresses.MORE] += (wires[0] - wires[0, 0]).astype(np.int64)[:, None]
+        return self.read(plan, outs, wires[0, :1], count, loss_scale)
+
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        """Call the loop that decodes; return False if a wire cannot be decoded."""
         raise NotImplementedError
 
 
@@ -81,8 +90,8 @@ class Numbers(Codec):
     def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         buckets.encode_numbers(rows, factors, self.plan, wire, most, self.form, self.in_range)
 
-    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        buckets.decode_numbers(outs, wires, self.plan, count, self.form)
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        buckets.decode_numbers(outs, wires, plan, count, self.form)
         return True
 
 
@@ -99,8 +108,8 @@ class Signs(Codec):
     def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         buckets.encode_signs(rows, factors, self.plan, wire, most, self.form, self.in_range)
 
-    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        buckets.decode_signs(outs, wires, self.plan, f32(1 / count), self.form, f32(1) / f32(1 / loss_scale))
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        buckets.decode_signs(outs, wires, plan, f32(1 / count), self.form, f32(1) / f32(1 / loss_scale))
         return True
 
 
@@ -129,9 +138,9 @@ class Levels(Codec):
         chosen = self.levels, self.bits, self.bucket, *self.scaled, self.nearest, self.held, self.in_range
         buckets.encode_levels(rows, factors, self.plan, streams, wire, most, *chosen)
 
-    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         chosen = self.levels, self.bits, self.bucket, self.held
-        buckets.decode_levels(outs, wires, self.plan, f32(1 / count), *chosen)
+        buckets.decode_levels(outs, wires, plan, f32(1 / count), *chosen)
         return True
 
 
@@ -154,8 +163,8 @@ class Powers(Codec):
     def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         buckets.encode_powers(rows, factors, self.plan, streams, wire, most, self.in_range)
 
-    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        buckets.decode_powers(outs, wires, self.plan, f32(1 / count))
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        buckets.decode_powers(outs, wires, plan, f32(1 / count))
         return True
 
 
@@ -177,8 +186,8 @@ class Largest(Codec):
         spare = self.last, self.indices, self.found, self.sample, self.chosen
         sparse_buckets.encode_largest(rows, factors, self.plan, wire, most, *spare, self.in_range)
 
-    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count), 0, 1)
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        return sparse_buckets.decode_sparse(outs, wires, plan, f32(1 / count), 0, 1)
 
 
 class LargestOfChunks(Codec):
@@ -196,8 +205,8 @@ class LargestOfChunks(Codec):
         spare = self.indices, self.found, self.chosen
         sparse_buckets.encode_chunks(rows, factors, self.plan, wire, most, self.chunk, self.kept, *spare, self.in_range)
 
-    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count), self.chunk, self.kept)
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        return sparse_buckets.decode_sparse(outs, wires, plan, f32(1 / count), self.chunk, self.kept)
 
 
 class Drawn(Codec):
@@ -219,9 +228,9 @@ class Drawn(Codec):
             given = rows[v], factors[v], self.plan[v], wire, most, indices, f32(scale)
             self.in_range[v] = sparse_buckets.encode_drawn(*given)
 
-    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+    def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         for v, (indices, scale) in enumerate(zip(self.indices, self.scales, strict=True)):
-            sparse_buckets.decode_drawn(outs[v], wires, self.plan[v], f32(1 / count * scale), indices)
+            sparse_buckets.decode_drawn(outs[v], wires, plan[v], f32(1 / count * scale), indices)
         return True
 
 

@@ -204,6 +204,19 @@ def test_horovods_elastic_state_keeps_memories():
     return digest(weights(model))
 
 
+@on_ranks(2, engine="horovodrun-gloo")
+def test_sums_follow_the_number_of_ranks():
+    optimizer = distributed(net(), "topk(ratio=0.1)", op="sum")
+    session = optimizer._grace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.runner.backend, "rejoin", lambda: None)
+        patch.setattr(session.runner.backend, "size", 3)
+        session.rejoin()
+    assert set(session.factors.values()) == {3.0}
+    assert {c.world_size for c in session.runner.communicators} == {3}
+    assert session.context.size == session.runner.rounds.context.size == 3
+
+
 # -- what was Horovod's -----------------------------------------------------------------------------------------------
 
 

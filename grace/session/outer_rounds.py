@@ -220,7 +220,7 @@ class OuterRounds:
 
     def _restore_shard(self, shard: Shard, optimizer: OuterOptimizer) -> None:
         name = shard.variable.name
-        self._keep(shard, self.anchors.state[name])
+        self._keep(shard, self._anchor(shard, self.read(shard)))
         for part in optimizer.named_components().values():
             if hasattr(part.state.get(name), "shape"):
                 part.state[name] = _beside(part.state[name], self.anchors.state[name])

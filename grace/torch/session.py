@@ -560,6 +560,16 @@ class Session:
             finally:
                 self._set_buffers(own)
 
+    @contextlib.contextmanager
+    def keeping_own(self) -> Iterator[None]:
+        """Return a context at whose end parameters that this rank trains alone, and buffers, are as before it."""
+        held = self.runner.rounds.held
+        own = [tensor.detach() for tensor in (*self.parameters.values(), *self.buffers.values()) if held]
+        before = [tensor.clone() for tensor in own]
+        yield
+        for tensor, value in zip(own, before, strict=True):
+            tensor.copy_(value)
+
     def _set_buffers(self, values: Sequence[torch.Tensor]) -> None:
         for buffer, value in zip(self.buffers.values(), values, strict=False):
             buffer.copy_(value)

@@ -187,12 +187,13 @@ class OuterRounds:
 
     def _keep(self, shard: Shard, anchor: Any) -> None:
         fragment = self.fragment_of[shard.variable.name]
-        offload = fragment.optimizer.offload and hasattr(anchor, "to")  # torch's
-        self.anchors.state[shard.variable.name] = anchor.to("cpu") if offload else anchor
+        k = kernels_of(anchor)
+        kept = k.to_host([anchor])[0] if fragment.optimizer.offload else k.beside(anchor, self.read(shard))
+        self.anchors.state[shard.variable.name] = kept
 
     def _anchor(self, shard: Shard, like: Any) -> Any:
         """Return a shard's anchor on the device of a tensor."""
-        return _beside(self.anchors.state[shard.variable.name], like)
+        return kernels_of(like).beside(self.anchors.state[shard.variable.name], like)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -238,10 +239,11 @@ class OuterRounds:
 
     def _restore_shard(self, shard: Shard, optimizer: OuterOptimizer) -> None:
         name = shard.variable.name
-        self._keep(shard, self._anchor(shard, self.read(shard)))
+        self._keep(shard, self.anchors.state[name])
         for part in optimizer.named_components().values():
             if hasattr(part.state.get(name), "shape"):
-                part.state[name] = _beside(part.state[name], self.anchors.state[name])
+                anchor = self.anchors.state[name]
+                part.state[name] = kernels_of(anchor).beside(part.state[name], anchor)
             part.state.commit()
         self.anchors.state.commit()
         own = self._local.state.get(name)
@@ -413,6 +415,9 @@ class OuterRounds:
         """Move the anchors of a fragment by the means of the last round, and the parameters with them."""
         self._collect(fragment)
         means, fragment.coming = fragment.coming or {}, None
+        if fragment.optimizer.offload and means:  # the anchors' step is made by the host
+            values = list(means.values())
+            means = dict(zip(means, kernels_of(values[0]).to_host(values), strict=True))
         with recorder.phase("outer step", "part"):
             for shard in fragment.shards:
                 name = shard.variable.name
@@ -421,7 +426,7 @@ class OuterRounds:
                     k = kernels_of(x)
                     shape, some = tuple(x.shape), _at_least_1d(x)
                     anchor = k.reshape(self.anchors.state[name], some)
-                    mean = _beside(k.reshape(means[name], some), anchor)
+                    mean = k.beside(k.reshape(means[name], some), anchor)
                     self._keep(shard, k.reshape(fragment.optimizer.step(anchor, mean, name), shape))
                     now = self._anchor(shard, x)
                     if merge > 0:
@@ -519,14 +524,9 @@ def _copy(x: Any, dtype: str | None = None) -> Any:
     return copied if dtype is None else k.cast(copied, dtype)
 
 
-def _beside(x: Any, like: Any) -> Any:
-    """Return a tensor on the device of another one, where the framework has several."""
-    return x.to(like.device) if hasattr(x, "to") else x
-
-
 def _equal(x: Any, other: Any) -> bool:
     """Return True if two tensors of one shape have equal elements; not if one of them is NaN."""
-    return bool((x == _beside(other, x)).all())
+    return bool((x == kernels_of(x).beside(other, x)).all())
 
 
 def _finite(x: Any) -> bool:

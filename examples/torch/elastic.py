@@ -20,6 +20,7 @@ import grace
 
 parser = argparse.ArgumentParser(description="Train on scikit-learn's digits, and survive the death of a rank.")
 parser.add_argument("--compressor", default="block(bits=4)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--period", type=int, default=0, help="train alone for so many steps between two exchanges")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--checkpoint", type=Path, default=Path("digits.pt"), help="seen by rank 0 (default: %(default)s)")
 args = parser.parse_args()
@@ -31,7 +32,8 @@ data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
 loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data, grace.size(), grace.rank()))
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=args.compressor)
+outer = {"outer": "nesterov(lr=0.7, momentum=0.6)", "period": args.period} if args.period else {}
+optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=args.compressor, **outer)
 
 start = 0
 saved = grace.from_root(lambda: torch.load(args.checkpoint, weights_only=True) if args.checkpoint.exists() else None)
@@ -50,8 +52,9 @@ for epoch in range(start, args.epochs):
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-    state = {"epochs": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.full_state_dict()}
-    grace.save_from_root(args.checkpoint, lambda path, state=state: torch.save(state, path))  # whole, or the one before
+    with optimizer.anchor():  # the parameters that all ranks share, also where each trains alone
+        state = {"epochs": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.full_state_dict()}
+        grace.save_from_root(args.checkpoint, lambda path, state=state: torch.save(state, path))  # or the one before
 
 if grace.rank() == 0:
     print(f"{args.epochs} epochs, loss {loss.item():.3f}")

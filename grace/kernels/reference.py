@@ -114,6 +114,14 @@ class Kernels:
         """Return the elements of small tensors of any dtypes. Those on one device take one copy, with one wait."""
         return [self.to_list(self.flat(x)) for x in tensors]
 
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors in the CPU's memory. Those on one device take one wait."""
+        return list(tensors)
+
+    def beside(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor on the device of ``like``. The host does not wait for a copy from its memory."""
+        return x
+
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
         """Return zeros on the device of ``like``."""
         return np.zeros(shape, dtype)

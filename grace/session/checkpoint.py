@@ -133,6 +133,8 @@ def shared(runner: StepRunner) -> dict[str, list[str]]:
             names = found.setdefault(kind, [])
             if component.shared_state:
                 names.append(name)
+    for kind, component in runner.rounds.buffer_parts.items() if runner.rounds else ():
+        found[kind] = list(component.state) if component.shared_state else []
     return found
 
 
@@ -404,7 +406,9 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            runner.stateful_parts(runner.shards[name])[kind].state[name] = value
+            of_shard = kind not in runner.rounds.buffer_parts
+            parts = runner.stateful_parts(runner.shards[name]) if of_shard else runner.rounds.buffer_parts
+            parts[kind].state[name] = value
     for _, component in runner.components:
         component.state.commit()
     if loaded.step is None:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,8 @@ from grace.session.sharding import Shard, make_buckets
 
 
 class Held(Component):
-    """Tensors by shard that checkpoints hold beside the state of compressors and memories."""
+    """Tensors by shard, or by buffer of the model, that checkpoints hold beside the state of compressors and
+    memories."""
 
     kind = "outer"
     stateful = True
@@ -90,7 +91,8 @@ class Fragment:
 class OuterRounds:
     """Rounds of the shards that ranks train alone; empty (and False) if there are none.
 
-    The session sets ``read``, which returns a shard's parameters as a tensor, and ``write``, which overwrites them.
+    The session sets ``read``, which returns a shard's parameters as a tensor, and ``write``, which overwrites them; and
+    likewise ``read_buffers``, which returns the model's buffers by name, and ``write_buffers``.
 
     Args:
         runner: the runner of the other shards, whose channel, thread and counters are used.
@@ -99,6 +101,7 @@ class OuterRounds:
     Attributes:
         context: the context of the communicators. Drifts are in the units of parameters, whatever the loss scale.
         anchors: the anchors, by shard.
+        shared_buffers: the model's buffers after the last round.
         at: the number of iterations after which rounds were run.
     """
 
@@ -124,13 +127,17 @@ class OuterRounds:
         self.anchors = Held(shared=True)
         self._local = Held(shared=False)
         self._coming = Held(shared=True)
+        self.shared_buffers = Held(shared=True)
+        self._local_buffers = Held(shared=False)
         self.at = 0
         self.held = False
         """True if there are anchors."""
-        self._own: dict[str, Any] | None = None
-        """The parameters of this rank while it has the anchors for parameters."""
+        self._own: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """The parameters and buffers of this rank while it has the anchors for parameters."""
         self.read: Callable[[Shard], Any]
         self.write: Callable[[Shard, Any], None]
+        self.read_buffers: Callable[[], Mapping[str, Any]] = dict
+        self.write_buffers: Callable[[Mapping[str, Any]], None] = lambda values: None
         self.sync_buffers: Callable[[], Any] = lambda: None
         """Averages the model's buffers over ranks. Called after a round of the last fragment."""
         self.any_overflow: Callable[[bool], bool] = bool
@@ -153,7 +160,13 @@ class OuterRounds:
 
     def components(self) -> list[tuple[str, Component]]:
         """Return the parts that keep state of some shard, with the names that it is saved under."""
-        return [item for fragment in self.fragments for item in self.parts_of(fragment.shards[0]).items()]
+        of_shards = [item for fragment in self.fragments for item in self.parts_of(fragment.shards[0]).items()]
+        return [*of_shards, *self.buffer_parts.items()] if self.fragments else []
+
+    @property
+    def buffer_parts(self) -> dict[str, Component]:
+        """Parts that keep buffers of the model, by the names that they are saved under."""
+        return {"shared_buffer": self.shared_buffers, "local_buffer": self._local_buffers}
 
     def parts_of(self, shard: Shard) -> dict[str, Component]:
         """Return the parts that keep state of a shard, by the names that it is saved under."""
@@ -174,12 +187,13 @@ class OuterRounds:
 
     def _keep(self, shard: Shard, anchor: Any) -> None:
         fragment = self.fragment_of[shard.variable.name]
-        offload = fragment.optimizer.offload and hasattr(anchor, "to")  # torch's
-        self.anchors.state[shard.variable.name] = anchor.to("cpu") if offload else anchor
+        k = kernels_of(anchor)
+        kept = k.to_host([anchor])[0] if fragment.optimizer.offload else k.beside(anchor, self.read(shard))
+        self.anchors.state[shard.variable.name] = kept
 
     def _anchor(self, shard: Shard, like: Any) -> Any:
         """Return a shard's anchor on the device of a tensor."""
-        return _beside(self.anchors.state[shard.variable.name], like)
+        return kernels_of(like).beside(self.anchors.state[shard.variable.name], like)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -190,16 +204,20 @@ class OuterRounds:
             self._coming.state.update(fragment.coming or {})
             if self.held and self._moved(fragment):
                 own = {shard.variable.name: self.read(shard) for shard in fragment.shards}
-                self._local.state.update(own if self._own is None else {name: self._own[name] for name in own})
-        self._local.state.commit()
-        self._coming.state.commit()
+                self._local.state.update(own if self._own is None else {name: self._own[0][name] for name in own})
+        shared = self.shared_buffers.state
+        for name, own in (self.read_buffers() if self._own is None else self._own[1]).items():
+            if self.held and not (name in shared and _equal(own, shared[name])):
+                self._local_buffers.state[name] = own
+        for part in (self._local, self._coming, self._local_buffers):
+            part.state.commit()
         try:
             yield
         finally:
             self._clear_saved()
 
     def _clear_saved(self) -> None:
-        for part in (self._local, self._coming):
+        for part in (self._local, self._coming, self._local_buffers):
             part.state.clear()
             part.state.commit()
 
@@ -216,6 +234,7 @@ class OuterRounds:
             fragment.coming = {n: self._coming.state[n] for n in names if n in self._coming.state} or None
             for shard in fragment.shards if self.held else ():
                 self._restore_shard(shard, fragment.optimizer)
+        self.write_buffers({**self.shared_buffers.state, **self._local_buffers.state})
         self._clear_saved()
 
     def _restore_shard(self, shard: Shard, optimizer: OuterOptimizer) -> None:
@@ -223,7 +242,8 @@ class OuterRounds:
         self._keep(shard, self.anchors.state[name])
         for part in optimizer.named_components().values():
             if hasattr(part.state.get(name), "shape"):
-                part.state[name] = _beside(part.state[name], self.anchors.state[name])
+                anchor = self.anchors.state[name]
+                part.state[name] = kernels_of(anchor).beside(part.state[name], anchor)
             part.state.commit()
         self.anchors.state.commit()
         own = self._local.state.get(name)
@@ -231,19 +251,24 @@ class OuterRounds:
 
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
-        """Return a context in which parameters are the anchors, which all ranks share."""
-        if self._own is not None or not self.held:  # contexts may be nested, and before the first step both are equal
-            yield
-            return
-        self._own = {shard.variable.name: _copy(self.read(shard)) for shard in self.shards}
+        """Return a context in which parameters are the anchors, and buffers those of the last round, which all ranks
+        share."""
+        buffers = {name: _copy(buffer) for name, buffer in self.read_buffers().items()}  # an evaluation changes them
+        outermost = self.held and self._own is None  # contexts may be nested; before the first step nothing has moved
+        if outermost:
+            self._own = {shard.variable.name: _copy(self.read(shard)) for shard in self.shards}, buffers
         try:
-            for shard in self.shards:
-                self.write(shard, self._anchor(shard, self.read(shard)))
+            if outermost:
+                for shard in self.shards:
+                    self.write(shard, self._anchor(shard, self.read(shard)))
+                self.write_buffers(self.shared_buffers.state)
             yield
         finally:
-            own, self._own = self._own, None
-            for shard in self.shards:
-                self.write(shard, own[shard.variable.name])
+            if outermost and self._own is not None:
+                (own, _), self._own = self._own, None
+                for shard in self.shards:
+                    self.write(shard, own[shard.variable.name])
+            self.write_buffers(buffers)
 
     @property
     def anchored(self) -> bool:
@@ -390,6 +415,9 @@ class OuterRounds:
         """Move the anchors of a fragment by the means of the last round, and the parameters with them."""
         self._collect(fragment)
         means, fragment.coming = fragment.coming or {}, None
+        if fragment.optimizer.offload and means:  # the anchors' step is made by the host
+            values = list(means.values())
+            means = dict(zip(means, kernels_of(values[0]).to_host(values), strict=True))
         with recorder.phase("outer step", "part"):
             for shard in fragment.shards:
                 name = shard.variable.name
@@ -398,7 +426,7 @@ class OuterRounds:
                     k = kernels_of(x)
                     shape, some = tuple(x.shape), _at_least_1d(x)
                     anchor = k.reshape(self.anchors.state[name], some)
-                    mean = _beside(k.reshape(means[name], some), anchor)
+                    mean = k.beside(k.reshape(means[name], some), anchor)
                     self._keep(shard, k.reshape(fragment.optimizer.step(anchor, mean, name), shape))
                     now = self._anchor(shard, x)
                     if merge > 0:
@@ -496,9 +524,9 @@ def _copy(x: Any, dtype: str | None = None) -> Any:
     return copied if dtype is None else k.cast(copied, dtype)
 
 
-def _beside(x: Any, like: Any) -> Any:
-    """Return a tensor on the device of another one, where the framework has several."""
-    return x.to(like.device) if hasattr(x, "to") else x
+def _equal(x: Any, other: Any) -> bool:
+    """Return True if two tensors of one shape have equal elements; not if one of them is NaN."""
+    return bool((x == kernels_of(x).beside(other, x)).all())
 
 
 def _finite(x: Any) -> bool:

@@ -25,6 +25,8 @@ KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 """Kinds of state that every run knows."""
 OF_ROUNDS = ("anchor", "outer", "local", "coming")
 """Kinds of state of outer rounds (:mod:`grace.session.outer_rounds`)."""
+OF_BUFFERS = ("shared_buffer", "local_buffer")
+"""Kinds of state of the model's buffers, by their names."""
 
 
 class Misfit(ConfigError):
@@ -87,6 +89,9 @@ class Resharding:
             self._try(self._check_shape, "something", name)
         kept = {kind for shard in self.runner.shards.values() for kind in self.runner.stateful_parts(shard)}
         for kind, names in held.items():
+            if kind in OF_BUFFERS:
+                found[kind] = self._convert_buffers(kind, names)
+                continue
             if kind.partition(".")[0] not in KINDS and kind not in kept:
                 self._try(self._refuse_kind, kind)
             for name in sorted(names - known):
@@ -165,6 +170,25 @@ class Resharding:
             values = {part: self._select(kind, part) for part in _part_names(name, old)}
         fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
         return fitting
+
+    def _convert_buffers(self, kind: str, names: set[str]) -> dict[str, Any]:
+        """Return the model's buffers that this run has, too. Each rank's own need as many ranks: all others start from
+        those of the last round."""
+        if kind == "local_buffer" and self.everyone is not None and len(self.everyone) != self.size:
+            return {}
+        now = self.runner.rounds.read_buffers()
+        found: dict[str, Any] = {}
+        for name in sorted(names):
+            value = self._select(kind, name)
+            if value is None:
+                continue
+            known = name in now
+            why = describe_mismatch(value, tuple(now[name].shape), None) if known else "this run does not average"
+            if why:
+                self.dropped.append(f"the {kind} {name!r}, which {why}")
+            else:
+                found[name] = value
+        return found
 
     def _same_shards(self, old: Partition, cut: Partition) -> bool:
         """Return True if a variable's shards are on the same ranks as in the checkpoint."""

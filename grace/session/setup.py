@@ -114,8 +114,6 @@ def _check_delays(runner: StepRunner, later: bool) -> None:
         where = "in elastic mode" if later else "with hierarchical reduction"
         what = delayed[0].communicator.choice
         raise ConfigError(f"{what} applies means in later steps, which is not possible {where}")
-    if later and runner.rounds:
-        raise ConfigError("outer rounds are not possible in elastic mode")
     if later and runner.hierarchical:
         raise ConfigError("hierarchical reduction is not possible in elastic mode")
     if runner.hierarchical and runner.backend.pairs_by_name:

@@ -293,8 +293,10 @@ def damaged_values(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
             why[what] = f"the checkpoint is damaged: {what} is not what was saved (its checksum differs)"
     known = set(saved["holds"])
     for what, value in held.items():
-        # A mean that is still to be applied may be an overflow, which the step that applies it handles.
-        if what not in why and not what.startswith("mean ") and not _finite(value):
+        # A mean that is still to be applied may be an overflow, which the step that applies it handles. A buffer may be
+        # a mask of infinities.
+        exempt = what.startswith(("mean ", "the shared_buffer ", "the local_buffer "))
+        if what not in why and not exempt and not _finite(value):
             why[what] = f"the checkpoint holds {what}, which is not finite"
         elif what not in known:
             why[what] = f"the checkpoint holds {what}, which was not saved with it"

@@ -80,7 +80,6 @@ class StepRunner:
         for i, bucket in enumerate(self.buckets):
             bucket.carries = ways.index(ways[i]) == i
         self.averaging = Allreduce("none")
-        self.averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
         self.rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
         self.channel = backend
         """Backend of the exchanges, once the ranks have agreed; ``backend`` is for comparisons of all ranks."""
@@ -128,6 +127,7 @@ class StepRunner:
 
     def _bind(self, backend: Backend) -> None:
         """Bind all communicators to a backend; those of hierarchical reduction to the one over the leaders of nodes."""
+        self.averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
         for context in (self.context, self.rounds.context):
             context.rank = backend.rank
             context.size = backend.size
@@ -180,7 +180,7 @@ class StepRunner:
         self._leases.free_of_ranks = [free for free, _, _ in received]
         self._nodes = self._nodes or [node for _, _, node in received]
         self.run = received[0][1]  # rank 0's, on all ranks
-        self.channel = self.averaging.backend = self._leases.acquire()
+        self.channel = self._leases.acquire()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
             node = self.hierarchy.node_groups.node
@@ -193,6 +193,12 @@ class StepRunner:
             self._prepare_communicator(communicator)
         if self.rounds.delayed:
             self.exchange_thread()
+
+    def rejoin(self) -> None:
+        """Continue over the ranks that the backend has now."""
+        self._bind(self.backend)
+        for bucket in [*self.buckets, *self.rounds.buckets]:
+            bucket.program = None  # the sizes of wires follow from the number of ranks
 
     def _prepare_communicator(self, communicator: Communicator) -> None:
         """Start the exchange thread and open the node groups that a communicator needs. Every rank calls it at the

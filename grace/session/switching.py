@@ -89,7 +89,8 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
     for name in FOLLOWED:
         setattr(made, name, getattr(former, name))
     if former.rounds:
-        made.rounds.read, made.rounds.write = former.rounds.read, former.rounds.write
+        for name in ("read", "write", "read_buffers", "write_buffers"):
+            setattr(made.rounds, name, getattr(former.rounds, name))
     return made
 
 

@@ -6,13 +6,22 @@ Rules for Grace's state when the number of ranks changes:
   and a new rank starts with none. A warning says so.
 - a new rank gets the shared state (PowerSGD's factors, the step counter, the loss scale) from rank 0.
 - ScatterReduce's memory of the second compression belongs to shards, which change: it starts anew.
+
+Where ranks train alone between outer rounds:
+
+- a rank that goes on keeps its parameters, its optimizer's state and its place in the period. What ranks that ended had
+  trained since the last round is lost.
+- a new rank starts from the anchor, with the outer optimizer's state that all ranks share, and with the state of rank
+  0's optimizer. Its first drift is that of fewer iterations.
 """
 
+import contextlib
 import copy
 import warnings
 from typing import Any
 
 import horovod.torch as hvd
+import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from grace.backends.runtime import current
@@ -29,6 +38,8 @@ class OptimizerState(StateHandler):
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
         self.size = optimizer._grace.context.size
+        self.joins = False
+        """True if this rank trains alone between rounds, and took the others' state in the last synchronization."""
         self.save()
 
     def save(self) -> None:
@@ -57,21 +68,39 @@ class OptimizerState(StateHandler):
 
     def sync(self) -> None:
         """Give every rank the state of rank 0, by the rules above."""
-        session = self.value._grace
-        session.runner.agree()
-        broadcast_optimizer_state(self.value, 0, session.runner.backend)
-        session.runner.broadcast_state(0)
-        self.save()
+        runner = self.value._grace.runner
+        place = runner.run, runner.context.step
+        runner.agree()
+        if runner.rounds:
+            places = runner.backend.allgather_object(place)
+            fresh = [not run or (run, step) != places[0] for run, step in places]
+            self.joins = fresh[runner.backend.rank]
+            if any(fresh):
+                own = torch.optim.Optimizer.state_dict(self.value)
+                broadcast_optimizer_state(self.value, 0, runner.backend)
+                if not self.joins:
+                    torch.optim.Optimizer.load_state_dict(self.value, own)
+        else:
+            broadcast_optimizer_state(self.value, 0, runner.backend)
+        runner.broadcast_state(0)
 
     def _warn_lost_memories(self, former: int, now: int) -> None:
-        """Warn, on rank 0, if the number of ranks changed and memories depend on it."""
+        """Warn, on rank 0, if the number of ranks changed and what they keep depends on it."""
         session = self.value._grace
+        if former == now or session.context.rank != 0:
+            return
+        changed = f"the number of ranks changed from {former} to {now} at step {session.context.step}"
         kept = {c.memory.spec for c in session.runner.communicators if c.memory.stateful}
-        if former != now and session.context.rank == 0 and kept:
-            what = ", ".join(sorted(kept))
+        if kept:
             warnings.warn(
-                f"the number of ranks changed from {former} to {now} at step {session.context.step}: ranks that went "
-                f"on keep their memories ({what}); those of ranks that ended are lost, and new ranks start with none",
+                f"{changed}: ranks that went on keep their memories ({', '.join(sorted(kept))}); those of ranks that "
+                "ended are lost, and new ranks start with none",
+                stacklevel=2,
+            )
+        if session.runner.rounds:
+            warnings.warn(
+                f"{changed}: ranks that went on keep what they have trained since the last round; that of ranks that "
+                "ended is lost, and new ranks start from the anchor",
                 stacklevel=2,
             )
 
@@ -93,9 +122,14 @@ and when the ranks change the rules at the top of this module hold::
 """
 
 
+def _own_handlers(state: Any) -> list[OptimizerState]:
+    """Return the handlers of the distributed optimizers in a TorchState."""
+    return [handler for handler in state._handlers.values() if isinstance(handler, OptimizerState)]
+
+
 def on_reset(self: Any) -> None:
     """Rejoin all distributed optimizers after the ranks changed. Replaces ``TorchState.on_reset``."""
-    own = [handler for handler in self._handlers.values() if isinstance(handler, OptimizerState)]
+    own = _own_handlers(self)
     if own:
         backend: Any = current()
         backend.rejoin()
@@ -105,4 +139,21 @@ def on_reset(self: Any) -> None:
     super(TorchState, self).on_reset()
 
 
+def sync(self: Any) -> None:
+    """Synchronize all parts, and commit the result. Replaces ``TorchState.sync``, whose handlers of models give all
+    ranks rank 0's parameters, also where ranks train alone."""
+    own = _own_handlers(self)
+    with contextlib.ExitStack() as stack:
+        for handler in own:
+            stack.enter_context(handler.value._grace.keeping_own())
+        synchronize_parts(self)
+    for handler in own:
+        if handler.joins:
+            handler.value._grace.runner.rounds.restore()
+    for handler in self._handlers.values():
+        handler.save()
+
+
+synchronize_parts = TorchState.sync
+TorchState.sync = sync
 TorchState.on_reset = on_reset

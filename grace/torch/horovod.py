@@ -216,13 +216,8 @@ class HorovodSession(Session):
         former = self.context.size
         self.abandon()
         backend.rejoin()
-        self.context.rank = backend.rank
-        self.context.size = backend.size
-        for bucket in [
-            *self.runner.buckets,
-            *self.runner.rounds.buckets,
-        ]:  # the sizes of wires follow from the number of ranks
-            bucket.program = None
+        self.runner.rejoin()
+        self._index_buckets()  # the factor of sums is the number of ranks
         for kind, part in self.runner.components:
             if kind == "shard_memory" and backend.size != former:  # shards are cut by the number of ranks
                 part.state.clear()

@@ -13,7 +13,7 @@ import torch
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
-from grace.core.variable import Variable
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.sparse_rows import SparseRows, scaled
@@ -140,10 +140,10 @@ class Session:
             self.shard_group.connect()
             self.runner.part = self.shard_group.part
         named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
-        self.buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}
+        floats = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
+        names = unwrap_names([name for name, _ in floats])
+        self.buffers = {name: buffer for name, (_, buffer) in zip(names, floats, strict=True)}
         """Buffers of a module, which are averaged after outer rounds."""
-        self.shared_buffers: list[torch.Tensor] = []
-        """Values of the buffers after the last round; empty before it."""
         self._connect_rounds()
         self.runner.follows_scaler = partial(scaler_enabled, grad_scaler)
         recorder.note(updates_follow=True)
@@ -549,20 +549,23 @@ class Session:
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Return a context in which parameters, and buffers, are those that all ranks share."""
-        if not self.runner.rounds:
-            yield
-            return
-        own = [buffer.clone() for buffer in self.buffers.values()]
         with self.runner.rounds.at_anchor():
-            self._set_buffers(self.shared_buffers)
-            try:
-                yield
-            finally:
-                self._set_buffers(own)
+            yield
 
-    def _set_buffers(self, values: Sequence[torch.Tensor]) -> None:
-        for buffer, value in zip(self.buffers.values(), values, strict=False):
-            buffer.copy_(value)
+    @contextlib.contextmanager
+    def keeping_own(self) -> Iterator[None]:
+        """Return a context at whose end parameters that this rank trains alone, and buffers, are as before it."""
+        held = self.runner.rounds.held
+        own = [tensor.detach() for tensor in (*self.parameters.values(), *self.buffers.values()) if held]
+        before = [tensor.clone() for tensor in own]
+        yield
+        for tensor, value in zip(own, before, strict=True):
+            tensor.copy_(value)
+
+    @torch.no_grad()
+    def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self.buffers[name].copy_(value)
 
     def _connect_rounds(self) -> None:
         """Let outer rounds read and write parameters."""
@@ -572,6 +575,8 @@ class Session:
         me = weakref.proxy(self)  # the runner must not keep the session alive
         rounds.read = partial(Session._parameters_of, me)
         rounds.write = partial(Session._set_parameters, me)
+        rounds.read_buffers = lambda buffers=self.buffers: buffers
+        rounds.write_buffers = partial(Session._set_buffers, me)
         rounds.sync_buffers = partial(Session._average_buffers, me)
         if self.shard_group is not None:
             rounds.any_overflow = partial(self.shard_group.any, place="the comparison of drifts")
@@ -598,7 +603,9 @@ class Session:
         if self.shard_group is not None:
             for buffer in self.buffers.values():
                 buffer.copy_(self.shard_group.sum(buffer, "the mean of buffers") / len(self.shard_group.ranks))
-        self.shared_buffers = [buffer.clone() for buffer in self.buffers.values()]
+        shared = self.runner.rounds.shared_buffers.state
+        shared.update({name: buffer.clone() for name, buffer in self.buffers.items()})
+        shared.commit()
 
     def before_update(self) -> None:
         """Take the parameters for anchors before the first update changes them.

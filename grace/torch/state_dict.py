@@ -85,7 +85,9 @@ class StateMixin:
         of ranks.
 
         Every rank must call it; save it on one. With outer rounds it has the user's optimizers' states of all ranks,
-        which as many ranks load; other numbers of ranks load that of the saving one.
+        which as many ranks load; other numbers of ranks load that of the saving one. Any rank may save it, so each
+        holds all of them: for Adam, two copies of the parameters for each rank. Where they do not fit let every rank
+        save ``state_dict()`` in a file of its own.
 
         Args:
             packed: True for a "grace" entry of one value, bytes, which ``torch.distributed.checkpoint`` loads whole.

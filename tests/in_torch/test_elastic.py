@@ -21,16 +21,18 @@ pytestmark = [
 TESTS = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The log's lines, as (what, process, number of ranks, rest), and what the launcher printed."""
-    folder = tmp_path_factory.mktemp("elastic")
-    (folder / "hosts").write_text("localhost:1\n127.0.0.1:1\n")  # two names of this machine, which fail separately
+def run_elastic(folder, program, slots):
+    """Run a program on some ranks of one name of this machine and one of another, which fail separately.
+
+    Returns: the log's lines, as (what, process, number of ranks, rest), and what the launcher printed.
+    """
+    (folder / "hosts").write_text(f"localhost:{slots}\n127.0.0.1:1\n")
     discover = folder / "discover.sh"
     discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discover.chmod(0o755)
-    command = ["horovodrun", "-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(discover)]
-    command += ["--elastic-timeout", "60", sys.executable, str(TESTS / "programs" / "elastic.py"), str(folder)]
+    command = ["horovodrun", "-np", str(slots + 1), "--min-np", "1", "--max-np", "3"]
+    command += ["--host-discovery-script", str(discover), "--elastic-timeout", "60"]
+    command += [sys.executable, str(TESTS / "programs" / program), str(folder)]
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     env = {**environment(), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PYTHONPATH": path}
     env["HOROVOD_CYCLE_TIME"] = "10"  # ranks that sleep between steps need not ask each other every millisecond
@@ -38,6 +40,20 @@ def run(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in (folder / "log").read_text().splitlines()]
     return [(line[0], line[1], int(line[2]), line[3:]) for line in lines], done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return run_elastic(tmp_path_factory.mktemp("elastic"), "elastic.py", 1)
+
+
+@pytest.fixture(scope="module")
+def outer_run(tmp_path_factory):
+    """The log's lines as dicts, and what the launcher printed."""
+    lines, printed = run_elastic(tmp_path_factory.mktemp("outer"), "elastic_outer.py", 2)
+    names = ("what", "process", "size", "rank", "step", "own", "memory", "inner", "weights", "anchors", "momenta")
+    found = [dict(zip(names, (*line, *rest), strict=True)) for *line, rest in lines]
+    return [{**line, "rank": int(line["rank"]), "step": int(line["step"])} for line in found], printed
 
 
 def test_training_goes_on_with_fewer_ranks_and_with_new_ones(run):
@@ -74,3 +90,54 @@ def test_what_was_lost_is_said(run):
     changes = re.findall(r"the number of ranks changed from (\d to \d) at step", printed)
     assert {change: changes.count(change) for change in changes} == {"2 to 1": 2, "1 to 2": 2}
     assert "those of ranks that ended are lost, and new ranks start with none" in printed
+
+
+# -- ranks that train alone between outer rounds ---------------------------------------------------------------------
+
+
+KEPT = ("own", "memory", "inner", "weights", "anchors", "momenta")
+
+
+def starts_and_known(lines):
+    """The starts, and the committed values by process and step."""
+    committed = {(line["process"], line["step"]): line for line in lines if line["what"] == "commit"}
+    return [line for line in lines if line["what"] == "start"], committed
+
+
+def test_ranks_that_train_alone_go_on_with_fewer_and_with_more_of_them(outer_run):
+    lines, _ = outer_run
+    starts, _ = starts_and_known(lines)
+    sizes = [(line["size"], line["step"]) for line in starts]
+    joined = sizes[-1][1]
+    # the others notice the death at their next collective, in the commit of iteration 15, which is within a period
+    assert sizes == [(3, 0)] * 3 + [(2, 15)] * 2 + [(3, joined)] * 3
+    ends = [line for line in lines if line["what"] == "end"]
+    assert len(ends) == 3
+    for name in ("weights", "anchors", "momenta"):
+        assert len({line[name] for line in ends}) == 1
+
+
+def test_a_rank_that_trains_alone_goes_on_with_all_that_it_committed(outer_run):
+    starts, committed = starts_and_known(outer_run[0])
+    went_on = [line for line in starts if (line["process"], line["step"]) in committed]
+    assert len(went_on) == 4  # two after the death, and two beside the new one
+    for line in went_on:
+        before = committed[line["process"], line["step"]]
+        assert {name: line[name] for name in KEPT} == {name: before[name] for name in KEPT}
+    assert len({line["own"] for line in went_on[:2]}) == 2  # within a period each has its own
+    assert len({line["inner"] for line in went_on}) == 4
+
+
+def test_a_new_rank_starts_from_the_anchor_with_rank_0s_optimizer(outer_run):
+    starts, committed = starts_and_known(outer_run[0])
+    (new,) = [line for line in starts[-3:] if (line["process"], line["step"]) not in committed]
+    (first,) = [line for line in starts[-3:] if line["rank"] == 0]
+    assert new["weights"] == new["anchors"] == first["anchors"]
+    assert new["momenta"] == first["momenta"]
+    assert new["inner"] == first["inner"]
+    assert new["memory"] != first["memory"]
+
+
+def test_what_was_lost_of_training_alone_is_said(outer_run):
+    _, printed = outer_run
+    assert "from 3 to 2 at step 15: ranks that went on keep what they have trained since the last round" in printed

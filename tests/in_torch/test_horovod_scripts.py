@@ -198,6 +198,50 @@ def test_horovods_elastic_state_keeps_memories():
     return digest(weights(model))
 
 
+def with_buffers():
+    """A model with statistics, made distributed in outer rounds of four iterations over Adam."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10))
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, grace.DistributedOptimizer(inner, model, "topk(ratio=0.1)", outer="nesterov", period=4)
+
+
+@on_ranks(2, engine="horovodrun-gloo")
+def test_an_elastic_run_of_outer_rounds_goes_back_to_a_commit_within_a_period_bit_for_bit():
+    """It fails in the next period. The model's handler, before or after the optimizer's, gives all ranks rank 0's
+    parameters."""
+    import horovod.torch as hvd
+
+    ends = []
+    for failing, name in ((False, "optimizer"), (True, "optimizer"), (True, "before")):
+        torch.manual_seed(0)
+        model, optimizer = with_buffers()
+        state = hvd.elastic.TorchState(model=model, **{name: optimizer})
+        state.sync()
+        train(model, optimizer, range(6))
+        if failing:
+            state.save()
+            train(model, optimizer, range(20, 23))
+            state.restore()
+            state.sync()
+            state.restore()
+        train(model, optimizer, range(6, 10))
+        ends.append(digest([dict(model.state_dict()), state_of(optimizer), optimizer.state_dict()["state"]]))
+    assert len(set(ends)) == 1
+
+
+@on_ranks(2, engine="horovodrun-gloo")
+def test_sums_follow_the_number_of_ranks():
+    optimizer = distributed(net(), "topk(ratio=0.1)", op="sum")
+    session = optimizer._grace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.runner.backend, "rejoin", lambda: None)
+        patch.setattr(session.runner.backend, "size", 3)
+        session.rejoin()
+    assert set(session.factors.values()) == {3.0}
+    assert {c.world_size for c in session.runner.communicators} == {3}
+    assert session.context.size == session.runner.rounds.context.size == 3
+
+
 # -- what was Horovod's -----------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,45 @@ def test_what_a_graph_copies_to_a_device_is_pinned_and_stays(capturing, monkeypa
     assert (source() is not None) == capturing
 
 
+class OnGpu:
+    """A tensor on a GPU, which notes what is asked of it."""
+
+    device, shape, dtype = CUDA, (3,), torch.float32
+
+
+class Pinned:
+    """Pinned memory that a GPU copies to."""
+
+    def __init__(self, shape, dtype, pin_memory):
+        assert pin_memory
+        self.source = None
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        self.source = source
+        return self
+
+
+def test_copies_to_the_host_are_pinned_and_take_one_wait(monkeypatch):
+    waits = []
+
+    class Event:
+        def record(self, stream):
+            self.stream = stream
+
+        def synchronize(self):
+            waits.append(self.stream)
+
+    monkeypatch.setattr(torch, "empty", Pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    sources, here = [OnGpu(), OnGpu()], torch.zeros(2)
+    one, other, same = copies.to_host([*sources, here])
+    assert [one.source, other.source] == sources
+    assert same is here
+    assert waits == ["stream of cuda"]
+
+
 def test_constants_are_copied_once():
     from grace.kernels.constants import FLOAT8
 

@@ -395,6 +395,58 @@ def test_buffers_are_averaged_at_a_round():
     return digest(shared)
 
 
+def with_statistics(steps=0):
+    """A model with statistics and a mask of infinities, its optimizer with a round after each fourth iteration, and
+    digests of its buffers, now and at the anchor."""
+    model = with_buffers()
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    optimizer = distributed(model, outer="nesterov", period=4)
+    train(model, optimizer, range(steps))
+
+    def buffers():
+        own = digest({name: b for name, b in model.named_buffers() if b.is_floating_point()})
+        with optimizer.anchor():
+            return own, digest({name: b for name, b in model.named_buffers() if b.is_floating_point()})
+
+    return model, optimizer, buffers
+
+
+@pytest.mark.parametrize("save", ["state_dict", "full_state_dict"])
+@on_ranks(2)
+def test_a_ranks_own_buffers_are_resumed_bit_for_bit(save):
+    for stop in (2, 4, 6):  # before the first round, at a round, and within the second period
+        model, optimizer, buffers = with_statistics(stop)
+        with optimizer.anchor():
+            state = copied(getattr(optimizer, save)())
+        other, resumed, of_other = with_statistics()
+        resumed.load_state_dict(state)
+        assert of_other() == buffers()
+        for one, its in ((model, optimizer), (other, resumed)):
+            train(one, its, range(stop, 9))
+        assert of_other() == buffers(), stop
+        assert digest(weights(other)) == digest(weights(model))
+        optimizer.close()
+        resumed.close()
+
+
+def buffers_of_three():
+    _, optimizer, buffers = with_statistics(6)
+    return copied(optimizer.full_state_dict()), *buffers()
+
+
+def buffers_of_two(state):
+    _, optimizer, buffers = with_statistics()
+    optimizer.load_state_dict(state)
+    return buffers()
+
+
+def test_another_number_of_ranks_starts_from_the_buffers_of_the_last_round():
+    answers = ranks_of(3).run(buffers_of_three)
+    state, _, shared = answers[0]
+    assert len({own for _, own, _ in answers}) == 3
+    assert ranks_of(2).run(buffers_of_two, state) == [(shared, shared)] * 2
+
+
 class Run:
     """A run that saves and loads itself."""
 

@@ -1,5 +1,6 @@
 """Copies between a host and its devices. Only copies that bring numbers back wait."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,19 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def to_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy in the CPU's memory, when it is there. A GPU copies to pinned memory."""
-    if x.device.type != "cuda":
-        return x.cpu()
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(x.device))
-    event.synchronize()
-    return host
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in the CPU's memory, when they are there; tensors of the CPU themselves. A GPU copies to pinned
+    memory, and all its copies take one wait."""
+    found = []
+    for x in tensors:
+        on_gpu = x.device.type == "cuda"
+        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True) if on_gpu else None
+        found.append(x.cpu() if pinned is None else pinned.copy_(x, non_blocking=True))
+    for device in {x.device for x in tensors if x.device.type == "cuda"}:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+    return found
 
 
 def constant(values: Any, device: torch.device) -> torch.Tensor:

@@ -69,10 +69,18 @@ class TorchKernels(Kernels):
         found: dict[int, list[float]] = {}
         for device in dict.fromkeys(x.device for x in tensors):
             own = [i for i, x in enumerate(tensors) if x.device == device]
-            numbers = to_host(torch.cat([tensors[i].detach().reshape(-1).float() for i in own])).tolist()
+            numbers = to_host([torch.cat([tensors[i].detach().reshape(-1).float() for i in own])])[0].tolist()
             for i in own:
                 found[i], numbers = numbers[: tensors[i].numel()], numbers[tensors[i].numel() :]
         return [found[i] for i in range(len(tensors))]
+
+    def to_host(self, tensors):
+        return to_host(tensors)
+
+    def beside(self, x, like):
+        if x.device == like.device:
+            return x
+        return to_device(x, like.device) if x.device.type == "cpu" else x.to(like.device)
 
     def zeros(self, shape, dtype, like):
         return torch.zeros(shape, dtype=DTYPES[dtype], device=like.device)

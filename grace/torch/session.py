@@ -575,7 +575,7 @@ class Session:
         me = weakref.proxy(self)  # the runner must not keep the session alive
         rounds.read = partial(Session._parameters_of, me)
         rounds.write = partial(Session._set_parameters, me)
-        rounds.read_buffers = lambda buffers=self.buffers: buffers
+        rounds.read_buffers = partial(dict, self.buffers)
         rounds.write_buffers = partial(Session._set_buffers, me)
         rounds.sync_buffers = partial(Session._average_buffers, me)
         if self.shard_group is not None:

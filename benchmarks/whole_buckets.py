@@ -21,7 +21,7 @@ from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
-from grace.session.plan import UniformPlan
+from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 
 METHODS = "none,fp16,fp16/residual,topk(ratio=0.01),efsignsgd,signsgd,qsgd,qsgd/residual,powersgd(rank=4)"

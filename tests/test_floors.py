@@ -122,7 +122,7 @@ def test_frameworks_are_imported_at_the_top_in_their_rooms_only():
 def test_commands_and_benchmarks_alone_know_typer_and_rich():
     for file in FILES:
         if not name(file).startswith(("cli/", "bench/")):
-            refused = {"typer"} if name(file) == "exchange/tracing/tables.py" else {"typer", "rich"}
+            refused = {"typer"} if name(file) == "exchange/tracing/trace_tables.py" else {"typer", "rich"}
             for line, other in imported(parsed(file)):
                 assert other.split(".")[0] not in refused, f"{file}:{line}: {other}"
 

@@ -15,7 +15,7 @@ from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
 from grace.exchange.tracing import timeline as traces
 from grace.exchange.tracing.summary import summarize
-from grace.exchange.tracing.tables import tables
+from grace.exchange.tracing.trace_tables import tables
 from grace.launch import supervisor
 from grace.launch.command_lines import check_script, command, default_engine
 

@@ -21,7 +21,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, missing_extra
 from grace.kernels.dispatch import arrays_by
 from grace.kernels.fused.availability import missing
-from grace.session.plan import UniformPlan
+from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 
 SHAPES = ((160, 110), (9, 5), (3,))

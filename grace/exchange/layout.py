@@ -201,7 +201,7 @@ class Layout:
 
     def end(self, statuses: Sequence[float], stamps: Sequence[int]) -> tuple[Any, str, list[float], float, Any]:
         """Return what a kernel on a device writes behind the payloads; see
-        :meth:`grace.kernels.triton.codec.Codec.encode`."""
+        :meth:`grace.kernels.triton.codec_base.Codec.encode`."""
         numbers = [*statuses, *stamps, *[0] * self.padding]
         return [self.body * ITEM_SIZE[self.dtype]], self.dtype, numbers, math.inf if self.sums else 2, []
 

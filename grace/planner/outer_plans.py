@@ -12,7 +12,7 @@ from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import works_of
 from grace.planner.problem import Problem
 from grace.planner.step import Prediction, Timeline, simulate
-from grace.planner.uniform import shards_of
+from grace.planner.uniform_plans import shards_of
 from grace.session.sharding import Chooser
 from grace.strategy.builders import DiLoCo
 

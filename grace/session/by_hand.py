@@ -21,7 +21,7 @@ from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
 from grace.session.agreement import compare_facts
-from grace.session.plan import UniformPlan
+from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner

@@ -10,8 +10,8 @@ from grace.core.transactional_dict import StatefulComponent
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import compare_facts
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.momentum import momentum_owners
-from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 
 

@@ -14,7 +14,7 @@ from grace.core.memory import ErrorFeedback
 from grace.exchange.sparse_rows import add
 from grace.kernels import kernels_of
 from grace.session import checkpoint
-from grace.session.plan import ExchangePlan
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.reshard import without_parameters
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, make_buckets

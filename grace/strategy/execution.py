@@ -22,7 +22,7 @@ from grace.strategy.resources import cluster_of, to_plain
 
 
 class StrategyPlan:
-    """Exchange plan of a strategy; see :class:`grace.session.plan.ExchangePlan`.
+    """Exchange plan of a strategy; see :class:`grace.session.exchange_plan.ExchangePlan`.
 
     Args:
         given: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.

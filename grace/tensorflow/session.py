@@ -23,9 +23,9 @@ from grace.exchange.step_stamp import CYCLE, digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
 from grace.session.agreement import gather_or_raise
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import advise_hierarchy
 from grace.session.metrics import metrics
-from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner

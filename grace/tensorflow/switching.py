@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace.errors import ConfigError, ExchangeError
-from grace.session.plan import ExchangePlan
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.session.switching import switch_plan
 from grace.strategy.choices import Choices

@@ -14,9 +14,9 @@ from grace.exchange.header import resolve
 from grace.exchange.round_trip import RoundTrip, start_round_trip
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
-from grace.session.plan import ExchangePlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner

@@ -14,7 +14,7 @@ from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
 from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
-from grace.session.plan import ExchangePlan
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers

@@ -13,7 +13,7 @@ from grace.core.arguments import accept_grace_argument, optimizer_type_error
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
-from grace.session.plan import ExchangePlan
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices

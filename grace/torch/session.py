@@ -20,10 +20,10 @@ from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import momentum_owners
-from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, make_buckets

@@ -9,7 +9,7 @@ from grace.core.context import Context
 from grace.core.route import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, Carries, Collective, Leg
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.session.plan import UniformPlan
+from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 
 

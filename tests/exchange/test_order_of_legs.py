@@ -12,7 +12,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import GraceError
 from grace.exchange.round_trip import RoundTrip
-from grace.session.plan import UniformPlan
+from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 from tests.support.pools import ranks_of
 

@@ -19,7 +19,7 @@ from grace.exchange.fused_codec import FusedCodec
 from grace.kernels import index_coding
 from grace.kernels.torch import fused
 from grace.kernels.triton import launching
-from grace.kernels.triton.tables import SECOND
+from grace.kernels.triton.bucket_tables import SECOND
 from grace.torch.cuda_graphs import ending_on_device
 from tests.support.drawing import THOROUGH
 from tests.support.far import as_far

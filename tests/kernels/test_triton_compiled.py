@@ -49,7 +49,9 @@ NARROW = {
     ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
 }
 """Bytes of the widest load of those kernels that have none of 16."""
-MODULES = "arithmetic packing random rounding selection tables buckets bucket_levels sparse_buckets low_rank_buckets"
+MODULES = (
+    "arithmetic packing random rounding selection bucket_tables buckets bucket_levels sparse_buckets low_rank_buckets"
+)
 ODD = {("round_rows", "quantize odd buckets"): 200}
 """Registers where each element's random number is one of four that are made."""
 

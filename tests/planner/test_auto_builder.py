@@ -6,7 +6,7 @@ from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto, timeline
-from grace.planner.uniform import uniform_strategy
+from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy.builder import OneNode
 from grace.strategy.choices import STRATEGY, Choices
 

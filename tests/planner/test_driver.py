@@ -10,7 +10,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.planner import step_timer
 from grace.planner.driver import HELD, PLAIN, TRIED, WARM, WATCH_FIRST, Driver
-from grace.planner.uniform import uniform_strategy
+from grace.planner.uniform_plans import uniform_strategy
 from tests.support.planners import CHECKED as CHECK
 from tests.support.planners import TURN, UNTIL_TRYING
 

@@ -15,7 +15,7 @@ from grace.planner.greedy import Candidate, find_candidates
 from grace.planner.network import Links
 from grace.planner.problem import Problem
 from grace.planner.step import Timeline
-from grace.planner.uniform import uniform_strategy
+from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from grace.communicators.choice import build_communicator
 from grace.planner.codecs import measure
 from grace.planner.driver import HELD, PLAIN, SETTLED, TIMED, WARM
-from grace.planner.uniform import uniform_strategy
+from grace.planner.uniform_plans import uniform_strategy
 
 TOPK = "topk(ratio=0.1)"
 METHODS = ("none", TOPK, "powersgd(rank=1)")

@@ -6,7 +6,7 @@ import grace
 from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.session.plan import UniformPlan
+from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 
 

@@ -21,7 +21,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.fused_codec import FusedCodec
 from grace.session.bucketing import Limits
-from grace.session.plan import UniformPlan
+from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 
 PARTS = ("encode", "decode", "memory", "exchange", "round_trip")

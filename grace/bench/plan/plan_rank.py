@@ -25,7 +25,7 @@ from grace.planner.explain import Plan, largest_share
 from grace.planner.greedy import find_candidates
 from grace.planner.problem import Problem
 from grace.planner.step_timer import undisturbed
-from grace.planner.uniform import uniform_strategy
+from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy.plan import Strategy
 
 LR = 1e-4

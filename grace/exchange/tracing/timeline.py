@@ -9,8 +9,8 @@ from typing import Any
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.exchange.tracing.lines import entry_of
 from grace.exchange.tracing.recorder import COLLECTIVE_TRACK
+from grace.exchange.tracing.trace_lines import entry_of
 
 Event = dict[str, Any]
 

@@ -1,5 +1,5 @@
 """The codecs of :mod:`grace.kernels.triton.buckets` and ``bucket_levels`` by name; see
-:mod:`grace.kernels.triton.codec`."""
+:mod:`grace.kernels.triton.codec_base`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from numpy import ndarray as Array
 
 from grace.kernels.constants import Placed, gaussian_reach
 from grace.kernels.torch.copies import constant
-from grace.kernels.triton import bucket_levels, buckets, rounding, tables
-from grace.kernels.triton.codec import TYPES, End, Step, TritonCodec
+from grace.kernels.triton import bucket_levels, bucket_tables, buckets, rounding
+from grace.kernels.triton.codec_base import TYPES, End, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, LARGEST_ROW, launch
 
 
@@ -141,10 +141,10 @@ class TritonLevels(TritonCodec):
             self.at_once, each = False, [min(self.bucket, max(1, n)) for n in sizes]
             joined = [max(1, -(-n // size)) for n, size in zip(sizes, each, strict=True)]
             folded = [-(-n // size) * -(-size // LARGEST_ROW) for n, size in zip(sizes, each, strict=True)]
-            self.joining, self.plan[:, tables.JOINED.value] = self.shared(joined)
+            self.joining, self.plan[:, bucket_tables.JOINED.value] = self.shared(joined)
             self.parts = self.empty((sum(folded), 3 if self.form == bucket_levels.TERNARY else 1), torch.float64)
             self.limits = self.empty(self.variables, torch.float32)
-        self.folding, self.plan[:, tables.FOLDED.value] = self.shared(folded)
+        self.folding, self.plan[:, bucket_tables.FOLDED.value] = self.shared(folded)
 
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         limits = None

@@ -10,19 +10,7 @@ import triton.language as tl
 
 from grace.kernels.constants import EQUAL_DEVIATION
 from grace.kernels.triton.arithmetic import MAX, finite_scale, magnitude_bits
-from grace.kernels.triton.packing import byte_of_codes, code_at, codes_of_byte, steps_below
-from grace.kernels.triton.random import row_of_words, rows_of_words, uniform
-from grace.kernels.triton.rounding import (
-    FLOAT8,
-    LEVELS_BY_NORM,
-    ROTATED_ROW,
-    float8_of,
-    norm_of,
-    rounded,
-    square_sums,
-    turned_rows,
-)
-from grace.kernels.triton.tables import (
+from grace.kernels.triton.bucket_tables import (
     CODES,
     COLUMNS,
     DRAW,
@@ -45,6 +33,18 @@ from grace.kernels.triton.tables import (
     wire_at,
     write,
     write_floats,
+)
+from grace.kernels.triton.packing import byte_of_codes, code_at, codes_of_byte, steps_below
+from grace.kernels.triton.random import row_of_words, rows_of_words, uniform
+from grace.kernels.triton.rounding import (
+    FLOAT8,
+    LEVELS_BY_NORM,
+    ROTATED_ROW,
+    float8_of,
+    norm_of,
+    rounded,
+    square_sums,
+    turned_rows,
 )
 
 TABLE, TERNARY = tl.constexpr(3), tl.constexpr(4)

@@ -4,17 +4,14 @@ Encoding computes x = a residual + b gradient, writes the payload of x into the 
 residual goes; without one x is the gradient. Signs do not depend on their scale, which is known only when all of x was
 read: so x itself goes there, the scales beside it, and whoever reads the residual subtracts. Operations are those of
 the kernels that compressors call one by one, in the same order, so that the bits are the same. See
-:mod:`grace.kernels.triton.tables` for what they are told.
+:mod:`grace.kernels.triton.bucket_tables` for what they are told.
 """
 
 import triton
 import triton.language as tl
 
 from grace.kernels.triton.arithmetic import INF_BITS, narrowed_to, widened
-from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
-from grace.kernels.triton.random import row_of_words
-from grace.kernels.triton.rounding import power_of, powers_rounded
-from grace.kernels.triton.tables import (
+from grace.kernels.triton.bucket_tables import (
     COLUMNS,
     DRAW,
     FIRST,
@@ -38,6 +35,9 @@ from grace.kernels.triton.tables import (
     write,
     write_floats,
 )
+from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
+from grace.kernels.triton.random import row_of_words
+from grace.kernels.triton.rounding import power_of, powers_rounded
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 

@@ -3,16 +3,15 @@
 A variable is a matrix M of rows x columns; P is of rows x rank, Q of columns x rank. Programs take tiles of R x C
 elements of M. What a tile adds to a product is written beside what the others add, and added up by one more launch, in
 one order: nothing is added atomically. P and Q that products are taken with lie transposed, each column padded with
-zeros to whole tiles, so that reads of them need no mask. See :mod:`grace.kernels.triton.tables` for what a bucket's
-table holds; ``shapes`` (int64), which never changes, has a row for each variable, too.
+zeros to whole tiles, so that reads of them need no mask. See :mod:`~grace.kernels.triton.bucket_tables` for what a
+bucket's table holds; ``shapes`` (int64), which never changes, has a row for each variable, too.
 """
 
 import triton
 import triton.language as tl
 
 from grace.kernels.triton.arithmetic import INF_BITS, MAX_BITS, magnitude_bits
-from grace.kernels.triton.random import blocks, philox, uniform
-from grace.kernels.triton.tables import (
+from grace.kernels.triton.bucket_tables import (
     COLUMNS,
     DRAW,
     FACTORS,
@@ -26,6 +25,7 @@ from grace.kernels.triton.tables import (
     deny,
     wire_at,
 )
+from grace.kernels.triton.random import blocks, philox, uniform
 
 Q_KEPT, Q_NEXT = MORE, WIDTH
 """In a bucket's table: addresses of the last step's Q, and of where this one's goes; 0 for none."""

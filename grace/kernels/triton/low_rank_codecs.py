@@ -10,7 +10,7 @@ from numpy import ndarray as Array
 
 from grace.kernels.constants import LARGEST_FACTOR, Placed
 from grace.kernels.triton import low_rank_buckets
-from grace.kernels.triton.codec import End, Step, TritonCodec
+from grace.kernels.triton.codec_base import End, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, launch
 
 R, C = 64, 128

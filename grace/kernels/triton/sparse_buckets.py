@@ -10,26 +10,7 @@ import triton
 import triton.language as tl
 
 from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
-from grace.kernels.triton.packing import byte_of_signs, first_from, marks_at
-from grace.kernels.triton.random import walked
-from grace.kernels.triton.selection import (
-    FIRSTS,
-    LASTS,
-    STATE,
-    candidates,
-    counted,
-    counted_last,
-    guess,
-    kth_and_before,
-    largest_of_rows,
-    listed_of,
-    place_of,
-    read_candidates,
-    report,
-    sampled,
-    taken_of,
-)
-from grace.kernels.triton.tables import (
+from grace.kernels.triton.bucket_tables import (
     COLUMNS,
     COUNT,
     DRAW,
@@ -53,6 +34,25 @@ from grace.kernels.triton.tables import (
     wire_at,
     write,
     write_floats,
+)
+from grace.kernels.triton.packing import byte_of_signs, first_from, marks_at
+from grace.kernels.triton.random import walked
+from grace.kernels.triton.selection import (
+    FIRSTS,
+    LASTS,
+    STATE,
+    candidates,
+    counted,
+    counted_last,
+    guess,
+    kth_and_before,
+    largest_of_rows,
+    listed_of,
+    place_of,
+    read_candidates,
+    report,
+    sampled,
+    taken_of,
 )
 
 

@@ -1,5 +1,5 @@
 """The codecs of :mod:`grace.kernels.triton.sparse_buckets`, and by name all there are; see
-:mod:`grace.kernels.triton.codec`."""
+:mod:`grace.kernels.triton.codec_base`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from numpy import ndarray as Array
 from grace.kernels.constants import Placed
 from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
-from grace.kernels.triton import sparse_buckets, tables
+from grace.kernels.triton import bucket_tables, sparse_buckets
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
-from grace.kernels.triton.codec import End, Step, TritonCodec
+from grace.kernels.triton.codec_base import End, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, FEWER, STEP, launch, room_of, signed, steps_of
 from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.selection import SAMPLE, STATE
@@ -28,17 +28,17 @@ class Entries(TritonCodec):
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
         super().__init__(sizes, payloads, device)
         for row, (values, coded, *_) in zip(self.plan, payloads, strict=True):
-            row[tables.MORE.value], row[tables.WIDTH.value] = values.shape[0], POSITION_BYTES[coded.dtype]
-        self.marked = bool((self.plan[:, tables.WIDTH.value] == 1).any())
-        self.written_from = self.plan[:, tables.START.value].copy()
+            row[bucket_tables.MORE.value], row[bucket_tables.WIDTH.value] = values.shape[0], POSITION_BYTES[coded.dtype]
+        self.marked = bool((self.plan[:, bucket_tables.WIDTH.value] == 1).any())
+        self.written_from = self.plan[:, bucket_tables.START.value].copy()
         self.readers, self.read_from = self.shared([-(-n // BLOCK) for n in sizes])
 
     def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
-        self.plan[:, tables.START.value] = self.written_from
+        self.plan[:, bucket_tables.START.value] = self.written_from
         return super().encode(rows, factors, wire, most, streams, end)
 
     def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        self.plan[:, tables.START.value] = self.read_from
+        self.plan[:, bucket_tables.START.value] = self.read_from
         return super().decode(outs, wires, count, loss_scale)
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
@@ -77,7 +77,7 @@ class TritonLargest(Entries):
         self.steps = steps_of(sum(sizes))
         self.span = self.steps * STEP
         super().__init__(sizes, payloads, device)
-        kept = zip(sizes, self.plan[:, tables.MORE.value].tolist(), strict=True)
+        kept = zip(sizes, self.plan[:, bucket_tables.MORE.value].tolist(), strict=True)
         self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > SAMPLE.value)])
 
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
@@ -113,7 +113,7 @@ class LargestAbove(TritonLargest):
         least: Callable[[], float],
     ):
         super().__init__(sizes, payloads, device)
-        self.least, self.plan[:, tables.COUNT.value] = least, [count.offset for _, _, count in payloads]
+        self.least, self.plan[:, bucket_tables.COUNT.value] = least, [count.offset for _, _, count in payloads]
 
 
 class TritonDrawn(TritonCodec):
@@ -126,10 +126,10 @@ class TritonDrawn(TritonCodec):
         super().__init__(sizes, payloads, device)
         counts = [payload[0].shape[0] for payload in payloads]
         self.scales = np.array([n / k if scaled and k else 1.0 for n, k in zip(sizes, counts, strict=True)])
-        self.plan[:, tables.MORE.value] = counts
-        self.plan[:, tables.SCALE.value] = self.scales.astype(np.float32).view(np.int32)
-        self.plan[:, tables.WIDTH.value] = [left | right << 8 for left, right in map(feistel_bits, sizes)]
-        self.drawers, self.plan[:, tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
+        self.plan[:, bucket_tables.MORE.value] = counts
+        self.plan[:, bucket_tables.SCALE.value] = self.scales.astype(np.float32).view(np.int32)
+        self.plan[:, bucket_tables.WIDTH.value] = [left | right << 8 for left, right in map(feistel_bits, sizes)]
+        self.drawers, self.plan[:, bucket_tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
         self.words: Any = None
 
     def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:

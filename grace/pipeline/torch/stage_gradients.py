@@ -11,7 +11,7 @@ from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
 from grace.pipeline.torch.mesh import Mesh
-from grace.planner.uniform import Baseline
+from grace.planner.uniform_plans import Baseline
 from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
 from grace.torch.optimizer import DistributedOptimizer

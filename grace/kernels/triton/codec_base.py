@@ -16,7 +16,7 @@ from numpy import ndarray as Array
 
 from grace.kernels.constants import Placed
 from grace.kernels.torch.copies import to_device
-from grace.kernels.triton import tables
+from grace.kernels.triton import bucket_tables
 from grace.kernels.triton.launching import BLOCK, launch, signed
 
 TYPES = {"float32": (tl.float32, 4), "float16": (tl.float16, 2), "bfloat16": (tl.bfloat16, 2), "uint8": (tl.uint8, 1)}
@@ -56,15 +56,15 @@ class TritonCodec:
         self.device, self.variables = device, len(sizes)
         self.step: torch.Tensor | None = None
         """Tensor that kernels read the step from, for CUDA graphs; else None."""
-        self.plan = np.zeros((self.variables, tables.COLUMNS.value), np.int64)
-        self.plan[:, tables.SIZE.value] = sizes
+        self.plan = np.zeros((self.variables, bucket_tables.COLUMNS.value), np.int64)
+        self.plan[:, bucket_tables.SIZE.value] = sizes
         for row, payload in zip(self.plan, payloads, strict=True):
-            for column, tensor in enumerate(payload[:2], tables.FIRST.value):
+            for column, tensor in enumerate(payload[:2], bucket_tables.FIRST.value):
                 row[column] = tensor.offset
         self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
         self.tables: OrderedDict[Any, torch.Tensor] = OrderedDict()
         self.captured = list[torch.Tensor]()
-        self.owners, self.plan[:, tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
+        self.owners, self.plan[:, bucket_tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
 
     def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Any]:
         """Return the variable of each program, given each variable's number of programs; and the first program of each
@@ -104,16 +104,16 @@ class TritonCodec:
         parts, sides = np.split(rows, [3], axis=1)
         plan[:, : parts.shape[1]] = parts
         if sides.size:
-            plan[:, [tables.KEPT_SIDES.value, tables.NEXT_SIDES.value]] = sides
-        plan[:, tables.FIRST.value : tables.MORE.value] += np.reshape(apart, (-1, 1))
-        plan[:, tables.FLOATS.value] = (parts % 16 == 0).all(axis=1)
-        starts = plan[:, tables.FIRST.value, None] + wires
-        plan[:, tables.CODES.value] = (starts % self.granule == 0).all(axis=1)
+            plan[:, [bucket_tables.KEPT_SIDES.value, bucket_tables.NEXT_SIDES.value]] = sides
+        plan[:, bucket_tables.FIRST.value : bucket_tables.MORE.value] += np.reshape(apart, (-1, 1))
+        plan[:, bucket_tables.FLOATS.value] = (parts % 16 == 0).all(axis=1)
+        starts = plan[:, bucket_tables.FIRST.value, None] + wires
+        plan[:, bucket_tables.CODES.value] = (starts % self.granule == 0).all(axis=1)
         if factors is not None:
-            plan[:, tables.FACTORS.value] = np.ascontiguousarray(factors, np.float32).view(np.int64)[:, 0]
+            plan[:, bucket_tables.FACTORS.value] = np.ascontiguousarray(factors, np.float32).view(np.int64)[:, 0]
         if streams is not None:
-            plan[:, tables.KEY.value] = np.ascontiguousarray(streams[:, :2]).view(np.int64)[:, 0]
-            plan[:, tables.DRAW.value] = streams[:, 3]
+            plan[:, bucket_tables.KEY.value] = np.ascontiguousarray(streams[:, :2]).view(np.int64)[:, 0]
+            plan[:, bucket_tables.DRAW.value] = streams[:, 3]
         whole[self.plan.size :] = [*wires, *ends]
         return self.to_device_once(whole)
 
@@ -156,7 +156,7 @@ class TritonCodec:
         """Write the end of a wire."""
         (flags, in_range, marks), numbers, of_type = self.ending(end)
         given, programs = (flags, table, in_range, marks, self.variables), triton.cdiv(len(end[2]), 128)
-        launch(tables.write_end, programs, *given, *numbers, **of_type, N=128)
+        launch(bucket_tables.write_end, programs, *given, *numbers, **of_type, N=128)
         return in_range
 
     def finish(self, rows: Array, sides: torch.Tensor) -> None:

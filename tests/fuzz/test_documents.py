@@ -14,7 +14,7 @@ from grace.core.variable import Variable
 from grace.errors import GraceError
 from grace.launch.cluster import Resources
 from grace.pipeline.planning import profiles
-from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.strategy import schema
 from tests.support.examples import examples
@@ -55,7 +55,7 @@ PLAN = Plan(
 ).to_dict()
 GRAPH = profiles.to_dict(
     Graph(
-        (Node("a", ("x",), 4.0, 0.1, 0.2, parameters={"w": 24.0}), Node("b", ("a",), line="net.py:3")),
+        (GraphNode("a", ("x",), 4.0, 0.1, 0.2, parameters={"w": 24.0}), GraphNode("b", ("a",), line="net.py:3")),
         {"x": 8.0},
         ("b",),
         rows=2,

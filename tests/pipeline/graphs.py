@@ -4,7 +4,7 @@ import random
 
 from hypothesis import strategies as st
 
-from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.search import SearchOptions, search_plan
 
 
@@ -15,7 +15,7 @@ def chain(count, forward=1.0, backward=2.0, nbytes=0.0, parameters=0.0, kept=0.0
         return value[i] if isinstance(value, (list, tuple)) else value
 
     nodes = [
-        Node(
+        GraphNode(
             f"n{i}",
             (f"n{i - 1}",) if i else ("x",),
             nbytes=of(nbytes, i),
@@ -39,7 +39,7 @@ def drawn(seed, count, reach=None, together=0):
         before = range(max(0, i - (reach or count)), i)
         inputs = draws.sample(before, min(len(before), draws.choice([0, 1, 1, 2, 3])))
         nodes.append(
-            Node(
+            GraphNode(
                 f"n{i}",
                 tuple(f"n{j}" for j in inputs) or ("x",),
                 nbytes=draws.choice([0.0, draws.uniform(1, 100)]),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import ModelBlock, blocks
 from grace.pipeline.planning.coarsening import closed
-from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.profiles import read
 from tests.pipeline.graphs import chain, drawn, graphs
 
@@ -104,7 +104,7 @@ def test_a_narrow_place_is_where_it_is_cut():
 def test_ten_thousand_nodes_are_few_blocks():
     draws = random.Random(1)
     nodes = [
-        Node(
+        GraphNode(
             f"n{i}",
             tuple(dict.fromkeys(f"n{max(0, i - draws.choice([1, 1, 2, 40]))}" for _ in range(2))) if i else ("x",),
             nbytes=1.0,
@@ -132,7 +132,7 @@ def test_profiles_are_cut(path):
 
 
 def test_a_block_counts_each_parameter_once():
-    nodes = Node("a", ("x",), parameters={"w": 8.0}), Node("b", ("a",), parameters={"w": 8.0, "v": 4.0})
+    nodes = GraphNode("a", ("x",), parameters={"w": 8.0}), GraphNode("b", ("a",), parameters={"w": 8.0, "v": 4.0})
     assert ModelBlock.of_nodes(Graph(nodes, {"x": 1.0}, ("b",)), ("a", "b")).parameters == 12.0
 
 

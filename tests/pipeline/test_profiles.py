@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.profiles import of_dict, of_pipedream, read, to_dict, write
 from tests.pipeline.graphs import chain, graphs
 
@@ -80,18 +80,18 @@ def test_what_is_no_graph_is_refused(tmp_path, document, says):
 @pytest.mark.parametrize(
     ("nodes", "more", "says"),
     [
-        ([Node("a"), Node("a")], {}, "two nodes or inputs"),
-        ([Node("a", ("b",)), Node("b")], {}, "topological order"),
-        ([Node("a", forward=-1.0)], {}, "forward must be a finite number"),
-        ([Node("a", kept=float("nan"))], {}, "kept must be"),
+        ([GraphNode("a"), GraphNode("a")], {}, "two nodes or inputs"),
+        ([GraphNode("a", ("b",)), GraphNode("b")], {}, "topological order"),
+        ([GraphNode("a", forward=-1.0)], {}, "forward must be a finite number"),
+        ([GraphNode("a", kept=float("nan"))], {}, "kept must be"),
         (
-            [Node("a", parameters={"w": 1.0}), Node("b", parameters={"w": 2.0})],
+            [GraphNode("a", parameters={"w": 1.0}), GraphNode("b", parameters={"w": 2.0})],
             {},
             "has 1 bytes in one node, 2 in another",
         ),
-        ([Node("a")], {"outputs": ("c",)}, "output 'c'"),
-        ([Node("a")], {"rows": 0}, "rows must be"),
-        ([Node("a")], {"together": (frozenset({"z"}),)}, "no node"),
+        ([GraphNode("a")], {"outputs": ("c",)}, "output 'c'"),
+        ([GraphNode("a")], {"rows": 0}, "rows must be"),
+        ([GraphNode("a")], {"together": (frozenset({"z"}),)}, "no node"),
     ],
 )
 def test_graphs_that_cannot_be_are_refused(nodes, more, says):
@@ -100,7 +100,7 @@ def test_graphs_that_cannot_be_are_refused(nodes, more, says):
 
 
 def test_values_are_passed_on_to_whoever_reads_them_later():
-    nodes = Node("a", ("x",)), Node("b", ("a", "y")), Node("c", ("a", "b")), Node("d", ("c", "x"))
+    nodes = GraphNode("a", ("x",)), GraphNode("b", ("a", "y")), GraphNode("c", ("a", "b")), GraphNode("d", ("c", "x"))
     graph = Graph(nodes, {"x": 1.0, "y": 1.0}, ("d", "a"))
     assert graph.passed_on([["a"], ["b"], ["c"], ["d"]]) == [("x", "y", "a"), ("x", "a", "b"), ("x", "a", "c")]
     assert [graph.differentiable(name) for name in ("x", "a")] == [False, True]

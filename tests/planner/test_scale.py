@@ -144,7 +144,7 @@ def test_many_small_collectives_cost_many_ranks_their_latencies(monkeypatch):
     groups them does not."""
     problem = problem_of("10gbit", "50us", ranks=256)
     strategies = [uniform_strategy(VARIABLES, 256), uniform_strategy(VARIABLES, 256, "fp16")]
-    monkeypatch.setattr(uniform, "LIMITS", Limits(group_bytes=25 << 20))
+    monkeypatch.setattr(uniform_plans, "LIMITS", Limits(group_bytes=25 << 20))
     large = uniform_strategy(VARIABLES, 256, "fp16")
     plain, own, few = (problem.predict(strategy).step for strategy in (*strategies, large))
     assert few < plain < own

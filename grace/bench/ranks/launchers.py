@@ -41,7 +41,7 @@ class Process:
 
 
 @dataclasses.dataclass
-class Launcher:
+class RankLauncher:
     """Launcher of a benchmark's ranks.
 
     Attributes:
@@ -118,7 +118,7 @@ def mpirun() -> str | None:
 
 
 @contextlib.contextmanager
-def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Launcher]:
+def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[RankLauncher]:
     """Return the launcher of ranks that find each other by an engine; servers that they need run in the ``with`` block.
 
     "local" is one rank without an engine. The link is up; without one there is the loopback. Over torch it may join
@@ -135,17 +135,17 @@ def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Laun
     }
     with contextlib.ExitStack() as stack:
         if engine == "local":
-            yield Launcher([Process([sys.executable])], 1, engine, defaults)
+            yield RankLauncher([Process([sys.executable])], 1, engine, defaults)
         elif engine == "torch":
             if link is None:
                 defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-            yield Launcher(_torch(ranks, link), ranks, engine, defaults)
+            yield RankLauncher(_torch(ranks, link), ranks, engine, defaults)
         elif engine == "horovod":
             port = stack.enter_context(_rendezvous(ranks, link))
-            yield Launcher(_horovod(ranks, link, port), ranks, engine, defaults)
+            yield RankLauncher(_horovod(ranks, link, port), ranks, engine, defaults)
         else:
             agent = "" if link is None else stack.enter_context(_agent(link))
-            yield Launcher([_mpi(ranks, link, agent)], ranks, engine, {**defaults, **CROWDED}, KILLED_BY_MPIRUN)
+            yield RankLauncher([_mpi(ranks, link, agent)], ranks, engine, {**defaults, **CROWDED}, KILLED_BY_MPIRUN)
 
 
 def _python(rank: int, link: Link | None) -> list[str]:

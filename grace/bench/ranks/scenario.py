@@ -15,7 +15,7 @@ from typing import Any
 
 from grace.bench.common.errors import WorkerError
 from grace.bench.link.emulation import Link
-from grace.bench.ranks.launchers import Launcher, launcher
+from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise
 
 NOISE = re.compile(r"WARNING: All log messages before absl::InitializeLog|I\d{4} \d\d:")
@@ -94,7 +94,7 @@ class EventReader:
         return [json.loads(line) for line in complete.splitlines()]
 
 
-def run_ranks(launcher: Launcher, program: Sequence[str], folder: Path, watch: Callable[[], None]) -> None:
+def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, watch: Callable[[], None]) -> None:
     """Run a Python program on all ranks, and return when they have ended; ``watch`` is called meanwhile.
 
     The folder gets their stderr: ``launcher.log``, and a file of each rank that has joined the run.
@@ -139,7 +139,7 @@ def _wait(processes: list[subprocess.Popen], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _complaints(launcher: Launcher, failed: dict[int, int], folder: Path) -> str:
+def _complaints(launcher: RankLauncher, failed: dict[int, int], folder: Path) -> str:
     """Return the ranks' stderr, and the ranks that a signal ended; if there is none, the launcher's log."""
     log = (folder / "launcher.log").read_text(errors="replace").strip()
     messages = []

@@ -13,7 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 from grace.bench.common.user_functions import load_function
-from grace.bench.workloads.torch_modules import GPT, LSTM, Residual, normalized, random_images, random_texts, resnet18
+from grace.bench.workloads.torch_modules import (
+    GPT,
+    LSTM,
+    ResidualUnit,
+    normalized,
+    random_images,
+    random_texts,
+    resnet18,
+)
 from grace.errors import ConfigError
 
 
@@ -63,7 +71,7 @@ def resnet50(rank: int, images: int = 2, size: int = 64) -> Workload:
             layers = [*normalized(before, width, 1, groups=32), nn.ReLU(), *normalized(width, width, 3, stride, 32)]
             layers += [nn.ReLU(), *normalized(width, wide, 1, groups=32)]
             shortcut = normalized(before, wide, 1, stride, 32) if before != wide else []
-            blocks.append(Residual(layers, nn.Sequential(*shortcut)))
+            blocks.append(ResidualUnit(layers, nn.Sequential(*shortcut)))
             before = wide
     model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
     return _classify(model, *random_images(rank, images, size, 1000))

@@ -81,7 +81,7 @@ def resnet18(classes: int, pool: bool = False) -> nn.Sequential:
         stride = 1 if before == width else 2
         layers = [*normalized(before, width, 3, stride), nn.ReLU(), *normalized(width, width, 3)]
         shortcut = nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
-        blocks.append(Residual(layers, shortcut))
+        blocks.append(ResidualUnit(layers, shortcut))
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
@@ -91,7 +91,7 @@ def normalized(before: int, width: int, size: int, stride: int = 1, groups: int 
     return [convolution, nn.GroupNorm(groups, width)]
 
 
-class Residual(nn.Module):
+class ResidualUnit(nn.Module):
     """Layers, and the shortcut beside them."""
 
     def __init__(self, layers: Sequence[nn.Module], shortcut: nn.Module):

@@ -17,8 +17,8 @@ from grace.planner.step import Timeline
 def equal_layers(graph: Graph, stages: int) -> list[str]:
     """Return the last nodes of all stages but the last, so that each stage has as many nodes with parameters.
 
-    >>> from grace.pipeline.planning.graph import Node
-    >>> nodes = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), parameters={f"w{i}": 4.0 + i}) for i in range(6)]
+    >>> from grace.pipeline.planning.graph import GraphNode
+    >>> nodes = [GraphNode(f"n{i}", (f"n{i - 1}",) if i else ("x",), parameters={f"w{i}": 4.0 + i}) for i in range(6)]
     >>> graph = Graph(tuple(nodes), {"x": 1.0}, ("n5",))
     >>> equal_layers(graph, 2), equal_parameters(graph, 2)
     (['n2'], ['n3'])

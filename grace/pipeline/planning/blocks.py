@@ -67,8 +67,8 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always, uncoarsen: bo
     Raises:
         ConfigError: ``most`` is less than 1.
 
-    >>> from grace.pipeline.planning.graph import Node
-    >>> nodes = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), forward=1.0) for i in range(8)]
+    >>> from grace.pipeline.planning.graph import GraphNode
+    >>> nodes = [GraphNode(f"n{i}", (f"n{i - 1}",) if i else ("x",), forward=1.0) for i in range(8)]
     >>> [len(block.nodes) for block in blocks(Graph(tuple(nodes), {"x": 1.0}, ("n7",)), most=4)]
     [2, 2, 2, 2]
     """

@@ -14,7 +14,7 @@ NUMBERS = ("nbytes", "forward", "backward", "kept", "overhead", "overhead_back",
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """An atomic subcomponent: an operation that depends on the input, with the constant operations that feed it.
 
     Attributes:
@@ -72,12 +72,13 @@ class Graph:
         ConfigError: a name is used twice, unknown, or read before it is computed; a number is below zero or not finite;
             or a parameter has two sizes.
 
-    >>> graph = Graph((Node("a", ("x",), forward=0.2, overhead=0.1), Node("b", ("a",))), {"x": 8.0}, ("b",), rows=2)
+    >>> nodes = GraphNode("a", ("x",), forward=0.2, overhead=0.1), GraphNode("b", ("a",))
+    >>> graph = Graph(nodes, {"x": 8.0}, ("b",), rows=2)
     >>> graph.seconds(graph.nodes[0], rows=4)
     (0.30000000000000004, 0.0)
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     inputs: Mapping[str, float]
     outputs: tuple[str, ...]
     rows: int = 1
@@ -134,7 +135,7 @@ class Graph:
         """Bytes of each tensor that does not train, by name."""
         return {name: nbytes for node in self.nodes for name, nbytes in node.held.items()}
 
-    def kept_by_row(self, node: Node) -> float:
+    def kept_by_row(self, node: GraphNode) -> float:
         """Return the bytes that a node needs besides its parameters, their gradients and optimizer state if each of the
         profile's rows is a micro-batch. Divided by the rows they are the bytes of a micro-batch of one row."""
         fixed = min(node.kept_fixed, node.kept) + sum(node.held.values())
@@ -149,7 +150,7 @@ class Graph:
     def _variables(self) -> dict[str, Variable]:
         return {variable.name: variable for variable in self.variables}
 
-    def seconds(self, node: Node, rows: float) -> tuple[float, float]:
+    def seconds(self, node: GraphNode, rows: float) -> tuple[float, float]:
         """Return the seconds of a node's forward and backward for a number of rows: the overhead, and a part that is
         proportional to rows."""
         scale = rows / self.rows
@@ -182,7 +183,7 @@ class Graph:
             ConfigError: a node is in no stage, or in two, or reads a value that a later stage computes; a stage is
                 empty; or nodes that must be together are not.
 
-        >>> nodes = Node("a", ("x",)), Node("b", ("a",)), Node("c", ("a", "b"))
+        >>> nodes = GraphNode("a", ("x",)), GraphNode("b", ("a",)), GraphNode("c", ("a", "b"))
         >>> Graph(nodes, {"x": 8.0}, ("c",)).passed_on([["a"], ["b"], ["c"]])
         [('a',), ('a', 'b')]
         """

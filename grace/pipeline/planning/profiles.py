@@ -18,7 +18,7 @@ from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.graph import Graph, GraphNode
 
 VERSION = 1
 ROWS = {
@@ -64,11 +64,11 @@ def write(graph: Graph, path: str | Path) -> None:
 def to_dict(graph: Graph) -> dict[str, Any]:
     """Return a graph as a JSON document. Nodes leave out fields that have their defaults.
 
-    >>> graph = Graph((Node("a", ("x",), 4.0),), {"x": 8.0}, ("a",))
+    >>> graph = Graph((GraphNode("a", ("x",), 4.0),), {"x": 8.0}, ("a",))
     >>> to_dict(graph)["nodes"], of_dict(to_dict(graph)) == graph
     ([{'name': 'a', 'inputs': ['x'], 'nbytes': 4.0}], True)
     """
-    plain = dataclasses.asdict(Node(""))
+    plain = dataclasses.asdict(GraphNode(""))
     nodes = [
         {key: value for key, value in dataclasses.asdict(node).items() if key == "name" or value != plain[key]}
         for node in graph.nodes
@@ -96,7 +96,7 @@ def of_dict(document: Any, source: str = "the document") -> Graph:
     if document["graph"] != VERSION:
         raise ConfigError(f"{source} is a graph of version {document['graph']!r}, and this reads version {VERSION}")
     try:
-        nodes = tuple(documents.record(Node, one, f"node {i}") for i, one in enumerate(document["nodes"]))
+        nodes = tuple(documents.record(GraphNode, one, f"node {i}") for i, one in enumerate(document["nodes"]))
         variables = tuple(
             documents.record(Variable, one, f"variable {i}") for i, one in enumerate(document.get("variables", ()))
         )
@@ -140,7 +140,7 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
         row = table[name]
         if name not in inputs:
             nodes.append(
-                Node(
+                GraphNode(
                     name,
                     tuple(reads[name]),
                     nbytes=row.nbytes,

@@ -161,9 +161,9 @@ def search_plan(
         ConfigError: memory does not suffice (the message names the stage and the missing bytes), or no plan satisfies
             the constraints.
 
-    >>> from grace.pipeline.planning.graph import Node
+    >>> from grace.pipeline.planning.graph import GraphNode
     >>> from grace.planner.network import Links
-    >>> chain = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), 8.0, 1.0, 2.0) for i in range(8)]
+    >>> chain = [GraphNode(f"n{i}", (f"n{i - 1}",) if i else ("x",), 8.0, 1.0, 2.0) for i in range(8)]
     >>> graph = Graph(tuple(chain), {"x": 8.0}, ("n7",), rows=8)
     >>> found = search_plan(graph, 2, 8, Links(1e9), SearchOptions(stages=2, microbatches=4))
     >>> [len(stage.nodes) for stage in found.stages], round(found.seconds, 6)

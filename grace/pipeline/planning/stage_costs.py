@@ -21,7 +21,7 @@ import numpy as np
 
 from grace.pipeline.planning.blocks import ModelBlock, blocks, cut_at
 from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
-from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.rank_layout import Devices
 
 
@@ -319,7 +319,7 @@ def _bytes_of_runs(blocks: Iterable[Sequence[Mapping[str, float]]]) -> np.ndarra
     return found
 
 
-def _working_bytes(graph: Graph, node: Node) -> tuple[float, float]:
+def _working_bytes(graph: Graph, node: GraphNode) -> tuple[float, float]:
     """Return the bytes of gradients while a node is differentiated: of values, for the profile's rows; and of
     parameters and of values without rows."""
     by_rows = node.nbytes + sum(graph.nbytes(name) for name in node.inputs if graph.differentiable(name))

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.pipeline.planning.graph import Graph, Node
+from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.torch.capture import Captured, fake_values, is_random, node_kind, source_line, written_nodes
 
 
@@ -127,7 +127,7 @@ class Atoms:
         for node in self.dynamic:
             value = self.values[node]
             nodes.append(
-                Node(
+                GraphNode(
                     name=node.name,
                     inputs=tuple(one.name for one in self.reads(node)),
                     nbytes=_nbytes(value),

@@ -20,7 +20,7 @@ from grace.bench.report.figures.style import (
     svg,
     write,
 )
-from grace.bench.report.tables import figure_of, table, words_of
+from grace.bench.report.report_tables import figure_of, table, words_of
 from grace.core.quantities import byte_unit
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.predict import timeline

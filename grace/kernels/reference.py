@@ -118,7 +118,7 @@ class Kernels:
         """Return tensors in the CPU's memory. Those on one device take one wait."""
         return list(tensors)
 
-    def beside(self, x: Tensor, like: Tensor) -> Tensor:
+    def to_device_of(self, x: Tensor, like: Tensor) -> Tensor:
         """Return a tensor on the device of ``like``. The host does not wait for a copy from its memory."""
         return x
 

@@ -89,7 +89,7 @@ class Driver:
         say: Callable[[str], None],
         replan: int = 0,
     ):
-        self.planner, self.backend, self.switch, self.say = planner, backend, switch, say
+        self.planner, self.backend, self.switch, self.print_line = planner, backend, switch, say
         self.replan = replan
         self.names = [variable.name for variable in start.variables]
         self.strategies = {BASELINE: start}
@@ -102,7 +102,7 @@ class Driver:
         self.holds = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
         """Of a settled run of several ranks."""
-        self.phases = self._follow(WARM)
+        self.phases = self._train_and_plan(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
 
@@ -139,7 +139,7 @@ class Driver:
                 self._advance()
                 self.timer.begin()
         if self.watch is not None:
-            self._look(self.watch)
+            self._check_link(self.watch)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Driver:
         state = Resumed(self.current, strategy, self.plan, self.settled, left, self.cluster)
         return json.dumps(state._asdict())
 
-    def found(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
+    def resumed_from(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
         """Return what a checkpoint says of planning; None if nothing, or for another cluster. Raise ConfigError if it
         is damaged."""
         if not saved or "plan" not in saved:
@@ -170,7 +170,7 @@ class Driver:
         self.holds, self.settled = False, resumed.settled
         self.watch = LinkWatch() if resumed.settled and self.backend.size > 1 else None
         steps = resumed.left if self.replan else 0
-        self.phases = self._follow(steps if resumed.settled else 1)
+        self.phases = self._train_and_plan(steps if resumed.settled else 1)
         self._advance()
 
     def stop(self) -> None:
@@ -182,7 +182,7 @@ class Driver:
 
     # -- phases ---------------------------------------------------------------------------------------
 
-    def _follow(self, steps: int) -> Generator[int, None, None]:
+    def _train_and_plan(self, steps: int) -> Generator[int, None, None]:
         """Train so many steps, plan, and go on by the plan; again and again, since links and steps may change."""
         while True:
             yield steps
@@ -194,7 +194,7 @@ class Driver:
             except PlanningError as error:
                 self.gradients, self.holds = {}, False
                 self._switched(BASELINE)
-                self.say(f"grace: auto: planning failed, and training goes on uncompressed: {error}")
+                self.print_line(f"grace: auto: planning failed, and training goes on uncompressed: {error}")
             self.settled = True
             steps = self.replan
 
@@ -213,7 +213,7 @@ class Driver:
         if not self._switched(chosen):
             chosen = self.current
         self.plan, line = self._agree("a plan", lambda: self.planner.explained(chosen, note, self.results))
-        self.say(f"grace: auto: {line}")
+        self.print_line(f"grace: auto: {line}")
 
     def _measure(self, timeline: Timeline | None) -> dict[str, Strategy]:
         """Measure the links and the codecs, after the baseline's steps, and return the strategies to try, best first,
@@ -228,7 +228,7 @@ class Driver:
         # the slowest rank's computing decides: what the others wait for it is no time of the network
         slowest = max((line for line, _ in told), key=lambda line: line.compute)
         skew = slowest.compute - min(line.compute for line, _ in told)
-        self.say("grace: auto: measuring links and methods, then planning; a few seconds")
+        self.print_line("grace: auto: measuring links and methods, then planning; a few seconds")
         plain_step = max(seconds for _, seconds in told)
         self._agree("links", lambda: self.planner.measure_links(plain_step), everywhere=True)
         gradients, self.gradients = self.gradients, {}
@@ -289,7 +289,7 @@ class Driver:
         except ExchangeError:
             raise
         except Exception as error:
-            self.say(f"grace: auto: {name} is left out: {error}")
+            self.print_line(f"grace: auto: {name} is left out: {error}")
             return False
         self.current = name
         return True
@@ -312,17 +312,17 @@ class Driver:
                 raise PlanningError(f"rank {rank}: {reason}" if len(answers) > 1 else reason)
         return answers[0][0]
 
-    def _look(self, watch: "LinkWatch") -> None:
+    def _check_link(self, watch: "LinkWatch") -> None:
         """Compare waits with those when the choice was made; plan again, or tell once, if they have grown."""
-        if not watch.due(self.timer):
+        if not watch.check_is_due(self.timer):
             return
-        answers = gather_or_raise(self.backend, "waits", watch.seen())
+        answers = gather_or_raise(self.backend, "waits", watch.median_times())
         # the least wait is that of the rank which comes last: it waits for no other, only for the network
         grown = watch.compare(min(wait for wait, _ in answers), max(step for _, step in answers))
         if not grown:
             return
         advice = "planning again" if self.replan else 'start anew, or let strategy="auto(replan=...)" plan again'
-        self.say(f"grace: auto: {grown}: the link is slower, or shared; {advice}")
+        self.print_line(f"grace: auto: {grown}: the link is slower, or shared; {advice}")
         self.watch = None
         if self.replan:
             self._advance()
@@ -340,13 +340,13 @@ class LinkWatch:
         self.times = 0
         """Looks in a row that found longer waits."""
 
-    def due(self, timer: StepTimer) -> bool:
+    def check_is_due(self, timer: StepTimer) -> bool:
         """Take the last step's times; return True if it is time to look."""
         self.timed += timer.taken_waits()
         self.steps -= 1
         return self.steps <= 0
 
-    def seen(self) -> tuple[float, float]:
+    def median_times(self) -> tuple[float, float]:
         """Return the medians of waits and steps since the last look."""
         if not self.timed:
             return 0.0, 0.0
@@ -379,11 +379,11 @@ def build_driver(
     """
     backend = runner.backend
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         if backend.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
     planner = planning.Planning(request, backend, runner.node_names, runner.variables, adaptive)
-    driver = Driver(planner, backend, start, switch, say, request.options.replan)
+    driver = Driver(planner, backend, start, switch, print_line, request.options.replan)
     runner.planned = driver.document
     return driver

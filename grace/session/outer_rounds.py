@@ -188,12 +188,12 @@ class OuterRounds:
     def _keep(self, shard: Shard, anchor: Any) -> None:
         fragment = self.fragment_of[shard.variable.name]
         k = kernels_of(anchor)
-        kept = k.to_host([anchor])[0] if fragment.optimizer.offload else k.beside(anchor, self.read(shard))
+        kept = k.to_host([anchor])[0] if fragment.optimizer.offload else k.to_device_of(anchor, self.read(shard))
         self.anchors.state[shard.variable.name] = kept
 
     def _anchor(self, shard: Shard, like: Any) -> Any:
         """Return a shard's anchor on the device of a tensor."""
-        return kernels_of(like).beside(self.anchors.state[shard.variable.name], like)
+        return kernels_of(like).to_device_of(self.anchors.state[shard.variable.name], like)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -243,7 +243,7 @@ class OuterRounds:
         for part in optimizer.named_components().values():
             if hasattr(part.state.get(name), "shape"):
                 anchor = self.anchors.state[name]
-                part.state[name] = kernels_of(anchor).beside(part.state[name], anchor)
+                part.state[name] = kernels_of(anchor).to_device_of(part.state[name], anchor)
             part.state.commit()
         self.anchors.state.commit()
         own = self._local.state.get(name)
@@ -426,7 +426,7 @@ class OuterRounds:
                     k = kernels_of(x)
                     shape, some = tuple(x.shape), _at_least_1d(x)
                     anchor = k.reshape(self.anchors.state[name], some)
-                    mean = k.beside(k.reshape(means[name], some), anchor)
+                    mean = k.to_device_of(k.reshape(means[name], some), anchor)
                     self._keep(shard, k.reshape(fragment.optimizer.step(anchor, mean, name), shape))
                     now = self._anchor(shard, x)
                     if merge > 0:
@@ -526,7 +526,7 @@ def _copy(x: Any, dtype: str | None = None) -> Any:
 
 def _equal(x: Any, other: Any) -> bool:
     """Return True if two tensors of one shape have equal elements; not if one of them is NaN."""
-    return bool((x == kernels_of(x).beside(other, x)).all())
+    return bool((x == kernels_of(x).to_device_of(other, x)).all())
 
 
 def _finite(x: Any) -> bool:

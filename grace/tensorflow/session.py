@@ -238,7 +238,7 @@ class Session:
             checkpoint.load(former, lambda: saved, memory, self.inside)
             return
         checkpoint.compare(former.backend, saved, memory)
-        resumed = auto.found(saved)
+        resumed = auto.resumed_from(saved)
         if resumed is None:  # the memories that fit go into the run's own plan
             checkpoint.load(former, lambda: saved, "keep" if memory == "strict" else memory, self.inside)
             return

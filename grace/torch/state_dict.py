@@ -245,7 +245,7 @@ def load_state(
         if session.auto is not None:  # all ranks resume a saved plan, or none does
             try:
                 checkpoint.compare(former.backend, saved, memory, error)
-                resumed = session.auto.found(saved)
+                resumed = session.auto.resumed_from(saved)
                 memory = "keep" if resumed is None and memory == "strict" else memory
                 if resumed is not None:
                     runner, plan = session.build_runner(resumed.strategy)

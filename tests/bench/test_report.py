@@ -19,7 +19,7 @@ from grace.bench.report.figures.step_figures import figures as step_figures
 from grace.bench.report.figures.train_figures import figures as train_figures
 from grace.bench.report.page import methods_looks, page, write_report
 from grace.bench.report.plan_page import CANDIDATES, VARIABLES
-from grace.bench.report.tables import KERNELS, step_columns, train_columns
+from grace.bench.report.report_tables import KERNELS, step_columns, train_columns
 from grace.errors import ConfigError
 from tests.support.bench_results import METHODS, kernels, results, step, train
 from tests.support.command import grace_command

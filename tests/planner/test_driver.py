@@ -282,7 +282,7 @@ def test_a_settled_plan_goes_on(monkeypatch):
     run.steps(UNTIL_CHECKED + CHECK + 20)
     saved = {"plan": run.driver.document()}
     again = Run(monkeypatch, SECONDS, replan=50)
-    found = again.driver.found(saved)
+    found = again.driver.resumed_from(saved)
     assert found.strategy == STRATEGIES["topk"].to_dict()
     again.driver.resume(found)
     assert again.driver.left == run.driver.left == 30
@@ -296,7 +296,7 @@ def test_what_was_only_tried_is_planned_anew(monkeypatch):
     saved = {"plan": run.driver.document()}
     again = Run(monkeypatch, run.seconds)
     again.switch(STRATEGIES["topk"])
-    again.driver.resume(again.driver.found(saved))
+    again.driver.resume(again.driver.resumed_from(saved))
     again.steps(1 + HELD + PLAIN + 4 * TURN + CHECK)
     assert again.used[:2] == ["topk", "none"]
     assert again.driver.plan["chosen"] == "topk"
@@ -306,14 +306,14 @@ def test_what_was_only_tried_is_planned_anew(monkeypatch):
 def test_a_damaged_plan_is_refused(monkeypatch, damage):
     run = Run(monkeypatch, SECONDS)
     with pytest.raises(ConfigError, match="plan is damaged"):
-        run.driver.found({"plan": damage})
+        run.driver.resumed_from({"plan": damage})
 
 
 def test_a_plan_for_another_cluster_is_left(monkeypatch):
     run = Run(monkeypatch, SECONDS)
     told = json.loads(run.driver.document())
-    assert run.driver.found({"plan": json.dumps({**told, "cluster": [8, 2]})}) is None
-    assert run.driver.found(None) is None
+    assert run.driver.resumed_from({"plan": json.dumps({**told, "cluster": [8, 2]})}) is None
+    assert run.driver.resumed_from(None) is None
 
 
 @pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + 1, UNTIL_CHECKED + CHECK + 1])
@@ -327,6 +327,6 @@ def test_a_choice_by_hand_ends_planning(monkeypatch, count):
     assert (run.said, run.using, run.driver.plan) == (said, using, None)
     assert not run.driver.holds
     assert run.driver.document() == ""
-    run.driver.resume(run.driver.found(saved))
+    run.driver.resume(run.driver.resumed_from(saved))
     assert run.driver.left > 0
     assert json.loads(run.driver.document())["current"] == json.loads(saved["plan"])["current"]

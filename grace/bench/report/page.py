@@ -9,8 +9,8 @@ from grace.bench.common.results import Results
 from grace.bench.common.text import clean, digits, format_count, number, of_bytes, of_ranks, of_rate, of_seconds
 from grace.bench.report.figures import kernels_figures, step_figures, train_figures
 from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
+from grace.bench.report.report_tables import KERNELS, step_columns, step_rows, table, train_columns
 from grace.bench.report.rows import Row, identity
-from grace.bench.report.tables import KERNELS, step_columns, step_rows, table, train_columns
 from grace.bench.report.words import verdict
 from grace.core.atomic_files import atomic_write
 from grace.core.quantities import parse_rate

@@ -8,8 +8,8 @@ from grace.bench.common.text import digits, format_count, of_bytes
 from grace.bench.report.figures import plan_figures
 from grace.bench.report.figures.style import escaped
 from grace.bench.report.page import document, figure_html, write
+from grace.bench.report.report_tables import figure_of, table, words_of
 from grace.bench.report.scaling import over_ranks, over_rates
-from grace.bench.report.tables import figure_of, table, words_of
 from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of, short

@@ -178,9 +178,9 @@ class _Announcement(Listener):
     registered = awaited = False
 
     def __init__(self) -> None:
-        super().__init__(self.say)
+        super().__init__(self.announce)
 
-    def say(self, name: str) -> None:
+    def announce(self, name: str) -> None:
         """Print the announcement on a terminal, once."""
         if self.awaited and sys.stderr is not None and sys.stderr.isatty():
             print(

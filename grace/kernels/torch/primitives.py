@@ -77,7 +77,7 @@ class TorchKernels(Kernels):
     def to_host(self, tensors):
         return to_host(tensors)
 
-    def beside(self, x, like):
+    def to_device_of(self, x, like):
         if x.device == like.device:
             return x
         return to_device(x, like.device) if x.device.type == "cpu" else x.to(like.device)

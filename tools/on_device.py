@@ -1,4 +1,4 @@
-"""Try and measure Grace on one GPU, in less than ten minutes, with the Python that is there: `make device`.
+"""Try and measure Grace on one GPU, in less than nine minutes, with the Python that is there: `make device`.
 
 Needs torch, Triton, NumPy, Numba, pytest and rich; nothing is installed, and nothing outside of --out is written, but
 for what Triton compiles. Each part runs in processes of its own, with a time limit: what fails, crashes or hangs is

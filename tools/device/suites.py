@@ -40,7 +40,10 @@ class Told:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         every = self.log.settings["every"]
-        names = [item.nodeid for item in items][every // 5 :: every]
+        if every > 1:  # in the interpreter, where tests of a GPU alone are skipped
+            items[:] = [item for item in items if "gpu" not in item.fixturenames]
+        names = [item.nodeid for item in items]
+        names = names[min(every // 5, max(0, len(names) - 1)) :: every]
         left = set(self.log.left(names))
         items[:] = [item for item in items if item.nodeid in left]
 

@@ -31,7 +31,8 @@ from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 Tensor = Any
 LOW31 = np.uint32(0x7FFFFFFF)
 SHARED = {
-    "given", "eagerly", "addresses", "memory", "on_device", "read", "blank", "random_matrix", "renew_columns",
+    "given", "eagerly", "addresses", "memory", "on_device", "read", "blank", "random_matrix", "renew_columns", "to_host",
+    "to_device_of",
 }  # fmt: skip
 """Methods that are made of others, or say that a framework lacks something. Frameworks override all the rest."""
 

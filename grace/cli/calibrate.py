@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -167,11 +166,6 @@ class Workbench:
         """Return an array as a tensor on the device."""
         return to_tensor(self.framework, array, self.device)
 
-    def synchronize(self) -> None:
-        """Wait until the device has computed all that it was given."""
-        if self.device != "cpu":
-            sys.modules["torch"].cuda.synchronize()
-
     def gradients(self, model: str | None) -> dict[str, Tensor]:
         """Return gradients with the shapes of a model, or of :data:`SHAPES`."""
         variables = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
@@ -212,7 +206,7 @@ def _measure_links(
     progress: ShowProgress,
 ) -> tuple[MeasuredNetwork | None, MeasuredNetwork | None]:
     """Measure collectives between all ranks, and between those of a node if there are several nodes."""
-    options: dict[str, Any] = {"tensor_of": bench.to_tensor, "synchronize": bench.synchronize, "crowded": crowded}
+    options: dict[str, Any] = {"tensor_of": bench.to_tensor, "crowded": crowded}
     progress("network", 0.0)
     network = measure_network(backend, seconds, **options)
     inside = None
@@ -251,7 +245,7 @@ def measure_codecs(
         error: Exception | None = None
         try:
             if shared == 1 or backend.rank == 0:
-                found = measure(choice, gradients, backend.size, seed, seconds, bench.synchronize)
+                found = measure(choice, gradients, backend.size, seed, seconds)
                 answer = found.method, found.codec.times(shared)
         except (GraceError, TypeError) as raised:  # frameworks do not have all types of numbers
             answer = str(raised)

@@ -31,8 +31,8 @@ from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 Tensor = Any
 LOW31 = np.uint32(0x7FFFFFFF)
 SHARED = {
-    "given", "eagerly", "addresses", "memory", "on_device", "read", "blank", "random_matrix", "renew_columns", "to_host",
-    "to_device_of",
+    "given", "eagerly", "addresses", "memory", "on_device", "read", "blank", "random_matrix", "renew_columns",
+    "to_host", "to_device_of", "wait_for",
 }  # fmt: skip
 """Methods that are made of others, or say that a framework lacks something. Frameworks override all the rest."""
 
@@ -114,6 +114,11 @@ class Kernels:
     def read(self, tensors: Sequence[Tensor]) -> list[list[float]]:
         """Return the elements of small tensors of any dtypes. Those on one device take one copy, with one wait."""
         return [self.to_list(self.flat(x)) for x in tensors]
+
+    def wait_for(self, x: Tensor) -> None:
+        """Wait until a device has computed all that it was given before, which a tensor on it comes from."""
+        if self.on_device(x):
+            self.read([self.flat(x)[:1]])
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors in the CPU's memory. Those on one device take one wait."""

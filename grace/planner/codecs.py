@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -64,7 +64,6 @@ def measure(
     ranks: int,
     seed: int = 0,
     limit_seconds: float = 1.0,
-    synchronize: Callable[[], object] = lambda: None,
 ) -> MeasuredMethod:
     """Run real exchanges of these gradients over simulated ranks, and time what they compute.
 
@@ -77,7 +76,6 @@ def measure(
         communicator: the method; copies of it are measured, so that it stays unused.
         gradients: by variable name: tensors of any framework, or sparse rows, of which the values are taken.
         ranks: how many will exchange.
-        synchronize: waits until a device has computed all that was asked of it.
 
     Raises:
         ConfigError: there is no gradient that the method makes smaller, or one that holds a NaN.
@@ -95,7 +93,7 @@ def measure(
     }
     if not smaller:
         raise ConfigError(f"{method} makes none of these {len(tensors)} gradients smaller; give it larger ones")
-    timing = _CodecTiming(communicator, ranks, seed, synchronize)
+    timing = _CodecTiming(communicator, ranks, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -140,8 +138,8 @@ class _CodecTiming:
     """Exchanges of one method over simulated ranks that are timed, each by a copy that remembers nothing. As many ranks
     are simulated as the communicator was made for, or as there are, but few."""
 
-    def __init__(self, communicator: Communicator, ranks: int, seed: int, synchronize: Callable[[], object]):
-        self.communicator, self.seed, self.synchronize = communicator, seed, synchronize
+    def __init__(self, communicator: Communicator, ranks: int, seed: int):
+        self.communicator, self.seed = communicator, seed
         root = getattr(communicator, "root", 0)
         self.root = root if isinstance(root, int) else 0
         """The rank that computes for others; 0 if there is none."""
@@ -210,21 +208,22 @@ class _CodecTiming:
 
     def _step(self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]) -> Parts:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
-        marks, gaps = [self._computed(backend)], 0
+        marks, gaps = [_computed(backend, given[0])], 0
         exchange = runner.start(runner.buckets[0], given, [True] * len(given))
-        marks.append(self._computed(backend))
+        marks.append(_computed(backend, given[0]))
         while exchange.advance():
             gaps += 1
-        marks.append(self._computed(backend))
+        marks.append(_computed(backend, given[0]))
         runner.finish_step(lambda bucket: outs)
-        marks.append(self._computed(backend))
+        marks.append(_computed(backend, given[0]))
         start, middle, finish = (after - before for before, after in itertools.pairwise(marks))
         return start, middle / gaps if gaps else 0.0, finish
 
-    def _computed(self, backend: SimulatedRanks) -> float:
-        """Return the time without what simulated collectives took so far."""
-        self.synchronize()
-        return time.perf_counter() - backend.spent
+
+def _computed(backend: SimulatedRanks, gradient: Tensor) -> float:
+    """Return the time without what simulated collectives took so far, once the gradient's device is done."""
+    kernels_of(gradient).wait_for(gradient)
+    return time.perf_counter() - backend.spent
 
 
 # -- gradients of any framework ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.backend import Backend, Handle, Tensor
+from grace.kernels import kernels_of
 from grace.planner.costs import Curve
 from grace.planner.network import KINDS, MeasuredNetwork
 from grace.planner.step_timer import undisturbed
@@ -28,7 +29,6 @@ def measure_network(
     backend: Backend,
     seconds: float = 5.0,
     tensor_of: Callable[[np.ndarray], Tensor] | None = None,
-    synchronize: Callable[[], object] = lambda: None,
     crowded: bool = False,
 ) -> MeasuredNetwork | None:
     """Time each kind of collective at rising sizes; return None for one rank. Every rank must call it, alike.
@@ -43,7 +43,6 @@ def measure_network(
         backend: the ranks.
         seconds: about how long all may take.
         tensor_of: makes an array the tensor that is sent, on the device of gradients; the backend's own if left out.
-        synchronize: waits until a device has done all that was asked of it.
         crowded: True if ranks share cores.
 
     >>> from grace.core.backend import LocalBackend
@@ -52,7 +51,7 @@ def measure_network(
     """
     if backend.size == 1:
         return None
-    timing, sent = _Timing(backend, tensor_of or backend.tensor_of, synchronize), backend.sent_bytes
+    timing, sent = _Timing(backend, tensor_of or backend.tensor_of), backend.sent_bytes
     share, took = seconds / len(KINDS), dict[tuple[str, int], list[float]]()
     try:
         for kind in KINDS:
@@ -100,8 +99,8 @@ def cores() -> list[int]:
 class _Timing:
     """Collectives that are timed. All that ranks decide on was gathered from all of them."""
 
-    def __init__(self, backend: Backend, tensor_of: Callable[[np.ndarray], Tensor], synchronize: Callable[[], object]):
-        self.backend, self.tensor_of, self.synchronize = backend, tensor_of, synchronize
+    def __init__(self, backend: Backend, tensor_of: Callable[[np.ndarray], Tensor]):
+        self.backend, self.tensor_of = backend, tensor_of
         self.small = tensor_of(np.zeros(1, np.float32))
 
     def memory(self, kind: str, nbytes: int) -> int:
@@ -116,11 +115,12 @@ class _Timing:
 
     def _time(self, kind: str, tensor: Tensor) -> float:
         """Return the seconds of one collective on this rank, from when all are there."""
+        wait_for = kernels_of(self.small).wait_for  # a device's collectives are awaited by its stream alone
         self._start("allreduce", self.small).wait()
-        self.synchronize()
+        wait_for(self.small)
         began = time.perf_counter()
         self._start(kind, tensor).wait()
-        self.synchronize()
+        wait_for(self.small)
         return time.perf_counter() - began
 
     def _start(self, kind: str, tensor: Tensor) -> Handle:

@@ -10,6 +10,7 @@ from grace.backends import simulated
 from grace.communicators import Allgather, ReduceBroadcast
 from grace.core.compressor import Compressor, Traits
 from grace.errors import ConfigError
+from grace.kernels.reference import Kernels
 from grace.planner import codecs
 from grace.planner.codecs import measure
 from tests.support.passing import Passing
@@ -195,3 +196,21 @@ def test_only_what_is_done_with_every_ranks_payload_grows_with_the_ranks(choice,
     assert found <= grows
     if choice.startswith("allgather"):  # eight decodings against two
         assert found
+
+
+@pytest.mark.usefixtures("clock")
+def test_times_are_those_of_the_device_and_not_of_its_launches(monkeypatch):
+    """What a device was given goes on after the host has launched it: the time passes where the host waits."""
+    monkeypatch.setattr(Kernels, "wait_for", lambda self, x: time.sleep(1e-3))
+    found = measure(Allgather("qsgd"), gradients(), 2, 0, QUICK).codec
+    assert found.start.call + found.start.variable + found.start.element == pytest.approx(1e-3, rel=0.1)
+
+
+def test_waiting_for_a_device_reads_one_number_and_a_cpu_is_not_waited_for(monkeypatch):
+    read, x = [], np.arange(6.0).reshape(2, 3)
+    monkeypatch.setattr(Kernels, "read", lambda self, tensors: read.extend(tensors))
+    Kernels().wait_for(x)
+    assert not read
+    monkeypatch.setattr(Kernels, "on_device", lambda self, x: True)
+    Kernels().wait_for(x)
+    assert [tensor.tolist() for tensor in read] == [[0.0]]

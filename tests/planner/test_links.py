@@ -9,6 +9,7 @@ import grace
 from grace.backends.simulated import SimulatedRanks
 from grace.core.backend import Handle, LocalBackend
 from grace.errors import RankError
+from grace.kernels.reference import Kernels
 from grace.planner import links
 from grace.planner.links import measure_network
 from grace.planner.network import KINDS
@@ -156,3 +157,11 @@ def test_a_rank_that_fails_ends_all(two_ranks):
 
 def test_alone_there_is_nothing_to_measure():
     assert measure_network(LocalBackend()) is None
+
+
+@only((1000, 100_000), ("allreduce",))
+def test_collectives_of_a_device_end_when_the_device_has_them(clock, monkeypatch):
+    """Their handles let only the device wait."""
+    monkeypatch.setattr(Kernels, "wait_for", lambda self, x: clock.sleep(2e-3))
+    found = measure_network(SimulatedRanks(2), 0.5)
+    assert [seconds for _, seconds in found.curves["allreduce"].points] == pytest.approx([2e-3, 2e-3])

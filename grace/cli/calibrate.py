@@ -55,9 +55,7 @@ def calibrate(
             "variables' shapes.",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--out", "-o", envvar="GRACE_CALIBRATION", help="File to write.")] = Path(
-        "calibration.json"
-    ),
+    output: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("calibration.json"),
     framework: Annotated[
         str | None,
         typer.Option(

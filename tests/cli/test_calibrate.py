@@ -32,7 +32,6 @@ def rows():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODEL)
-    monkeypatch.delenv("GRACE_CALIBRATION", raising=False)
     return tmp_path
 
 
@@ -57,9 +56,8 @@ def test_one_process_measures_methods_and_says_that_there_are_no_links(folder):
     assert all(line in out for line in again.splitlines()[2:])
 
 
-def test_the_environment_names_the_file(folder, monkeypatch):
-    monkeypatch.setenv("GRACE_CALIBRATION", "kept/c.json")
-    code, out, err = calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net")
+def test_the_files_folder_is_made(folder):
+    code, out, err = calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", "kept/c.json")
     assert (code, err) == (0, "")
     assert "Wrote kept/c.json in" in out
     assert read(folder / "kept" / "c.json").codecs

@@ -133,7 +133,7 @@ def test_without_horovod_and_mpi_tensorflow_says_what_to_install(monkeypatch):
 )
 def test_a_killed_rank_is_named(tmp_path, single, failed, said):
     processes = [launchers.Process([])] * (1 if single else 2)
-    launcher = launchers.Launcher(processes, 2, "mpi", {}, launchers.KILLED_BY_MPIRUN if single else r"(?!)")
+    launcher = launchers.RankLauncher(processes, 2, "mpi", {}, launchers.KILLED_BY_MPIRUN if single else r"(?!)")
     (tmp_path / "launcher.log").write_text(f"[1]<stdout>:x\n{said}\n")
     assert scenario._complaints(launcher, failed, tmp_path) == "rank 1 was ended by SIGKILL"
 

@@ -14,7 +14,6 @@ from tests.support.limits import HANGS
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not available("horovodrun-gloo"), reason="Horovod is not installed (make horovod)"),
 ]
 
@@ -31,11 +30,11 @@ def run_elastic(folder, program, slots):
     discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discover.chmod(0o755)
     command = ["horovodrun", "-np", str(slots + 1), "--min-np", "1", "--max-np", "3"]
-    command += ["--host-discovery-script", str(discover), "--elastic-timeout", "60"]
+    command += ["--host-discovery-script", str(discover), "--elastic-timeout", "600"]
     command += [sys.executable, str(TESTS / "programs" / program), str(folder)]
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**environment(), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PYTHONPATH": path}
-    env["HOROVOD_CYCLE_TIME"] = "10"  # ranks that sleep between steps need not ask each other every millisecond
+    env = {**environment(), "HOROVOD_GLOO_TIMEOUT_SECONDS": "300", "PYTHONPATH": path}
+    env["HOROVOD_CYCLE_TIME"] = "10"  # ranks that wait for others need not ask each other every millisecond
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in (folder / "log").read_text().splitlines()]
@@ -63,8 +62,8 @@ def test_training_goes_on_with_fewer_ranks_and_with_new_ones(run):
     assert [start for start in starts if start[0] == 2][:2] == [(2, 0), (2, 0)]
     joined = [step for size, step in starts if size == 2][2:]
     assert len(joined) == 4
-    assert joined[0] == joined[1] >= 30
-    assert joined[2] == joined[3] >= 80
+    assert joined[0] == joined[1] == 30
+    assert joined[2] == joined[3] == 80
 
 
 def test_every_rank_ends_with_the_same_weights_factors_and_step_counters(run):

@@ -40,7 +40,6 @@ def shown(tmp_path_factory):
     return done.stdout, done.stderr, out
 
 
-@pytest.mark.timeout(300)
 def test_the_demo_answers_three_questions_and_ends_with_a_verdict_and_a_report(shown):
     out, err, folder = shown
     assert err == ""

@@ -403,7 +403,6 @@ def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
     methods, seeds = (METHODS, 2) if THOROUGH else (("none", "topk(ratio=0.01)"), 1)
     args = ["--methods", ",".join(methods), "--seeds", str(seeds), "--epochs", "12"]

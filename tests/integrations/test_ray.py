@@ -26,7 +26,6 @@ from tests.test_pages import blocks
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.slow,
-    pytest.mark.timeout(600),  # where nothing else runs, half a minute
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]
 

@@ -49,7 +49,7 @@ class SimulatedRanks(Backend):
         self.spent = 0.0
         """Seconds that its collectives took."""
         self._broadcast: Tensor | None = None
-        """What this rank broadcast last."""
+        """Tensor that this rank broadcast last."""
 
     @property
     def is_its_own_channel(self) -> bool:

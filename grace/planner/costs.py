@@ -24,7 +24,7 @@ CALL, VARIABLE = 100e-6, 2e-6
 COPIES = {"none": (1.3, 1.1), "sparsification": (2.0, 0.3), "low-rank": (1.5, 2.2)}
 """Copies to encode an element, and to decode one, by the method's category."""
 SUMMED, OTHERS = (1.1, 0.9), (2.0, 1.5)
-"""Those of quantizers whose payloads are summed, and of all other quantizers."""
+"""Copies to encode an element, and to decode one, by quantizers whose payloads are summed, and by all others."""
 KEEPING, ROUND = 2.0, 2.0
 """Copies that a memory takes, and that a method of several rounds takes between two of them."""
 

@@ -101,7 +101,7 @@ class Driver:
         self.current, self.plan = BASELINE, None
         self.holds = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
-        """Of a settled run of several ranks."""
+        """Watch over the links of a settled run of several ranks; None before, and for one rank."""
         self.phases = self._train_and_plan(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()

@@ -86,7 +86,7 @@ class Greedy:
             self.shards.append(shards_of(self.variables, wanted, choose))
         self.position = {variable.name: v for v, variable in enumerate(self.variables)}
         self.known: dict[Hashable, Work] = {}
-        """What buckets do, each worked out once, however many choices have it."""
+        """Work of each bucket, computed once, however many choices have it."""
         self.scores: dict[Choice, tuple[float, float, float]] = {}
 
     def run(self) -> list[Candidate]:

@@ -25,7 +25,7 @@ class Pretended(Backend):
         self.log: list[tuple[str, int]] = []
         """Kind and bytes of what was started."""
         self.own: np.ndarray | None = None
-        """What this rank broadcast last, which others of that size did too."""
+        """Tensor that this rank broadcast last; others of its size are taken to be like it."""
 
     def noted(self, kind: str, tensor: np.ndarray, share: float) -> None:
         self.log.append((kind, tensor.nbytes))

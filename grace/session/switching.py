@@ -6,7 +6,7 @@ ranks is added to the means of the next exchange.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from grace.core.communicator import Communicator
@@ -92,6 +92,17 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
         for name in ("read", "write", "read_buffers", "write_buffers"):
             setattr(made.rounds, name, getattr(former.rounds, name))
     return made
+
+
+def returns_to_step(alone: Iterable[str], runner: StepRunner) -> bool:
+    """Return True if a runner exchanges gradients of variables that ranks trained alone before. The states of their
+    optimizers differ then, and must be made equal, or the parameters would drift apart.
+
+    Args:
+        alone: names of variables that ranks trained alone, or of parts of them.
+    """
+    in_step = {shard.whole.name for shard in runner.shards.values() if shard.outer is None}
+    return any(name == whole or name.startswith(f"{whole}/") for name in alone for whole in in_step)
 
 
 def _lost_residuals(

@@ -20,6 +20,7 @@ from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import warn_own_state
 from grace.session.hyperparameters import facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
+from grace.session.switching import returns_to_step
 from grace.strategy.choices import Choices
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
@@ -29,7 +30,7 @@ from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import check_momentum, delayed_variables_left_out, not_exchanged, refuse_multi_optimizer
 from grace.tensorflow.session import Mean, Session
 from grace.tensorflow.switching import use_strategy
-from grace.tensorflow.variables import is_overwritten, value_of
+from grace.tensorflow.variables import broadcast_variables, is_overwritten, value_of
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.explain import Plan
@@ -238,8 +239,10 @@ class DistributedMixin(Once):
 
     def use_strategy(self, strategy: Any, resources: Any = None) -> None:
         """Continue with another strategy. Memories are kept; a residual that the new strategy has no memory for is
-        applied, as its mean over ranks, at the next step. Every rank must call it, between two steps; rank 0's
-        strategy counts. Before the first exchange it is the choice that the exchange begins with.
+        applied, as its mean over ranks, at the next step. Outer rounds end with a last one; if their variables are
+        exchanged in every step from now on, all ranks continue with the state of rank 0's optimizer (its momenta).
+        Every rank must call it, between two steps; rank 0's strategy counts. Before the first exchange it is the choice
+        that the exchange begins with.
 
         Graphs that were traced before raise when they run, rather than exchange by the former strategy: in
         ``model.fit`` call ``model.make_train_function(force=True)`` after it, and make a ``tf.function`` of your own
@@ -252,7 +255,10 @@ class DistributedMixin(Once):
             ConfigError: it does not suit this model or run, and the former strategy stays.
             RankError: another rank refuses it.
         """
+        former = self._grace.runner
         use_strategy(self._grace, strategy, resources)
+        if former is not None and returns_to_step(former.rounds.fragment_of, self._grace.runner):
+            broadcast_variables(self.variables, 0, self._grace.backend)
 
     def anchor(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which variables are the anchors of the last outer round, which all ranks share. Evaluate

@@ -44,6 +44,7 @@ def use_strategy(session: Any, strategy: Any, resources: Any = None) -> None:
         return
     if session.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
         session.runner.abandon()
+    session.flush()
     switch(session, StrategyPlan(strategy, resources=resources))
     if session.auto is not None:
         session.auto.stop()

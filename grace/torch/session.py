@@ -5,6 +5,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -580,7 +581,11 @@ class Session:
         rounds.sync_buffers = partial(Session._average_buffers, me)
         if self.shard_group is not None:
             rounds.any_overflow = partial(self.shard_group.any, place="the comparison of drifts")
-        if self.grad_scaler is not None and not any(isinstance(hook, ScalerHook) for hook in self.hooks):
+        if self.grad_scaler is None:
+            names = rounds.context.api_names
+            advice = "(give a GradScaler, which skips steps of one rank, as grad_scaler=)"
+            rounds.context.api_names = replace(names, step=f"{names.step} {advice}")
+        elif not any(isinstance(hook, ScalerHook) for hook in self.hooks):
             # A rank whose scaler skips the step runs the rounds after the scaler's update.
             self.hooks.append(ScalerHook(self.grad_scaler, self.run_rounds))
         if self.buffers and self.runner.backend.rank == 0:

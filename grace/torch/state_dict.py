@@ -14,8 +14,10 @@ from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.session import checkpoint, state_schema
 from grace.session.metrics import metrics
+from grace.session.switching import returns_to_step
 from grace.strategy.execution import StrategyPlan
 from grace.torch.copied import plain_copy
+from grace.torch.parameters import broadcast_optimizer_state
 from grace.torch.session import Session
 from grace.torch.step_hooks import DCP
 
@@ -148,8 +150,9 @@ class StateMixin:
 
     def use_strategy(self, strategy: Any, resources: Any = None) -> None:
         """Switch to another strategy. Memories go along; a residual for which the new strategy has no memory is
-        applied, as its mean over ranks, at the next step. Every rank must call it, between two steps; rank 0's strategy
-        counts. Planning (``strategy="auto"``) ends.
+        applied, as its mean over ranks, at the next step. Outer rounds end with a last one; if their variables are
+        exchanged in every step from now on, all ranks continue with the state of rank 0's optimizer (its momenta).
+        Every rank must call it, between two steps; rank 0's strategy counts. Planning (``strategy="auto"``) ends.
 
         Args:
             strategy, resources: as ``DistributedOptimizer`` takes them: ``"uniform(compressor=powersgd(rank=2))"``.
@@ -159,7 +162,10 @@ class StateMixin:
             ExchangeError: a step is in progress.
             RankError: another rank refuses it.
         """
+        alone = list(self._grace.runner.rounds.fragment_of)
         self._grace.switch(StrategyPlan(strategy, self._grace.sparse_known, resources))
+        if returns_to_step(alone, self._grace.runner):
+            broadcast_optimizer_state(cast(torch.optim.Optimizer, self), 0, self._grace.runner.backend)
         if self._grace.auto is not None:
             self._grace.auto.stop()
 
@@ -264,6 +270,8 @@ def load_state(
         elif error is not None:
             raise error
         checkpoint.apply(runner, cast(checkpoint.Loaded, loaded))
+        if not alone and saved is not None and returns_to_step(saved["state"].get("anchor", ()), runner):
+            broadcast_optimizer_state(optimizer, 0, runner.backend)
     except BaseException:
         vars(optimizer).update(attributes_before)
         if runner is not former:

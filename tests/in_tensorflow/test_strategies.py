@@ -214,6 +214,26 @@ def test_outer_rounds_of_keras_steps(two):
         np.testing.assert_array_equal(a, b)
 
 
+def outer_steps_and_then_in_step():
+    """The weights after iterations alone, and after a step of another strategy; and the momenta then."""
+    model = mixed()
+    optimizer = grace.DistributedOptimizer(keras.optimizers.Adam(LR), outer="nesterov", period=4)
+    model.compile(optimizer, "mse")
+    for step in range(2):
+        stepped(model, step)
+    optimizer.use_strategy("uniform")
+    model.make_train_function(force=True)
+    weights = [v.numpy().copy() for v in model.trainable_variables]
+    return weights, stepped(model, 3), [v.numpy().copy() for v in optimizer.variables]
+
+
+def test_in_step_again_all_ranks_have_the_same_weights_and_momenta(two):
+    one, other = two.run(outer_steps_and_then_in_step)
+    for mine, theirs in zip(one, other, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def saved_in_a_period(folder):
     """The parameters after six steps, and after as many with a model that was saved, and loaded, in between."""
 

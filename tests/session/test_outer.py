@@ -358,6 +358,23 @@ def test_the_last_round_makes_all_ranks_equal(choices):
 
 
 @on_ranks(2)
+def test_a_scaler_that_was_not_given_is_named_when_it_skips_a_step_of_one_rank():
+    model = net()
+    optimizer = distributed(model, outer="nesterov", period=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def trained():
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step) * (float("inf") if grace.rank() == 0 == step else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    with pytest.raises(StepError, match=r"left out optimizer\.step\(\) \(give a GradScaler.* as grad_scaler=\)"):
+        trained()
+
+
+@on_ranks(2)
 def test_ranks_with_other_numbers_of_iterations_are_told_so():
     model = net()
     optimizer = distributed(model, outer="none", period=4)
@@ -526,21 +543,54 @@ def loaded_by_others(states):
     return digest(anchors(run.optimizer))
 
 
-def test_another_number_of_ranks_goes_on_from_the_anchors_and_the_mean_drift():
-    states = ranks_of(3).run(saved_by_all)
-    assert len(set(ranks_of(2).run(loaded_by_others, states))) == 1
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_another_number_of_ranks_goes_on_from_the_anchors_and_the_mean_drift(before, after):
+    states = ranks_of(before).run(saved_by_all)
+    assert len(set(ranks_of(after).run(loaded_by_others, states))) == 1
 
 
 @on_ranks(2)
 def test_another_strategy_goes_on_from_a_last_round():
+    """The momenta of ranks that trained alone are made equal, or their parameters would drift apart in step."""
     model = net()
-    optimizer = distributed(model, "topk(ratio=0.2)", outer="nesterov", period=4)
+    adam = {"inner": lambda p: torch.optim.AdamW(p, lr=0.01)}
+    optimizer = distributed(model, "topk(ratio=0.2)", outer="nesterov", period=4, **adam)
     train(model, optimizer, range(6))
     optimizer.use_strategy("uniform(compressor=topk(ratio=0.2))")
     assert optimizer._grace.runner.state().get("memory", {}) == {}  # what is left of drifts is no part of a gradient
     before = digest(weights(model))
     train(model, optimizer, range(6, 8))
     return before, digest(weights(model))
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+@on_ranks(2)
+def test_a_run_in_step_that_loads_ranks_which_trained_alone_keeps_them_together(in_one_file):
+    run = Run({"outer": "nesterov", "period": 4})
+    run.train(range(6))
+    states = run.optimizer.full_state_dict() if in_one_file else run.optimizer.state_dict()
+    run.optimizer.flush()
+    later = Run({"compressor": "none"}, seed=9)
+    later.model.load_state_dict(run.model.state_dict())
+    with pytest.warns(UserWarning, match="dropped"):
+        later.optimizer.load_state_dict(copied(states), memory="keep")
+    later.train(range(6, 9))
+    return digest(weights(later.model))
+
+
+@on_ranks(2)
+def test_gradients_may_be_accumulated_where_nothing_is_exchanged():
+    ends = []
+    for passes in (1, 2):
+        model = net()
+        optimizer = distributed(model, outer="nesterov", period=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                (loss_of(model, step) / passes).backward()
+            optimizer.step()
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends)
 
 
 @on_ranks(2)

@@ -117,6 +117,11 @@ class DDPState(PythonReducerMixin):
     bucket are exchanged in as many collectives as ``bucket_limits`` allows, so that encoded parts travel while the rest
     is encoded. All ranks start the collectives in the same order. Reductions that depend on each other (PowerSGD's) are
     awaited inside the hook, except for the last one.
+
+    A step ends otherwise than under ``DistributedOptimizer``: the callback of a future writes the means, and no code of
+    ours runs after the last one. So headers are read, and state is committed, when the next step begins
+    (:meth:`close_step`); until then an overflow is a NaN in the means. ``GradientUses`` finds means that no ``step()``
+    used.
     """
 
     registered_by = "register_ddp_hook"

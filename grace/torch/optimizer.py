@@ -200,7 +200,11 @@ class DistributedMixin(Closable, StateMixin):
     _grace: HookedSession
 
     def synchronize(self) -> None:
-        """Await the exchange, so that ``p.grad`` holds the means. Call it before clipping or unscaling."""
+        """Finish this step's exchange: start the buckets that are left, await all, and write the means into ``p.grad``.
+
+        Call it before clipping or unscaling, on every rank. ``step()`` does not exchange again. What memories learnt is
+        kept when ``step()`` uses the means, and dropped if they are cleared before.
+        """
         session = self._grace
         if not session.synchronized:
             with session.deferring_commit():

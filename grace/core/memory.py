@@ -64,7 +64,8 @@ class Memory(StatefulComponent):
         return None
 
     def rescale(self, factor: float) -> None:
-        """Multiply the state by ``factor``, by which the loss scale changed."""
+        """Multiply the state by ``factor``, by which the loss scale changed. A memory whose state has numbers in other
+        units than the gradient's overrides it."""
         for state in (
             self.state,
             *(part.state for part in self.named_components().values() if isinstance(part, TransactionalDict)),

@@ -13,6 +13,10 @@ def _one(name: str) -> float:
     return 1.0
 
 
+STAMPED = ("step", "updates", "cleared", "hyperparameter_digest")
+"""Attributes that all ranks compare in every step (:mod:`grace.exchange.step_stamp`)."""
+
+
 @dataclasses.dataclass
 class Context:
     """Facts of a run; one object is shared by all components of one optimizer.
@@ -25,8 +29,8 @@ class Context:
         lr: the learning rate that the optimizer will use for a variable.
         predivide: divisor of payloads before an engine sums them; see ``ReduceOp``.
         updates: number of the optimizer's steps, as far as it is known.
-        left_out: number of times that gradients were cleared again without any use of the optimizer in between.
-        settings: a digest of the hyperparameters of the last step.
+        cleared: number of times that gradients were cleared again without any use of the optimizer in between.
+        hyperparameter_digest: a digest of the hyperparameters of the last step.
         out_of_step: the reason why ranks that this leader represents cannot go on; empty if they can.
         partial: True if only some of all ranks take part.
         api_names: names of the user's framework for API calls, for messages.
@@ -41,12 +45,22 @@ class Context:
     lr: Callable[[str], float] = _one
     predivide: float = 1.0
     updates: int = 0
-    left_out: int = 0
-    settings: int = 0
+    cleared: int = 0
+    hyperparameter_digest: int = 0
     out_of_step: str = ""
     partial: bool = False
     api_names: ApiNames = TORCH
     device_step: Any = None
+
+    @property
+    def stamped(self) -> tuple[int, ...]:
+        """The counters that all ranks compare in every step (:data:`STAMPED`)."""
+        return tuple(getattr(self, name) for name in STAMPED)
+
+    def copy_stamped(self, other: "Context | SubgroupContext") -> None:
+        """Take over another context's counters that ranks compare."""
+        for name in STAMPED:
+            setattr(self, name, getattr(other, name))
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Return random numbers for one variable at this step, the same on all ranks if ``shared``."""
@@ -65,7 +79,7 @@ class SubgroupContext:
     (1, 2, 3, 8.0)
     """
 
-    stream = Context.stream
+    stream, stamped, copy_stamped = Context.stream, Context.stamped, Context.copy_stamped
 
     def __init__(self, whole: Context, rank: int, size: int):
         vars(self).update(_whole=whole, rank=rank, size=size, partial=True)

@@ -22,7 +22,7 @@ class Bucket:
     """True if all variables may be encoded in one pass (:mod:`grace.exchange.fused_codec`)."""
     label: str = "grace"
     """Label of its collectives in the engine, equal on every rank."""
-    carries: bool = True
+    carries_stamps: bool = True
     """True if its wires carry the ranks' step stamps, which one bucket of each step does."""
     compared: bool = False
     """True once all ranks' payloads were found to have equal sizes, for methods that do not declare it."""

@@ -103,7 +103,7 @@ def shares_stamps(communicator: Communicator) -> bool:
 
 def stamp_numbers(bucket: Bucket) -> int:
     """Return the number of step stamp numbers in a bucket's wires."""
-    if not bucket.carries:
+    if not bucket.carries_stamps:
         return 0
     communicator = bucket.communicator
     return STAMP_SIZE * (communicator.context.size if shares_stamps(communicator) else 1)
@@ -148,7 +148,7 @@ class Header:
         self.in_range: Sequence[Flag] = program.all_true
         self.missing = program.all_false
         self.overflowed = program.all_false
-        self.stamp = step_stamp(self.context) if program.bucket.carries else []
+        self.stamp = step_stamp(self.context) if program.bucket.carries_stamps else []
         self.own_stamp = self.stamp
         if program.shares_stamps and self.stamp:
             rank, size = self.context.rank, self.context.size

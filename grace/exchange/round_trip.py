@@ -373,7 +373,7 @@ class RoundTrip:
         statuses, kept = self._statuses_of_means(finite, flags)
         stamps = header.received if rooted else header.own_stamp
         with recorder.phase("pack", bucket=self.bucket):
-            buffer, self.means_layout = self.codec.write_means(statuses, stamps if self.bucket.carries else ())
+            buffer, self.means_layout = self.codec.write_means(statuses, stamps if self.bucket.carries_stamps else ())
         if self.context.size > 1 or not rooted:
             self._count([self.means_layout], buffer)
         self.codec.remember_means(kept)

@@ -134,7 +134,7 @@ class _Wires:
             variables = [dataclasses.replace(v, shape=(-(-v.numel // ranks),)) for v in variables]
             ranks = 1
         communicator = communicator.with_context(Context(size=ranks, step=AFTER_WARMUP))
-        own = Bucket(bucket.index, communicator, variables, carries=bucket.carries)
+        own = Bucket(bucket.index, communicator, variables, carries_stamps=bucket.carries_stamps)
         codec: PerVariableCodec = (communicator.codec or PerVariableCodec)(own, NumpyKernels(), not engine.on_cpu)
         return codec
 

@@ -11,10 +11,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.core.context import Context
+from grace.core.context import STAMPED, Context
 
-STAMP_SIZE = 5
-"""Count of numbers in a stamp."""
+STAMP_SIZE = len(STAMPED) + 1
+"""Count of numbers in a stamp, the check sum included. Another size is another wire: raise ``WIRE_FORMAT`` then."""
 CYCLE, OUT_OF_STEP = 254, 255
 ADVICE = (
     "All ranks must make the same steps: let them decide together to leave one out (by an all-reduce of what decides), "
@@ -35,7 +35,7 @@ def step_stamp(context: Context) -> list[int]:
     """Return the stamp that this rank writes in its wires."""
     if context.out_of_step:
         return [OUT_OF_STEP] * STAMP_SIZE
-    numbers = [1 + n % CYCLE for n in (context.step, context.updates, context.left_out, context.settings)]
+    numbers = [1 + n % CYCLE for n in context.stamped]
     return [*numbers, _check(numbers)]
 
 

@@ -98,9 +98,9 @@ def works_of(
     found, carried, known = [], set[bool](), {} if known is None else known
     for bucket in make_buckets(shards):
         # one bucket of a step carries the header, and one beside training
-        bucket.carries = bucket.communicator.delayed not in carried
+        bucket.carries_stamps = bucket.communicator.delayed not in carried
         carried.add(bucket.communicator.delayed)
-        key = id(bucket.communicator), bucket.carries, tuple(bucket.names)
+        key = id(bucket.communicator), bucket.carries_stamps, tuple(bucket.names)
         if key not in known:
             names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
             known[key] = _work(bucket, names, ranks, costs)

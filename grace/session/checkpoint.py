@@ -133,7 +133,7 @@ def shared(runner: StepRunner) -> dict[str, list[str]]:
             names = found.setdefault(kind, [])
             if component.shared_state:
                 names.append(name)
-    for kind, component in runner.rounds.buffer_parts.items() if runner.rounds else ():
+    for kind, component in runner.outer_rounds.buffer_parts.items() if runner.outer_rounds else ():
         found[kind] = list(component.state) if component.shared_state else []
     return found
 
@@ -406,8 +406,8 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            of_shard = kind not in runner.rounds.buffer_parts
-            parts = runner.stateful_parts(runner.shards[name]) if of_shard else runner.rounds.buffer_parts
+            of_shard = kind not in runner.outer_rounds.buffer_parts
+            parts = runner.stateful_parts(runner.shards[name]) if of_shard else runner.outer_rounds.buffer_parts
             parts[kind].state[name] = value
     for _, component in runner.components:
         component.state.commit()

@@ -75,7 +75,9 @@ class Hierarchy:
         variables = bucket.variables
         if not _is_exact(bucket):
             variables = [replace(variable, dtype="float32") for variable in variables]
-        return Bucket(bucket.index, inside, variables, label=f"{bucket.label}.node", carries=bucket.carries)
+        return Bucket(
+            bucket.index, inside, variables, label=f"{bucket.label}.node", carries_stamps=bucket.carries_stamps
+        )
 
 
 def advise_hierarchy(runner: Any) -> None:
@@ -140,8 +142,7 @@ class HierarchicalRoundTrip:
         if self.bucket.node is None:
             self.bucket.node = self.hierarchy.node_bucket(self.bucket)
         outside, within = self.communicator.context, self.bucket.node.communicator.context
-        within.step, within.updates = outside.step, outside.updates
-        within.left_out, within.settings = outside.left_out, outside.settings
+        within.copy_stamped(outside)
         return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guard=False))
 
     def _means_of_node(self, within: RoundTrip, gradients: Sequence[Any]) -> tuple[list[Any], list[bool]]:

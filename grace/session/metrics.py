@@ -51,8 +51,9 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
         "seconds_encode": encode,
         "seconds_wait": wait if waits else math.nan,
     }
-    if runner is not None and runner.rounds:
-        found |= {"drift_norm": norm(runner.rounds.drifts()), "bytes_round": float(runner.rounds.bytes_round)}
+    if runner is not None and runner.outer_rounds:
+        rounds = runner.outer_rounds
+        found |= {"drift_norm": norm(rounds.drifts()), "bytes_round": float(rounds.bytes_round)}
     return found
 
 

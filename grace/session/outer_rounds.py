@@ -115,7 +115,7 @@ class OuterRounds:
             self.fragments += deal(outer, [shard for shard in shards if shard.outer == outer])
         for i, fragment in enumerate(self.fragments):
             for bucket in fragment.buckets:
-                bucket.carries = bucket is fragment.buckets[0]
+                bucket.carries_stamps = bucket is fragment.buckets[0]
                 bucket.label = f"grace.outer.{i}.{bucket.index}"
         self.fragment_of = {shard.variable.name: f for f in self.fragments for shard in f.shards}
         self.shards = [shard for fragment in self.fragments for shard in fragment.shards]
@@ -130,7 +130,7 @@ class OuterRounds:
         self.shared_buffers = Held(shared=True)
         self._local_buffers = Held(shared=False)
         self.at = 0
-        self.held = False
+        self.has_anchors = False
         """True if there are anchors."""
         self._own: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The parameters and buffers of this rank while it has the anchors for parameters."""
@@ -151,7 +151,7 @@ class OuterRounds:
         """Buckets of all fragments."""
         return [bucket for fragment in self.fragments for bucket in fragment.buckets]
 
-    def carries(self, communicator: Any) -> bool:
+    def exchanges_drifts_by(self, communicator: Any) -> bool:
         """Return True if a communicator carries drifts; that of gradients if not."""
         plain = id(communicator) in self._carried
         return plain or any(communicator is other.uncompressed for other in self.communicators)
@@ -177,13 +177,13 @@ class OuterRounds:
         optimizer = {f"outer.{name}" if name else "outer": part for name, part in parts}
         return {"anchor": self.anchors, "local": self._local, "coming": self._coming, **optimizer}
 
-    def hold(self) -> None:
+    def take_anchors(self) -> None:
         """Take the parameters for anchors, before the first step changes them, where none were loaded."""
         for shard in self.shards:
             if shard.variable.name not in self.anchors.state:
                 self._keep(shard, _copy(self.read(shard), _wide(shard)))
         self.anchors.state.commit()
-        self.held = True
+        self.has_anchors = True
 
     def _keep(self, shard: Shard, anchor: Any) -> None:
         fragment = self.fragment_of[shard.variable.name]
@@ -202,12 +202,12 @@ class OuterRounds:
         for fragment in self.fragments:
             self._collect(fragment)
             self._coming.state.update(fragment.coming or {})
-            if self.held and self._moved(fragment):
+            if self.has_anchors and self._moved(fragment):
                 own = {shard.variable.name: self.read(shard) for shard in fragment.shards}
                 self._local.state.update(own if self._own is None else {name: self._own[0][name] for name in own})
         shared = self.shared_buffers.state
         for name, own in (self.read_buffers() if self._own is None else self._own[1]).items():
-            if self.held and not (name in shared and _equal(own, shared[name])):
+            if self.has_anchors and not (name in shared and _equal(own, shared[name])):
                 self._local_buffers.state[name] = own
         for part in (self._local, self._coming, self._local_buffers):
             part.state.commit()
@@ -224,7 +224,7 @@ class OuterRounds:
     def restore(self) -> None:
         """Continue from the state that was loaded: parameters become those of this rank, or else the anchors."""
         self.at = self.runner.context.step
-        self.held = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
+        self.has_anchors = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
         for fragment in self.fragments:
             names = [shard.variable.name for shard in fragment.shards]
             fragment.applied_at = -1 if any(name in self._local.state for name in names) else self.at
@@ -232,7 +232,7 @@ class OuterRounds:
             fragment.sent_at = self.at - (self.at - fragment.until_sent(0)) % fragment.outer.period
             fragment.under_way = []
             fragment.coming = {n: self._coming.state[n] for n in names if n in self._coming.state} or None
-            for shard in fragment.shards if self.held else ():
+            for shard in fragment.shards if self.has_anchors else ():
                 self._restore_shard(shard, fragment.optimizer)
         self.write_buffers({**self.shared_buffers.state, **self._local_buffers.state})
         self._clear_saved()
@@ -254,7 +254,8 @@ class OuterRounds:
         """Return a context in which parameters are the anchors, and buffers those of the last round, which all ranks
         share."""
         buffers = {name: _copy(buffer) for name, buffer in self.read_buffers().items()}  # an evaluation changes them
-        outermost = self.held and self._own is None  # contexts may be nested; before the first step nothing has moved
+        # Contexts may be nested; before the first step nothing has moved.
+        outermost = self.has_anchors and self._own is None
         if outermost:
             self._own = {shard.variable.name: _copy(self.read(shard)) for shard in self.shards}, buffers
         try:
@@ -290,8 +291,8 @@ class OuterRounds:
             PayloadError: a payload cannot be decoded. The round is dropped.
             StepError: ranks have made other numbers of iterations.
         """
-        if not self.held:  # this rank has skipped all updates
-            self.hold()
+        if not self.has_anchors:  # this rank has skipped all updates
+            self.take_anchors()
         while self.at < self.runner.context.step:
             self.at += 1
             for fragment in self.fragments:
@@ -311,7 +312,7 @@ class OuterRounds:
         """
         if self.runner.context.step == 0:
             return
-        self.hold()
+        self.take_anchors()
         for fragment in self.fragments:
             if fragment.travels:
                 self._apply(fragment, fragment.outer.merge)
@@ -330,9 +331,7 @@ class OuterRounds:
         Args:
             later: True to let them travel while training goes on.
         """
-        run = self.runner.context
-        here = self.context
-        here.step, here.updates, here.left_out, here.settings = run.step, run.updates, run.left_out, run.settings
+        self.context.copy_stamped(self.runner.context)
         fragment.sent_at = self.at
         present = self._moved(fragment)
         contributions = []
@@ -468,7 +467,7 @@ class OuterRounds:
 
     def drifts(self) -> list[Any]:
         """Return this rank's drifts from the anchors; none if parameters are the anchors."""
-        return [self.drift(shard) for shard in self.shards] if self.held and not self.anchored else []
+        return [self.drift(shard) for shard in self.shards] if self.has_anchors and not self.anchored else []
 
     @property
     def bytes_round(self) -> int:

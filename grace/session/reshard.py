@@ -176,7 +176,7 @@ class Resharding:
         those of the last round."""
         if kind == "local_buffer" and self.everyone is not None and len(self.everyone) != self.size:
             return {}
-        now = self.runner.rounds.read_buffers()
+        now = self.runner.outer_rounds.read_buffers()
         found: dict[str, Any] = {}
         for name in sorted(names):
             value = self._select(kind, name)

@@ -14,7 +14,7 @@ from grace.core.channels import Leases
 from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
-from grace.core.context import Context, SubgroupContext
+from grace.core.context import STAMPED, Context, SubgroupContext
 from grace.core.memory import Memory
 from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
@@ -78,9 +78,9 @@ class StepRunner:
         # order of their own, and so have stamps of their own; so have those of a node.
         ways = [(bucket.communicator.delayed, bucket.communicator is self.within_node) for bucket in self.buckets]
         for i, bucket in enumerate(self.buckets):
-            bucket.carries = ways.index(ways[i]) == i
+            bucket.carries_stamps = ways.index(ways[i]) == i
         self.averaging = Allreduce("none")
-        self.rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
+        self.outer_rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
         self.channel = backend
         """Backend of the exchanges, once the ranks have agreed; ``backend`` is for comparisons of all ranks."""
         self._leases = Leases(backend)
@@ -128,12 +128,12 @@ class StepRunner:
     def _bind(self, backend: Backend) -> None:
         """Bind all communicators to a backend; those of hierarchical reduction to the one over the leaders of nodes."""
         self.averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
-        for context in (self.context, self.rounds.context):
+        for context in (self.context, self.outer_rounds.context):
             context.rank = backend.rank
             context.size = backend.size
         for communicator in self._all_communicators():
             hierarchy = self.hierarchy_of(communicator)
-            context = self.rounds.context if self.rounds.carries(communicator) else self.context
+            context = self.outer_rounds.context if self.outer_rounds.exchanges_drifts_by(communicator) else self.context
             if hierarchy is not None:
                 communicator.use_leaders(hierarchy.node_groups.leader_of)
                 communicator.bind(hierarchy.context(context), hierarchy.backend)
@@ -154,20 +154,20 @@ class StepRunner:
     def components(self) -> list[tuple[str, Component]]:
         """Parts that may keep state, each once, with their kinds: "compressor", "memory", ..."""
         found = [item for communicator in self.communicators for item in communicator.stateful_parts.items()]
-        found += self.rounds.components()
+        found += self.outer_rounds.components()
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return copies of the components' committed state, by kind and shard's name."""
         merged: dict[str, dict[str, Any]] = {}
-        with self.rounds.saving():
+        with self.outer_rounds.saving():
             for kind, component in self.components:
                 merged.setdefault(kind, {}).update(component.state.committed)
             return copy.deepcopy(merged)
 
     def stateful_parts(self, shard: Shard) -> dict[str, Component]:
         """Return the parts that may keep state of a shard, by the names that it is saved under."""
-        return {**shard.communicator.stateful_parts, **self.rounds.parts_of(shard)}
+        return {**shard.communicator.stateful_parts, **self.outer_rounds.parts_of(shard)}
 
     def agree(self) -> None:
         """Compare settings, variables and buckets with the other ranks, then acquire what the exchanges need.
@@ -191,13 +191,13 @@ class StepRunner:
             bucket.compared = False
         for communicator in self._all_communicators():
             self._prepare_communicator(communicator)
-        if self.rounds.delayed:
+        if self.outer_rounds.delayed:
             self.exchange_thread()
 
     def rejoin(self) -> None:
         """Continue over the ranks that the backend has now."""
         self._bind(self.backend)
-        for bucket in [*self.buckets, *self.rounds.buckets]:
+        for bucket in [*self.buckets, *self.outer_rounds.buckets]:
             bucket.program = None  # the sizes of wires follow from the number of ranks
 
     def _prepare_communicator(self, communicator: Communicator) -> None:
@@ -248,7 +248,7 @@ class StepRunner:
             facts.append(
                 ("the place of gradients", "a device" if any(v.on_device for v in self.variables) else "the CPU")
             )
-        buckets = [*self.buckets, *self.rounds.buckets]
+        buckets = [*self.buckets, *self.outer_rounds.buckets]
         order = [(f"in bucket {bucket.index}:", repr(v.name)) for bucket in buckets for v in bucket.variables]
         return [*facts, *order]
 
@@ -278,7 +278,7 @@ class StepRunner:
             return HierarchicalRoundTrip(contribution, self.hierarchy)
         if bucket.communicator.delayed:
             # When ranks compare this step's stamps, the optimizer may have stepped on.
-            facts = list(self.hyperparameters()) if bucket.carries else ()
+            facts = list(self.hyperparameters()) if bucket.carries_stamps else ()
             return DelayedRoundTrip(contribution, self.exchange_thread(), facts)
         return start_round_trip(contribution)
 
@@ -475,7 +475,7 @@ class StepRunner:
         Raises:
             ConfigError: a component has another owner.
         """
-        for component in [*self.communicators, *self.rounds.optimizers]:
+        for component in [*self.communicators, *self.outer_rounds.optimizers]:
             component.set_owner(self)
 
     def close(self) -> None:
@@ -483,7 +483,7 @@ class StepRunner:
         for communicator in self.communicators:
             communicator.release(self)
             communicator.compress_after = 0
-        for optimizer in self.rounds.optimizers:
+        for optimizer in self.outer_rounds.optimizers:
             optimizer.release(self)
         # a busy thread keeps this runner, and its channels, until it ends
         if self._thread is None or self._thread.drain(0):
@@ -493,7 +493,7 @@ class StepRunner:
         """Return the parts whose state is committed or rolled back at the end of a step."""
         if self._committed_parts is not None:
             return self._committed_parts
-        own = [c for c in self.communicators if not (c.delayed or self.rounds.carries(c))]
+        own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
         parts = [part for c in own for part in c.stateful_parts.values()]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
@@ -503,7 +503,7 @@ class StepRunner:
     def broadcast_state(self, root: int) -> None:
         """Broadcast the root's step counters, loss scale, and state of the parts whose state is equal on all ranks."""
         shared = [part for _, part in self.components if part.shared_state]
-        context, counted = self.context, ("step", "updates", "left_out", "settings", "loss_scale")
+        context, counted = self.context, (*STAMPED, "loss_scale")
         mine = self.run, [getattr(context, name) for name in counted], [dict(part.state) for part in shared]
         answers = self.backend.allgather_object(mine if self.backend.rank == root else None)
         self.run, counts, states = answers[root]
@@ -518,7 +518,7 @@ class StepRunner:
         """Convert memories, and means that are still to be applied, to a new loss scale."""
         if loss_scale != self.context.loss_scale:
             factor = loss_scale / self.context.loss_scale
-            alone = {id(part) for c in self.rounds.communicators for part in c.stateful_parts.values()}
+            alone = {id(part) for c in self.outer_rounds.communicators for part in c.stateful_parts.values()}
             for kind, component in self.components:
                 if id(component) in alone:  # drifts are in the units of parameters
                     continue
@@ -535,5 +535,5 @@ class StepRunner:
         if not self.follows_scaler():
             self.rescale(1.0)
         for communicator in self.communicators:
-            communicator.on_resume(1.0 if self.rounds.carries(communicator) else loaded)
-        self.rounds.restore()
+            communicator.on_resume(1.0 if self.outer_rounds.exchanges_drifts_by(communicator) else loaded)
+        self.outer_rounds.restore()

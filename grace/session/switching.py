@@ -88,9 +88,9 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
     )
     for name in FOLLOWED:
         setattr(made, name, getattr(former, name))
-    if former.rounds:
+    if former.outer_rounds:
         for name in ("read", "write", "read_buffers", "write_buffers"):
-            setattr(made.rounds, name, getattr(former.rounds, name))
+            setattr(made.outer_rounds, name, getattr(former.outer_rounds, name))
     return made
 
 

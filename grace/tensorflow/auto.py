@@ -49,7 +49,8 @@ class PlannedRun(HostRun):
 
         def step(*tensors: Any) -> list[tf.Tensor]:
             session = self.session
-            if session.runner.rounds or traced.rounds or session.late != late:  # which the graph has around this
+            # The graph has these around the step.
+            if session.runner.outer_rounds or traced.outer_rounds or session.late != late:
                 check_current(session, traced)
             session.start_equal()
             run = PlannedRun(session, session.runner, self.present)

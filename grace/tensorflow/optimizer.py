@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import keras
 import tensorflow as tf
@@ -155,7 +155,7 @@ class DistributedMixin(Once):
         # Keras may pass some variables only. The exchange takes all of them at every step, in one order.
         gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
         exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
-        self._grace.hold()
+        self._grace.take_anchors()
         if self._grace.late - gradient_of.keys():  # their means come in a later step, which this call would lose
             raise delayed_variables_left_out(self)
         means = dict(zip(map(_key, variables), exchanged, strict=True))
@@ -257,8 +257,9 @@ class DistributedMixin(Once):
         """
         former = self._grace.runner
         use_strategy(self._grace, strategy, resources)
-        if former is not None and returns_to_step(former.rounds.fragment_of, self._grace.runner):
-            broadcast_variables(self.variables, 0, self._grace.backend)
+        now = self._grace.runner
+        if former is not None and now is not None and returns_to_step(former.outer_rounds.fragment_of, now):
+            broadcast_variables(cast(keras.optimizers.Optimizer, self).variables, 0, self._grace.backend)
 
     def anchor(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which variables are the anchors of the last outer round, which all ranks share. Evaluate

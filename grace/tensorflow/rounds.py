@@ -14,21 +14,21 @@ from grace.tensorflow.sharding import cut, put
 from grace.tensorflow.variables import value_of
 
 
-def hold(session: Any) -> None:
+def take_anchors(session: Any) -> None:
     """Take variables for anchors, eagerly or in a graph. Called before an update."""
-    _act(session, lambda: not session.runner.rounds.held, OuterRounds.hold)
+    _act(session, lambda: not session.runner.outer_rounds.has_anchors, OuterRounds.take_anchors)
 
 
 def run_rounds(session: Any) -> None:
     """Run the rounds that are due, eagerly or in a graph. Called after the optimizer's step."""
-    _act(session, lambda: session.runner.rounds.due, OuterRounds.run_due)
+    _act(session, lambda: session.runner.outer_rounds.due, OuterRounds.run_due)
 
 
 def connect(session: Any) -> None:
     """Let rounds read and write a session's variables, eagerly."""
     me = weakref.proxy(session)  # the runner must not keep the session alive
-    session.runner.rounds.read = partial(_read, me)
-    session.runner.rounds.write = partial(_write, me)
+    session.runner.outer_rounds.read = partial(_read, me)
+    session.runner.outer_rounds.write = partial(_write, me)
 
 
 def _read(session: Any, shard: Shard) -> Any:
@@ -48,9 +48,9 @@ def _variable(session: Any, name: str) -> Any:
 def _act(session: Any, due: Callable[[], bool], act: Callable[[OuterRounds], None]) -> None:
     """Call a method of the rounds if it is due. A graph passes all variables through the call, which orders it among
     their reads and updates."""
-    if session.runner is None or not session.runner.rounds:
+    if session.runner is None or not session.runner.outer_rounds:
         return
-    fragments = session.runner.rounds.fragments
+    fragments = session.runner.outer_rounds.fragments
     names = list(dict.fromkeys(shard.whole.name for fragment in fragments for shard in fragment.shards))
     variables = [_variable(session, name) for name in names]
 
@@ -69,7 +69,7 @@ def _act(session: Any, due: Callable[[], bool], act: Callable[[OuterRounds], Non
 
 def _run(session: Any, act: Callable[[OuterRounds], None], values: dict[str, Any]) -> list[tf.Tensor]:
     """Call a method of the rounds, and return the variables' values after it."""
-    rounds = session.runner.rounds
+    rounds = session.runner.outer_rounds
     whole = {name: session.inside(value) for name, value in values.items()}
 
     def write(shard: Shard, value: Any) -> None:

@@ -194,7 +194,7 @@ class Session:
         else:
             self._load(*self.saved)
             # in the middle of a period ranks have parameters of their own, which were loaded
-            self.needs_broadcast = self.needs_broadcast and not runner.rounds.held
+            self.needs_broadcast = self.needs_broadcast and not runner.outer_rounds.has_anchors
         # where a graph initializes variables, it also starts them equal: they have no values yet
         if all(rank_initialized for *_, rank_initialized in received):
             self.start_equal()
@@ -202,7 +202,7 @@ class Session:
     def check_plan(self, runner: StepRunner) -> None:
         """Raise ConfigError if the runner of a plan does not suit this session."""
         self.settings.check_votes(runner.communicators)
-        if runner.rounds and not self.averages:
+        if runner.outer_rounds and not self.averages:
             raise ConfigError(
                 "outer rounds, and sync none(period), come after the optimizer's step, which a tape does not know: use "
                 "grace.DistributedOptimizer"
@@ -219,7 +219,7 @@ class Session:
         self.late = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
         for bucket in runner.buckets:  # Horovod's errors name operations: put a variable's name into theirs
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
-        for i, bucket in enumerate(runner.rounds.buckets):
+        for i, bucket in enumerate(runner.outer_rounds.buckets):
             bucket.label = f"{self.label}.outer.{i}"
         rounds.connect(self)
 
@@ -358,9 +358,9 @@ class Session:
         return tf.cast(value, variable.dtype), found
 
     @tf.autograph.experimental.do_not_convert
-    def hold(self) -> None:
+    def take_anchors(self) -> None:
         """Take the variables that ranks train alone for anchors, before their first update."""
-        rounds.hold(self)
+        rounds.take_anchors(self)
 
     @tf.autograph.experimental.do_not_convert
     def run_rounds(self) -> None:
@@ -371,7 +371,7 @@ class Session:
         """Run a last round, so that all ranks have equal variables."""
         if self.runner is not None:
             with self.medium.computing():
-                self.runner.rounds.flush()
+                self.runner.outer_rounds.flush()
 
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
@@ -379,7 +379,7 @@ class Session:
         if self.runner is None:
             yield
             return
-        with self.runner.rounds.at_anchor():
+        with self.runner.outer_rounds.at_anchor():
             yield
 
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
@@ -410,10 +410,10 @@ class Session:
         assert self.runner is not None
         self.check_open()
         # Only one bucket of a step carries the step stamp; reading the tensor costs as much as compressing a small one.
-        if self.needs_lr or bucket.carries:
+        if self.needs_lr or bucket.carries_stamps:
             self.lr, updates = map(float, np.asarray(rate))
             self.context.updates = int(updates)
-            self.context.settings = digest(self.lr)
+            self.context.hyperparameter_digest = digest(self.lr)
         return self.runner.start(bucket, [self.inside(gradient) for gradient in gradients], present)
 
     def inside(self, value: Any) -> Any:

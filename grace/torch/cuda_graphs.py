@@ -88,7 +88,7 @@ def check_capturable(session: Any) -> None:
         reason = f"{backend.describe()} is not NCCL, and a CUDA graph can have no other collectives"
     elif session.passes > 1 or session.grad_scaler is not None or session.auto is not None:
         reason = "backward_passes_per_step, a grad_scaler and strategy='auto' decide on the host what a step does"
-    elif runner.hierarchical or runner.rounds or any(v.sparse for v in runner.variables):
+    elif runner.hierarchical or runner.outer_rounds or any(v.sparse for v in runner.variables):
         reason = "hierarchical exchanges, outer rounds and sparse gradients decide on the host what a step does"
     elif any(runner.context.step < communicator.compress_after for communicator in runner.communicators):
         reason = "compression has not begun (compress_after), and a graph's collectives are the same at every step"

@@ -241,7 +241,7 @@ class DDPState(PythonReducerMixin):
         context = self.runner.context
         context.updates += 1
         self.hyperparameters = hyperparameters(self.optimizer)
-        context.settings = digest(self.hyperparameters)
+        context.hyperparameter_digest = digest(self.hyperparameters)
 
     def _count_updates(self) -> None:
         """Count an update if parameters changed since the last step, by torch's version counters. Needed where the
@@ -341,7 +341,9 @@ class DDPState(PythonReducerMixin):
                 # the order of buckets is the same on all ranks, so that their collectives pair
                 for part in cut_into_buckets(shards, self.limits[id(shards[0].communicator)], first=False):
                     variables = [shard.variable for shard in part]
-                    buckets.append(Bucket(len(buckets), part[0].communicator, variables, carries=first and not buckets))
+                    buckets.append(
+                        Bucket(len(buckets), part[0].communicator, variables, carries_stamps=first and not buckets)
+                    )
             self.plans[first, names] = buckets
         return [bucket.at_step(self.runner.context.step) for bucket in self.plans[first, names]]
 

@@ -71,7 +71,7 @@ class OptimizerState(StateHandler):
         runner = self.value._grace.runner
         place = runner.run, runner.context.step
         runner.agree()
-        if runner.rounds:
+        if runner.outer_rounds:
             places = runner.backend.allgather_object(place)
             fresh = [not run or (run, step) != places[0] for run, step in places]
             self.joins = fresh[runner.backend.rank]
@@ -97,7 +97,7 @@ class OptimizerState(StateHandler):
                 "ended are lost, and new ranks start with none",
                 stacklevel=2,
             )
-        if session.runner.rounds:
+        if session.runner.outer_rounds:
             warnings.warn(
                 f"{changed}: ranks that went on keep what they have trained since the last round; that of ranks that "
                 "ended is lost, and new ranks start from the anchor",
@@ -149,7 +149,7 @@ def sync(self: Any) -> None:
         synchronize_parts(self)
     for handler in own:
         if handler.joins:
-            handler.value._grace.runner.rounds.restore()
+            handler.value._grace.runner.outer_rounds.restore()
     for handler in self._handlers.values():
         handler.save()
 

@@ -52,7 +52,7 @@ class HorovodSession(Session):
         number = backend.count_optimizer()  # only now that the ranks agree: a refused optimizer counts on no rank
         for bucket in self.runner.buckets:
             bucket.label = f"grace.{number}.{bucket.index}"
-        for i, bucket in enumerate(self.runner.rounds.buckets):
+        for i, bucket in enumerate(self.runner.outer_rounds.buckets):
             bucket.label = f"grace.{number}.outer.{i}"
         gathered = [bucket.communicator for bucket in self.runner.buckets if not bucket.communicator.sums]
         self.unsummed = gathered[0].describe() if gathered else ""
@@ -89,7 +89,7 @@ class HorovodSession(Session):
     def on_state_loaded(self) -> None:
         """Update the digest that the next exchange compares: hyperparameters, and the state that this rank resumed
         from."""
-        self.context.settings = digest((*self.hyperparameters, self.runner.run))
+        self.context.hyperparameter_digest = digest((*self.hyperparameters, self.runner.run))
 
     def leave_to_horovod(self, p: torch.nn.Parameter) -> bool:
         """Return True if Horovod may exchange a parameter's sparse gradient: it shares no bucket by the user's choice.

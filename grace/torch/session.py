@@ -309,7 +309,7 @@ class Session:
             # and elastic ranks may change before it.
             if not (bucket.variables[0].sparse or self.runner.backend.elastic):
                 self.runner.prepare(bucket, contents[0][2].detach())
-        gradients = [c for c in self.runner.communicators if not self.runner.rounds.carries(c)]
+        gradients = [c for c in self.runner.communicators if not self.runner.outer_rounds.exchanges_drifts_by(c)]
         self.momenta = momentum_owners(gradients)
         """Memories and compressors that apply momentum."""
         reduction = self.settings.reduction
@@ -332,7 +332,7 @@ class Session:
                 "grace.torch.register_fsdp_hook(model, mesh['replicate'], ...)"
             )
         in_step = [name for name, shard in runner.shards.items() if shard.outer is None]
-        if self.grad_scaler is not None and runner.rounds and in_step:
+        if self.grad_scaler is not None and runner.outer_rounds and in_step:
             raise ConfigError(
                 f"the strategy keeps {in_step[0]!r} in step and lets ranks train other variables alone: their gradient "
                 "scalers skip different steps, so its values would differ by rank. Give all variables outer, or train "
@@ -509,7 +509,7 @@ class Session:
         """Update the counters and the digest of hyperparameters that the next exchange compares. Called after
         ``step()``."""
         self.idle = False
-        if self.grad_scaler is not None and self.runner.rounds:
+        if self.grad_scaler is not None and self.runner.outer_rounds:
             return  # ranks that train alone skip different steps: iterations are compared, and not updates
         self.context.updates += 1
         source = immutable_settings(self.optimizer)
@@ -517,7 +517,7 @@ class Session:
             self.hyperparameters = hyperparameters(self.optimizer)
             self.hyperparameter_source = source
             self.digest = digest(self.hyperparameters)
-        self.context.settings = self.digest
+        self.context.hyperparameter_digest = self.digest
 
     def on_state_loaded(self) -> None:
         """Handle that a state was loaded. Subclasses override it."""
@@ -528,7 +528,7 @@ class Session:
         if self.unused is not None:
             self._commit_unused(self.unused.means)
         if self.idle and self.context.updates:  # cleared twice without a step: this rank left a batch out
-            self.context.left_out += 1
+            self.context.cleared += 1
         self.idle = True
 
     # -- parameters that ranks train alone -------------------------------------------------------------
@@ -536,27 +536,27 @@ class Session:
     @torch.no_grad()
     def run_rounds(self) -> None:
         """Run the outer rounds that are due after this iteration."""
-        if self.runner.rounds and not self.in_progress:
+        if self.runner.outer_rounds and not self.in_progress:
             with self.abandoning_on_error():
-                self.runner.rounds.run_due()
+                self.runner.outer_rounds.run_due()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Run a last round, so that all ranks have equal parameters."""
-        if self.runner.rounds:
+        if self.runner.outer_rounds:
             with self.abandoning_on_error():
-                self.runner.rounds.flush()
+                self.runner.outer_rounds.flush()
 
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Return a context in which parameters, and buffers, are those that all ranks share."""
-        with self.runner.rounds.at_anchor():
+        with self.runner.outer_rounds.at_anchor():
             yield
 
     @contextlib.contextmanager
     def keeping_own(self) -> Iterator[None]:
         """Return a context at whose end parameters that this rank trains alone, and buffers, are as before it."""
-        held = self.runner.rounds.held
+        held = self.runner.outer_rounds.has_anchors
         own = [tensor.detach() for tensor in (*self.parameters.values(), *self.buffers.values()) if held]
         before = [tensor.clone() for tensor in own]
         yield
@@ -570,7 +570,7 @@ class Session:
 
     def _connect_rounds(self) -> None:
         """Let outer rounds read and write parameters."""
-        rounds = self.runner.rounds
+        rounds = self.runner.outer_rounds
         if not rounds:
             return
         me = weakref.proxy(self)  # the runner must not keep the session alive
@@ -608,7 +608,7 @@ class Session:
         if self.shard_group is not None:
             for buffer in self.buffers.values():
                 buffer.copy_(self.shard_group.sum(buffer, "the mean of buffers") / len(self.shard_group.ranks))
-        shared = self.runner.rounds.shared_buffers.state
+        shared = self.runner.outer_rounds.shared_buffers.state
         shared.update({name: buffer.clone() for name, buffer in self.buffers.items()})
         shared.commit()
 
@@ -618,11 +618,11 @@ class Session:
         Raises:
             ExchangeError: parameters are the anchors now.
         """
-        rounds = self.runner.rounds
+        rounds = self.runner.outer_rounds
         if rounds.anchored:
             raise ExchangeError("step() under `with optimizer.anchor():` would be undone: step outside of it")
-        if rounds and not rounds.held:
-            rounds.hold()
+        if rounds and not rounds.has_anchors:
+            rounds.take_anchors()
 
     def _parameters_of(self, shard: Shard) -> Any:
         """Return the view of a parameter that a shard is."""

@@ -100,7 +100,7 @@ class StateMixin:
         runner = self._grace.runner
         saved = checkpoint.gather(runner, lambda: checkpoint.check_settled(self._grace))
         state = super().state_dict()  # type: ignore[misc]
-        if runner.rounds and self._grace.shard_group is None:
+        if runner.outer_rounds and self._grace.shard_group is None:
             state = {**state, INNER: runner.backend.allgather_object(pack_state(state))}
         return {**state, "grace": pack_state(saved) if packed else saved}
 
@@ -162,7 +162,7 @@ class StateMixin:
             ExchangeError: a step is in progress.
             RankError: another rank refuses it.
         """
-        alone = list(self._grace.runner.rounds.fragment_of)
+        alone = list(self._grace.runner.outer_rounds.fragment_of)
         self._grace.switch(StrategyPlan(strategy, self._grace.sparse_known, resources))
         if returns_to_step(alone, self._grace.runner):
             broadcast_optimizer_state(cast(torch.optim.Optimizer, self), 0, self._grace.runner.backend)

@@ -32,7 +32,7 @@ def trained(spec, compressor, restart):
         optimizer.step()
     with optimizer.anchor():
         at_anchor = [value.cpu().clone() for value in model.state_dict().values()]
-    rounds = optimizer._grace.runner.rounds
+    rounds = optimizer._grace.runner.outer_rounds
     kept = [*rounds.anchors.state.values(), *rounds.optimizers[0].state.values()]
     devices = {value.device.type for value in kept}
     own = [value.cpu().clone() for value in model.state_dict().values()]

@@ -159,7 +159,7 @@ def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
     steps: list[list[tuple[int, Traffic]]] = [[], []]
     for step in steps:
         for bucket in runner.buckets:
-            bucket.carries = bucket.index % 2 == 0  # with step stamps, and without
+            bucket.carries_stamps = bucket.index % 2 == 0  # with step stamps, and without
             traffic = runner.traffic = Traffic()
             gradients = [gradient(variable, hierarchical) for variable in bucket.variables]
             trip = runner.start(bucket, gradients, [True] * len(gradients))
@@ -180,7 +180,9 @@ def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
 
 def within_node(bucket: Bucket, inside: Any, node: EngineTraits, rows: dict[str, int], leader: int) -> list[LegBytes]:
     """The legs within a node: to its leader before that exchanges the bucket, and back afterwards."""
-    there = bytes_of(Bucket(bucket.index, inside, bucket.variables, carries=bucket.carries), node, rows=rows)
+    there = bytes_of(
+        Bucket(bucket.index, inside, bucket.variables, carries_stamps=bucket.carries_stamps), node, rows=rows
+    )
     buffers = [4.0 * len(bucket.variables)]  # a status of each
     for variable in bucket.variables:
         count = 4 * rows[variable.name]

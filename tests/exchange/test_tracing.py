@@ -203,7 +203,7 @@ def in_fragments(folder):
         runner.computing = held
         for step in range(8):
             train(model, optimizer, range(step, step + 1))
-            fragment = runner.rounds.fragments[step // 4]
+            fragment = runner.outer_rounds.fragments[step // 4]
             while step % 4 == 0 and grace.rank() == 0 and not hasattr(fragment.under_way[0].round_trip, "handle"):
                 time.sleep(0.001)
             if step % 4 == 2:

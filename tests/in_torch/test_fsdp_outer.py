@@ -70,7 +70,7 @@ def train(net, optimizer, steps, loss=own_loss):
 
 def anchors(optimizer):
     """Copies of this rank's parts of the anchors."""
-    return {name: value.clone() for name, value in optimizer._grace.runner.rounds.anchors.state.items()}
+    return {name: value.clone() for name, value in optimizer._grace.runner.outer_rounds.anchors.state.items()}
 
 
 def strategy(method="none", **settings):

@@ -239,7 +239,7 @@ def test_sums_follow_the_number_of_ranks():
         session.rejoin()
     assert set(session.factors.values()) == {3.0}
     assert {c.world_size for c in session.runner.communicators} == {3}
-    assert session.context.size == session.runner.rounds.context.size == 3
+    assert session.context.size == session.runner.outer_rounds.context.size == 3
 
 
 # -- what was Horovod's -----------------------------------------------------------------------------------------------

@@ -48,19 +48,19 @@ def test_the_next_exchange_tells_of_changed_hyperparameters(optimizer, settings,
     before = session.digest
     for _ in range(2):
         step(model, distributed_one)
-    assert session.context.settings == before == digest(hyperparameters(distributed_one))
+    assert session.context.hyperparameter_digest == before == digest(hyperparameters(distributed_one))
     change(distributed_one.param_groups)
     step(model, distributed_one)
-    assert session.context.settings == digest(hyperparameters(distributed_one)) != before
+    assert session.context.hyperparameter_digest == digest(hyperparameters(distributed_one)) != before
 
 
 def test_a_rank_goes_on_from_its_own_hyperparameters_after_it_took_anothers():
     model, optimizer = distributed()
     step(model, optimizer)
     context = optimizer._grace.context
-    own, context.settings = context.settings, 7
+    own, context.hyperparameter_digest = context.hyperparameter_digest, 7
     step(model, optimizer)
-    assert context.settings == own != 7
+    assert context.hyperparameter_digest == own != 7
 
 
 def test_payloads_are_counted_whenever_one_asks():

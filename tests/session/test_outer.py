@@ -33,7 +33,7 @@ def distributed(model, compressor=None, inner=sgd, **choices):
 
 def anchors(optimizer):
     """Copies of the anchors, and of the outer optimizer's momenta."""
-    rounds = optimizer._grace.runner.rounds
+    rounds = optimizer._grace.runner.outer_rounds
     momenta = {f"{name} v": v for one in rounds.optimizers for name, v in one.state.items()}
     return {name: value.clone() for name, value in {**dict(rounds.anchors.state), **momenta}.items()}
 
@@ -526,7 +526,7 @@ def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):
 def saved_by_all():
     run = Run(RESUMED["plain"])
     run.train(range(6))
-    rounds = run.optimizer._grace.runner.rounds
+    rounds = run.optimizer._grace.runner.outer_rounds
     drifts = {name: rounds.drift(shard) for name, shard in run.optimizer._grace.runner.shards.items()}
     return copied({"state": run.optimizer.full_state_dict(), "anchors": anchors(run.optimizer), "drifts": drifts})
 
@@ -534,7 +534,7 @@ def saved_by_all():
 def loaded_by_others(states):
     run = Run(RESUMED["plain"], seed=9)
     run.optimizer.load_state_dict(states[0]["state"])
-    rounds = run.optimizer._grace.runner.rounds
+    rounds = run.optimizer._grace.runner.outer_rounds
     for name, shard in run.optimizer._grace.runner.shards.items():
         wanted = sum(one["drifts"][name] for one in states) / len(states)
         torch.testing.assert_close(rounds.drift(shard), wanted, rtol=1e-4, atol=1e-6)
@@ -755,7 +755,7 @@ def test_training_goes_on_while_a_fragment_travels():
 
     runner.exchange_thread().check = late
     train(model, optimizer, range(1))
-    first = runner.rounds.fragments[0]
+    first = runner.outer_rounds.fragments[0]
     pending = first.under_way[0]  # sent after iteration 1, and applied after iteration 4
     before = digest(anchors(optimizer))
     train(model, optimizer, range(1, 3))

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,10 +30,10 @@ BLOCK = """
 """
 
 
-def run(script: str, absent: tuple[str, ...] = ()) -> str:
+def run(script: str, absent: tuple[str, ...] = (), python: str = warm.REAL) -> str:
     script = f"ABSENT = {absent!r}\n" + textwrap.dedent(BLOCK) + textwrap.dedent(script)
     done = subprocess.run(
-        [warm.REAL, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANGS, check=False
+        [python, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -42,6 +43,7 @@ HEAVY = ("torch", "tensorflow", "numba", "typer", "rich", "pydantic", "scipy", "
 
 
 INSTALL = '{0} is not installed; install it with: pip install "grace-compress[{0}]"'
+FORKED = sys.executable  # frameworks take seconds to import; see test_warm.py for what it knows of them
 TENSORFLOW = pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 
@@ -78,7 +80,8 @@ def test_the_planner_is_loaded_only_by_who_asks_for_it():
         model = torch.nn.Linear(2, 2)
         grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, compressor="topk")
     """
-    assert run(f"{textwrap.dedent(use)}\nprint([m for m in sys.modules if m.startswith({rooms!r})])") == "[]"
+    show = f"print([m for m in sys.modules if m.startswith({rooms!r})])"
+    assert run(f"{textwrap.dedent(use)}\n{show}", python=FORKED) == "[]"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,6 @@ def test_numpy_alone_is_enough_to_compress():
     assert run(script, HEAVY) == "[4.0, 0.0] 0 1"
 
 
-@pytest.mark.slow
 @TENSORFLOW
 def test_without_horovod_tensorflow_works_loads_no_torch_and_asking_for_it_names_what_builds_it():
     script = """
@@ -127,10 +129,9 @@ def test_without_horovod_tensorflow_works_loads_no_torch_and_asking_for_it_names
         except grace.MissingExtraError as error:
             print("make horovod" in str(error), "torch" in sys.modules)
     """
-    assert run(script, ("horovod", "mpi4py")).splitlines() == ["local topk", "True False"]
+    assert run(script, ("horovod", "mpi4py"), FORKED).splitlines() == ["local topk", "True False"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("absent", [(), ("numba",)])
 def test_torch_tensors_load_no_tensorflow_and_without_numba_use_the_plain_kernels(absent):
     script = """
@@ -140,7 +141,7 @@ def test_torch_tensors_load_no_tensorflow_and_without_numba_use_the_plain_kernel
         print(Allgather("qsgd(levels=1)").step(torch.tensor([2.0, 0.0, -2.0]), "w").tolist())
         print("tensorflow" in sys.modules)
     """
-    kernels, *rest = run(script, absent).splitlines()
+    kernels, *rest = run(script, absent, FORKED).splitlines()
     assert (kernels == "torch") == bool(absent)
     assert rest == ["[2.0, 0.0, -2.0]", "False"]
 

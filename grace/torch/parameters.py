@@ -1,6 +1,5 @@
 """Names, variables and initial values of torch parameters."""
 
-import gc
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from grace.kernels.torch.primitives import NAMES
 from grace.session.hyperparameters import Numbers, numeric_settings
 from grace.session.momentum import double_momentum_error, momentum_owners
 from grace.session.settings import check_integer
-from grace.torch.wrappers import check_not_sharded
+from grace.torch.wrappers import check_not_sharded, live_instances
 
 NO_NUMBERS = {"params", "param_names"}
 """Entries of a parameter group that are no hyperparameters."""
@@ -92,7 +91,7 @@ def sparse_names(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
     >>> sparse_names({"dense": torch.nn.Linear(2, 1).weight, "sparse": layer.weight})
     ['sparse']
     """
-    layers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    layers = live_instances(torch.nn.Module)
     held = {p for layer in layers if vars(layer).get("sparse") is True for p in layer._parameters.values()}
     return [name for name, p in parameters.items() if p in held]
 

@@ -81,6 +81,19 @@ class Silence:
             model.__class__ = self.kind
 
 
+def live_instances(kinds: type | tuple[type, ...]) -> list[Any]:
+    """Return all instances of classes, and of their subclasses, that Python's garbage collector tracks.
+
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> layer in live_instances(torch.nn.Linear), layer in live_instances(torch.nn.Conv1d)
+    (True, False)
+    """
+    objects = gc.get_objects()
+    # Programs have a million objects of a few thousand types, so each type is looked at once.
+    found = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
+    return [thing for thing in objects if type(thing) in found] if found else []
+
+
 def unwrap_compiled(model: Any) -> Any:
     """Return a model without the wrapper of ``torch.compile``."""
     return getattr(model, "_orig_mod", model)
@@ -139,13 +152,10 @@ def check_unwrapped(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 def _wrappers_of(parameters: Collection[torch.nn.Parameter]) -> list[tuple[Any, torch.nn.Parameter]]:
     """Return the wrappers that exchange one of the parameters, each with the first such parameter."""
     sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DistributedDataParallel)
-    kinds = [DistributedDataParallel, sharding]
-    for kind in kinds:  # the list grows; looking a type up in a set is faster than issubclass for every object
-        kinds += kind.__subclasses__()
-    wanted = {kind for kind in kinds if not issubclass(kind, SilentDDP)}
     held = []
-    wrappers = [thing for thing in gc.get_objects() if type(thing) in wanted]
-    for wrapper in wrappers:
+    for wrapper in live_instances((DistributedDataParallel, sharding)):
+        if isinstance(wrapper, SilentDDP):
+            continue
         left_out = getattr(wrapper, "parameters_to_ignore", ())
         own = [p for name, p in wrapper.module.named_parameters() if p in parameters and name not in left_out]
         held += [(wrapper, own[0])] if own else []

@@ -30,13 +30,13 @@ def env(python=PYTHON):
     return {**environment(), "PATH": path, "PYTHONPATH": ROOT, "COLUMNS": "80"}
 
 
-def launched(*args, folder=None, code=0, python=PYTHON, **variables):
+def launched(*args, folder=None, code=0, **variables):
     """Run the command; returns (stdout, stderr)."""
     done = subprocess.run(
-        [python, *LAUNCH, *args],
+        [PYTHON, *LAUNCH, *args],
         capture_output=True,
         text=True,
-        env={**env(python), **variables},
+        env={**env(), **variables},
         cwd=folder,
         timeout=HANGS,
     )
@@ -50,12 +50,13 @@ import grace
 how, out = sys.argv[1:]
 open(f"{out}/{os.getpid()}.pid", "w").close()
 backend = grace.init()
+if how == "wait":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that does not listen
 with open(f"{out}/{grace.rank()}.rank", "w") as file:
     print(backend.name, grace.rank(), grace.size(), os.environ.get("GRACE_STRATEGY"), os.environ.get("A"), file=file)
 if how == "end":
     backend.allgather_object(None)  # one that ended before all are connected would end them
 if how == "wait":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that does not listen
     time.sleep(200)
 if grace.rank() == 1 and how == "exit":
     os._exit(7)
@@ -180,7 +181,6 @@ def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, numbe
         until = time.monotonic() + HANGS
         while len(list(tmp_path.glob("*.rank"))) < 2 and time.monotonic() < until:
             time.sleep(0.1)
-        time.sleep(0.5)
         assert len(alive(tmp_path)) == 2
         process.send_signal(number)
         process.wait(HANGS)
@@ -235,8 +235,7 @@ def test_one_nodes_failure_ends_the_others(tmp_path, cluster, rank):
     args, path = cluster
     script = tmp_path / "a.py"
     script.write_text(SCRIPT.replace("grace.rank() == 1", f"grace.rank() == {rank}"))
-    program = [REAL, str(script), "exit", str(tmp_path)]
-    err = launched(*args, "--", *program, python=REAL, PATH=path, code=7)[1]
+    err = launched(*args, "--", PYTHON, str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
     assert err.splitlines()[-1] == f"grace launch: rank {rank} ended with exit code 7; the others were ended"
     assert nobody_left(tmp_path)
 

@@ -168,7 +168,7 @@ def test_a_model_may_have_been_evaluated_before():
 def many(compressor=None, memory=None, **choices):
     net = built(mesh_of()["shard"])
     with compressed(net, (compressor, memory), **choices) as (state,):
-        weights = trained(net, 8)
+        weights = trained(net, 4)
         return same_bits(weights), state.traffic.bits_per_element, sorted(state.runner.state()["memory"])
 
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 import grace
-from tests.support import warm
 from tests.support.frameworks import OUTER, Recorded, check_refused, digits, kept, torchrun
 from tests.support.frameworks import bits as parameter_bits
 from tests.support.pools import on_ranks
@@ -284,6 +284,6 @@ def test_a_program_that_no_launcher_started_starts_its_other_rank(tmp_path: Path
     (tmp_path / "train.py").write_text(ALONE)
     launchers = ("OPAL_", "OMPI_", "PMIX_", "HOROVOD_", "MASTER_", "RANK", "LOCAL_", "WORLD_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    command = [warm.REAL, str(tmp_path / "train.py")]
+    command = [sys.executable, str(tmp_path / "train.py")]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert "ranks 2 sent True" in done.stdout, done.stderr

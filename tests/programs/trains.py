@@ -3,13 +3,14 @@
 Usage: trains.py torch|keras METHOD FAULT, or trains.py auto links|codecs|trials FAULT, which strikes while
 ``strategy="auto"`` measures or tries these. FAULT is what rank 1 does then:
 
-kill, stop    it gets SIGKILL or SIGSTOP, and the others wait ANSWER_SECONDS for its answer
+kill, stop    it gets SIGKILL or SIGSTOP
 raise         a ValueError that nobody catches
 leave         training ends as if its data did, and the program ends well
 skip          no optimizer.step() after its backward pass
 miss          neither a backward pass nor a step
 
-OUTER names an outer optimizer, if ranks are to train alone and exchange drifts after every fourth step.
+OUTER names an outer optimizer, if ranks are to train alone and exchange drifts after every fourth step. The others
+wait ANSWER_SECONDS for a rank's answer, and GIVE_UP_SECONDS at least for one that has left.
 """
 
 import os
@@ -20,7 +21,7 @@ import time
 import numpy as np
 
 import grace
-from grace.core import watch_server
+from grace.core import watch, watch_server
 
 STEP, STEPS = 5, 100_000
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -39,7 +40,6 @@ def train_torch(method: str, fault: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    watch_server.ANSWER_SECONDS = float(os.environ.get("ANSWER_SECONDS", watch_server.ANSWER_SECONDS))
     grace.init()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -113,4 +113,6 @@ def train_auto(phase: str, fault: str) -> None:
 
 
 if __name__ == "__main__":
+    watch_server.ANSWER_SECONDS = float(os.environ.get("ANSWER_SECONDS", watch_server.ANSWER_SECONDS))
+    watch.GIVE_UP_SECONDS = float(os.environ.get("GIVE_UP_SECONDS", watch.GIVE_UP_SECONDS))
     {"torch": train_torch, "keras": fit_keras, "auto": train_auto}[sys.argv[1]](*sys.argv[2:])

@@ -148,7 +148,6 @@ def _serve(address: str, framework: str) -> None:
         import tensorflow as tf
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
-    collect_seldom()
     grace.init(framework=framework)
     with Client(address) as pipe:
         pipe.send((grace.rank(), os.getpid()))
@@ -157,6 +156,7 @@ def _serve(address: str, framework: str) -> None:
             while True:
                 function, args = pickle.loads(pipe.recv())
                 tell_stacks(stacks)
+                collect_seldom()
                 try:
                     answer = (True, function(*args))
                 except BaseException:

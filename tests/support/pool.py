@@ -155,13 +155,13 @@ def _serve(pipe: Any, rank: int, size: int, store: str, stacks: str) -> None:
 
     import grace
 
-    collect_seldom()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with contextlib.suppress(EOFError):
         while True:
             function, args = pickle.loads(pipe.recv())
             tell_stacks(stacks)
+            collect_seldom()
             try:
                 grace.shutdown()
                 grace.init("torch")

@@ -35,6 +35,7 @@ import tempfile
 import threading
 import types
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _start_when_called(listener: socket.socket) -> None:
     select.select([listener], [], [])
     env = {name: value for name, value in os.environ.items() if name not in UNSET}
     env |= {"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}  # a process that has threads cannot be forked
-    command = [REAL, __file__, str(listener.fileno())]
+    command = [REAL, __file__, str(listener.fileno()), *BEFOREHAND]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env, cwd="/")
     listener.close()
     server.wait()  # it ends when its stdin does, and that when we do, even killed
@@ -101,7 +102,13 @@ def _remove(pid: int, folder: str) -> None:
 
 
 def collect_seldom() -> None:
-    """What is imported stays, and graphs make objects by the thousand: looking for garbage took a tenth of all time."""
+    """Collect what is garbage, and look no more at what is left, which is imported and stays.
+
+    Ranks call it before each test's function. Graphs make objects by the thousand, of which looking for garbage took a
+    tenth of all time; and Grace looks through all objects for models that are in DistributedDataParallel, which took
+    most of the time to make an optimizer after a few hundred tests.
+    """
+    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
@@ -109,7 +116,7 @@ def collect_seldom() -> None:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def _import_all(names: list[str]) -> list[dict[str, types.ModuleType]]:
+def _import_all(names: Iterable[str]) -> list[dict[str, types.ModuleType]]:
     """Import modules, and hide them again, but not those of Python's own library; for each, what it brought."""
     sys.modules["pandas"] = None  # type: ignore[assignment] # Keras takes it where it is there, and it starts threads
     groups, before = [], set(sys.modules)
@@ -307,12 +314,12 @@ def _run(argv: list[str]) -> None:
         exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main.__dict__)
 
 
-def _main(listener: int) -> None:
+def _main(listener: int, *beforehand: str) -> None:
     os.setpgid(0, 0)
     del sys.path[0]
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
-    groups = _import_all(BEFOREHAND)
+    groups = _import_all(beforehand)
     assert len(os.listdir("/proc/self/task")) == 1, "a module that was imported beforehand has started a thread"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # torch takes its operators apart
         finalizer.atexit = False
@@ -359,4 +366,4 @@ def _outcome(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,10 +1,9 @@
 """Refusal of runs with fewer ranks than were started: ranks would train alone and nobody would notice."""
 
-from typing import Any
-
 from grace.backends import initialized, launchers
 from grace.backends.initialized import NAMES
 from grace.backends.launchers import Launcher
+from grace.core.backend import Backend
 from grace.errors import ConfigError
 
 CALLS = {"horovod": "hvd.init()", "torch": "torch.distributed.init_process_group()"}
@@ -12,7 +11,7 @@ CALLS = {"horovod": "hvd.init()", "torch": "torch.distributed.init_process_group
 STARTERS = {"horovod": "horovodrun or mpirun", "torch": "torchrun", "mpi": "mpirun"}
 
 
-def check_engine(backend: Any, framework: str = "") -> None:
+def check_engine(backend: Backend, framework: str = "") -> None:
     """Refuse an engine that sees fewer ranks than a launcher has started, or than another engine of this process.
 
     Args:
@@ -42,7 +41,7 @@ def tensorflow_not_supported(launcher: Launcher | None) -> ConfigError:
     )
 
 
-def check_other_engines(backend: Any) -> None:
+def check_other_engines(backend: Backend) -> None:
     """Refuse an engine that sees fewer ranks than another one that the program has initialized, perhaps since.
 
     Raises:
@@ -83,7 +82,7 @@ def _started(launcher: Launcher) -> str:
     return f"{launcher.name} {started} {launcher.size} ranks ({launcher.settings})"
 
 
-def _refuse(started: str, backend: Any, remedy: str) -> None:
+def _refuse(started: str, backend: Backend, remedy: str) -> None:
     """Raise the error with the ranks that were started, those that the engine sees, and the remedy."""
     if backend.name == "local":
         sees = "Grace has joined this process alone"
@@ -92,7 +91,7 @@ def _refuse(started: str, backend: Any, remedy: str) -> None:
     raise ConfigError(f"{started}, and {sees}: ranks would train alone. Do this: {remedy}")
 
 
-def _remedy(backend: Any, launcher: Launcher, framework: str) -> str:
+def _remedy(backend: Backend, launcher: Launcher, framework: str) -> str:
     """Return the advice that makes the engine see all ranks that a launcher has started."""
     name = backend.name
     if name not in CALLS or backend.owns:  # Grace has joined it, and it sees nothing of the launcher

@@ -4,14 +4,21 @@ import abc
 import enum
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from grace.core.backend import Backend, Handle, Tensor
+from grace.core.communicator import CompressorArg
 from grace.core.waits import timeout_for
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
+if TYPE_CHECKING:
+    from horovod.common.process_sets import ProcessSet
+
+B = TypeVar("B", bound="HorovodBackend")
 HOROVOD_ATTRIBUTES = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}
 """Attributes of the classes that Horovod makes of torch's and of Keras's optimizers: each class has one of them."""
 
@@ -39,7 +46,9 @@ class Compression(enum.Enum):
     fp16 = "fp16"
 
 
-def compressor_for(optimizer: Any, compression: Any, compressor: Any) -> Any:
+def compressor_for(
+    optimizer: object, compression: Compression | None, compressor: CompressorArg | None
+) -> CompressorArg | None:
     """Return the compressor that was chosen, and refuse choices that only Horovod takes.
 
     Raises:
@@ -99,9 +108,9 @@ class Operation:
     tensor: Tensor
     root: int = 0
     rows: int = 0
-    received: Any = None
+    received: Tensor = None
 
-    def result(self) -> Any:
+    def result(self) -> Tensor | list[Tensor]:
         """Return the result for the backend's caller."""
         if not self.rows:
             return self.received
@@ -119,14 +128,14 @@ class HorovodBackend(Backend):
         owns: True to shut Horovod down with the backend.
     """
 
-    hvd: ClassVar[Any]
+    hvd: ClassVar[ModuleType]
     """Horovod's module for the framework."""
     name = "horovod"
     pairs_by_name = True
     concatenates = True
     _calls_are = "grace.call"
 
-    def __init__(self, process_set: Any = None, owns: bool = False):
+    def __init__(self, process_set: "ProcessSet | None" = None, owns: bool = False):
         hvd = self.hvd
         if not hvd.is_initialized():
             raise ConfigError(
@@ -191,7 +200,7 @@ class HorovodBackend(Backend):
             self.count(kernels_of(tensor).nbytes(tensor))
         return self.start(Operation("gather", tensor, root, self.size))
 
-    def duplicate(self) -> Any:
+    def duplicate(self: B) -> B:
         other = type(self)(self.process_set)
         other.timeout = self.timeout
         other._calls_are = f"{self._calls_are}.duplicate"
@@ -206,7 +215,7 @@ class HorovodBackend(Backend):
         return self.process_set.ranks[rank] if self.process_set.ranks else rank
 
 
-def alltoall_output(output: Any) -> Any:
+def alltoall_output(output: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the output of an all-to-all without the sizes of its parts, which some versions return beside it."""
     return output[0] if isinstance(output, (tuple, list)) else output
 

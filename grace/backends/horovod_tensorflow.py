@@ -3,12 +3,13 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.process_sets import ProcessSet
 
 from grace.backends.horovod import HorovodBackend, Operation, alltoall_output
 from grace.core.backend import Handle
@@ -26,10 +27,10 @@ class TensorFlowHorovodBackend(HorovodBackend):
 
     hvd = hvd
     framework = "tensorflow"
-    _functions: dict[Any, Any] | None = None
+    _functions: dict[tuple[str, str, int, tf.DType], Callable[[tf.Tensor], tf.Tensor]] | None = None
     """Functions of operations that one of several threads runs, by the operations' names; None in the main thread."""
 
-    def __init__(self, process_set: Any = None, owns: bool = False):
+    def __init__(self, process_set: ProcessSet | None = None, owns: bool = False):
         _refuse_elastic()
         super().__init__(process_set, owns)
         if not self.included:
@@ -69,7 +70,7 @@ class TensorFlowHorovodBackend(HorovodBackend):
         return Handle(lambda: None, later=operation.result)
 
     def duplicate(self) -> "TensorFlowHorovodBackend":
-        other: TensorFlowHorovodBackend = super().duplicate()
+        other = super().duplicate()
         other._functions = {}
         return other
 

@@ -5,11 +5,13 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
 
 from grace.backends.horovod import HorovodBackend, Operation, alltoall_output
 from grace.core.backend import Handle
@@ -56,7 +58,7 @@ class TorchHorovodBackend(HorovodBackend):
 
     _label = ""
     _in_label = 0
-    _optimizers: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+    _optimizers: ClassVar[weakref.WeakKeyDictionary[ProcessSet, int]] = weakref.WeakKeyDictionary()
     """Number of optimizers by process set."""
 
     def count_optimizer(self) -> int:
@@ -98,17 +100,16 @@ class TorchHorovodBackend(HorovodBackend):
             splits[operation.root] = sent.numel()
         return hvd.alltoall_async(sent, splits, **options)
 
-    def receive(self, operation: Operation, name: str, output: Any) -> None:
+    def receive(self, operation: Operation, name: str, output: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Set the received tensor of an operation from Horovod's output."""
-        tensor = operation.tensor
-        output = alltoall_output(output)
+        tensor, received = operation.tensor, alltoall_output(output)
         if operation.kind == "allreduce" and tensor.dtype == torch.bfloat16:
-            parts = output.view(torch.bfloat16).view(self.size, -(-tensor.numel() // self.size))
+            parts = received.view(torch.bfloat16).view(self.size, -(-tensor.numel() // self.size))
             total = parts.sum(0, dtype=torch.float32).to(torch.bfloat16).view(torch.uint8)
             whole = hvd.allgather(total, name=f"{name}.totals", process_set=self.process_set)
             tensor.view(-1).copy_(whole.view(torch.bfloat16)[: tensor.numel()])
         in_place = operation.kind in ("allreduce", "broadcast")
-        operation.received = tensor if in_place else output.view(tensor.dtype)
+        operation.received = tensor if in_place else received.view(tensor.dtype)
 
     def split(self, ranks: Sequence[int]) -> "TorchHorovodBackend | None":
         process_set = _process_set(tuple(self._global(rank) for rank in ranks))
@@ -119,12 +120,12 @@ class TorchHorovodBackend(HorovodBackend):
         other._calls_are = f"grace.split{other.count_optimizer()}.call"  # there may be others over the same set
         return other
 
-    def tensor_of(self, array: Any) -> torch.Tensor:
+    def tensor_of(self, array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array)
 
 
 @functools.cache
-def _process_set(ranks: tuple[int, ...]) -> Any:
+def _process_set(ranks: tuple[int, ...]) -> ProcessSet:
     """Return Horovod's set of these ranks, of which there must be only one."""
     if ranks == tuple(range(hvd.size())):
         return hvd.global_process_set

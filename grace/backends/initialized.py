@@ -1,7 +1,6 @@
 """Engines that the program, or a framework that it uses, has initialized itself."""
 
 import sys
-from typing import Any
 
 FRAMEWORKS = ("torch", "tensorflow")
 NAMES = {"horovod": "Horovod", "torch": "torch.distributed", "mpi": "MPI"}
@@ -11,7 +10,7 @@ NAMES = {"horovod": "Horovod", "torch": "torch.distributed", "mpi": "MPI"}
 def horovod_framework() -> str:
     """Return the framework for which Horovod is initialized; empty if it is not."""
     for framework in FRAMEWORKS:
-        horovod: Any = sys.modules.get(f"horovod.{framework}")
+        horovod = sys.modules.get(f"horovod.{framework}")
         if horovod is not None and horovod.is_initialized():
             return framework
     return ""
@@ -27,10 +26,10 @@ def sizes() -> dict[str, int]:
     framework = horovod_framework()
     if framework:
         found["horovod"] = sys.modules[f"horovod.{framework}"].size()
-    torch: Any = sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         found["torch"] = torch.distributed.get_world_size()
-    mpi: Any = sys.modules.get("mpi4py.MPI")
+    mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         found["mpi"] = mpi.COMM_WORLD.Get_size()
     return found

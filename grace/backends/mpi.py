@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,13 @@ has waited, between these bounds in seconds: MPI moves large messages only while
 NUMBERS = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE, "int64": MPI.INT64_T, "int32": MPI.INT32_T}
 
 
-def _add_halves(a: Any, b: Any, datatype: Any) -> None:
+def _add_halves(a: Any, b: Any, datatype: MPI.Datatype | None) -> None:
     left, right = np.frombuffer(a, np.float16), np.frombuffer(b, np.float16)
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(left, right, out=right)
 
 
-def _add_bfloats(a: Any, b: Any, datatype: Any) -> None:
+def _add_bfloats(a: Any, b: Any, datatype: MPI.Datatype | None) -> None:
     left, right = np.frombuffer(a, np.uint16), np.frombuffer(b, np.uint16)
     with np.errstate(over="ignore", invalid="ignore"):
         total = _bfloats_to_floats(left) + _bfloats_to_floats(right)
@@ -52,7 +53,7 @@ SUMS = {"float16": _add_halves, "bfloat16": _add_bfloats}
 
 
 @functools.cache
-def _sum_operations() -> dict[str, Any]:
+def _sum_operations() -> dict[str, MPI.Op]:
     """Return MPI operations that sum dtypes which MPI does not know; cached, as a process may create only a few
     operations."""
     return {dtype: MPI.Op.Create(add, commute=True) for dtype, add in SUMS.items()}
@@ -70,7 +71,7 @@ class MPIBackend(Backend):
 
     name = "mpi"
 
-    def __init__(self, comm: Any = None, timeout: float | None = None):
+    def __init__(self, comm: MPI.Comm | None = None, timeout: float | None = None):
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.timeout = timeout_for() if timeout is None else timeout
         same = MPI.Comm.Compare(self.comm, MPI.COMM_WORLD)
@@ -84,7 +85,7 @@ class MPIBackend(Backend):
             self.local_rank = node.Get_rank()
             self.local_size = node.Get_size()
             node.Free()
-        self.pending: list[Any] = []
+        self.pending: list[MPI.Request] = []
         self.sums = _sum_operations()
         _abort_on_errors(self.comm)
 
@@ -103,7 +104,7 @@ class MPIBackend(Backend):
             return self._sum_of_two(staged, dtype, count, datatype)
         return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, [staged.memory, count, datatype], op), staged)
 
-    def _sum_of_two(self, staged: "_Staged", dtype: str, count: int, datatype: Any) -> Handle:
+    def _sum_of_two(self, staged: "_Staged", dtype: str, count: int, datatype: MPI.Datatype) -> Handle:
         """Sum over two ranks: they send each other all elements, and each adds.
 
         Both directions of the network are in use at once. Open MPI's non-blocking sum goes to one rank and back, which
@@ -167,7 +168,7 @@ class MPIBackend(Backend):
         return made
 
     def _handle(
-        self, request: Any, received: "_Staged", *alive: Any, finish: Callable[[], None] | None = None
+        self, request: MPI.Request, received: "_Staged", *alive: "_Staged", finish: Callable[[], None] | None = None
     ) -> Handle:
         """Return a handle whose result is the tensor in ``received``.
 
@@ -191,7 +192,7 @@ class MPIBackend(Backend):
 
         return Handle(wait, later=lambda: received.result)
 
-    def _wait_for(self, request: Any) -> None:
+    def _wait_for(self, request: MPI.Request) -> None:
         """Test a request until it is complete: a signal, the timeout or a rank that left must be able to end the
         wait."""
         patience = Patience(self)
@@ -250,7 +251,7 @@ class _Staged:
         self.copy = None
         self.adopted = not k.mutable and bool(written or rows)
         if self.adopted:
-            self.memory: Any = k.host_buffer(k.nbytes(tensor) * (rows or 1))
+            self.memory: Tensor = k.host_buffer(k.nbytes(tensor) * (rows or 1))
             if not rows:
                 self.memory[...] = np.asarray(k.to_bytes(tensor))
             return
@@ -280,7 +281,7 @@ class _Staged:
             self.tensor.copy_(self.copy)
 
 
-def _abort_on_errors(comm: Any) -> None:
+def _abort_on_errors(comm: MPI.Comm) -> None:
     """Set a hook by which an error that nobody catches ends all ranks: the others would wait for this one for ever."""
     before = sys.excepthook
     rank = comm.Get_rank()
@@ -288,7 +289,7 @@ def _abort_on_errors(comm: Any) -> None:
     if getattr(before, "aborts", False):  # another backend of this process has set the hook
         return
 
-    def hook(kind: Any, value: Any, trace: Any) -> None:
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         before(kind, value, trace)
         if size > 1:
             if not issubclass(kind, RankError):  # a RankError follows from another rank's error, which is printed there

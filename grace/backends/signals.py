@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from types import FrameType
 
 from grace.core.backend import Backend
 from grace.errors import RankError
@@ -40,7 +40,7 @@ class Sigterm:
         os.register_at_fork(before=self.block, after_in_parent=self.unblock, after_in_child=self.uninstall)
         threading.Thread(target=self.listen, daemon=True, name="grace-sigterm").start()
 
-    def handle(self, number: int, frame: Any) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         """Raise RankError in the main thread. This is the signal's handler; a second SIGTERM ends the process."""
         self.raised.set()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from grace.errors import ConfigError, RankError
 T = TypeVar("T")
 
 
-def chosen_root(root: Any, root_rank: Any, size: int) -> int:
+def chosen_root(root: int, root_rank: int | None, size: int) -> int:
     """Return the rank that ``root`` or, as Horovod spells it, ``root_rank`` names.
 
     Raises:
@@ -25,13 +25,12 @@ def chosen_root(root: Any, root_rank: Any, size: int) -> int:
     Traceback (most recent call last):
     grace.errors.ConfigError: root_rank=2: the ranks are 0 to 1
     """
-    given: Any = root if root_rank is None else root_rank
-    name = "root" if root_rank is None else "root_rank"
+    name, number = ("root", root) if root_rank is None else ("root_rank", root_rank)
     if root_rank is not None and root not in (0, root_rank):
         raise ConfigError(f"root={root!r} and root_rank={root_rank!r} are two names of one argument: give one of them")
-    rank = int(given) if isinstance(given, Integral) and not isinstance(given, bool) else -1
+    rank = int(number) if isinstance(number, Integral) and not isinstance(number, bool) else -1
     if not 0 <= rank < size:
-        raise ConfigError(f"{name}={given!r}: the ranks are 0 to {size - 1}")
+        raise ConfigError(f"{name}={number!r}: the ranks are 0 to {size - 1}")
     return rank
 
 
@@ -143,7 +142,7 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     return obj if backend.rank == root_rank else values[root_rank]
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: T, name: str | None = None) -> list[T]:
     """Give every rank all ranks' objects, as ``hvd.allgather_object`` does. Every rank must call it.
 
     Args:
@@ -197,23 +196,23 @@ def _gather_values(
     backend: Backend,
     kind: str,
     describe: Callable[[], str],
-    value: Any,
-    wanted: Sequence[int],
+    value: T | None,
+    roots: Sequence[int],
     error: Exception | None = None,
-) -> dict[int, Any]:
-    """Return the values of the wanted ranks, by rank.
+) -> dict[int, T]:
+    """Return the values of some ranks, without this one's, by rank.
 
     Args:
         kind, describe: for :func:`compared`.
         value: this rank's value.
-        wanted: the ranks whose values count.
+        roots: the ranks whose values count.
         error: the reason why this rank has no value; else None.
 
     Raises:
-        RankError: one of the wanted ranks has no value; on that rank the error itself.
+        RankError: one of these ranks has no value; on that rank the error itself.
     """
     packed = b""
-    if error is None and backend.rank in wanted and backend.size > 1:
+    if error is None and backend.rank in roots and backend.size > 1:
         try:
             packed = pickle.dumps(value)
         except Exception as raised:
@@ -223,7 +222,7 @@ def _gather_values(
         values = backend.allgather_object((packed, failure))
     if error is not None:
         raise error
-    for rank in wanted:
+    for rank in roots:
         if values[rank][1] is not None:
             raise RankError(f"rank {rank} failed: {values[rank][1]}")
-    return {rank: pickle.loads(values[rank][0]) for rank in wanted if rank != backend.rank}
+    return {rank: pickle.loads(values[rank][0]) for rank in roots if rank != backend.rank}

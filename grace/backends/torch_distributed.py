@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,7 +42,7 @@ class TorchBackend(Backend):
     framework = "torch"
     by_ring = True
 
-    def __init__(self, group: Any = None, owns: bool = False):
+    def __init__(self, group: dist.ProcessGroup | None = None, owns: bool = False):
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized; call grace.init() or init_process_group() first")
         self.group = group
@@ -128,10 +129,10 @@ class TorchBackend(Backend):
         """Channels over the same ranks, which all backends of one process group share; they end when the group does."""
         return self._channels_of.setdefault(self.group or dist.group.WORLD, Channels())
 
-    _channels_of: ClassVar[weakref.WeakKeyDictionary[Any, Channels]] = weakref.WeakKeyDictionary()
+    _channels_of: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup | None, Channels]] = weakref.WeakKeyDictionary()
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
-        """Make a process group of some of the ranks; all of those ranks must call it."""
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Make a process group of some of the ranks; all of those ranks must call it. None on other ranks."""
         numbers = [self._global(rank) for rank in ranks]
         options: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout)}
         if numbers != sorted(numbers):
@@ -160,7 +161,7 @@ class TorchBackend(Backend):
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def tensor_of(self, array: Any) -> torch.Tensor:
+    def tensor_of(self, array: np.ndarray) -> torch.Tensor:
         group: Any = self.group or dist.group.WORLD
         cpu = torch.device("cpu") in group._device_types
         return torch.tensor(array, device="cpu" if cpu else torch.cuda.current_device())
@@ -172,7 +173,13 @@ class TorchBackend(Backend):
             self._sides[device] = Side(device) if "nccl" in group._get_backend(device).name() else None
         return self._sides[device]
 
-    def _start(self, result: Any, sent: torch.Tensor, collective: Callable[..., Any], *args: Any) -> Handle:
+    def _start(
+        self,
+        result: torch.Tensor | list[torch.Tensor],
+        sent: torch.Tensor,
+        collective: Callable[..., dist.Work],
+        *args: torch.Tensor | list[torch.Tensor] | int | None,
+    ) -> Handle:
         """Start a collective of torch's, and return its handle; on a GPU ``wait()`` only makes later work on it wait.
 
         Args:
@@ -191,7 +198,7 @@ class TorchBackend(Backend):
             return Handle(work.wait, result, (work,))
         return Handle(partial(self._wait_on_host, work), result, (work,))
 
-    def _wait_on_host(self, work: Any) -> None:
+    def _wait_on_host(self, work: dist.Work) -> None:
         """Wait for a collective of host tensors, in short waits: the watch must be able to end the whole wait."""
         began = time.monotonic()
         patience = None
@@ -241,10 +248,11 @@ def _mpi_rendezvous() -> dict[str, Any]:
     return {"init_method": url, "rank": comm.Get_rank(), "world_size": comm.Get_size()}
 
 
-def _timeout(group: Any) -> float | None:
+def _timeout(group: dist.ProcessGroup | None) -> float | None:
     """Return the seconds that the collectives of a process group may take, which torch does not pass to groups made
     from it; None if torch does not tell them."""
     group = group or dist.group.WORLD
+    assert group is not None  # torch.distributed is initialized
     with contextlib.suppress(AttributeError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
     return None

@@ -1,9 +1,10 @@
 """Stream of a GPU that collectives start on, besides the one in which the program computes."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 
 class Side:
@@ -18,12 +19,12 @@ class Side:
         streams: the factory of streams and events, as ``torch.cuda``.
     """
 
-    def __init__(self, device: Any, streams: Any = torch.cuda):
+    def __init__(self, device: torch.device, streams: ModuleType = torch.cuda):
         self.device = device
         self.streams = streams
         self.stream = streams.Stream(device)
 
-    def start(self, begin: Callable[[], Any], tensors: Iterable[Any]) -> Any:
+    def start(self, begin: Callable[[], dist.Work], tensors: Iterable[torch.Tensor]) -> dist.Work:
         """Start a collective by ``begin``, and return its work; ``tensors`` are those that it sends and fills."""
         encoded = self.streams.Event()
         encoded.record(self.streams.current_stream(self.device))
@@ -34,7 +35,7 @@ class Side:
             tensor.record_stream(self.stream)
         return work
 
-    def join(self, work: Any) -> None:
+    def join(self, work: dist.Work) -> None:
         """Let later computations wait for a collective that was started."""
         with self.streams.stream(self.stream):
             work.wait()

@@ -41,7 +41,7 @@ def private_store(timeout: float) -> dict[str, Any]:
     return {"store": dist.PrefixStore(f"grace/{name}", store), "rank": rank, "world_size": size}
 
 
-def _announce_name(store: Any, size: int, timeout: float) -> str:
+def _announce_name(store: dist.Store, size: int, timeout: float) -> str:
     """Draw the name on rank 0, and return it when all other ranks know it."""
     name = uuid.uuid4().hex
     answered: dict[int, str] = {}
@@ -66,7 +66,7 @@ def _announce_name(store: Any, size: int, timeout: float) -> str:
     return name
 
 
-def _receive_name(store: Any, rank: int, timeout: float) -> str:
+def _receive_name(store: dist.Store, rank: int, timeout: float) -> str:
     """Return the name that rank 0 has drawn."""
     word = uuid.uuid4().hex
     store.set(f"grace/hello/{rank}", word)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from grace.core import specs
-from grace.core.communicator import Communicator
+from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.registry import checked, known, make
@@ -17,7 +17,9 @@ MOST_RANKS = 1 << 20
 """Largest number of ranks that :func:`break_even` tries."""
 
 
-def build_communicator(compressor: Any, memory: Any, communicator: Any, ranks: int = 1) -> Communicator:
+def build_communicator(
+    compressor: CompressorArg | None, memory: MemoryArg | None, communicator: CommunicatorArg | None, ranks: int = 1
+) -> Communicator:
     """Return the communicator for the user's three choices; each is a spec, an object or None (default).
 
     Args:
@@ -38,18 +40,20 @@ def build_communicator(compressor: Any, memory: Any, communicator: Any, ranks: i
         if compressor is not None or memory is not None:
             raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")
         return communicator
-    chosen: Any = make("compressor", "none" if compressor is None else compressor)
-    named = communicator is not None
-    name, parameters = specs.parse(communicator if named else default_communicator(chosen, memory, ranks))
+    chosen: Compressor = make("compressor", "none" if compressor is None else compressor)
+    by_default = communicator is None
+    name, parameters = specs.parse(
+        default_communicator(chosen, memory, ranks) if communicator is None else communicator
+    )
     if name not in known("communicator"):
         make("communicator", name)  # raises, naming what is known
     cls: Any = known("communicator")[name]
     built: Communicator = cls(chosen, memory, **checked("communicator", name, parameters))
-    built.by_default = not named
+    built.by_default = by_default
     return built
 
 
-def default_communicator(compressor: Compressor, memory: Any = None, ranks: int = 1) -> str:
+def default_communicator(compressor: Compressor, memory: MemoryArg | None = None, ranks: int = 1) -> str:
     """Return the name of a method's default communicator: its ``traits.communicator``, or scatter_reduce for
     :func:`break_even` or more ranks.
 
@@ -60,7 +64,7 @@ def default_communicator(compressor: Compressor, memory: Any = None, ranks: int 
     return compressor.traits.communicator if least is None or ranks < least else SCATTER
 
 
-def break_even(compressor: Compressor, memory: Any = None) -> int | None:
+def break_even(compressor: Compressor, memory: MemoryArg | None = None) -> int | None:
     """Return the least number of ranks W for which scatter_reduce is a method's default instead of allgather; None if
     it never is.
 

@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from grace.compressors.topk import kept_count
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits, without_padding
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits, without_padding
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, coded_as, decode, encode
 
@@ -43,7 +42,7 @@ class Adaptive(Accumulating):
     def __post_init__(self) -> None:
         self.check_number("ratio", 0, 1, low_open=True)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -63,16 +62,16 @@ class Adaptive(Accumulating):
             means.append(k.mean_abs(k.gather(side, indices)))
         return [k.join(means), *sides, *([k.join(counts)] if counts else [])], tuple(tensor.shape)
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         side = TensorSpec(coded_as(math.prod(shape))[0], (None,))
         return [TensorSpec("float32", (2,)), side, side]
 
-    def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def device_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         n = math.prod(shape)
         side = TensorSpec(coded_as(n + 1)[0], (kept_count(self.ratio, n),))
         return [TensorSpec("float32", (2,)), side, side, TensorSpec("int32", (2,))]
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         means, n = payload[0], math.prod(ctx)
         above, below = self._sides(payload)
@@ -80,7 +79,7 @@ class Adaptive(Accumulating):
         flat = k.add_at(flat, decode(k, below, n), means[1:], -weight)
         return k.reshape(flat, ctx)
 
-    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+    def sent_indices(self, payload: Payload, ctx: Shape) -> Tensor | None:
         """Return flat indices of the entries that a payload carries, one side after the other."""
         k, n = kernels_of(payload[0]), math.prod(ctx)
         return k.join([decode(k, coded, n) for coded in self._sides(payload)])

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.constants import GAUSSIAN_STEPS, ROTATED
 
@@ -131,7 +130,7 @@ class Block(Accumulating):
         """The outermost level in steps: the largest whole number that is a code, or of "rms" half a step more."""
         return 2 ** (self.bits - 1) - (1 if self.norm == "max" else 0.5)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         flat = k.rotate(k.flat(tensor)) if self.hadamard else k.flat(tensor)
         stream = self.context.stream(name) if self.rounding == "stochastic" else None
@@ -141,7 +140,7 @@ class Block(Accumulating):
             codes, scales = k.quantize(flat, self.levels, self.block_size, self.norm, stream)
         return [k.pack(codes, self.bits), scales], tuple(tensor.shape)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         packed, scales = payload
         codes = k.unpack(packed, self.bits, math.prod(ctx))
@@ -171,7 +170,7 @@ class Block(Accumulating):
         cut = max(0.0, math.sqrt(n) - self.levels * step)
         return step**2 / 4 + max(0.0, cut**2 - step**2 / 4) / n
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
+    def bucket_codec(self) -> BucketCodec | None:
         chosen = {"levels": self.levels, "bits": self.bits, "bucket": self.block_size, "norm": self.norm}
         chosen["nearest"] = self.rounding == "nearest"
         if self.format != "fp8" and not self.hadamard:
@@ -180,6 +179,6 @@ class Block(Accumulating):
             return None
         return "coded", {**chosen, "float8": self.format == "fp8", "rotated": self.hadamard > 0}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         n = math.prod(shape)
         return [TensorSpec("uint8", ((n * self.bits + 7) // 8,)), TensorSpec("float32", (-(-n // self.block_size),))]

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import BucketCodec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}
@@ -44,24 +43,24 @@ class Cast(Compressor):
     def __post_init__(self) -> None:
         self.check_choice("dtype", tuple(DTYPES))
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, None]:
         return [kernels_of(tensor).cast(tensor, DTYPES[self.dtype])], None
 
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+    def decompress(self, payload: Payload, ctx: None) -> Tensor:
         return kernels_of(payload[0]).cast(payload[0], "float32")
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: None, out: Tensor, weight: float = 1.0) -> Tensor:
         return kernels_of(out).add(out, payload[0], weight)
 
-    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+    def aggregate(self, payloads: Sequence[Payload], ctx: None, out: Tensor, count: float) -> Tensor:
         if len(payloads) == 1:
             return kernels_of(out).divide(out, payloads[0][0], count)
         return super().aggregate(payloads, ctx, out, count)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "numbers", {}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         return [TensorSpec(DTYPES[self.dtype], shape)]
 
 

@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from grace.compressors.topk import kept_count, warmup_ratio
-from grace.core.compressor import Payload, PayloadSpec, Sparsifier, Tensor, Traits
+from grace.core.compressor import Payload, PayloadSpec, Shape, Sparsifier, Tensor, Traits
 from grace.kernels import Kernels, kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
@@ -67,7 +66,7 @@ class DGC(Sparsifier):
         """Ratio at this step of the warm-up."""
         return warmup_ratio(self.ratio, self.warmup_steps, self.context.step)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -76,10 +75,10 @@ class DGC(Sparsifier):
         indices = self._select(k, flat, n, name)
         return [k.gather(flat, indices), encode(k, indices, n, fixed=False)], tuple(tensor.shape)
 
-    def size_key(self, step: int) -> Any:
+    def size_key(self, step: int) -> float:
         return warmup_ratio(self.ratio, self.warmup_steps, step)
 
-    def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def device_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         ratio = warmup_ratio(self.ratio, self.warmup_steps, step)
         return self.padded_spec(shape, kept_count(ratio, math.prod(shape)))
 

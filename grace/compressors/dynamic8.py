@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -73,19 +72,19 @@ class Dynamic8(Accumulating):
     def __post_init__(self) -> None:
         self.check_choice("table", tuple(TABLES))
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         scale = k.max_abs(flat)
         return [k.bucketize(flat, scale, EDGES[self.table]), scale], tuple(tensor.shape)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         codes, scale = payload
         return k.reshape(k.add_table(k.flat(out), codes, 8, TABLES[self.table], scale, weight), ctx)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "table", {"edges": EDGES[self.table], "entries": TABLES[self.table]}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         return [TensorSpec("uint8", (math.prod(shape),)), TensorSpec("float32", (1,))]

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 
@@ -52,7 +51,7 @@ class Inceptionn(Accumulating):
         step = 2.0 ** math.frexp(self.error_bound)[1]
         return one, one * step, one * min(step, 2.0**-15)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -62,13 +61,13 @@ class Inceptionn(Accumulating):
         codes = [k.to_fixed(small, step8, "int8"), k.to_fixed(medium, step16, "int16")]
         return [k.pack(tags, 2), *codes, exact], tuple(tensor.shape)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         flat, tags = k.flat(out), k.unpack(payload[0], 2, math.prod(ctx))
         for tag, values, step in zip((1, 2, 3), payload[1:], (*self.units[1:], 1.0), strict=True):
             flat = k.scatter_add(flat, k.where_code(tags, tag), k.cast(values, "float32"), weight * step)
         return k.reshape(flat, ctx)
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         codes = [TensorSpec(dtype, (None,)) for dtype in ("int8", "int16", "float32")]
         return [TensorSpec("uint8", ((math.prod(shape) + 3) // 4,)), *codes]

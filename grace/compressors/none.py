@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import BucketCodec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -34,13 +33,13 @@ class NoCompression(Compressor):
         communicator="allreduce",
     )
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, None]:
         return [tensor], None
 
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+    def decompress(self, payload: Payload, ctx: None) -> Tensor:
         return payload[0]
 
-    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+    def aggregate(self, payloads: Sequence[Payload], ctx: None, out: Tensor, count: float) -> Tensor:
         k = kernels_of(out)
         if len(payloads) == 1:
             return k.divide(out, payloads[0][0], count)
@@ -48,8 +47,8 @@ class NoCompression(Compressor):
         total = super().aggregate(payloads, ctx, k.zeros(tuple(out.shape), wide, out), 1)
         return k.divide(out, total, count)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "numbers", {}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         return [TensorSpec("float32", shape)]

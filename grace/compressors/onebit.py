@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -34,18 +33,18 @@ class OneBit(Accumulating):
         needs_memory=True,
     )
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         return [k.pack_signs(flat), k.side_means(flat)], tuple(tensor.shape)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         bits, means = payload
         return k.reshape(k.add_table(k.flat(out), bits, 1, means, None, weight), ctx)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "signs", {"form": "sided"}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         return [TensorSpec("uint8", ((math.prod(shape) + 7) // 8,)), TensorSpec("float32", (2,))]

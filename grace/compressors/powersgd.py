@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.constants import NARROW
 
@@ -62,13 +61,13 @@ class PowerSGD(Accumulating):
         self.check_integer("rank", 1)
         self.check_choice("warm_start", (False, True))
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> Shape:
         _, columns, rank = self.sizes(shape)
         return columns, rank
 
     def exchange_all(
         self, tensors: Iterable[Tensor], names: Sequence[str]
-    ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]:
+    ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Shape]]]:
         starts = self._starts(names)
         originals: list[Tensor] = []
         products = _Products()
@@ -93,25 +92,25 @@ class PowerSGD(Accumulating):
         if self.warm_start:
             self.state[name] = q
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
+    def bucket_codec(self) -> BucketCodec | None:
         return ("low rank", {}) if self.rank <= NARROW else None
 
-    def round_specs(self, shape: tuple[int, ...], step: int) -> list[PayloadSpec | None]:
+    def round_specs(self, shape: Shape, step: int) -> list[PayloadSpec | None]:
         rows, columns, rank = self.sizes(shape)
         return [[TensorSpec("float32", (rows, rank))], [TensorSpec("float32", (columns, rank))]]
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         p, q = payload
         return kernels_of(out).matmul_add(out, p, q, weight)
 
-    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+    def aggregate(self, payloads: Sequence[Payload], ctx: Shape, out: Tensor, count: float) -> Tensor:
         (p, q), *others = payloads
         out = kernels_of(out).matmul_add(out, p, q, 1.0 / count, 0.0)
         for payload in others:
             out = self.accumulate(payload, ctx, out, 1.0 / count)
         return out
 
-    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    def sizes(self, shape: Shape) -> tuple[int, int, int]:
         """Return the rows and columns of the matrix, and the columns of P and Q."""
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         return rows, columns, min(self.rank, rows, columns)
@@ -140,10 +139,10 @@ class _Products:
     def __init__(self) -> None:
         self.factors: list[Tensor] = []
         self.matrices: list[Tensor] = []
-        self.results: list[Any] = []
-        self.small: dict[tuple[int, ...], list[int]] = {}
+        self.results: list[Tensor] = []
+        self.small: dict[Shape, list[int]] = {}
         """Indices of the small matrices of each shape."""
-        self.joined: dict[tuple[int, ...], Tensor] = {}
+        self.joined: dict[Shape, Tensor] = {}
 
     def add(self, matrix: Tensor, factor: Tensor) -> None:
         """Add a matrix M and its Q."""
@@ -173,7 +172,7 @@ class _Products:
             self._multiply(shape, [factors[i] for i in indices], True)
         return self.results
 
-    def _multiply(self, shape: tuple[int, ...], factors: list[Tensor], transpose: bool) -> None:
+    def _multiply(self, shape: Shape, factors: list[Tensor], transpose: bool) -> None:
         matrices = self.joined[shape]
         products = kernels_of(matrices).matmul(matrices, _joined(factors), transpose)
         for product, i in zip(_split(products), self.small[shape], strict=True):
@@ -182,7 +181,7 @@ class _Products:
 
 def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
     """Return an orthonormal basis of each matrix's columns, computed for matrices of one shape together."""
-    shapes: dict[tuple[int, ...], list[int]] = {}
+    shapes: dict[Shape, list[int]] = {}
     for i, matrix in enumerate(matrices):
         shapes.setdefault(tuple(matrix.shape), []).append(i)
     found = list(matrices)

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -52,13 +51,13 @@ class QSGD(Accumulating):
         """Bits per code."""
         return (2 * self.levels).bit_length()
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         codes, scales = k.quantize(flat, self.levels, self.bucket_size, self.norm, self.context.stream(name))
         return [k.pack(codes, self.bits), scales], tuple(tensor.shape)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         packed, scales = payload
         codes = k.unpack(packed, self.bits, math.prod(ctx))
@@ -71,7 +70,7 @@ class QSGD(Accumulating):
             return bucket / (4 * self.levels**2)
         return min(bucket / self.levels**2, math.sqrt(bucket) / self.levels)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "levels", {
             "levels": self.levels,
             "bits": self.bits,
@@ -79,6 +78,6 @@ class QSGD(Accumulating):
             "norm": self.norm,
         }
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         n = math.prod(shape)
         return [TensorSpec("uint8", ((n * self.bits + 7) // 8,)), TensorSpec("float32", (-(-n // self.bucket_size),))]

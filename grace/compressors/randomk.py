@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from grace.compressors.topk import kept_count
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import BucketCodec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
+
+DrawnIndices = tuple[Shape, Tensor, float]
+"""Shape of a variable, the indices drawn at this step, and the factor of the values."""
 
 
 @dataclass
@@ -55,23 +57,23 @@ class RandomK(Compressor):
             return replace(self.biased_traits, unbiased=True, contraction=False, memory="none")
         return self.biased_traits
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, DrawnIndices]:
         k = kernels_of(tensor)
         check_positions(math.prod(tensor.shape))
         flat, ctx = k.flat(tensor), self.ctx_of(name, tuple(tensor.shape), tensor)
         return [k.gather(flat, ctx[1])], ctx
 
-    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+    def ctx_of(self, name: str, shape: Shape, like: Tensor) -> DrawnIndices:
         """Return the variable's shape, the indices of this step, and the factor of the values."""
         n, stream = math.prod(shape), self.context.stream(name, shared=True)
         count = kept_count(self.ratio, n)
         return shape, kernels_of(like).random_indices(stream, n, count, like), self._scale(n, count)
 
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+    def decompress(self, payload: Payload, ctx: DrawnIndices) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx[0], "float32", payload[0]))
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: DrawnIndices, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         shape, indices, scale = ctx
         return k.reshape(k.scatter_add(k.flat(out), indices, payload[0], weight * scale), shape)
@@ -79,11 +81,11 @@ class RandomK(Compressor):
     def _scale(self, n: int, count: int) -> float:
         return n / count if self.unbiased and count else 1.0
 
-    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+    def sent_indices(self, payload: Payload, ctx: DrawnIndices) -> Tensor | None:
         return ctx[1]
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "drawn", {"scaled": self.unbiased}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         return [TensorSpec("float32", (kept_count(self.ratio, math.prod(shape)),))]

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -28,15 +27,15 @@ class SignSGD(Accumulating):
     votes = True
     traits = Traits(category="quantization", fixed_size="by shape", shardable=True)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         return [k.pack_signs(k.flat(tensor))], tuple(tensor.shape)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         return k.reshape(k.add_signs(k.flat(out), payload[0], None, weight), ctx)
 
-    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+    def aggregate(self, payloads: Sequence[Payload], ctx: Shape, out: Tensor, count: float) -> Tensor:
         # votes are counted in whole numbers; the loss scale is undone later, and a direction has none
         k = kernels_of(out)
         votes = super().aggregate(payloads, ctx, out, 1)
@@ -46,8 +45,8 @@ class SignSGD(Accumulating):
         total = sum(tensors)
         return kernels_of(total).signs(total)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "signs", {"form": "voted"}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         return [TensorSpec("uint8", ((math.prod(shape) + 7) // 8,))]

@@ -1,10 +1,9 @@
 """Signum: SignSGD of a momentum."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from grace.compressors.signsgd import SignSGD
-from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.compressor import BucketCodec, Compressor, Payload, Shape, Tensor
 from grace.kernels import kernels_of
 
 
@@ -38,14 +37,14 @@ class Signum(SignSGD):
     def __post_init__(self) -> None:
         self.check_number("momentum", 0, 1)
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> Shape:
         return shape
 
     def answering(self) -> Compressor:
         """Return the compressor of answers: votes have no momentum of their own."""
         return SignSGD()
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         momentum, last, share = self.recall(name)
         moment = k.combine(share, tensor, *((0.0, tensor) if last is None else (momentum, last)))
@@ -60,5 +59,5 @@ class Signum(SignSGD):
         """Store m."""
         self.state[name] = moment
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "signs", {"form": "moment"}

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -35,22 +34,22 @@ class Sketch(Accumulating):
     def __post_init__(self) -> None:
         self.check_integer("quantiles", 2, 256)
 
-    def _buckets(self, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _buckets(self, shape: Shape) -> tuple[int, int]:
         """Return the number of buckets of a tensor of this shape, and the bits of a bucket's number."""
         buckets = max(1, min(self.quantiles, math.prod(shape)))
         return buckets, max(1, (buckets - 1).bit_length())
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k, shape = kernels_of(tensor), tuple(tensor.shape)
         buckets, bits = self._buckets(shape)
         numbers, means = k.quantile_buckets(k.flat(tensor), buckets)
         return [k.pack(numbers, bits), means], shape
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         packed, means = payload
         return k.reshape(k.add_table(k.flat(out), packed, self._buckets(ctx)[1], means, None, weight), ctx)
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         n, (buckets, bits) = math.prod(shape), self._buckets(shape)
         return [TensorSpec("uint8", ((n * bits + 7) // 8,)), TensorSpec("float32", (buckets,))]

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -38,21 +37,21 @@ class TernGrad(Accumulating):
     def __post_init__(self) -> None:
         self.check_number("clip", 0, low_open=True)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k, n = kernels_of(tensor), math.prod(tensor.shape)
         clipped = k.clip_deviation(k.flat(tensor), self.clip)
         codes, scale = k.quantize(clipped, 1, max(1, n), "max", self.context.stream(name))
         return [k.pack(codes, 2), scale], tuple(tensor.shape)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k, n = kernels_of(out), math.prod(ctx)
         packed, scale = payload
         codes = k.unpack(packed, 2, n)
         return k.reshape(k.dequantize(k.flat(out), codes, scale, 1, max(1, n), weight), ctx)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "ternary", {"clip": float(self.clip)}
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         n = math.prod(shape)
         return [TensorSpec("uint8", ((n + 3) // 4,)), TensorSpec("float32", (min(n, 1),))]

@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from grace.compressors.topk import kept_count
-from grace.core.compressor import Payload, PayloadSpec, Sparsifier, Tensor, Traits
+from grace.core.compressor import BucketCodec, Payload, PayloadSpec, Shape, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
@@ -44,7 +43,7 @@ class Threshold(Sparsifier):
         self.check_number("value", 0, FLOAT32_MAX)
         self.check_number("capacity", 0, 1, low_open=True)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -59,8 +58,8 @@ class Threshold(Sparsifier):
         # abs: kernels compare bits, and those of -0 are not those of a magnitude
         return min(abs(self.value) * self.context.loss_scale, FLOAT32_MAX)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         return "largest above", {"least": self._least}
 
-    def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def device_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         return self.padded_spec(shape, kept_count(self.capacity, math.prod(shape)))

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
-from grace.core.compressor import Payload, PayloadSpec, Sparsifier, Tensor, Traits
+from grace.core.compressor import BucketCodec, Payload, PayloadSpec, Shape, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, decode, encode
 
@@ -87,7 +86,7 @@ class TopK(Sparsifier):
         if self.warmup_steps:
             self.traits = replace(self.traits, fixed_size="by shape and step")
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         n, ratio = check_positions(math.prod(tensor.shape)), self._ratio(self.context.step)
         flat = k.flat(tensor)
@@ -98,21 +97,21 @@ class TopK(Sparsifier):
         coded = encode(k, indices, n, fixed=True, chunk=self.chunk)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
 
-    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+    def sent_indices(self, payload: Payload, ctx: Shape) -> Tensor | None:
         coded, n, count = payload[1], math.prod(ctx), payload[0].shape[0]
         # a chunk's number of positions follows from the payload, so that it decodes at any step of the warm-up
         chunks = (self.chunk, count * self.chunk // max(1, n)) if self.chunk else None
         return decode(kernels_of(coded), coded, n, count, chunks)
 
-    def size_key(self, step: int) -> Any:
+    def size_key(self, step: int) -> float:
         return self._ratio(step)
 
-    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+    def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
         n, ratio = math.prod(shape), self._ratio(step)
         count = -(-kept_count(ratio, self.chunk) * n // self.chunk) if self.chunk else kept_count(ratio, n)
         return self._spec(n, count, self.chunk)
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> BucketCodec:
         if not self.chunk:
             return "largest", {}
         return "largest of chunks", {

@@ -5,7 +5,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from grace.core.waits import TIMEOUT, called_function, waiting
 from grace.errors import ConfigError, ExchangeError, GraceError
 
 Tensor = Any
+B = TypeVar("B", bound="Backend")
 
 
 class Handle:
@@ -106,6 +107,8 @@ class Backend(abc.ABC):
     """True if the engine gathers tensors of unequal lengths itself."""
     timeout: float = TIMEOUT
     """Seconds that a rank waits for others; see :func:`grace.init`."""
+    owns: bool = False
+    """True if Grace has initialized the engine, and shuts it down with the backend."""
     watched: bool = False
     """True if the backend connects all ranks of the run, so that the watch may use it; see :mod:`grace.core.watch`."""
     members: Sequence[int] | None = None
@@ -180,7 +183,7 @@ class Backend(abc.ABC):
             "hierarchical and local_replication"
         )
 
-    def copy_with(self, **changed: Any) -> Any:
+    def copy_with(self: B, **changed: object) -> B:
         """Return a backend of the same class and settings that has sent nothing yet, with these attributes changed."""
         other = copy.copy(self)
         for key in ("sent_bytes", "started", "done", "closing", "_channels"):

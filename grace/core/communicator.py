@@ -14,6 +14,7 @@ from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
+from grace.core.specs import Spec
 from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 
@@ -378,6 +379,12 @@ class Communicator(Component):
         self.by_hand.load_state_dict(state, memory)
 
 
+CompressorArg = Spec | Compressor | Communicator
+"""Compressor as users give it: a spec or an object; or, as in GRACE, a communicator, which holds a compressor."""
+MemoryArg = Spec | Memory
+"""Memory as users give it: a spec or an object."""
+CommunicatorArg = Spec | Communicator
+"""Communicator as users give it: a spec or an object."""
 ASYNC_METHODS = ("async_send", "wait_receive")
 TRANSFER_METHODS = (("begin",), ("legs",), ("communicate",), ("send_receive",), ASYNC_METHODS)
 """The groups of methods by which a class may move payloads. The group of the nearest class in the MRO is used."""

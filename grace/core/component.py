@@ -149,7 +149,7 @@ class Component:
         """Return the dict form of the spec: the name, and every parameter."""
         return {"name": self.name, **{key: getattr(self, key) for key in self.parameters()}}
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: tuple[int, ...]) -> "StateForm":
         """Return the form of ``state`` for a variable of this shape, by which checkpoints that do not fit are refused:
         the shape of a float32 tensor, ``float`` for a number, a dict of these; None if it may be anything.
 
@@ -202,6 +202,10 @@ class Component:
         value = getattr(self, key)
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
             raise self.refuse(f"{key} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+StateForm = tuple[int, ...] | type[float] | Mapping[str, "StateForm"] | None
+"""Form of a variable's state: a tensor's shape, a number, a dict of these by key; None for anything."""
 
 
 def _components(name: str, value: Any) -> Iterator[tuple[str, Component]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from grace.core.grace_api import ITEM_SIZE, check_shape, wrap_aggregate, wrap_compress
@@ -14,8 +14,11 @@ from grace.kernels.index_coding import coded_as, decode, encode
 
 Tensor = Any
 Payload = list[Tensor]
+Shape = tuple[int, ...]
 AFTER_WARMUP = 1 << 62
 """A step after every warm-up, for which sizes are quoted."""
+BucketCodec = tuple[str, dict[str, Any]]
+"""Name of a codec of whole buckets, and its options."""
 FixedSize = Literal["by shape", "by shape and step", "by data"]
 FIXED_SIZES: tuple[str, ...] = get_args(FixedSize)
 
@@ -278,7 +281,7 @@ class Compressor(StatefulComponent):
         """Return the method with which a destination compresses the mean that it sends to all ranks: this one."""
         return self
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
+    def bucket_codec(self) -> BucketCodec | None:
         """Return the name of the codec of whole buckets that gives the same bits, of
         :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.sparse_codecs`, and its options at this
         step; None if there is none for these parameters. A class that inherits it is not asked, because it may compute
@@ -310,7 +313,7 @@ class Compressor(StatefulComponent):
         """Return the spec of the payload of each round; see :meth:`payload_spec`."""
         return [self.payload_spec(shape, step)] if self.traits.rounds == 1 else [None] * self.traits.rounds
 
-    def size_key(self, step: int) -> Any:
+    def size_key(self, step: int) -> Hashable:
         """Return a key of the step: payloads of one shape have equal sizes at steps of equal keys."""
         return step if self.traits.fixed_size == "by shape and step" else None
 

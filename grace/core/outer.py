@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from grace.core.compressor import Tensor
 from grace.core.registry import make
+from grace.core.specs import Spec
 from grace.core.transactional_dict import StatefulComponent
 from grace.errors import ConfigError
 
@@ -44,6 +45,10 @@ class OuterOptimizer(StatefulComponent):
         raise TypeError(f"{type(self).__name__} must define step(anchor, drift, name)")
 
 
+OuterArg = Spec | OuterOptimizer
+"""Outer optimizer as users give it: a spec or an object."""
+
+
 @dataclass(frozen=True)
 class Outer:
     """Settings of the rounds of a variable whose ranks train alone.
@@ -63,7 +68,7 @@ class Outer:
     [('period', '5 iterations cannot be dealt to 2 fragments: it must be a multiple of fragments')]
     """
 
-    optimizer: Any = field(default="none", hash=False)  # a dict, or an object, may have no hash
+    optimizer: OuterArg = field(default="none", hash=False)  # a dict, or an object, may have no hash
     period: int = 1
     fragments: int = 1
     delay: int = 0

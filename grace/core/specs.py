@@ -5,11 +5,13 @@ from typing import Any
 
 from grace.errors import ConfigError
 
+Spec = str | dict[str, Any]
+"""Text or dict that names a component and its parameters."""
 LONGEST = 10_000
 """Largest number of characters of a spec."""
 
 
-def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def parse(spec: Spec) -> tuple[str, dict[str, Any]]:
     """Return the name and the parameters of a spec.
 
     >>> parse("topk(ratio=0.01)")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.compressor import Compressor, Payload, Shape, Tensor
 from grace.core.memory import Memory
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
@@ -63,7 +63,7 @@ class DGCMemory(Memory):
         """Return a residual for a destination's answers: payloads contain momentum and clipping already."""
         return Residual()
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> dict[str, Shape]:
         return {"velocity": shape, "accumulated": shape}
 
     def residual_tensors(self, name: str) -> list[Tensor]:

@@ -1,9 +1,8 @@
 """EF-SignSGD's memory: error feedback that follows the learning rate."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Tensor
+from grace.core.compressor import Shape, Tensor
 from grace.core.memory import ErrorFeedback
 
 
@@ -30,7 +29,7 @@ class EFSignSGDMemory(ErrorFeedback):
     name = "efsignsgd"
     needs_lr = True
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> dict[str, Shape | type[float]]:
         return {"residual": shape, "lr": float}
 
     def recall(self, name: str) -> tuple[float, Tensor | None, float]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.compressor import Compressor, Payload, Shape, Tensor
 from grace.core.memory import Memory
 from grace.kernels import kernels_of
 
@@ -40,7 +40,7 @@ class LoCo(Memory):
         self.check_number("beta", 0, 1, low_open=True)
         self.check_integer("reset", 0)
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> dict[str, Shape | type[float]]:
         return {"error": shape, "resets": float}
 
     def _recall(self, name: str) -> Tensor | None:

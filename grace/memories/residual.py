@@ -1,9 +1,8 @@
 """Error feedback by residuals."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Tensor
+from grace.core.compressor import Shape, Tensor
 from grace.core.memory import ErrorFeedback
 
 
@@ -36,7 +35,7 @@ class Residual(ErrorFeedback):
         self.check_number("beta", 0, 1)
         self.check_number("gamma", 0, 1, low_open=True)
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> Shape:
         return shape
 
     def recall(self, name: str) -> tuple[float, Tensor | None, float]:

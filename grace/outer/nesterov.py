@@ -1,7 +1,6 @@
 """Outer SGD with Nesterov's momentum."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from grace.core.compressor import Tensor
 from grace.outer.sgd import OuterSGD
@@ -29,6 +28,6 @@ class OuterNesterov(OuterSGD):
 
     name = "nesterov"
 
-    def step(self, anchor: Tensor, drift: Tensor, name: str) -> Any:
+    def step(self, anchor: Tensor, drift: Tensor, name: str) -> Tensor:
         velocity = self.velocity(drift, name)
         return anchor - self.lr * (drift + self.momentum * velocity)

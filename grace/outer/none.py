@@ -1,7 +1,6 @@
 """No outer optimizer: averages."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from grace.core.compressor import Tensor
 from grace.core.outer import OuterOptimizer
@@ -24,5 +23,5 @@ class NoOuter(OuterOptimizer):
 
     name = "none"
 
-    def step(self, anchor: Tensor, drift: Tensor, name: str) -> Any:
+    def step(self, anchor: Tensor, drift: Tensor, name: str) -> Tensor:
         return anchor - drift

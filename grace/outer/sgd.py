@@ -1,9 +1,8 @@
 """Outer SGD."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Tensor
+from grace.core.compressor import Shape, Tensor
 from grace.core.outer import OuterOptimizer
 
 
@@ -32,10 +31,10 @@ class OuterSGD(OuterOptimizer):
         self.check_number("momentum", 0, 1)
         self.check_choice("offload", (False, True))
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> Shape:
         return shape or (1,)
 
-    def velocity(self, drift: Tensor, name: str) -> Any:
+    def velocity(self, drift: Tensor, name: str) -> Tensor:
         """Return v = momentum v + d, and keep it if there is momentum."""
         if self.momentum == 0:
             return drift
@@ -44,5 +43,5 @@ class OuterSGD(OuterOptimizer):
         self.state[name] = after
         return after
 
-    def step(self, anchor: Tensor, drift: Tensor, name: str) -> Any:
+    def step(self, anchor: Tensor, drift: Tensor, name: str) -> Tensor:
         return anchor - self.lr * self.velocity(drift, name)

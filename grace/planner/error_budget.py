@@ -34,6 +34,7 @@ import numpy as np
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.registry import make
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 
@@ -67,7 +68,7 @@ def _keeps(memory: str) -> bool:
     return bool(make("memory", memory).stateful)
 
 
-def class_of(compressor: Compressor | str, memory: Memory | str | None = None) -> str | None:
+def class_of(compressor: Spec | Compressor, memory: Spec | Memory | None = None) -> str | None:
     """Return the class of a method with its memory (the compressor's default if left out); None if it is in none.
 
     >>> [class_of(spec) for spec in ("none", "bf16", "qsgd", "topk", "signsgd", "dgc", "dynamic8")]

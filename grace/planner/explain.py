@@ -204,7 +204,7 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
     kinds: dict[tuple[str, str, str], list[VariablePlan]] = {}
     for plan in one.strategy.plans:
         part = plan.parts[0]  # the planner cuts no variable
-        method = short(part.compressor)
+        method = short(str(part.compressor))  # its own plans have specs as text
         if part.memory not in (None, "none"):
             method = f"{method}, {part.memory}"
         kinds.setdefault((re.sub(r"\d+", "*", plan.variable.name), method, part.sync.type), []).append(plan)
@@ -228,7 +228,7 @@ def _elements(plans: Sequence[VariablePlan]) -> int:
 def largest_share(problem: Problem, plan: VariablePlan) -> float:
     """Return the largest part of its bound that the error of a variable takes; votes have no error that is known."""
     share = problem.errors.share
-    return max(share(p.compressor, p.sync.type, p.memory or "none", plan.variable) for p in plan.parts)
+    return max(share(str(p.compressor), p.sync.type, str(p.memory or "none"), plan.variable) for p in plan.parts)
 
 
 def _saved(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> float:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
-from grace.core.communicator import Communicator
+from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import Outer
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
@@ -64,9 +64,9 @@ class UniformPlan:
 
     def __init__(
         self,
-        compressor: Any,
-        memory: Any,
-        communicator: Any,
+        compressor: CompressorArg | None,
+        memory: MemoryArg | None,
+        communicator: CommunicatorArg | None,
         limits: Limits | None = None,
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
         outer: Outer | None = None,

@@ -9,9 +9,13 @@ from typing import Any, ClassVar, Protocol
 from grace.backends.topology import Host, Topology
 from grace.communicators.choice import default_communicator
 from grace.core.component import Component
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, make
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy.rule import CompressorRules
 
 
 class Machine(Protocol):
@@ -89,8 +93,8 @@ class Builder(Component):
     'allgather'
     """
 
-    compressor: Any = "none"
-    memory: Any = None
+    compressor: Spec | Compressor | CompressorRules = "none"
+    memory: Spec | Memory | None = None
 
     kind = "builder"
     _world_size: ClassVar[int] = 1
@@ -125,16 +129,18 @@ class Builder(Component):
 
     # -- helpers for builders --------------------------------------------------------------------------
 
-    def choice(self, variable: Variable) -> tuple[Any, Any]:
+    def choice(self, variable: Variable) -> tuple[Spec | Compressor, Spec | Memory | None]:
         """Return compressor and memory for a variable, as the user chose them."""
-        if not isinstance(self.compressor, (list, tuple)):
+        if isinstance(self.compressor, (str, dict, Compressor)):
             return self.compressor, self.memory
         from grace.strategy.matching import chosen
 
         compressor, memory = chosen(self.compressor, variable)
         return compressor, self.memory if memory is None and compressor != "none" else memory
 
-    def choosing(self, compressor: Any, memory: Any = None) -> "Builder":
+    def choosing(
+        self, compressor: Spec | Compressor | CompressorRules, memory: Spec | Memory | None = None
+    ) -> "Builder":
         """Return a builder for the same cluster that gives variables another compressor and memory."""
         other = Builder(compressor, memory)
         vars(other)["_world_size"] = self._world_size
@@ -144,7 +150,7 @@ class Builder(Component):
         """Return the plan of a part that travels in a group: by a sum where the method allows it, else by the method's
         default communicator for the cluster's number of ranks."""
         compressor, memory = self.choice(variable)
-        method: Any = make("compressor", compressor)
+        method: Compressor = make("compressor", compressor)
         summed = "allreduce" in legal_communicators(method)
         kind = "allreduce" if summed else default_communicator(method, memory, self._world_size)
         return ShardPlan(Sync(kind, group=group), compressor, memory)
@@ -165,7 +171,8 @@ def _with_world_size(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
     """Wrap ``build`` so that the builder knows the number of ranks while it builds."""
 
     @functools.wraps(build)
-    def run(self: Any, variables: Sequence[Variable], resources: Cluster) -> Strategy:
+    def run(self: Builder, variables: Sequence[Variable], resources: Cluster) -> Strategy:
+        # Not an attribute that ``self`` sets: a user's builder may be a frozen dataclass.
         vars(self)["_world_size"] = resources.world_size
         return build(self, variables, resources)
 

@@ -4,13 +4,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.outer import Outer
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.outer import Outer, OuterArg
 from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
 from grace.session.exchange_plan import ExchangePlan, UniformPlan
 from grace.strategy.builder import Builder
-from grace.strategy.execution import StrategyPlan
+from grace.strategy.execution import StrategyArg, StrategyPlan
+from grace.strategy.resources import ResourcesArg
 
 STRATEGY = "GRACE_STRATEGY"
 """Environment variable by which ``grace launch --strategy`` names the file."""
@@ -25,7 +27,7 @@ class AutoRequest(NamedTuple):
     """
 
     options: Any
-    resources: Any
+    resources: ResourcesArg | None
 
     def starting_choices(self, choices: "Choices") -> "Choices":
         """Return the same choices with the strategy that planning starts from."""
@@ -35,12 +37,12 @@ class AutoRequest(NamedTuple):
 class Choices(NamedTuple):
     """Arguments of the user: specs, objects, or None where none was given."""
 
-    compressor: Any = None
-    memory: Any = None
-    communicator: Any = None
-    strategy: Any = None
-    resources: Any = None
-    outer: Any = None
+    compressor: CompressorArg | None = None
+    memory: MemoryArg | None = None
+    communicator: CommunicatorArg | None = None
+    strategy: StrategyArg | None = None
+    resources: ResourcesArg | None = None
+    outer: OuterArg | None = None
     period: int | None = None
 
     def rounds(self) -> Outer | None:
@@ -75,13 +77,15 @@ class Choices(NamedTuple):
         >>> Choices(strategy="parallax").auto_request() is None
         True
         """
-        strategy: Any = os.environ.get(STRATEGY) if self.strategy is None else self.strategy
+        strategy = os.environ.get(STRATEGY) if self.strategy is None else self.strategy
         name = strategy.name if isinstance(strategy, Builder) else None
         if isinstance(strategy, str):
             name = strategy.partition("(")[0].strip()
         elif isinstance(strategy, dict):
             name = strategy.get("name")
-        return AutoRequest(make("builder", strategy), self.resources) if name == "auto" else None
+        if name != "auto" or not isinstance(strategy, (str, dict, Builder)):
+            return None
+        return AutoRequest(make("builder", strategy), self.resources)
 
     def plan_for_hook(self, what: str) -> ExchangePlan:
         """Return the exchange plan of these choices for a hook, which exchanges as its framework's buckets come.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +10,37 @@ from grace.backends.topology import Topology, node_name
 from grace.core import documents
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
+from grace.core.outer import Outer
 from grace.core.registry import make
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
 from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
-from grace.strategy.plan import VERSION, ShardPlan, Strategy, communicator_of
-from grace.strategy.resources import cluster_of, to_plain
+from grace.strategy.plan import VERSION, ShardPlan, Strategy, Sync, communicator_of
+from grace.strategy.resources import ResourcesArg, cluster_of, to_plain
+
+StrategyArg = Spec | Path | Strategy | Builder
+"""Strategy as users give it: a file's path, a document, the object, or a builder or its spec."""
+ExchangeKey = tuple[Sync, str, str | None, int, Outer | None]
+"""Facts of a part, by which parts share a communicator: its synchronization without the group, the compressor's and
+the memory's spec, the number of uncompressed steps, and the rounds."""
 
 
 class StrategyPlan:
     """Exchange plan of a strategy; see :class:`grace.session.exchange_plan.ExchangePlan`.
 
     Args:
-        given: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
+        chosen: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
         sparse_known: True if the model's variables tell which are sparse; else the strategy does.
         resources: the nodes that a builder builds for; only rank 0's count. By default the file that
             ``grace launch -r`` names.
     """
 
-    def __init__(self, given: Any, sparse_known: bool = True, resources: Any = None):
-        self.given = given
+    def __init__(self, chosen: StrategyArg, sparse_known: bool = True, resources: ResourcesArg | None = None):
+        self.chosen = chosen
         self.sparse_known = sparse_known
         self.resources = resources
         self.name = ""
@@ -54,7 +62,7 @@ class StrategyPlan:
         resolved: Strategy | None = None
         if backend.rank == 0:
             try:
-                resolved = resolve(self.given, variables, Topology(nodes), self.sparse_known, self.resources)
+                resolved = resolve(self.chosen, variables, Topology(nodes), self.sparse_known, self.resources)
             except Exception as raised:
                 error = raised
         self.strategy = strategy = gather_or_raise(backend, what, resolved, error)[0]
@@ -76,15 +84,19 @@ class StrategyPlan:
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of an optimizer that has this strategy, as a document."""
-        given = self.given if self.strategy is None else self.strategy
-        options = {"strategy": given.to_dict() if isinstance(given, (Strategy, Builder)) else given}
+        chosen = self.chosen if self.strategy is None else self.strategy
+        options: dict[str, Any] = {"strategy": chosen.to_dict() if isinstance(chosen, (Strategy, Builder)) else chosen}
         if self.strategy is None and self.resources is not None:
             options["resources"] = to_plain(self.resources)
         return options
 
 
 def resolve(
-    given: Any, variables: Sequence[Variable], cluster: Topology, sparse_known: bool = True, resources: Any = None
+    chosen: StrategyArg,
+    variables: Sequence[Variable],
+    cluster: Topology,
+    sparse_known: bool = True,
+    resources: ResourcesArg | None = None,
 ) -> Strategy:
     """Return the strategy that the user means: rules are resolved, and builders build, for the resources if there are
     any.
@@ -95,33 +107,35 @@ def resolve(
     >>> resolve("parallax", [Variable("w", (2, 2))], Topology(["here"])).plans[0].parts[0].sync.type
     'allreduce'
     """
-    if isinstance(given, dict) and "name" in given:
-        given = make("builder", given)
-    if isinstance(given, str) and not _is_file(given):
-        given = make("builder", given)
-    if isinstance(given, Builder):
-        return given.build(variables, cluster_of(resources, cluster))
+    if isinstance(chosen, dict) and "name" in chosen:  # a file's document has no name, a builder's dict spec has one
+        chosen = make("builder", chosen)
+    if isinstance(chosen, str) and not _is_file(chosen):
+        chosen = make("builder", chosen)
+    if isinstance(chosen, Builder):
+        return chosen.build(variables, cluster_of(resources, cluster))
     if resources is not None:
         raise ConfigError("resources= is for a builder, and this strategy is built already: leave out resources=")
-    if not isinstance(given, Strategy):
+    if not isinstance(chosen, Strategy):
         from grace.strategy import schema
 
-        document, where = given, "the strategy"
-        if isinstance(given, (str, Path)):
-            where = str(given)
-            document = documents.parse(documents.read(Path(given)), where)
-        elif not isinstance(given, dict):
+        document, where = chosen, "the strategy"
+        if isinstance(chosen, (str, Path)):
+            where = str(chosen)
+            document = documents.parse(documents.read(Path(chosen)), where)
+        elif not isinstance(chosen, dict):
             raise ConfigError(
-                f"strategy must be a file's path, a Strategy, or a builder or its spec, not a {type(given).__name__}"
+                f"strategy must be a file's path, a Strategy, or a builder or its spec, not a {type(chosen).__name__}"
             )
+        # A hook of DDP does not know which gradients are sparse: the file says it, and its variables are compared with
+        # the model's later. Rules match variables, so they need them now.
         ruled = isinstance(document, dict) and document.get("rules")
-        given = schema.parse(document, where, variables if sparse_known or ruled else None, cluster)
-    if given.world_size != cluster.world_size:
+        chosen = schema.parse(document, where, variables if sparse_known or ruled else None, cluster)
+    if chosen.world_size != cluster.world_size:
         raise ConfigError(
-            f"the strategy is for {given.world_size} ranks, this run has {cluster.world_size}: build it again "
+            f"the strategy is for {chosen.world_size} ranks, this run has {cluster.world_size}: build it again "
             f"(grace strategy build -n {cluster.world_size}), or start as many; a file that names no cluster is for any"
         )
-    return given
+    return chosen
 
 
 def _is_file(text: str) -> bool:
@@ -130,9 +144,9 @@ def _is_file(text: str) -> bool:
 
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     """Return the shards of all variables; parts with equal exchanges share one communicator."""
-    made: dict[Any, Communicator] = {}
-    keys: dict[Any, Any] = {}
-    choosers: dict[Any, Chooser] = {}
+    communicators: dict[ExchangeKey, Communicator] = {}
+    keys: dict[Hashable, ExchangeKey] = {}
+    choosers: dict[tuple[bool, Outer | None], Chooser] = {}
     shards = []
     for plan, variable in zip(strategy.plans, variables, strict=True):
         if plan.variable != variable:
@@ -146,26 +160,39 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
                 if chosen not in keys:
                     keys[chosen] = _key(part)
                 key = keys[id(part)] = keys[chosen]
-            if key not in made:
-                made[key] = communicator_of(part)
+            if key not in communicators:
+                communicators[key] = communicator_of(part)
             sync = part.sync
             outer = part.rounds
             if outer is not None:
                 own = dataclasses.replace(own, sparse=False)  # drifts are dense
             # Drifts and gradients share no communicator: their steps, and units, are not the same.
             choose = choosers.setdefault((sync.hierarchical, outer), Chooser())
-            place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop, "outer": outer}
             reduced = sync.type == "reduce_broadcast"
             limits = Limits() if reduced and not own.sparse else None
             # Shards with equal ``travels`` may share a bucket: those of one destination, or of one group.
             travels = key if reduced else (sync.type, sync.group)
-            carrier = choose(own, made[key])
-            place["hierarchical"] = sync.hierarchical or (outer is not None and outer.over == "nodes")
-            shards.append(Shard(own, variable, carrier, travels, limits, part.priority, **place))
+            carrier = choose(own, communicators[key])
+            by_node = sync.hierarchical or (outer is not None and outer.over == "nodes")
+            shards.append(
+                Shard(
+                    variable=own,
+                    whole=variable,
+                    communicator=carrier,
+                    travels=travels,
+                    limits=limits,
+                    priority=part.priority,
+                    outer=outer,
+                    axis=plan.axis,
+                    start=start,
+                    stop=stop,
+                    hierarchical=by_node,
+                )
+            )
     return shards
 
 
-def _key(part: ShardPlan) -> Any:
+def _key(part: ShardPlan) -> ExchangeKey:
     sync = dataclasses.replace(part.sync, group=0)
     return (
         sync,

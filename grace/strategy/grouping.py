@@ -4,7 +4,6 @@ buckets, which overlap with backward."""
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
@@ -15,7 +14,8 @@ from grace.strategy.plan import Strategy, VariablePlan
 
 
 def group_by_kind(
-    builder: Any,
+    builder: Builder,
+    chunk_size: int | None,
     variables: Sequence[Variable],
     resources: Cluster,
     builders: Sequence[Builder],
@@ -25,7 +25,8 @@ def group_by_kind(
     them, or else as many as a bucket of :class:`~grace.session.bucketing.Limits`.
 
     Args:
-        builder: makes the strategy; it has ``chunk_size``.
+        builder: makes the strategy.
+        chunk_size: number of variables of a group; None for groups as large as buckets.
         variables, resources: the model's variables, and the cluster.
         builders: the builder of each kind, whose compressor its variables get.
         kind_of: returns the number of a variable's kind.
@@ -34,7 +35,7 @@ def group_by_kind(
     >>> from grace.strategy.builders import Uniform
     >>> variables = [Variable(f"w{kind}{i}", (2,)) for i, kind in enumerate([0, 1, 0, 0, 1])]
     >>> both = [Builder(), Builder()]
-    >>> strategy = group_by_kind(Uniform(chunk_size=2), variables, OneNode(2), both, lambda v: int(v.name[1]))
+    >>> strategy = group_by_kind(Uniform(), 2, variables, OneNode(2), both, lambda v: int(v.name[1]))
     >>> [plan.parts[0].sync.group for plan in strategy.plans]
     [0, 1, 0, 2, 1]
     """
@@ -42,11 +43,11 @@ def group_by_kind(
     plans = []
     for variable in variables:
         kind = kind_of(variable)
-        chunk = counts[kind] // builder.chunk_size if builder.chunk_size else 0
+        chunk = counts[kind] // chunk_size if chunk_size else 0
         counts[kind] += 1
         plans.append(VariablePlan(variable, (builders[kind].collective(variable, kind + len(builders) * chunk),)))
-    strategy: Strategy = builder.strategy(plans, resources)
-    return strategy if builder.chunk_size else in_buckets(strategy)
+    strategy = builder.strategy(plans, resources)
+    return strategy if chunk_size else in_buckets(strategy)
 
 
 def in_buckets(strategy: Strategy) -> Strategy:

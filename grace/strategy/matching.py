@@ -1,14 +1,16 @@
 """Matching of variables by rules: in files of rules, and in the rules of builders."""
 
 import re
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from grace.core import schema_words
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, missing_extra
+from grace.strategy.rule import CompressorRules
 
 try:
     from pydantic import (
@@ -64,7 +66,7 @@ class Match(Strict):
 
     @field_validator("rule")
     @classmethod
-    def _registered(cls, rule: Any) -> Any:
+    def _registered(cls, rule: Spec) -> Spec:
         try:
             make("rule", rule)
         except ConfigError as error:
@@ -85,7 +87,7 @@ class Match(Strict):
         )
 
 
-def _fits(rule: str | dict[str, Any], variable: Variable) -> bool:
+def _fits(rule: Spec, variable: Variable) -> bool:
     try:
         return bool(make("rule", rule).fits(variable))
     except Exception as error:
@@ -100,7 +102,7 @@ class Choice(Strict):
     memory: Any = None
 
 
-def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
+def chosen(rules: CompressorRules, variable: Variable) -> tuple[Spec | Compressor, Spec | Memory | None]:
     """Return compressor and memory of the first of a builder's rules, ``{"match": {...}, "compressor": ...}``, that
     matches.
 

@@ -14,8 +14,11 @@ from grace.communicators.choice import build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import specs
 from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
 from grace.core.outer import Outer
 from grace.core.registry import checked, known, make, unusable
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
@@ -31,6 +34,8 @@ FIELDS = {
     "none": ("period",),
 }
 """Fields of each type of synchronization; another registered communicator has a group, and its parameters."""
+Communicators = dict[tuple["Sync", str, str | None], Communicator]
+"""Communicators by synchronization (without group and destination), the compressor's spec and the memory's."""
 PART_FIELDS = ("group", "hierarchical")
 """Fields that are not parameters of the communicator."""
 
@@ -73,7 +78,7 @@ class Sync:
             object.__setattr__(self, "options", {**defaults, **self.options})
 
     @classmethod
-    def from_spec(cls, spec: str | dict[str, Any], group: int = 0) -> "Sync":
+    def from_spec(cls, spec: Spec, group: int = 0) -> "Sync":
         """Return the synchronization of a spec, for parts of a group.
 
         Raises:
@@ -122,8 +127,8 @@ class ShardPlan:
     """
 
     sync: Sync = field(default_factory=Sync)
-    compressor: Any = "none"
-    memory: Any = None
+    compressor: Spec | Compressor = "none"
+    memory: Spec | Memory | None = None
     priority: int = 0
     compress_after: int = 0
     outer: Outer | None = None
@@ -248,7 +253,7 @@ class Strategy:
         if self.nodes > self.world_size:
             raise ConfigError(f"cluster.nodes: {self.nodes} nodes cannot have {self.world_size} ranks; a node has some")
         seen = set()
-        communicators: dict[Any, Communicator] = {}
+        communicators: Communicators = {}
         for plan in self.plans:
             if plan.variable.name in seen:
                 raise ConfigError(f"variable {plan.variable.name!r} stands in the strategy twice")
@@ -304,13 +309,13 @@ class Strategy:
 
 
 def faults(
-    plan: VariablePlan, world_size: int, made: dict[Any, Communicator] | None = None
+    plan: VariablePlan, world_size: int, communicators: Communicators | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield the faults of a variable's plan: the field, and what would be right.
 
     Args:
         plan, world_size: the plan, and the cluster's number of ranks.
-        made: communicators of other variables' parts, which are used again for equal parts.
+        communicators: those of other variables' parts, which are used again for equal parts.
     """
     v, axis = plan.variable, plan.axis
     if v.numel > MOST_ELEMENTS:
@@ -337,12 +342,12 @@ def faults(
             yield "parts", f"there must be one per size: {len(plan.sizes)}, not {len(plan.parts)}"
     for i, part in enumerate(plan.parts):
         prefix = "" if axis is None else f"parts[{i}]."
-        for where, message in part_faults(part, v, world_size, {} if made is None else made):
+        for where, message in part_faults(part, v, world_size, {} if communicators is None else communicators):
             yield prefix + where, message
 
 
 def part_faults(
-    part: ShardPlan, variable: Variable, world_size: int, made: dict[Any, Communicator]
+    part: ShardPlan, variable: Variable, world_size: int, communicators: Communicators
 ) -> Iterator[tuple[str, str]]:
     """Yield the faults of a part's plan."""
     sync = part.sync
@@ -378,9 +383,10 @@ def part_faults(
         yield "sync.type", f"{sync.type} has a parameter {min(clashing)!r}, which a strategy's sync has too: rename it"
         return
     # A large model has thousands of equal parts: their communicator is made once. Only specs are compared.
-    plain = all(isinstance(spec, str | None) for spec in (part.compressor, part.memory)) and not sync.options
-    key = (replace(sync, group=0, destination=0), part.compressor, part.memory) if plain else None
-    communicator = made.get(key)
+    key = None
+    if isinstance(part.compressor, str) and isinstance(part.memory, str | None) and not sync.options:
+        key = replace(sync, group=0, destination=0), part.compressor, part.memory
+    communicator = None if key is None else communicators.get(key)
     try:
         if communicator is None:
             make("compressor", part.compressor)
@@ -391,7 +397,7 @@ def part_faults(
         if communicator is None:
             communicator = communicator_of(part)
         if key is not None:
-            made[key] = communicator
+            communicators[key] = communicator
     except (ValueError, TypeError) as error:  # ConfigError, or an error of a user's own communicator
         # build_communicator checks all three parts: the message tells which field of the file is wrong
         of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")

@@ -2,17 +2,22 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from grace.backends.topology import Topology
 from grace.errors import ConfigError
 from grace.strategy.builder import Cluster
 
+if TYPE_CHECKING:  # it needs pydantic, which a run without a strategy does not
+    from grace.launch.cluster import Resources
+
+ResourcesArg = Union[str, Path, dict[str, Any], "Resources"]
+"""Cluster as users give it: a resource file's path, its document, or the object."""
 RESOURCES = "GRACE_RESOURCES"
 """Environment variable by which ``grace launch -r`` names the file."""
 
 
-def cluster_of(resources: Any, ranks: Topology) -> Cluster:
+def cluster_of(resources: ResourcesArg | None, ranks: Topology) -> Cluster:
     """Return the cluster for builders: the nodes of a file, where it describes this run's ranks; else the ranks' hosts.
 
     Args:
@@ -68,6 +73,8 @@ def cluster_of(resources: Any, ranks: Topology) -> Cluster:
     return read
 
 
-def to_plain(resources: Any) -> Any:
+def to_plain(resources: ResourcesArg) -> str | dict[str, Any]:
     """Return resources in a form that JSON can hold."""
-    return str(resources) if isinstance(resources, Path) else getattr(resources, "model_dump", lambda: resources)()
+    if isinstance(resources, Path):
+        return str(resources)
+    return resources if isinstance(resources, (str, dict)) else resources.model_dump()

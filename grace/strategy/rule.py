@@ -1,7 +1,13 @@
 """Contract of rules: conditions on a strategy's variables where name, size and shape do not suffice."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from grace.core.component import Component
 from grace.core.variable import Variable
+
+CompressorRules = Sequence[dict[str, Any]]
+"""Rules ``{"match": {...}, "compressor": ..., "memory": ...}`` of a builder, the first of which that matches counts."""
 
 
 class Rule(Component):

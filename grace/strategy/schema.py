@@ -34,6 +34,7 @@ except ImportError as error:
 import re
 
 from grace.core.variable import Variable
+from grace.strategy.builder import Cluster
 from grace.strategy.matching import Match, Natural, Positive, Spec, Strict
 from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, VariablePlan, fingerprint
 
@@ -285,7 +286,7 @@ def parse(
     document: Any,
     where: str = "the strategy",
     variables: Sequence[Variable] | None = None,
-    cluster: Any = None,
+    cluster: Cluster | None = None,
 ) -> Strategy:
     """Return the strategy of a document.
 
@@ -318,14 +319,14 @@ def parse(
         raise ConfigError(f"{where}, rules: a regex cannot be read: {error}") from None
 
 
-def _format_location(location: Sequence[Any]) -> str:
+def _format_location(location: Sequence[int | str]) -> str:
     words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
     # pydantic puts the tag of a union's member into the location: it is no key of the file
     tags = {f".{tag}" for tag in [*TAGS.values(), "own"]}
     return "".join(word for i, word in enumerate(words) if not (word in tags and words[i - 1] == ".sync")).lstrip(".")
 
 
-def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: Any) -> Strategy:
+def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: Cluster | None) -> Strategy:
     if read.rules and variables is None:
         raise ConfigError("rules: they need a model whose variables they match (--model)")
     plans = {name: entry.plan(name) for name, entry in read.variables.items()}
@@ -360,7 +361,7 @@ def _plan_by_rules(rules: Sequence[RuleEntry], variable: Variable) -> VariablePl
     )
 
 
-def load(path: str | Path, variables: Sequence[Variable] | None = None, cluster: Any = None) -> Strategy:
+def load(path: str | Path, variables: Sequence[Variable] | None = None, cluster: Cluster | None = None) -> Strategy:
     """Return the strategy in a file: JSON if its name ends in .json, else YAML; see :func:`parse`."""
     return parse(documents.parse(documents.read(Path(path)), str(path)), str(path), variables, cluster)
 

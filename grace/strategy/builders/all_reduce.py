@@ -1,7 +1,7 @@
 """AllReduce: collectives, so many variables in each."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal
 
 from grace.strategy.builder import Builder
 from grace.strategy.plan import VariablePlan
@@ -24,7 +24,7 @@ class AllReduce(Builder):
     """
 
     chunk_size: int = 128
-    hierarchical: Any = False
+    hierarchical: bool | Literal["auto"] = False
 
     name = "all_reduce"
 

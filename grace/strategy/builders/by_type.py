@@ -1,10 +1,12 @@
 """ByType: vectors as they are, matrices and sparse variables each in a way of their own."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from grace.core.compressor import Compressor
+from grace.core.specs import Spec
 from grace.strategy.builder import Builder
 from grace.strategy.grouping import group_by_kind
+from grace.strategy.rule import CompressorRules
 
 
 @dataclass
@@ -26,10 +28,10 @@ class ByType(Builder):
     [(2, 'powersgd(rank=2)'), (1, 'none'), (0, 'none')]
     """
 
-    compressor: Any = "powersgd(rank=4)"
-    vectors: Any = "none"
-    matrices: Any = None
-    sparse: Any = "none"
+    compressor: Spec | Compressor | CompressorRules = "powersgd(rank=4)"
+    vectors: Spec | Compressor = "none"
+    matrices: Spec | Compressor | None = None
+    sparse: Spec | Compressor = "none"
     chunk_size: int | None = None
 
     name = "by_type"
@@ -43,7 +45,7 @@ class ByType(Builder):
     def build(self, variables, resources):
         matrices = self.choosing(self.matrices or self.compressor, self.memory)
         builders = self.choosing(self.vectors), matrices, self.choosing(self.sparse)
-        return group_by_kind(self, variables, resources, builders, _kind_of)
+        return group_by_kind(self, self.chunk_size, variables, resources, builders, _kind_of)
 
 
 def _kind_of(variable):

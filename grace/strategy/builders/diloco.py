@@ -1,9 +1,8 @@
 """DiLoCo: ranks train alone, and an outer optimizer with momentum moves what they share."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from grace.core.outer import Outer
+from grace.core.outer import Outer, OuterArg
 from grace.core.registry import make
 from grace.strategy.builders.uniform import Uniform
 
@@ -28,7 +27,7 @@ class DiLoCo(Uniform):
     """
 
     period: int = 500
-    optimizer: Any = "nesterov(lr=0.7, momentum=0.9)"
+    optimizer: OuterArg = "nesterov(lr=0.7, momentum=0.9)"
     over: str = "ranks"
 
     name = "diloco"

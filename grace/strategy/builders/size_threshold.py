@@ -1,10 +1,12 @@
 """SizeThreshold: small variables as they are, the rest compressed."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from grace.core.compressor import Compressor
+from grace.core.specs import Spec
 from grace.strategy.builder import Builder
 from grace.strategy.grouping import group_by_kind
+from grace.strategy.rule import CompressorRules
 
 
 @dataclass
@@ -27,10 +29,10 @@ class SizeThreshold(Builder):
     [(1, 'topk'), (0, 'none'), (0, 'none')]
     """
 
-    compressor: Any = "topk"
+    compressor: Spec | Compressor | CompressorRules = "topk"
     bytes: int = 65536
-    small: Any = "none"
-    large: Any = None
+    small: Spec | Compressor = "none"
+    large: Spec | Compressor | None = None
     chunk_size: int | None = None
 
     name = "size_threshold"
@@ -44,7 +46,7 @@ class SizeThreshold(Builder):
 
     def build(self, variables, resources):
         builders = self.choosing(self.small), self.choosing(self.large or self.compressor, self.memory)
-        return group_by_kind(self, variables, resources, builders, self._is_large)
+        return group_by_kind(self, self.chunk_size, variables, resources, builders, self._is_large)
 
     def _is_large(self, variable):
         return variable.nbytes > self.bytes and len(variable.shape) >= 2

@@ -1,9 +1,13 @@
 """SparseLoCo: the largest of what ranks drifted, in few bits."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
+from grace.core.outer import OuterArg
+from grace.core.specs import Spec
 from grace.strategy.builders.diloco import DiLoCo
+from grace.strategy.rule import CompressorRules
 
 
 @dataclass
@@ -22,9 +26,9 @@ class SparseLoCo(DiLoCo):
     'residual(beta=0.95)'
     """
 
-    compressor: Any = "topk(ratio=0.0625, chunk=4096) | block(bits=2, scale='rms')"
-    memory: Any = "residual(beta=0.95)"
+    compressor: Spec | Compressor | CompressorRules = "topk(ratio=0.0625, chunk=4096) | block(bits=2, scale='rms')"
+    memory: Spec | Memory | None = "residual(beta=0.95)"
     period: int = 15
-    optimizer: Any = "sgd(lr=1.0)"
+    optimizer: OuterArg = "sgd(lr=1.0)"
 
     name = "sparseloco"

@@ -1,10 +1,12 @@
 """Streaming DiLoCo: fragments of the model travel one after the other, while training goes on."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from grace.core.compressor import Compressor
 from grace.core.outer import Outer
+from grace.core.specs import Spec
 from grace.strategy.builders.diloco import DiLoCo
+from grace.strategy.rule import CompressorRules
 
 
 @dataclass
@@ -28,7 +30,7 @@ class StreamingDiLoCo(DiLoCo):
     'outer nesterov(period=20, fragments=4, delay=1, merge=0.5)'
     """
 
-    compressor: Any = "block(bits=4)"
+    compressor: Spec | Compressor | CompressorRules = "block(bits=4)"
     period: int = 100
     fragments: int = 4
     delay: int = 1

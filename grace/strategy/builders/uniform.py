@@ -1,8 +1,8 @@
 """Uniform: one choice for all variables."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from grace.core.specs import Spec
 from grace.strategy.builder import Builder
 from grace.strategy.grouping import group_by_kind
 from grace.strategy.plan import Sync
@@ -24,7 +24,7 @@ class Uniform(Builder):
     ('scatter_reduce', 'qsgd')
     """
 
-    communicator: Any = None
+    communicator: Spec | None = None
     chunk_size: int | None = None
 
     name = "uniform"
@@ -34,7 +34,7 @@ class Uniform(Builder):
             self.check_integer("chunk_size", 1)
 
     def build(self, variables, resources):
-        return group_by_kind(self, variables, resources, [self], lambda variable: 0)
+        return group_by_kind(self, self.chunk_size, variables, resources, [self], lambda variable: 0)
 
     def collective(self, variable, group):
         part = super().collective(variable, group)

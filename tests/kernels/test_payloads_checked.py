@@ -4,8 +4,10 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from grace.errors import PayloadError
+from grace.kernels.torch.primitives import TorchKernels
 from tests.support.data import REFERENCE, data
 from tests.support.implementations import ALL
 
@@ -88,3 +90,12 @@ def test_the_ends_of_the_range_are_in_it(it):
         empty = np.zeros(n, np.float32)
         assert it.run("scatter_add", empty, i32(), np.float32([]), 1.0).shape == (n,)
         assert it.run("add_at", empty, i32(), np.float32([1]), 1.0).shape == (n,)
+
+
+def test_codes_without_an_entry_add_nothing_where_nobody_reads_them(monkeypatch):
+    kernels = TorchKernels()
+    monkeypatch.setattr(kernels, "on_device", lambda x: True)
+    codes = torch.tensor([0, 4, 5, 255], dtype=torch.uint8)
+    out = kernels.add_table(torch.ones(4), codes, 8, data("gaussian", 5), None, 1.0)
+    wanted = np.float32(1) + np.concatenate([data("gaussian", 5)[[0, 4]], [0, 0]]).astype(np.float32)
+    assert out.tolist() == wanted.tolist()

@@ -23,7 +23,7 @@ from grace.kernels.constants import Placed
 from grace.kernels.random import Stream
 from grace.kernels.triton.launching import Launch, recorded
 from grace.kernels.triton.low_rank_codecs import LowRank
-from grace.kernels.triton.primitives import TritonKernels, counted, placed
+from grace.kernels.triton.primitives import TritonKernels
 from grace.kernels.triton.sparse_codecs import CODECS
 
 TARGETS = {
@@ -86,59 +86,16 @@ class Compiled:
 
 def calls() -> dict[str, Callable[[TritonKernels], Any]]:
     """Each method, called as compressors call it."""
-    x, half, codes = _meta(N), _meta(N, torch.float16), _meta(N, torch.uint8)
-    scales, one, places = _meta(N // 512), _meta(1), _meta(N // 128, torch.int32)
-    stream, table = Stream(1), _meta(256)
+    x, codes, stream = _meta(N), _meta(N // 8, torch.uint8), Stream(1)
     in_memory = Stream(1, _meta(1, torch.int64))  # type: ignore[arg-type]  # of CUDA graphs
     return {
-        "all_finite": lambda k: k.all_finite(x),
-        "combine": lambda k: k.combine(0.9, x, 1.0, x),
-        "add": lambda k: k.add(x, half),
-        "divide to 16 bits": lambda k: k.divide(half, x, 3),
-        "divide": lambda k: k.divide(x, half, 3),
-        "signs": lambda k: k.signs(x),
-        "mean_abs": lambda k: k.mean_abs(x),
-        "max_abs": lambda k: k.max_abs(x),
-        "side_means": lambda k: k.side_means(x),
-        "clip_deviation": lambda k: k.clip_deviation(x, 2.5),
         "random_bits": lambda k: k.random_bits(stream, N, x),
-        "uniform": lambda k: k.uniform(stream, N, x),
-        "uniform of a step in memory": lambda k: k.uniform(in_memory, N, x),
-        "random_indices of a step in memory": lambda k: k.random_indices(in_memory, N, N // 128, x),
-        "random_matrix": lambda k: k.random_matrix(stream, (N // 4, 4), x),
-        "renew_columns": lambda k: k.renew_columns(x.view(-1, 4), stream),
-        "quantize by l2 norms": lambda k: k.quantize(x, 127, 512, "l2", stream),
-        "quantize": lambda k: k.quantize(x, 127, 512, "max", stream),
-        "quantize odd buckets": lambda k: k.quantize(x, 127, 37, "max", stream),
-        "quantize one bucket": lambda k: k.quantize(x, 1, N, "max", stream),
-        "quantize to the nearest": lambda k: k.quantize(x, 7, 64, "max", None),
-        "quantize by root mean squares": lambda k: k.quantize(x, 1.5, 128, "rms", None),
-        "dequantize": lambda k: k.dequantize(x, codes, scales, 127, 512, 0.5),
-        "round_float8": lambda k: k.round_float8(x, 512, None),
-        "add_float8": lambda k: k.add_float8(x, codes, scales, 512, 0.5),
-        "round_powers": lambda k: k.round_powers(x, stream),
-        "add_powers": lambda k: k.add_powers(x, codes, 0.5),
-        "rotate": lambda k: k.rotate(x),
-        "bucketize": lambda k: k.bucketize(x, one, _meta(255)),
-        "add_table": lambda k: k.add_table(x, codes, 8, table, one, 0.5),
-        "pack to 4 bits": lambda k: k.pack(codes, 4),
-        "unpack of 4 bits": lambda k: k.unpack(codes[: N // 2], 4, N),
-        "pack_signs": lambda k: k.pack_signs(x),
-        "add_signs": lambda k: k.add_signs(x, codes[: N // 8], one, 0.5),
-        "topk": lambda k: k.topk(x, N // 128),
-        "topk_chunks": lambda k: k.topk_chunks(x, 1024, 10),
-        "topk_chunks of 64": lambda k: k.topk_chunks(x, 64, 1),
-        "topk_chunks of 4096": lambda k: k.topk_chunks(x, 4096, 409),
-        "widen_chunks": lambda k: k.widen_chunks(_meta(N // 128, torch.int16), 1024, 10),
+        "random_bits of a step in memory": lambda k: k.random_bits(in_memory, N, x),
         "random_indices": lambda k: k.random_indices(stream, N, N // 128, x),
-        "sample_indices": lambda k: k.sample_indices(stream, N, N // 128, x),
-        "above": lambda k: placed(x, 1.0, counted(x, 1.0), N // 128),  # between which the count is read back
-        "where_code": lambda k: placed(codes, 2, counted(codes, 2), N // 128),
-        "bitmap": lambda k: k.bitmap(places, N),
-        "positions": lambda k: k.positions(codes[: N // 8], N, N // 128),
-        "scatter_add": lambda k: k.scatter_add(x, places, _meta(N // 128), 0.5),
-        "zero_at": lambda k: k.zero_at(x, places),
-        "add_at": lambda k: k.add_at(x, places, one, 0.5),
+        "random_indices of a step in memory": lambda k: k.random_indices(in_memory, N, N // 128, x),
+        "topk": lambda k: k.topk(x, N // 128),
+        "scatter_add": lambda k: k.scatter_add(x, _meta(N // 128, torch.int32), _meta(N // 128), 0.5),
+        "positions": lambda k: k.positions(codes, N, N // 128),
     }
 
 

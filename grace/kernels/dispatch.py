@@ -31,7 +31,7 @@ def _torch_kernels() -> Callable[[Any], Kernels]:
 
 
 def _tensorflow_kernels() -> Callable[[Any], Kernels]:
-    from grace.kernels.tensorflow.fused import kernels_of_tensor
+    from grace.kernels.tensorflow.primitives import kernels_of_tensor
 
     return kernels_of_tensor
 

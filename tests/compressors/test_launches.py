@@ -21,29 +21,22 @@ from tests.support.pretended import Meta
 
 pytest.importorskip("triton")
 BUDGETS = {
-    "fp16": (1, 1),
-    "qsgd": (1, 1),
-    "qsgd(levels=7)": (2, 2),
-    "natural": (1, 1),
-    "terngrad": (22, 2),
-    "block": (1, 1),
-    "block(format=fp8)": (1, 1),
-    "dynamic8": (8, 3),
-    "signsgd": (1, 1),
-    "efsignsgd": (6, 1),
-    "onebit": (11, 1),
+    "fp16": (1, 3),
+    "qsgd": (22, 7),
+    "block": (18, 7),
+    "signsgd": (9, 11),
     "topk(ratio=0.01)": (7, 1),
-    "topk(ratio=0.1)": (8, 3),
-    "topk(ratio=0.01, chunk=1024)": (3, 2),
+    "topk(ratio=0.1)": (17, 3),
+    "topk(ratio=0.01, chunk=1024)": (16, 8),
     "randomk": (2, 1),
-    "powersgd(rank=4)": (7, 1),
+    "powersgd(rank=4)": (14, 1),
     "threshold": (22, 1),
     "dgc(ratio=0.01)": (22, 1),
-    "adaptive(ratio=0.01)": (104, 2),
-    "sketch": (24, 1),
-    "topk(ratio=0.01) | qsgd": (8, 4),
+    "adaptive(ratio=0.01)": (102, 18),
+    "sketch": (30, 11),
+    "topk(ratio=0.01) | qsgd": (29, 12),
 }
-"""The most launches to encode a variable, and to add what one rank sent. Random numbers alone are 100 of torch's."""
+"""The most launches to encode a variable, and to add what one rank sent, where buckets have no codec."""
 NO_LAUNCH = {"view", "_unsafe_view", "select", "slice", "expand", "detach", "alias", "unsqueeze", "t", "transpose"}
 NO_LAUNCH |= {"lift_fresh", "empty", "empty_like", "unbind", "as_strided", "permute", "squeeze", "split"}
 
@@ -79,12 +72,9 @@ def test_a_variable_takes_few_launches(method, monkeypatch):
     assert 0 < decoding <= BUDGETS[method][1]
 
 
-@pytest.mark.parametrize(("method", "least"), [("qsgd", (100, 5)), ("signsgd", (5, 5)), ("efsignsgd", (10, 5))])
-def test_torchs_operations_are_more_than_that(method, least, monkeypatch):
+def test_random_numbers_alone_are_a_hundred_of_torchs_operations(monkeypatch):
     monkeypatch.setattr(fused, "_PLAIN", TorchKernels())
-    encoding, decoding = launches(method)
-    assert encoding >= least[0]
-    assert decoding >= least[1]
+    assert launches("qsgd")[0] >= 100
 
 
 DECODING = ("decode", "count_marks", "zero_bucket")

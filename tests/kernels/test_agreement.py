@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 
 from grace.kernels import Stream
 from grace.kernels.constants import GAUSSIAN_STEPS
-from tests.support.data import EPSILON, REFERENCE, agree, close, data, same
+from tests.support.data import EPSILON, REFERENCE, TINY, agree, close, data, same
 from tests.support.examples import NUMBERS, VECTORS, examples
 from tests.support.kernel_cases import STREAMS, WEIGHTS, every, others
 
@@ -136,7 +136,7 @@ def test_kernels_have_the_references_bits(it, method, drawn):
 def test_values_are_added_within_rounding(it, method, drawn):
     out, *args = drawn.draw(ADDED[method])
     wanted = getattr(REFERENCE, method)(out.copy(), *args)
-    close(it.run(method, out, *args), wanted, np.abs(out) + np.abs(wanted), it.floor(method))
+    close(it.run(method, out, *args), wanted, np.abs(out) + np.abs(wanted))
 
 
 @others
@@ -145,7 +145,6 @@ def test_values_are_added_within_rounding(it, method, drawn):
 @given(drawn=st.data())
 def test_sums_in_float64_are_rounded_once(it, method, drawn):
     x, *args = drawn.draw(SUMMED[method])
-    x = it.suited(method, x)
     got, wanted = it.run(method, x, *args), getattr(REFERENCE, method)(x, *args)
     if method == "quantile_buckets":
         same(got[0], wanted[0])
@@ -153,7 +152,7 @@ def test_sums_in_float64_are_rounded_once(it, method, drawn):
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
     error = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
     scale = float(np.abs(x).max(initial=0))
-    assert (error <= EPSILON * np.abs(wanted.astype(np.float64)) + 1e-12 * scale + it.floor(method)).all()
+    assert (error <= EPSILON * np.abs(wanted.astype(np.float64)) + 1e-12 * scale + 4 * TINY).all()
 
 
 @others
@@ -163,7 +162,6 @@ def test_sums_in_float64_are_rounded_once(it, method, drawn):
 def test_codes_are_equal_where_scales_are(it, norm, x, levels, steps, size, stream):
     """Where scales differ in the last bit, a code may differ by one only if the scaled value lies within rounding of a
     whole number."""
-    x = it.suited("quantize", x)
     levels, stream = (levels, stream) if norm == "l2" else (steps, None)
     codes, scales = it.run("quantize", x, levels, size, norm, stream)
     wanted_codes, wanted_scales = REFERENCE.quantize(x, levels, size, norm, stream)
@@ -182,19 +180,17 @@ def test_codes_are_equal_where_scales_are(it, norm, x, levels, steps, size, stre
 @others
 @given(x=VECTORS)
 def test_rotate_equals_the_reference(it, x):
-    x = it.suited("rotate", x)
     got, wanted = it.run("rotate", x), REFERENCE.rotate(x)
     largest = np.abs(x).max(initial=0)
-    close(got, wanted, np.where(np.abs(wanted) > 0, np.abs(wanted), largest * EPSILON), 32 * it.floor("rotate"))
+    close(got, wanted, np.where(np.abs(wanted) > 0, np.abs(wanted), largest * EPSILON), 128 * TINY)
 
 
 @others
 @given(x=FINITE, edges=st.one_of(FINITE.map(np.sort), arrays(np.float32, 255, elements=NUMBERS).map(np.sort)))
 def test_bucketize_equals_the_reference(it, x, edges):
-    x, edges = it.suited("bucketize", x), it.suited("bucketize", edges[:255])
+    edges = edges[:255]
     for scale in (np.float32([1]), REFERENCE.max_abs(x), np.float32([0])):
-        scaled = it.suited("bucketize", x / (scale if scale[0] > 0 else 1))
-        same(it.run("bucketize", x, scale, edges), REFERENCE.bucketize(scaled, np.float32([1]), edges))
+        same(it.run("bucketize", x, scale, edges), REFERENCE.bucketize(x, scale, edges))
 
 
 @others
@@ -204,7 +200,6 @@ def test_bucketize_equals_the_reference(it, x, edges):
 @example(np.float32([8.50706e37]), 1.0)
 @example(np.float32([3e38, -3e38]), 1e-3)
 def test_clip_norm(it, x, limit):
-    x = it.suited("clip_norm", x)
     clipped = agree(it, "clip_norm", x, limit, exact=False)
     assert np.linalg.norm(clipped.astype(np.float64)) <= limit * (1 + 1e-6) + 1e-40
     if np.linalg.norm(x.astype(np.float64)) <= limit:
@@ -252,7 +247,7 @@ def test_zeros_stay_zeros_where_no_level_is_zero(it):
 
 @every
 def test_the_sign_of_nan_is_minus_and_of_negative_zero_plus(it):
-    x = it.suited("pack_signs", np.float32([np.nan, -0.0, 0.0, -np.inf, np.inf, 1e-45, -1e-45]))
+    x = np.float32([np.nan, -0.0, 0.0, -np.inf, np.inf, 1e-45, -1e-45])
     signs = it.run("unpack", it.run("pack_signs", x), 1, 7).tolist()
     assert signs == [0, 1, 1, 0, 1, 1, int(x[-1] >= 0)]
 
@@ -260,5 +255,5 @@ def test_the_sign_of_nan_is_minus_and_of_negative_zero_plus(it):
 @every
 @pytest.mark.parametrize("value", [0.0, 0.1, -3e38, 1e-45])
 def test_equal_elements_are_not_clipped(it, value):
-    x = it.suited("clip_deviation", np.full(1000, value, np.float32))
+    x = np.full(1000, value, np.float32)
     same(it.run("clip_deviation", x, 2.5), x)

@@ -68,5 +68,5 @@ def test_frameworks_inherit_no_kernel_that_computes_with_numpy():
     kernels = {name for name, member in vars(Kernels).items() if callable(member) and not name.startswith("_")}
     for param in ALL:
         if param.id not in ("numpy", "fused") and param.values[0] is not None:
-            kind = type(getattr(param.values[0].kernels, "traced", param.values[0].kernels))
+            kind = type(param.values[0].kernels)
             assert {name for name in kernels if getattr(kind, name) is getattr(Kernels, name)} <= SHARED, kind

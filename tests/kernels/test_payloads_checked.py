@@ -4,10 +4,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from grace.errors import PayloadError
+from grace.kernels.torch.primitives import TorchKernels
 from tests.support.data import REFERENCE, data
-from tests.support.implementations import ALL, Traced, tf
+from tests.support.implementations import ALL
 
 N, GUARD = 100, 50
 FAR = [N, N + 7, -1, -N, 2**31 - 1, -(2**31)]
@@ -60,11 +62,6 @@ def refusals():
 def test_what_does_not_fit_is_refused(it):
     for method, args, said in refusals():
         whole = np.full(GUARD + N + GUARD, 7, np.float32)
-        if isinstance(it.kernels, Traced):
-            if "position" in said:  # numbers of elements are not known; nothing can be written where they differ
-                with pytest.raises((PayloadError, tf.errors.OpError)):
-                    it.run(method, whole[GUARD:-GUARD], *args)
-            continue
         tensor = it.to(whole)  # the kernel gets a view from the middle
         sent = [it.to(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
         if it.kernels.name.startswith("torch") and it.device != "cpu" and "position" in said:
@@ -80,9 +77,8 @@ def test_what_does_not_fit_is_refused(it):
 @pytest.mark.parametrize("bits", [1, 2, 3, 8])
 def test_unpack_wants_the_bytes_that_the_codes_take(it, bits):
     for nbytes in (0, (N * bits + 7) // 8 - 1, (N * bits + 7) // 8 + 1):
-        if not isinstance(it.kernels, Traced):
-            with pytest.raises(PayloadError, match=f"{nbytes} bytes of codes, where there must be"):
-                it.run("unpack", np.zeros(nbytes, np.uint8), bits, N)
+        with pytest.raises(PayloadError, match=f"{nbytes} bytes of codes, where there must be"):
+            it.run("unpack", np.zeros(nbytes, np.uint8), bits, N)
 
 
 @pytest.mark.parametrize("it", ALL)
@@ -94,3 +90,12 @@ def test_the_ends_of_the_range_are_in_it(it):
         empty = np.zeros(n, np.float32)
         assert it.run("scatter_add", empty, i32(), np.float32([]), 1.0).shape == (n,)
         assert it.run("add_at", empty, i32(), np.float32([1]), 1.0).shape == (n,)
+
+
+def test_codes_without_an_entry_add_nothing_where_nobody_reads_them(monkeypatch):
+    kernels = TorchKernels()
+    monkeypatch.setattr(kernels, "on_device", lambda x: True)
+    codes = torch.tensor([0, 4, 5, 255], dtype=torch.uint8)
+    out = kernels.add_table(torch.ones(4), codes, 8, data("gaussian", 5), None, 1.0)
+    wanted = np.float32(1) + np.concatenate([data("gaussian", 5)[[0, 4]], [0, 0]]).astype(np.float32)
+    assert out.tolist() == wanted.tolist()

@@ -18,13 +18,7 @@ REGISTERS = 128
 SHARED = 48 << 10
 """Bytes of a program: what every GPU gives without being asked."""
 NARROW = {
-    **dict.fromkeys(("write_random", "write_walked", "write_samples"), 0),  # read nothing
-    ("round_rows", "quantize odd buckets"): 4,  # which begin anywhere
-    "judge_columns": 4,  # rows of any length
-    "pack": 4,  # 8 codes of a thread
-    **dict.fromkeys((("count_chosen", "where_code"), ("write_chosen", "where_code")), 4),  # codes
-    "unpack": 1,  # of a byte for two
-    ("widen_chunks", "widen_chunks", "gfx942"): 8,  # 16 bits of each of 4 places
+    **dict.fromkeys(("write_random", "write_walked"), 0),  # read nothing
     **dict.fromkeys(("write_end", "write_sign_scales", "write_scales"), 4),  # a bucket's statuses and sums
     **dict.fromkeys(("decode_powers", "decode_levels", "decode_signs"), 4),  # codes
     ("decode_levels", "buckets of qsgd of 5 bits", "gfx942"): 1,  # of bits that lie in two bytes
@@ -37,7 +31,7 @@ NARROW = {
     ("decode_numbers", "buckets of fp16", "gfx942"): 8,
     ("decode_numbers", "buckets of bf16", "gfx942"): 8,
     **dict.fromkeys(("guess_largest", "guess_of_bucket"), 4),  # of single elements
-    **dict.fromkeys(("write_bits", "write_positions"), 4),  # which begin anywhere, or are bits
+    "write_positions": 4,  # of counts
     ("list_of_bucket", "buckets of topk", "gfx942"): 8,  # 2 elements of each of 512 threads
     ("list_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
     ("list_of_bucket", "buckets of threshold", "gfx942"): 8,
@@ -45,15 +39,11 @@ NARROW = {
     ("digit_of_bucket", "buckets of topk", "gfx942"): 8,
     ("digit_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
     ("digit_of_bucket", "buckets of threshold", "gfx942"): 8,
-    ("divide", "divide", "gfx942"): 8,  # 16 bits of each of 4 elements
-    ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
 }
 """Bytes of the widest load of those kernels that have none of 16."""
 MODULES = (
     "arithmetic packing random rounding selection bucket_tables buckets bucket_levels sparse_buckets low_rank_buckets"
 )
-ODD = {("round_rows", "quantize odd buckets"): 200}
-"""Registers where each element's random number is one of four that are made."""
 
 
 def named(table, kernel, method, target, otherwise):
@@ -64,8 +54,8 @@ def named(table, kernel, method, target, otherwise):
 def faults(one, method=""):
     """What is wrong with what was compiled."""
     found = []
-    if one.registers > (most := named(ODD, one.kernel, method, one.target, REGISTERS)):
-        found.append(f"{one.registers} registers, more than {most}")
+    if one.registers > REGISTERS:
+        found.append(f"{one.registers} registers, more than {REGISTERS}")
     if one.spilled:
         found.append(f"{one.spilled} spilled")
     if one.local:
@@ -94,7 +84,7 @@ def launched_for(compiled, target):
     for method, launches in compiled.launches().items():
         for launch in launches:
             name = launch.kernel.__name__
-            own = (name, method, target) in NARROW or ((name, method) in {*NARROW, *ODD} and target != "gfx942")
+            own = (name, method, target) in NARROW or ((name, method) in NARROW and target != "gfx942")
             first = name not in seen and target != "gfx942"
             seen.add(name)
             if THOROUGH or own or first:

@@ -52,7 +52,6 @@ HOT = [
     (packing._unpack_twos, (BYTES, BYTES), "pslld"),
     (packing._pack_signs, (FLOATS, BYTES), r"cmp\w*ps"),
     (packing._add_either, (FLOATS, BYTES, float32, float32), "addps"),
-    (selection._filter, (WORDS, uint32, INDICES, WORDS), "psubd"),
     (selection._filter_part, (WORDS, uint32, int64, INDICES, WORDS, int64), "psubd"),
     (selection._kth_of_few, (WORDS, int64), r"pcmp\w*"),
     (selection._above, (WORDS, uint32, INDICES), "psubd"),

@@ -7,7 +7,7 @@ then one by one those that were found among them.
 import numpy as np
 
 from grace.kernels.fused.lanes import LANES, float_of, lowest, magnitudes_within, part, pattern_of
-from grace.kernels.fused.loops import INF_BITS, LOW31, _max_bits, compiled, f32, i32, u32
+from grace.kernels.fused.loops import INF_BITS, LOW31, TILE, _max_bits, compiled, f32, i32, u32
 
 END = u32(0x80000000)  # above all magnitudes
 SAMPLED = 1 << 14  # elements from which on a threshold is guessed
@@ -81,34 +81,6 @@ def _collect(bits, threshold, ties, out):
 
 
 @compiled
-def _filter(bits, threshold, indices, found):
-    """Write positions and patterns of magnitudes at or above the threshold; return their number, -1 if there are too
-    many."""
-    count, full, span = 0, bits.size // LANES * LANES, u32(END - threshold)
-    most = indices.size - LANES
-    for start in range(0, full, LANES):
-        lanes = magnitudes_within(bits, start, threshold, span)
-        if count > most:
-            return -1
-        i = start + lowest(lanes)  # most blocks have none or one, and a branch would often be foreseen wrongly
-        indices[count], found[count] = i, bits[i] & LOW31
-        count += lanes != u32(0)
-        lanes = u32(lanes & (lanes - u32(1)))
-        while lanes:
-            i = start + lowest(lanes)
-            indices[count], found[count] = i, bits[i] & LOW31
-            count += 1
-            lanes = u32(lanes & (lanes - u32(1)))
-    if count > most:
-        return -1
-    for i in range(full, bits.size):
-        if bits[i] & LOW31 >= threshold:
-            indices[count], found[count] = i, bits[i] & LOW31
-            count += 1
-    return count
-
-
-@compiled
 def _filter_part(bits, threshold, first, indices, found, count):
     """Append positions and patterns at or above the threshold; returns how many there are then."""
     full, span = bits.size // LANES * LANES, u32(END - threshold)
@@ -127,6 +99,17 @@ def _filter_part(bits, threshold, first, indices, found, count):
         if bits[i] & LOW31 >= threshold:
             indices[count], found[count] = first + i, bits[i] & LOW31
             count += 1
+    return count
+
+
+@compiled
+def _filter(bits, threshold, room, indices, found):
+    """Write positions and patterns at or above the threshold; return their number, or more than ``room`` if there is no
+    room for all of them."""
+    count = 0
+    for low in range(0, bits.size, TILE):
+        if count <= room:
+            count = _filter_part(part(bits, low, min(low + TILE, bits.size)), threshold, low, indices, found, count)
     return count
 
 
@@ -255,10 +238,10 @@ def _topk(bits, k):
     if k * 8 <= n and n >= SAMPLED:
         stride = _stride(n, k, 512)
         guess = _guess(bits, k, np.empty(n // stride, np.uint32), stride)
-        capacity = min(n, 4 * k + 1024) + LANES
-        indices, found = np.empty(capacity, np.int32), np.empty(capacity, np.uint32)
-        count = _filter(bits, guess, indices, found)
-        if count >= k:
+        room = 4 * k + 1024
+        indices, found = np.empty(room + TILE + 1, np.int32), np.empty(room + TILE + 1, np.uint32)
+        count = _filter(bits, guess, room, indices, found)
+        if k <= count <= room:
             _take_listed(indices, found, count, k, out)
             return out
     _take_largest(bits, k, out)

@@ -9,6 +9,7 @@ from grace.kernels.fused.loops import TILE, compiled, i32, u8, u32, u64
 from grace.kernels.fused.selection import (
     LOWERED,
     SAMPLED,
+    _filter,
     _filter_part,
     _guess,
     _stride,
@@ -39,11 +40,7 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
         bits, out = x.view(np.uint32), part(chosen, 0, k)
         if guessing and not k <= count <= room:
-            threshold, count = _guess(bits, k, sample, _stride(n, k, 128)), 0
-            for low in range(0, n, TILE):
-                if count <= room:
-                    tile = part(bits, low, min(low + TILE, n))
-                    count = _filter_part(tile, threshold, low, indices, found, count)
+            count = _filter(bits, _guess(bits, k, sample, _stride(n, k, 128)), room, indices, found)
         if guessing and k <= count <= room:
             last[v] = _take_listed(indices, found, count, k, out)
         elif k:

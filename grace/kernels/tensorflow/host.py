@@ -1,4 +1,4 @@
-"""The compiled kernels for exchanges of TensorFlow's tensors that compute with NumPy arrays of their memory."""
+"""The kernels of arrays that compute with the memory of TensorFlow's tensors."""
 
 import functools
 from typing import Any
@@ -6,27 +6,31 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
+from grace.kernels.reference import Kernels
+from grace.kernels.tensorflow.interop import aligned_empty
 
 
 @functools.cache
-def host_kernels() -> Any:
-    """Return the kernels. They are made at the first call, since Numba may be missing."""
-    from grace.kernels.fused.halves import HALVES
-    from grace.kernels.fused.primitives import FusedKernels
+def host_kernels(compiled: bool = True) -> Kernels:
+    """Return compiled kernels, or the reference, with bfloat16. They are made at the first call, since Numba may be
+    missing."""
+    base: Any = Kernels
+    if compiled:
+        from grace.kernels.fused.primitives import FusedKernels
 
-    class HostKernels(FusedKernels):
-        """The compiled kernels, with results that TensorFlow takes without a copy, and bfloat16."""
+        base = FusedKernels
+
+    class HostKernels(base):
+        """Kernels with results that TensorFlow takes without a copy."""
 
         empty = staticmethod(aligned_empty)
 
         half_types = {"float16": np.float16, "bfloat16": tf.bfloat16.as_numpy_dtype}
 
         def cast(self, x, dtype):
-            names = {x.dtype.name, dtype}
-            if len(names) == 1 or "float32" in names or not names & HALVES.keys():
+            if "bfloat16" not in (x.dtype.name, dtype) or (compiled and "float32" in (x.dtype.name, dtype)):
                 return super().cast(x, dtype)
-            return as_array(tf.cast(as_tensor(x), dtype))
+            return x.astype(tf.as_dtype(dtype).as_numpy_dtype, copy=False)
 
         def join(self, tensors, out=None):
             if out is None:

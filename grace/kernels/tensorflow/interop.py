@@ -31,7 +31,7 @@ def as_tensor(value: Any) -> Any:
     """Return an array as a tensor, without a copy if it is aligned; it must not be changed any more."""
     if isinstance(value, (bool, int, float)):
         return value
-    if value.__array_interface__["data"][0] % ALIGNMENT:
+    if value.__array_interface__["data"][0] % ALIGNMENT or not value.flags.c_contiguous:
         value = aligned_copy(value)
     if value.dtype == tf.bfloat16.as_numpy_dtype:
         return tf.bitcast(as_tensor(value.view(np.int16)), tf.bfloat16)

@@ -1,59 +1,111 @@
-"""Kernels for TensorFlow tensors: plain operations on any device, eager or in a graph.
+"""Kernels for TensorFlow tensors: those of arrays, which compute on the host with the memory of tensors.
 
-Tensors are immutable, so whatever writes into ``out`` returns a new tensor. TensorFlow's operations take numbers below
-1.2e-38 for zeros; what can be decided from a number's bits is decided from them.
+A graph calls them by ``tf.numpy_function`` when it runs. TensorFlow's own operations only move memory and look at it in
+another way. Tensors are immutable, so whatever writes into ``out`` returns a new tensor.
 """
 
 import contextlib
-import math
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
-from grace.kernels.constants import (
-    EQUAL_DEVIATION,
-    FLOAT8,
-    LARGEST_FACTOR,
-    LARGEST_FLOAT8,
-    LOWEST_BIASED,
-    POWER_OFFSET,
-    ROOT,
-    ROTATED,
-    SMALLEST_FACTOR,
-    gaussian_reach,
-    rounded_down,
-)
-from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
+from grace.kernels.fused.availability import missing
+from grace.kernels.random import Stream
 from grace.kernels.reference import Kernels
-from grace.kernels.tensorflow.graph_numbers import INF_BITS, LOW31, bucket_of, is_upper, length, number, refuse_xla
-from grace.kernels.tensorflow.interop import aligned_empty, as_tensor
+from grace.kernels.tensorflow.graph_numbers import number, refuse_xla
+from grace.kernels.tensorflow.host import host_kernels
+from grace.kernels.tensorflow.interop import aligned_copy, aligned_empty, as_array, as_tensor
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT, CODE, INDEX = tf.float32, tf.uint8, tf.int32
+WRITE = {
+    "add", "divide", "matmul_add", "dequantize", "add_signs", "add_powers", "add_float8", "add_table", "scatter_add",
+    "zero_at", "add_at",
+}  # fmt: skip
+"""Kernels that change their first argument, of which they get a copy."""
+ALIKE = {*WRITE, "signs", "orthonormalize", "fill_zero_columns", "clip_deviation", "rotate", "clip_norm"}
+"""Kernels whose result has the type and shape of their first argument."""
+RESULTS: dict[str, Callable[..., list[tuple[tf.DType, list[Any]]]]] = {
+    "cast": lambda x, dtype: [(tf.as_dtype(dtype), [*x.shape])],
+    "all_finite": lambda x, most=0: [(FLOAT, [])],
+    "combine": lambda a, x, b, y: [(FLOAT, [*x.shape])],
+    "mean_abs": lambda x: [(FLOAT, [1])],
+    "matmul": lambda a, b, transpose=False: [
+        (FLOAT, [*a.shape[:-2], a.shape[-1 if transpose else -2], b.shape[-1]]),
+    ],
+    "random_bits": lambda stream, n, like=None: [(tf.uint32, [n])],
+    "uniform": lambda stream, n, like=None: [(FLOAT, [n])],
+    "random_indices": lambda stream, n, k, like=None: [(INDEX, [k])],
+    "sample_indices": lambda stream, n, k, like=None: [(INDEX, [k])],
+    "quantize": lambda x, levels, size, norm, stream: [(CODE, [*x.shape]), (FLOAT, [_part(x, 1, size)])],
+    "pack": lambda codes, bits: [(CODE, [_part(codes, bits, 8)])],
+    "unpack": lambda packed, bits, n: [(CODE, [n])],
+    "pack_signs": lambda x: [(CODE, [_part(x, 1, 8)])],
+    "max_abs": lambda x: [(FLOAT, [1])],
+    "side_means": lambda x: [(FLOAT, [2])],
+    "round_powers": lambda x, stream: [(CODE, [*x.shape])],
+    "round_float8": lambda x, size, stream: [(CODE, [*x.shape]), (FLOAT, [_part(x, 1, size)])],
+    "bucketize": lambda x, scale, edges: [(CODE, [*x.shape])],
+    "quantile_buckets": lambda x, buckets: [(CODE, [*x.shape]), (FLOAT, [buckets])],
+    "topk": lambda x, k: [(INDEX, [k])],
+    "topk_chunks": lambda x, chunk, k: [(INDEX, [_part(x, k, chunk)])],
+    "bitmap": lambda indices, n: [(CODE, [-(-n // 8)])],
+    "positions": lambda bitmap, n, count=None: [(INDEX, [count])],
+    "narrow": lambda indices: [(tf.int16, [*indices.shape])],
+    "widen": lambda narrow: [(INDEX, [*narrow.shape])],
+    "widen_chunks": lambda narrow, chunk, k: [(INDEX, [*narrow.shape])],
+    "above": lambda x, threshold: [(INDEX, [None])],
+    "largest_above": lambda x, threshold, room, ratio=1.0: [(FLOAT, [room]), (INDEX, [room]), (INDEX, [1])],
+    "kth_magnitude": lambda x, k: [(FLOAT, [])],
+    "gather": lambda x, indices: [(x.dtype, [*indices.shape])],
+    "one_side": lambda x, sign: [(FLOAT, [*x.shape]), (tf.int64, [])],
+    "fixed_tags": lambda x, bound, top, step8, step16: [(CODE, [*x.shape])],
+    "where_code": lambda codes, code: [(INDEX, [None])],
+    "to_fixed": lambda x, step, dtype: [(tf.as_dtype(dtype), [*x.shape])],
+    **dict.fromkeys(ALIKE, lambda out, *ignored: [(out.dtype, [*out.shape])]),
+}
+"""Types and shapes of the results of all kernels that compute on the host; None for what a graph does not know."""
+
+
+def _part(x: tf.Tensor, many: int, of: int) -> int | None:
+    """Return ceil(n many / of) for a tensor of n elements."""
+    return None if x.shape[0] is None else -(-x.shape[0] * many // of)
 
 
 class TensorFlowKernels(Kernels):
-    """Kernels in plain TensorFlow operations.
+    """Kernels of TensorFlow's tensors, eager ones and in graphs.
 
     In a graph, numbers that the host would know eagerly are scalar tensors, and ``to_list`` is refused.
 
-    >>> k = TensorFlowKernels()
+    Args:
+        compiled: True to compute by compiled loops; False to compute by the reference.
+
+    >>> k = TensorFlowKernels(compiled=False)
     >>> k.topk(tf.constant([1.0, -5.0, 3.0, 5.0]), 2).numpy()
     array([1, 3], dtype=int32)
     """
 
-    name = "tensorflow"
     mutable = False
+
+    def __init__(self, compiled: bool):
+        self.name = "tensorflow-fused" if compiled else "tensorflow"
+        self.compiled = compiled
+
+    def compute(self, method: str, args: list[Any]) -> Any:
+        """Return the result of a kernel of arrays."""
+        if method in WRITE:
+            args = [aligned_copy(args[0]), *args[1:]]
+        with np.errstate(all="ignore"):
+            return getattr(host_kernels(self.compiled), method)(*args)
 
     def flat(self, x):
         return tf.convert_to_tensor(x) if x.shape.rank == 1 else tf.reshape(x, [-1])
 
     def reshape(self, x, shape):
         return tf.reshape(x, [-1 if n is None else n for n in shape])
-
-    def cast(self, x, dtype):
-        return tf.cast(x, dtype)
 
     def eagerly(self, function, tensors):
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -128,381 +180,97 @@ class TensorFlowKernels(Kernels):
     def dtype(self, x):
         return x.dtype.name
 
-    def all_finite(self, x, most=math.inf) -> Any:
-        inside = tf.math.is_finite if most == math.inf else lambda x: tf.abs(tf.cast(x, tf.float32)) <= most
-        finite = True if x.dtype.is_integer else tf.reduce_all(inside(x))
-        if isinstance(finite, bool):
-            return finite
-        readable = not tf.is_symbolic_tensor(finite) and "CPU" in finite.device
-        return bool(finite) if readable else tf.cast(finite, tf.float32)
-
-    def combine(self, a, x, b, y):
-        return _times(tf.cast(x, tf.float32), a) + _times(tf.cast(y, tf.float32), b)
-
-    def add(self, out, x, weight=1.0):
-        return out + _times(tf.cast(x, out.dtype), weight)
-
-    def divide(self, out, x, by):
-        wide = max(out.dtype, x.dtype, key=lambda dtype: dtype.size)
-        if out.dtype != x.dtype and wide.size == 2:
-            wide = tf.float32
-        x = self.reshape(x, out.shape) if out.shape.is_fully_defined() else tf.reshape(x, tf.shape(out))
-        return tf.cast(tf.cast(x, wide) / number(by, wide), out.dtype)
-
-    def mean_abs(self, x):
-        total = tf.reduce_sum(tf.cast(tf.abs(x), tf.float64), keepdims=True)
-        return tf.cast(total / tf.cast(tf.maximum(length(x), 1), tf.float64), tf.float32)
-
-    def signs(self, x):
-        return tf.where(is_upper(x), tf.ones([], x.dtype), -tf.ones([], x.dtype))
-
-    def matmul(self, a, b, transpose=False):
-        if transpose:  # twice as fast on a CPU, where b is narrow, as a^T b
-            return tf.linalg.matrix_transpose(tf.matmul(b, a, transpose_a=True))
-        return tf.matmul(a, b)
-
-    def matmul_add(self, out, a, b, weight, keep=1.0):
-        product = _times(tf.reshape(tf.matmul(a, b, transpose_b=True), tf.shape(out)), weight)
-        return product if keep == 0 else _times(out, keep) + product
-
-    def orthonormalize(self, x):
-        # in float64, where squares of large numbers do not overflow
-        return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64))[0], tf.float32)
-
-    def fill_zero_columns(self, x, other):
-        small = tf.reduce_all(tf.abs(x) <= LARGEST_FACTOR, axis=0)
-        return tf.where(tf.reduce_any(x != 0, axis=0) & small, x, other)
-
     def zero_columns(self, matrices):
-        if any(tf.is_symbolic_tensor(x) or "CPU" not in x.device for x in matrices):
+        if any(map(tf.is_symbolic_tensor, matrices)):
             return True
-        largest = [np.abs(x).max(axis=0, initial=0) for x in map(np.asarray, matrices)]
-        return not all(((most > 0) & (most <= LARGEST_FACTOR)).all() for most in largest)
-
-    def random_bits(self, stream: Stream, n, like=None):
-        key_low, key_high, step, draw = words(stream)
-        with _beside(like):
-            block = tf.range((tf.cast(n, tf.int64) + 3) // 4)
-            low, high = block & LOW32, tf.bitwise.right_shift(block, tf.constant(32, tf.int64))
-            columns = _philox((low, high, step, tf.constant(draw, tf.int64)), (key_low, key_high))
-            return tf.reshape(tf.stack(columns, axis=1), [-1])[:n]
-
-    def uniform(self, stream, n, like=None):
-        bits = tf.bitwise.right_shift(self.random_bits(stream, n, like), tf.constant(8, tf.int64))
-        return tf.cast(bits, tf.float32) * 2.0**-24
-
-    def random_indices(self, stream, n, k, like=None):
-        def outside(index):
-            return tf.where(index >= n)
-
-        def walk(index, places):
-            index = tf.tensor_scatter_nd_update(index, places, _feistel(tf.gather_nd(index, places), n, stream))
-            return index, outside(index)
-
-        with _beside(like):
-            index = _feistel(tf.range(k, dtype=tf.int64), n, stream)
-            shapes = (index.shape, tf.TensorShape([None, 1]))
-            index, _ = tf.while_loop(
-                lambda _, places: tf.size(places) > 0, walk, (index, outside(index)), shape_invariants=shapes
-            )
-            return tf.cast(index, tf.int32)
-
-    def quantize(self, x, levels, bucket_size, norm, stream):
-        n, top, below, above = length(x), number(levels, tf.float32), math.floor(levels), math.ceil(levels)
-        bucket_size = bucket_of(bucket_size, n)
-        buckets = (n + bucket_size - 1) // bucket_size
-        magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
-        if norm == "max":
-            scales = tf.reduce_max(magnitude, axis=1)
-        else:
-            scales = tf.reduce_sum(tf.square(tf.cast(magnitude, tf.float64)), axis=1)
-            if norm == "rms":
-                sizes = tf.minimum(n - bucket_size * tf.range(tf.cast(buckets, tf.int64)), bucket_size)
-                scales /= tf.cast(sizes, tf.float64)
-            scales = tf.sqrt(scales) if norm == "l2" else tf.sqrt(scales) * number(gaussian_reach(levels), tf.float64)
-        scales = tf.cast(tf.minimum(scales, FLOAT32_MAX), tf.float32)
-        divisor = tf.where(scales > 0, scales, 1.0)[:, None]
-        exact = tf.reshape(magnitude / divisor * top, [-1])[:n]
-        offset = (0.5 if below == above else 0.0) if stream is None else self.uniform(stream, n, x)
-        code = tf.cast(tf.minimum(tf.floor(exact + offset), below), tf.int32)
-        return tf.cast(tf.where(is_upper(x), above + code, below - code), tf.uint8), scales
-
-    def dequantize(self, out, codes, scales, levels, bucket_size, weight):
-        n, middle = length(codes), number(levels, tf.float32)
-        bucket_size = bucket_of(bucket_size, n)
-        check_quantized(n, length(scales), length(out), bucket_size)
-        part = (tf.cast(codes, tf.float32) - middle) / middle
-        part = tf.pad(part, [[0, (n + bucket_size - 1) // bucket_size * bucket_size - n]])
-        factor = _times(scales, weight)
-        return out + tf.reshape(factor[:, None] * tf.reshape(part, [-1, bucket_size]), [-1])[:n]
-
-    def pack(self, codes, bits):
-        if bits == 8:
-            return codes
-        # the 8 codes of a group make one 64-bit word, of which the first `bits` bytes are used
-        n = length(codes)
-        groups = tf.reshape(tf.pad(tf.cast(codes, tf.int64), [[0, (n + 7) // 8 * 8 - n]]), [-1, 8])
-        words = tf.reduce_sum(tf.bitwise.left_shift(groups, _places(bits)), axis=1)
-        return tf.reshape(tf.bitcast(words, tf.uint8)[:, :bits], [-1])[: (n * bits + 7) // 8]
-
-    def unpack(self, packed, bits, n):
-        check_packed(length(packed), bits, n)
-        if bits == 8:
-            return packed
-        groups = (n + 7) // 8
-        rows = tf.reshape(tf.pad(packed, [[0, groups * bits - length(packed)]]), [-1, bits])
-        words = tf.bitcast(tf.pad(rows, [[0, 0], [0, 8 - bits]]), tf.int64)
-        codes = tf.bitwise.right_shift(words[:, None], _places(bits)) & (1 << bits) - 1
-        return tf.reshape(tf.cast(codes, tf.uint8), [-1])[:n]
-
-    def pack_signs(self, x):
-        return self.pack(tf.cast(is_upper(x), tf.uint8), 1)
-
-    def add_signs(self, out, packed, scale, weight):
-        check_scale(scale)
-        signs = tf.cast(self.unpack(packed, 1, length(out)), out.dtype) * 2 - 1
-        return out + signs * (number(weight, out.dtype) if scale is None else _times(scale, weight))
-
-    def topk(self, x, k):
-        # of equal numbers TensorFlow takes the lower index, too
-        return tf.sort(tf.math.top_k(tf.bitcast(x, tf.int32) & LOW31, k, sorted=False).indices)
-
-    def bitmap(self, indices, n):
-        codes = tf.scatter_nd(indices[:, None], tf.ones_like(indices), [n])
-        return self.pack(tf.cast(codes, tf.uint8), 1)
-
-    def positions(self, bitmap, n, count=None):
-        return tf.cast(tf.where(self.unpack(bitmap, 1, n) > 0)[:, 0], tf.int32)
-
-    def narrow(self, indices):
-        return tf.bitcast(tf.cast(indices, tf.uint16), tf.int16)
-
-    def widen(self, narrow):
-        return tf.cast(tf.bitcast(narrow, tf.uint16), tf.int32)
+        return self.compute("zero_columns", [list(map(as_array, matrices))])
 
     def check_indices(self, indices, n):
-        # elsewhere TensorFlow checks them itself: on CPUs its operations raise, on GPUs they leave such elements out
-        if not tf.is_symbolic_tensor(indices) and "CPU" in indices.device and length(indices):
-            check_range(int(tf.reduce_min(indices)), int(tf.reduce_max(indices)), n)
-
-    def gather(self, x, indices):
-        return tf.gather(x, indices)
-
-    def scatter_add(self, out, indices, values, weight):
-        check_count("values", length(values), length(indices))
-        self.check_indices(indices, length(out))
-        return tf.tensor_scatter_nd_add(out, indices[:, None], _times(values, weight))
-
-    def max_abs(self, x):
-        return tf.clip_by_value(tf.reduce_max(tf.abs(x), keepdims=True), 0.0, FLOAT32_MAX)
-
-    def side_means(self, x):
-        sides = tf.stack([~is_upper(x), is_upper(x)])
-        sums = tf.reduce_sum(tf.where(sides, tf.cast(x, tf.float64), 0.0), axis=1)
-        counts = tf.reduce_sum(tf.cast(sides, tf.float64), axis=1)
-        return tf.cast(sums / tf.maximum(counts, 1.0), tf.float32)
-
-    def clip_deviation(self, x, factor):
-        wide, n = tf.cast(x, tf.float64), tf.cast(tf.maximum(length(x), 1), tf.float64)
-        mean = tf.reduce_sum(wide) / n
-        deviation = tf.sqrt(tf.reduce_sum(tf.square(wide - mean)) / n)
-        limit = tf.where(deviation > EQUAL_DEVIATION * tf.abs(mean), factor * deviation, FLOAT32_MAX)
-        limit = tf.cast(tf.minimum(limit, FLOAT32_MAX), tf.float32)
-        return tf.minimum(tf.maximum(x, -limit), limit)
-
-    def round_powers(self, x, stream):
-        bits = tf.bitcast(x, tf.int32)
-        magnitude = tf.cast(bits & LOW31, tf.int64)
-        random = tf.cast(self.random_bits(stream, length(x), x), tf.int64)
-        carried = magnitude + tf.bitwise.right_shift(random, tf.constant(9, tf.int64))
-        exponent = tf.bitwise.right_shift(carried, tf.constant(23, tf.int64)) - POWER_OFFSET
-        code = tf.clip_by_value(exponent, 1, 127) + tf.where(bits < 0, tf.constant(128, tf.int64), 0)
-        return tf.cast(tf.where(magnitude > 0, code, 0), tf.uint8)
-
-    def add_powers(self, out, codes, weight):
-        check_packed(length(codes), 8, length(out))
-        power = tf.cast(codes, tf.int32) & 0x7F
-        values = tf.bitcast(tf.bitwise.left_shift(power + POWER_OFFSET, 23), tf.float32)
-        values = tf.where(power > 0, tf.where(codes >= 128, -values, values), 0.0)
-        return out + values * number(weight, tf.float32)
-
-    def round_float8(self, x, bucket_size, stream):
-        n, top = length(x), number(LARGEST_FLOAT8, tf.float32)
-        bucket_size = bucket_of(bucket_size, n)
-        buckets = (n + bucket_size - 1) // bucket_size
-        magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
-        scales = tf.minimum(tf.reduce_max(magnitude, axis=1), FLOAT32_MAX)
-        divisor = tf.where(scales > 0, scales, 1.0)[:, None]
-        scaled = tf.reshape(magnitude / divisor * top, [-1])[:n]
-        biased = tf.maximum(tf.bitwise.right_shift(tf.bitcast(scaled, tf.int32), 23), LOWEST_BIASED)
-        places = scaled * tf.bitcast(tf.bitwise.left_shift(257 - biased, 23), tf.float32)
-        places += 0.5 if stream is None else self.uniform(stream, n, x)
-        code = tf.minimum((biased - LOWEST_BIASED) * 8 + tf.cast(places, tf.int32), 126)
-        return tf.cast(code + tf.where(x < 0, 128, 0), tf.uint8), scales
-
-    def add_float8(self, out, codes, scales, bucket_size, weight):
-        n = length(codes)
-        bucket_size = bucket_of(bucket_size, n)
-        check_quantized(n, length(scales), length(out), bucket_size)
-        factors = tf.repeat(scales * number(weight, tf.float32), bucket_size)[:n]
-        return out + factors * tf.gather(tf.constant(FLOAT8), tf.cast(codes, tf.int32))
-
-    def rotate(self, x):
-        whole = length(x) // ROTATED * ROTATED
-        rows, span = x[:whole] * number(1 / ROTATED, tf.float32), 1
-        while span < ROTATED:
-            left, right = tf.unstack(tf.reshape(rows, [-1, 2, span]), axis=1)
-            rows = tf.stack([left + right, left - right], axis=1)
-            span *= 2
-        rows = tf.clip_by_value(tf.reshape(rows, [-1]) * number(float(ROOT), tf.float32), -FLOAT32_MAX, FLOAT32_MAX)
-        return tf.concat([rows, x[whole:]], 0)
-
-    def bucketize(self, x, scale, edges):
-        scaled = x / tf.where(scale > 0, scale, 1.0)
-        edges = tf.concat([tf.convert_to_tensor(edges), [np.inf]], 0)  # TensorFlow wants one
-        return tf.cast(tf.searchsorted(edges, scaled, side="left"), tf.uint8)
-
-    def add_table(self, out, packed, bits, table, scale, weight):
-        check_scale(scale)
-        check_table(table, bits)
-        codes = self.unpack(packed, bits, length(out))
-        entries = table.shape[0]  # None where a graph does not know it
-        if entries is not None and entries < 1 << bits:
-            self.check_indices(codes, entries)
-        factor = number(weight, tf.float32)
-        amounts = tf.convert_to_tensor(table) * (factor if scale is None else scale * factor)
-        return out + tf.gather(amounts, tf.cast(codes, tf.int32))
-
-    def quantile_buckets(self, x, buckets):
-        # one stable sort: the ranks are the places that elements have in it
-        n = length(x)
-        order = tf.argsort(x, stable=True)
-        in_order = tf.cast(tf.range(tf.cast(n, tf.int64)) * buckets // tf.cast(tf.maximum(n, 1), tf.int64), tf.int32)
-        codes = tf.scatter_nd(order[:, None], in_order, tf.shape(x))
-        sums = tf.math.unsorted_segment_sum(tf.gather(tf.cast(x, tf.float64), order), in_order, buckets)
-        counts = tf.math.unsorted_segment_sum(tf.ones_like(x, tf.float64), in_order, buckets)
-        return tf.cast(codes, tf.uint8), tf.cast(sums / tf.maximum(counts, 1.0), tf.float32)
-
-    def topk_chunks(self, x, chunk, k):
-        n = length(x)
-        rows, count = -(-n // chunk), -(-k * n // chunk)
-        bits = tf.pad(tf.bitcast(x, tf.int32) & LOW31, [[0, rows * chunk - n]], constant_values=-1)
-        order = tf.math.top_k(tf.reshape(bits, [-1, chunk]), k).indices  # of equal numbers the lower index first
-        row = tf.range(tf.cast(rows, tf.int32))[:, None]
-        order = tf.where(row * k + tf.range(k) < tf.cast(count, tf.int32), order, chunk)
-        return tf.reshape(tf.sort(order, axis=1) + row * chunk, [-1])[:count]
-
-    def widen_chunks(self, narrow, chunk, k):
-        starts = tf.range(tf.shape(narrow)[0]) // max(1, k) * chunk
-        return tf.bitwise.bitwise_and(starts, ~0xFFFF) | self.widen(narrow)
-
-    def above(self, x, threshold):
-        bits = tf.bitcast(x, tf.int32) & LOW31
-        if isinstance(threshold, tf.Tensor):
-            limit = tf.bitcast(tf.cast(threshold, tf.float32), tf.int32)
-        else:
-            with np.errstate(over="ignore"):
-                limit = int(np.float32(threshold).view(np.int32))
-        return _where((bits > limit) & (bits <= INF_BITS))
-
-    def largest_above(self, x, threshold, room, ratio=1.0):
-        raise NotImplementedError("TensorFlowKernels reads how many there are")
-
-    def kth_magnitude(self, x, k):
-        bits = tf.math.top_k(tf.bitcast(x, tf.int32) & LOW31, k, sorted=False).values
-        kth = tf.bitcast(tf.reduce_min(bits), tf.float32)
-        return kth if tf.is_symbolic_tensor(kth) else float(kth)
-
-    def sample_indices(self, stream, n, k, like=None):
-        starts = tf.range(k + 1, dtype=tf.int64) * n // max(1, k)
-        bits = tf.cast(self.random_bits(stream, k, like), tf.int64)
-        drawn = tf.bitwise.right_shift((starts[1:] - starts[:-1]) * bits, tf.constant(32, tf.int64))
-        return tf.cast(starts[:-1] + drawn, tf.int32)
-
-    def zero_at(self, out, indices):
-        self.check_indices(indices, length(out))
-        return tf.tensor_scatter_nd_update(out, indices[:, None], tf.zeros(tf.shape(indices), out.dtype))
-
-    def add_at(self, out, indices, value, weight):
-        check_count("means", length(value), 1)
-        self.check_indices(indices, length(out))
-        amount = value * number(weight, value.dtype)
-        return tf.tensor_scatter_nd_add(out, indices[:, None], tf.broadcast_to(amount, tf.shape(indices)))
-
-    def clip_norm(self, x, limit):
-        norm = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64))))
-        factor = tf.where(norm > limit, limit / norm, 1.0)
-        factor = tf.where(factor >= SMALLEST_FACTOR, tf.cast(tf.cast(factor, tf.float32), tf.float64), factor)
-        return tf.cast(tf.cast(x, tf.float64) * factor, tf.float32)
-
-    def one_side(self, x, sign):
-        positive = x > 0 if sign > 0 else x < 0
-        count = tf.math.count_nonzero(positive)
-        return tf.where(positive, tf.abs(x), 0.0), count if tf.is_symbolic_tensor(count) else int(count)
-
-    def fixed_tags(self, x, bound, top, step8, step16):
-        magnitude = tf.abs(x)
-        inside = magnitude <= top
-        capped = tf.where(inside, magnitude, 0.0)
-        tags = tf.where(inside & (tf.round(capped * (1 / step16)) <= 32767), 2, 3)
-        tags = tf.where(inside & (tf.round(capped * (1 / step8)) <= 127), 1, tags)
-        return tf.cast(tf.where(magnitude <= float(rounded_down(bound)), 0, tags), tf.uint8)
-
-    def where_code(self, codes, code):
-        return _where(codes == code)
-
-    def to_fixed(self, x, step, dtype):
-        return tf.cast(tf.round(x * (1 / step)), dtype)
+        if not tf.is_symbolic_tensor(indices):
+            self.compute("check_indices", [as_array(indices), n])
 
 
-def words(stream: Stream) -> tuple[int, int, Any, int]:
-    """Return the words of a stream, whose step may be a scalar tensor; it becomes one."""
-    step = stream.step if isinstance(stream.step, (tf.Tensor, tf.Variable)) else stream.step & LOW32
-    key_low, key_high, _, draw = Stream(stream.key, 0, stream.draw).words
-    return key_low, key_high, tf.cast(step, tf.int64) & LOW32, draw
+def _on_host(method: str) -> Callable[..., Any]:
+    """Return a method that computes on the host, at once or when a graph runs."""
+    signature = inspect.signature(getattr(Kernels, method))
+
+    def call(self: TensorFlowKernels, *args: Any, **named: Any) -> Any:
+        if named:
+            args = signature.bind(self, *args, **named).args[1:]
+        if not tf.executing_eagerly():
+            return _in_graph(self, method, list(args))
+        arrays = [_array(arg) for arg in args]
+        found = self.compute(method, arrays)
+        if found is arrays[0]:
+            return tf.convert_to_tensor(args[0])
+        with _beside(next((arg for arg in args if _is_tensor(arg)), None)) as moves:
+            results = [
+                tf.identity(as_tensor(one)) if moves else as_tensor(one)
+                for one in (found if isinstance(found, tuple) else (found,))
+            ]
+        return tuple(results) if isinstance(found, tuple) else results[0]
+
+    call.__name__, call.__doc__ = method, f"Computed on the host; see Kernels.{method}."
+    return call
 
 
-def _times(x: tf.Tensor, weight: float) -> tf.Tensor:
-    return x if isinstance(weight, (int, float)) and weight == 1 else x * number(weight, x.dtype)
+def _in_graph(k: TensorFlowKernels, method: str, args: list[Any]) -> Any:
+    """Return the results of a kernel that is called when the graph runs. Tensors, and a step that is one, are inputs of
+    the call."""
+    refuse_xla()
+    args = [tf.convert_to_tensor(arg) if isinstance(arg, tf.Variable) else arg for arg in args]
+    places = [i for i, arg in enumerate(args) if _is_tensor(arg)]
+    drawn = [i for i, arg in enumerate(args) if isinstance(arg, Stream) and _is_tensor(arg.step)]
+    inputs = [args[i] for i in places] + [tf.convert_to_tensor(args[i].step) for i in drawn]
+    outputs = RESULTS[method](*args)
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        """Compute with the numbers of the inputs."""
+        given = list(args)
+        for i, array in zip(places, arrays, strict=False):
+            given[i] = array if array.ndim else array[()]
+        for i, step in zip(drawn, arrays[len(places) :], strict=True):
+            given[i] = replace(args[i], step=int(step))
+        found = k.compute(method, given)
+        several = found if isinstance(found, tuple) else (found,)
+        return [np.asarray(one, kind.as_numpy_dtype) for one, (kind, _) in zip(several, outputs, strict=True)]
+
+    results = tf.numpy_function(run, inputs, [kind for kind, _ in outputs], stateful=False)
+    for result, (_, shape) in zip(results, outputs, strict=True):
+        result.set_shape([n if isinstance(n, int) else None for n in shape])
+    return tuple(results) if len(results) > 1 else results[0]
 
 
-def _places(bits: int) -> tf.Tensor:
-    return tf.constant([bits * i for i in range(8)], tf.int64)
+for _method in RESULTS:
+    setattr(TensorFlowKernels, _method, _on_host(_method))
 
 
-def _beside(like: tf.Tensor) -> Any:
-    """Return the context that makes tensors on the device of another, if there is a choice."""
-    if len(tf.config.list_logical_devices()) > 1 and like.device:
-        return tf.device(like.device)
-    return contextlib.nullcontext()
+def _is_tensor(arg: Any) -> bool:
+    return isinstance(arg, (tf.Tensor, tf.Variable))
 
 
-def _philox(counter, key):
-    half = tf.constant(32, tf.int64)
-    return philox_in_int64(counter, key, lambda product: tf.bitwise.right_shift(product, half))
+def _array(arg: Any) -> Any:
+    """Return an argument as kernels of arrays take it: a tensor as a view, a step as a number."""
+    if _is_tensor(arg):
+        return as_array(arg)
+    return replace(arg, step=int(arg.step)) if isinstance(arg, Stream) and _is_tensor(arg.step) else arg
 
 
-def _feistel(index, n, stream):
-    key_low, key_high, step, draw = words(stream.permuting())
-    left_bits, right_bits = (tf.constant(bits, tf.int64) for bits in feistel_bits(n))
-    one, draw = tf.constant(1, tf.int64), tf.constant(draw, tf.int64)
-
-    def mix(number, left, right, left_bits, right_bits):
-        mixed = _philox((right, number, step, draw), (key_low, key_high))[0]
-        mixed &= tf.bitwise.left_shift(one, left_bits) - 1
-        return number + 1, right, left ^ mixed, right_bits, left_bits
-
-    start = (
-        tf.constant(0, tf.int64),
-        tf.bitwise.right_shift(index, right_bits),
-        index & tf.bitwise.left_shift(one, right_bits) - 1,
-        left_bits,
-        right_bits,
-    )
-    # a loop, so that a graph holds one round
-    _, left, right, _, right_bits = tf.while_loop(lambda number, *_: number < FEISTEL_ROUNDS, mix, start)
-    return tf.bitwise.left_shift(left, right_bits) | right
+@contextlib.contextmanager
+def _beside(like: Any) -> Iterator[bool]:
+    """Return a context that makes tensors on the device of another; its value is True if that is not the host."""
+    device = "" if like is None else like.device
+    if "GPU" not in device and len(tf.config.list_logical_devices()) == 1:
+        yield False
+        return
+    with tf.device(device or None):
+        yield "GPU" in device
 
 
-def _where(mask: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.where(mask)[:, 0], tf.int32)
+_PLAIN, _COMPILED = TensorFlowKernels(compiled=False), TensorFlowKernels(compiled=True)
+_USE_FUSED = not missing()
+
+
+def kernels_of_tensor(tensor: tf.Tensor) -> Kernels:
+    """Return the kernels of TensorFlow's tensors: compiled ones if Numba is installed (and GRACE_FUSED is not 0)."""
+    return _COMPILED if _USE_FUSED else _PLAIN

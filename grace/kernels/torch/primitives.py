@@ -141,7 +141,7 @@ class TorchKernels(Kernels):
 
     def all_finite(self, x, most=math.inf) -> Any:
         finite = (torch.isfinite(x) if most == math.inf else x.float().abs() <= most).all()
-        return bool(finite) if x.device.type == "cpu" else finite.float()
+        return finite.float() if self.on_device(x) else bool(finite)
 
     def combine(self, a, x, b, y):
         return weighted(x.float(), a) + weighted(y.float(), b)
@@ -375,6 +375,8 @@ class TorchKernels(Kernels):
             self.check_indices(codes, len(table))
         factor = weight if scale is None else scale * weight
         amounts = constant(table, out.device) * factor
+        # on a device nobody looks whether each code has an entry: those without one add nothing
+        amounts = torch.nn.functional.pad(amounts, (0, (1 << bits) - len(table)))
         return out.add_(amounts.index_select(0, codes))
 
     def quantile_buckets(self, x, buckets):

@@ -1,22 +1,7 @@
-"""Kernels that pack codes and signs into streams of bits, and read them."""
+"""Functions that pack codes and signs into streams of bits and read them, and kernels that read bitmaps."""
 
 import triton
 import triton.language as tl
-
-from grace.kernels.triton.arithmetic import span
-
-
-@triton.jit
-def pack(out, codes, n, size, BITS: tl.constexpr, GROUPS: tl.constexpr):
-    """Pack groups of 8 codes into BITS bytes each."""
-    first = tl.program_id(0).to(tl.int64) * GROUPS
-    group, lane = tl.arange(0, GROUPS), tl.arange(0, 8)
-    place = group[:, None] * 8 + lane[None, :]
-    code = tl.load(codes + first * 8 + place, mask=place < n - first * 8, other=0).to(tl.int64)
-    word = tl.sum(code << (lane * BITS).to(tl.int64)[None, :], 1)
-    byte = group[:, None] * BITS + lane[None, :]
-    inside = (lane < BITS)[None, :] & (byte < size - first * BITS)
-    tl.store(out + first * BITS + byte, (word[:, None] >> (lane * 8).to(tl.int64)[None, :]).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -29,25 +14,6 @@ def code_at(packed, place, inside, size, BITS: tl.constexpr):
     if 8 % BITS != 0:  # a code may lie in two bytes
         word |= tl.load(packed + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32) << 8
     return (word >> shift) & ((1 << BITS) - 1)
-
-
-@triton.jit
-def unpack(out, packed, n, size, BITS: tl.constexpr, N: tl.constexpr):
-    base, place, inside = span(n, N)  # a multiple of 8 codes, and so of whole bytes
-    code = code_at(packed + base // 8 * BITS, place, inside, size - base // 8 * BITS, BITS)
-    tl.store(out + base + place, code.to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def pack_signs(out, x, n, WORDS: tl.constexpr):
-    """Pack 32 signs a word."""
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    word, lane = tl.arange(0, WORDS), tl.arange(0, 32)
-    place = word[:, None] * 32 + lane[None, :]
-    inside = place < n - first * 32
-    value = tl.load(x + first * 32 + place, mask=inside, other=-1.0)
-    bits = (value >= 0).to(tl.int32) << lane[None, :]
-    tl.store(out + first + word, tl.sum(bits, 1), mask=word * 32 < n - first * 32)
 
 
 @triton.jit
@@ -77,30 +43,6 @@ def signs_of_byte(packed, N: tl.constexpr):
 
 
 @triton.jit
-def add_signs(out, packed, scale, n, weight, N: tl.constexpr):
-    base, place, inside = span(n, N)
-    amount = weight
-    if scale is not None:
-        amount = weight * tl.load(scale)
-    kept = tl.load(out + base + place, mask=inside, other=0)
-    byte = tl.load(packed + base // 8 + place // 8, mask=inside, other=0).to(tl.int32)
-    tl.store(out + base + place, kept + tl.where((byte >> place % 8) & 1 == 1, amount, -amount), mask=inside)
-
-
-@triton.jit
-def add_table(out, packed, table, scale, n, size, entries, weight, BITS: tl.constexpr, N: tl.constexpr):
-    """Add the values of codes; codes beyond the table add nothing."""
-    base, place, inside = span(n, N)
-    amount = weight
-    if scale is not None:
-        amount = weight * tl.load(scale)
-    code = code_at(packed + base // 8 * BITS, place, inside, size - base // 8 * BITS, BITS)
-    kept = tl.load(out + base + place, mask=inside, other=0)
-    value = tl.load(table + code, mask=inside & (code < entries), other=0)
-    tl.store(out + base + place, kept + value * amount, mask=inside)
-
-
-@triton.jit
 def steps_below(value, inside, edges, count, N: tl.constexpr):
     """Count the edges, at most 255 and ascending, below each number; all of them are below NaN."""
     below = tl.zeros([N], tl.int32)
@@ -109,17 +51,6 @@ def steps_below(value, inside, edges, count, N: tl.constexpr):
         edge = tl.load(edges + middle - 1, mask=inside & (middle <= count), other=0)
         below = tl.where((middle <= count) & ((edge < value) | (value != value)), middle, below)
     return below
-
-
-@triton.jit
-def bucketize(out, x, scale, edges, count, n, N: tl.constexpr):
-    """Count the edges, at most 255, below each number; all of them are below NaN, as a sort has it."""
-    base, place, inside = span(n, N)
-    divisor = tl.load(scale)
-    divisor = tl.where(divisor > 0, divisor, 1.0)
-    value = tl.load(x + base + place, mask=inside, other=0)
-    value = tl.div_rn(value, tl.full([N], 0, tl.float32) + divisor)
-    tl.store(out + base + place, steps_below(value, inside, edges, count, N).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -143,21 +74,6 @@ def first_from(coded, width, k, least):
             found = tl.load(coded.to(tl.pointer_type(tl.uint16)) + middle).to(tl.int32)
         low, high = tl.where(found < least, middle + 1, low), tl.where(found < least, high, middle)
     return low
-
-
-@triton.jit
-def write_bits(words, indices, k, n, WORDS: tl.constexpr, N: tl.constexpr):
-    """Set bits at ascending places below n."""
-    base, word = tl.program_id(0) * WORDS * 32, tl.arange(0, WORDS)
-    tl.store(words + base // 32 + word, tl.zeros([WORDS], tl.int32), mask=word * 32 < n - base)
-    tl.debug_barrier()
-    many = tl.full([], 0, tl.int32) + k
-    begin = first_from(indices.to(tl.int64), 4, many, base)
-    for low in range(begin, first_from(indices.to(tl.int64), 4, many, base + (WORDS * 32 - 1)) + 1, N):
-        place = low + tl.arange(0, N)
-        index = tl.load(indices + place, mask=place < k, other=-1)
-        inside = (index >= base) & (index < n) & (index - base < WORDS * 32)
-        tl.atomic_or(words + index // 32, 1 << (index & 31), mask=inside)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ _M0, _M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 _W0, _W1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])
 _ROUNDS, _FEISTEL_ROUNDS = tl.constexpr(ROUNDS), tl.constexpr(FEISTEL_ROUNDS)
 
-BITS, UNIFORM, SIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 WORDS = ("key_low", "key_high", "step", "draw")
 """Arguments of kernels that change at every step, so that none is compiled for their values."""
 
@@ -122,38 +121,11 @@ def walked(index, n, key_low, key_high, step, draw, left_bits, right_bits):
 
 
 @triton.jit(do_not_specialize=WORDS)
-def write_random(out, n, key_low, key_high, step, draw, FORM: tl.constexpr, N: tl.constexpr):
-    """Write the words of a stream, uniform numbers u made of them, or 2 u - 1."""
+def write_random(out, n, key_low, key_high, step, draw, N: tl.constexpr):
+    """Write the words of a stream as int64."""
     base, place, inside = span(n, N)
-    value = row_of_words(base, key_low, key_high, step, draw, N)
-    if FORM == UNIFORM:
-        value = uniform(value)
-    elif FORM == SIGNED:
-        value = uniform(value) * 2.0 - 1.0
-    tl.store(out + base + place, value, mask=inside)
-
-
-@triton.jit
-def judge_columns(found, x, rows, columns, most, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Mark each column that has a number that is not zero, and each that has one beyond ``most``, or NaN."""
-    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0)
-    alive, beyond = tl.where(value == 0, 0, 1), tl.where(tl.abs(value) <= most, 0, 1)
-    tl.atomic_max(found + column, tl.max(alive, 0), mask=column < columns)
-    tl.atomic_max(found + columns + column, tl.max(beyond, 0), mask=column < columns)
-
-
-@triton.jit(do_not_specialize=WORDS)
-def renew_columns(out, found, x, n, columns, key_low, key_high, step, draw, N: tl.constexpr):
-    """Write x, with random numbers in columns of zeros and of numbers that are too large."""
-    base, place, inside = span(n, N)
-    column = (base + place) % columns
-    alive = tl.load(found + column, mask=inside, other=0)
-    beyond = tl.load(found + columns + column, mask=inside, other=0)
-    value = tl.load(x + base + place, mask=inside, other=0)
-    fresh = uniform(row_of_words(base, key_low, key_high, step, draw, N)) * 2.0 - 1.0
-    tl.store(out + base + place, tl.where((alive > 0) & (beyond == 0), value, fresh), mask=inside)
+    words = row_of_words(base, key_low, key_high, step, draw, N)
+    tl.store(out + base + place, words.to(tl.int64), mask=inside)
 
 
 @triton.jit(do_not_specialize=(*WORDS, "left_bits", "right_bits"))
@@ -162,13 +134,3 @@ def write_walked(out, n, k, key_low, key_high, step, draw, left_bits, right_bits
     given = tl.where(place < k, place, 0).to(tl.uint32)
     walked_to = walked(given, tl.cast(n, tl.uint32), key_low, key_high, step, draw, left_bits, right_bits)
     tl.store(out + place, walked_to.to(tl.int32), mask=place < k)
-
-
-@triton.jit(do_not_specialize=WORDS)
-def write_samples(out, n, k, key_low, key_high, step, draw, N: tl.constexpr):
-    """Write one index of each of k slices of [0, n)."""
-    base = tl.program_id(0).to(tl.int64) * N
-    place = base + tl.arange(0, N)
-    words = row_of_words(base, key_low, key_high, step, draw, N).to(tl.int64)
-    start, stop = place * n // k, (place + 1) * n // k
-    tl.store(out + place, (start + ((stop - start) * words >> 32)).to(tl.int32), mask=place < k)

@@ -1,4 +1,4 @@
-"""Kernels that find elements: the largest ones by their digits, those above a threshold, and places in tensors."""
+"""Kernels that find the largest elements by their digits, and add values at places."""
 
 import triton
 import triton.language as tl
@@ -275,54 +275,6 @@ def largest_of_rows(bits, wanted, ROWS: tl.constexpr):
 
 
 @triton.jit
-def write_of_chunks(out, x, n, k, count, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Write the places of the k largest of each chunk, of ``count`` in all."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    base = tl.program_id(0).to(tl.int64) * ROWS * CHUNK
-    place = tl.arange(0, ROWS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    inside = place < n - base
-    bits = magnitude_bits(tl.load(x + base + place, mask=inside, other=0))
-    wanted = tl.maximum(tl.minimum(count - row * k, k), 0)
-    taken = largest_of_rows(tl.where(inside, bits, -1), wanted, ROWS)
-    at = (row * k)[:, None] + tl.cumsum(taken, 1) - taken
-    tl.store(out + at, (base + place).to(tl.int32), mask=taken > 0)
-
-
-@triton.jit
-def widen_chunks(out, narrow, count, k, CHUNK: tl.constexpr, N: tl.constexpr):
-    """Write the places whose lower 16 bits are given."""
-    place = tl.program_id(0) * N + tl.arange(0, N)
-    low = tl.load(narrow + place, mask=place < count, other=0).to(tl.int32) & 0xFFFF
-    tl.store(out + place, (place // k * CHUNK & ~0xFFFF) | low, mask=place < count)
-
-
-@triton.jit
-def chosen(x, base, place, n, value, N: tl.constexpr):
-    """Return 1 for each element above a threshold in magnitude, or of codes (uint8) that equals one."""
-    inside = place < n - base
-    given = tl.load(x + base + place, mask=inside, other=0)
-    if x.dtype.element_ty == tl.uint8:
-        return (inside & (given == value)).to(tl.int32)
-    return (inside & (tl.abs(given) > value)).to(tl.int32)
-
-
-@triton.jit
-def count_chosen(counts, x, n, value, N: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * N
-    tl.store(counts + tl.program_id(0), tl.sum(chosen(x, base, tl.arange(0, N), n, value, N), 0))
-
-
-@triton.jit
-def write_chosen(out, ends, x, n, value, count, N: tl.constexpr):
-    """Write the places of the first ``count``, behind those of the programs before: ``ends`` are sums of counts."""
-    base = tl.program_id(0).to(tl.int64) * N
-    place = tl.arange(0, N)
-    taken = chosen(x, base, place, n, value, N)
-    at = tl.load(ends + tl.program_id(0)) - tl.sum(taken, 0) + tl.cumsum(taken, 0) - taken
-    tl.store(out + at, (base + place).to(tl.int32), mask=(taken > 0) & (at < count))
-
-
-@triton.jit
 def scatter_add(out, indices, values, n, k, weight, N: tl.constexpr):
     """Add values at places; those outside of ``out`` are left out."""
     place = tl.program_id(0) * N + tl.arange(0, N)
@@ -331,16 +283,3 @@ def scatter_add(out, indices, values, n, k, weight, N: tl.constexpr):
     inside = (index >= 0) & (index < n)
     kept = tl.load(out + index, mask=inside, other=0)
     tl.store(out + index, kept + value * weight, mask=inside)
-
-
-@triton.jit
-def scatter_one(out, indices, value, n, k, weight, N: tl.constexpr):
-    """Add one value at all places; write zeros if there is none."""
-    place = tl.program_id(0) * N + tl.arange(0, N)
-    index = tl.load(indices + place, mask=place < k, other=-1)
-    inside = (index >= 0) & (index < n)
-    if value is None:
-        tl.store(out + index, tl.full([N], 0, tl.float32), mask=inside)
-    else:
-        kept = tl.load(out + index, mask=inside, other=0)
-        tl.store(out + index, kept + tl.load(value) * weight, mask=inside)

@@ -3,7 +3,7 @@ gradients."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from grace.exchange.tracing import recorder
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions
-from grace.pipeline.torch import node_costs
+from grace.pipeline.torch import node_costs, pipeline_state
 from grace.pipeline.torch.autograd import accumulate_gradients, broadcast_batch, gather_outputs
 from grace.pipeline.torch.call_comparison import CallComparison
 from grace.pipeline.torch.capture import check_plain_model, split_call
 from grace.pipeline.torch.captured_batch import CapturedBatch
 from grace.pipeline.torch.mesh import Mesh, failing_together
 from grace.pipeline.torch.micro_batches import count_rows, micro_batches
-from grace.pipeline.torch.pipeline_state import PipelineState
+from grace.pipeline.torch.pipeline_state import StageTensors
 from grace.pipeline.torch.plan_agreement import (
     agree_on_plan,
     check_optimizer_state_whole,
@@ -39,7 +39,7 @@ from grace.torch.parameters import broadcast_parameters
 INPUTS = ("replica", "global", "rank0")
 
 
-class Pipeline(PipelineState):
+class Pipeline:
     """A model that runs in stages on several ranks. Every rank must make it, and make the same calls.
 
     Args:
@@ -214,15 +214,22 @@ class Pipeline(PipelineState):
             raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
         self.nodes = [stage.nodes for stage in plan.stages]
         self.comparison = CallComparison(mesh, self.inputs == "replica")
-        self._assign_tensors(atoms)
-        with mesh.failing_together():
-            self._materialize(self.init)
+        self.tensors = StageTensors(self.model, atoms, self.nodes, mesh)
+        with failing_together(self.backend):
+            self.tensors.materialize(self.init, self.device)
+        self.parameters, self.buffers = self.tensors.parameters, self.tensors.buffers
         recorder.begin(self.backend, ())  # traces number ranks among all ranks, and not among the stage's replicas
-        self.gradients = Gradients(self.owned, self.parameters, self.make_optimizer, mesh, self.scaler, self.options)
+        holders = self.tensors.parameter_holders
+        self.gradients = Gradients(holders, self.parameters, self.make_optimizer, mesh, self.scaler, self.options)
         # The distributed optimizer broadcasts its parameters itself, if this rank has one.
         unequal_tensors = {**self.buffers, **({} if self.gradients.has_optimizer else self.parameters)}
         if unequal_tensors and mesh.stage_backend.size > 1:
             broadcast_parameters(unequal_tensors, 0, mesh.stage_backend)
+
+    def _check_planned(self) -> None:
+        """Refuse a call before the model was cut."""
+        if self.plan is None:
+            raise ConfigError("the model is not cut yet: give example_inputs, or make the first step before")
 
     @property
     def optimizer(self) -> Any:
@@ -276,6 +283,7 @@ class Pipeline(PipelineState):
         assert self.plan is not None
         count = self.plan.microbatches
         placement = self.mesh.placement(self.stage)
+        assert placement is not None
         captured = self._captured
         leaves = captured.flat(args, kwargs)
         spec = captured.in_spec
@@ -286,7 +294,7 @@ class Pipeline(PipelineState):
         key = (self.training, shape_key(cut[0]))
         if key not in self._built:
             self.model.train(self.training)
-            holders = {**self.gradients.holders, **self.buffer_holders}
+            holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
             micro_batch = CapturedBatch(self.model, first_args, first_kwargs, self.whole)
             nodes = self.nodes if self.training else evaluation_stages(micro_batch.atoms, self.nodes, holders)
             recompute, compare = self.plan.recompute, self.comparison.end
@@ -424,6 +432,56 @@ class Pipeline(PipelineState):
         """
         self.exchange()
         return self.gradients.clip_norm(float(max_norm), float(norm_type))
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter or buffer, on every rank, from the rank that has it. Every rank must call it."""
+        self._check_planned()
+        return self.tensors.parameter(name)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter's gradient, zeros if there is none. Every rank must call it."""
+        self._check_planned()
+        return self.tensors.gradient(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole model's state, as ``model.state_dict()`` does, on every rank. Buffers are replica 0's. Every
+        rank must call it."""
+        self._check_planned()
+        return self.tensors.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a whole model's state, of a plain program or of another plan. Every rank must call it, with the same
+        state.
+
+        Raises:
+            ConfigError: names, shapes or kinds are not the model's; nothing was changed.
+            RankError: another rank refused its state, or was given another one; nothing was changed.
+        """
+        self._check_planned()
+        self.tensors.load_state_dict(state)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the optimizers' state of all stages as that of one optimizer of the whole model, whose parameters are
+        numbered group by group in the model's order; with their ``names``, and the Grace state of all replicas. Every
+        rank must call it."""
+        self._check_planned()
+        return pipeline_state.optimizer_state_dict(self.tensors, self.gradients)
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any], memory: str = "strict") -> None:
+        """Load a result of :meth:`optimizer_state_dict`, of this plan or another. Every rank must call it.
+
+        Args:
+            saved: the state of the whole model.
+            memory: treatment of memories that do not fit, as for a distributed optimizer's ``load_state_dict``.
+
+        Raises:
+            ConfigError: the state is of another model, or damaged; nothing was changed.
+            RankError: another rank refused its state, or ranks load different ones; nothing was changed.
+        """
+        self._check_planned()
+        pipeline_state.load_optimizer_state_dict(self.tensors, self.gradients, saved, memory)
 
     # -- evaluation ---------------------------------------------------------------------------------------
 

@@ -128,16 +128,6 @@ class Mesh:
                     raise  # an error of the user's model
                 raise self.backend.engine_error(wait.place(), "", error) from error
 
-    @contextlib.contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Return a context in which an error on one rank is raised on all of them. Every rank must enter it.
-
-        Raises:
-            RankError: another rank failed.
-        """
-        with failing_together(self.backend):
-            yield
-
     def all_reduce_sum(self, value: float) -> float:
         """Return the sum over all ranks. Every rank must call it."""
         if self.channel is None:

@@ -9,39 +9,46 @@ import torch
 from grace.core.api_names import TORCH
 from grace.errors import ConfigError, RankError
 from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.stage_builder import stage_specs
+from grace.pipeline.torch.stage_gradients import Gradients
 from grace.session import checkpoint, state_schema
 from grace.session.agreement import gather_or_raise
 from grace.torch.state_dict import load_state
 
 
-class PipelineState:
-    """Base class of a pipeline: names and owners of parameters and buffers, and saving and loading of state."""
+class StageTensors:
+    """The tensors of this rank's stage, and the whole model's state. Every rank must make one.
 
-    model: torch.nn.Module
-    mesh: Any
-    plan: Any
-    nodes: Sequence[Sequence[str]]
-    gradients: Any
-    device: Any
+    Args:
+        model: the user's model.
+        atoms: its atomic subcomponents.
+        nodes: names of the nodes of each stage.
+        mesh: the pipeline's ranks.
 
-    def _assign_tensors(self, atoms: Atoms) -> None:
-        """List the names of the tensors of each stage, and this rank's tensors. A tensor that no stage reads belongs to
-        the first stage."""
-        parameters = dict(self.model.named_parameters())
-        buffers = dict(self.model.named_buffers())
-        read = [set(piece.attributes) for piece in stage_specs(atoms, self.nodes)]
-        for name in (*parameters, *buffers):
-            if not any(name in own for own in read):
-                read[0].add(name)
-        self.owned = [[name for name in parameters if name in own] for own in read]
-        self.buffer_holders = {name: tuple(i for i, own in enumerate(read) if name in own) for name in buffers}
-        mine = read[self.mesh.stage]
-        self.parameters = {name: p for name, p in parameters.items() if name in mine}
-        self.buffers = {name: buffer for name, buffer in buffers.items() if name in mine}
+    Attributes:
+        parameter_holders, buffer_holders: numbers of the stages that have each parameter, and each buffer, by its name.
+            A tensor that no stage reads belongs to the first stage.
+        parameters, buffers: this rank's, by name.
+    """
+
+    def __init__(self, model: torch.nn.Module, atoms: Atoms, nodes: Sequence[Sequence[str]], mesh: Mesh):
+        self.model = model
+        self.mesh = mesh
+        parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        buffers: dict[str, torch.Tensor] = dict(model.named_buffers())
+        read = [set(spec.attributes) for spec in stage_specs(atoms, nodes)]
+        holders = {
+            name: tuple(stage for stage, own in enumerate(read) if name in own) or (0,)
+            for name in (*parameters, *buffers)
+        }
+        self.parameter_holders = {name: holders[name] for name in parameters}
+        self.buffer_holders = {name: holders[name] for name in buffers}
+        self.parameters = {name: p for name, p in parameters.items() if mesh.stage in holders[name]}
+        self.buffers = {name: buffer for name, buffer in buffers.items() if mesh.stage in holders[name]}
 
     @torch.no_grad()
-    def _materialize(self, init: Any) -> None:
+    def materialize(self, init: Any, device: torch.device) -> None:
         """Allocate this rank's tensors that are on ``meta``, and fill them by ``init`` or ``reset_parameters`` of the
         first module that holds them."""
         fresh_tensors: dict[int, torch.Tensor] = {}
@@ -50,7 +57,7 @@ class PipelineState:
         for own in (self.parameters, self.buffers):
             for name, tensor in own.items():
                 if tensor.is_meta:
-                    fresh: Any = torch.empty_like(tensor, device=self.device)
+                    fresh: Any = torch.empty_like(tensor, device=device)
                     if isinstance(tensor, torch.nn.Parameter):
                         fresh = torch.nn.Parameter(fresh, tensor.requires_grad)
                     fresh_tensors[id(tensor)] = own[name] = fresh  # type: ignore[index]
@@ -71,11 +78,6 @@ class PipelineState:
                 )
             write()
 
-    def _check_planned(self) -> None:
-        """Refuse a call before the model was cut."""
-        if self.plan is None:
-            raise ConfigError("the model is not cut yet: give example_inputs, or make the first step before")
-
     def _canonical_names(self) -> dict[str, str]:
         """Return the name under which a tensor is known, for each name that it has in the model's state."""
         every = dict(self.model.named_buffers(remove_duplicate=False))
@@ -85,10 +87,10 @@ class PipelineState:
 
     def _source_rank(self, name: str) -> int:
         """Return the rank whose copy of a tensor counts: replica 0 of the first stage that has the tensor."""
-        holders = {**self.gradients.holders, **self.buffer_holders}
+        holders = {**self.parameter_holders, **self.buffer_holders}
         if name not in holders:
             raise ConfigError(f"the model has no parameter or buffer {name!r}; it has {', '.join(holders)}")
-        return int(self.mesh.ranks[holders[name][0]][0])
+        return self.mesh.ranks[holders[name][0]][0]
 
     def _broadcast_copy(self, value: torch.Tensor | None, like: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a copy of a rank's tensor, on all ranks; zeros if the rank has none."""
@@ -96,11 +98,10 @@ class PipelineState:
             copy = value.detach().contiguous().clone()
         else:
             copy = torch.zeros(like.shape, dtype=like.dtype)
-        return self.mesh.broadcast(copy, rank)  # type: ignore[no-any-return]
+        return self.mesh.broadcast(copy, rank)
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter or buffer, on every rank, from the rank that has it. Every rank must call it."""
-        self._check_planned()
         name = self._canonical_names().get(name, name)
         source = self._source_rank(name)
         like = dict([*self.model.named_buffers(), *self.model.named_parameters()])[name]
@@ -108,7 +109,6 @@ class PipelineState:
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter's gradient, zeros if there is none. Every rank must call it."""
-        self._check_planned()
         name = self._canonical_names().get(name, name)
         source = self._source_rank(name)
         if name in self.buffer_holders:
@@ -121,7 +121,6 @@ class PipelineState:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole model's state, as ``model.state_dict()`` does, on every rank. Buffers are replica 0's. Every
         rank must call it."""
-        self._check_planned()
         names = self._canonical_names()
         state = self.model.state_dict()
         fetched = dict[str, torch.Tensor]()
@@ -135,14 +134,7 @@ class PipelineState:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a whole model's state, of a plain program or of another plan. Every rank must call it, with the same
-        state.
-
-        Raises:
-            ConfigError: names, shapes or kinds are not the model's; nothing was changed.
-            RankError: another rank refused its state, or was given another one; nothing was changed.
-        """
-        self._check_planned()
+        """Load a whole model's state. Every rank must call it, with the same state."""
         own: Mapping[str, Any] = self.model.state_dict()
         names = self._canonical_names()
         tensors = {**self.parameters, **self.buffers}
@@ -168,119 +160,115 @@ class PipelineState:
             if isinstance(target, torch.Tensor) and not target.is_meta:
                 target.copy_(state[name])
 
-    # -- the optimizer ------------------------------------------------------------------------------------
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' state of all stages as that of one optimizer of the whole model, whose parameters are
-        numbered group by group in the model's order; with their ``names``, and the Grace state of all replicas. Every
-        rank must call it."""
-        self._check_planned()
-        local, error = None, None
-        try:
-            local = self._local_optimizer_state() if self.gradients.has_optimizer else None
-        except Exception as raised:
-            error = raised
-        every = gather_or_raise(self.mesh.backend, "a state to save", local, error, "could not save")
-        received = [one for one in every if one is not None]
-        order = {name: i for i, (name, _) in enumerate(self.model.named_parameters())}
-        merged: list[tuple[dict[str, Any], list[str]]] = []
-        for group in (group for _, groups, _ in received for group in groups):
-            settings = {k: v for k, v in group.items() if k != "names"}
-            own = group["names"]
-            same = next((names for known, names in merged if known == settings), None)
-            if same is None:
-                same = []
-                merged.append((settings, same))
-            same += [name for name in own if name not in same]
-        by_name = {name: value for state, _, _ in reversed(received) for name, value in state.items()}
-        names = [name for _, own in merged for name in sorted(own, key=order.__getitem__)]
-        numbers = {name: i for i, name in enumerate(names)}
-        return {
-            "state": {numbers[name]: value for name, value in sorted(by_name.items(), key=lambda one: numbers[one[0]])},
-            "param_groups": [{**settings, "params": sorted(numbers[name] for name in own)} for settings, own in merged],
-            "names": names,
-            "grace": _merge_states([remembered for _, _, remembered in received]),
-        }
+def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> dict[str, Any]:
+    """Return the optimizers' state of all stages as that of one optimizer; see
+    :meth:`grace.torch.Pipeline.optimizer_state_dict`."""
+    local, error = None, None
+    try:
+        local = _local_optimizer_state(tensors, gradients) if gradients.has_optimizer else None
+    except Exception as raised:
+        error = raised
+    every = gather_or_raise(tensors.mesh.backend, "a state to save", local, error, "could not save")
+    received = [one for one in every if one is not None]
+    order = {name: i for i, (name, _) in enumerate(tensors.model.named_parameters())}
+    merged: list[tuple[dict[str, Any], list[str]]] = []
+    for group in (group for _, groups, _ in received for group in groups):
+        settings = {k: v for k, v in group.items() if k != "names"}
+        own = group["names"]
+        same = next((names for known, names in merged if known == settings), None)
+        if same is None:
+            same = []
+            merged.append((settings, same))
+        same += [name for name in own if name not in same]
+    by_name = {name: value for state, _, _ in reversed(received) for name, value in state.items()}
+    names = [name for _, own in merged for name in sorted(own, key=order.__getitem__)]
+    numbers = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {numbers[name]: value for name, value in sorted(by_name.items(), key=lambda one: numbers[one[0]])},
+        "param_groups": [{**settings, "params": sorted(numbers[name] for name in own)} for settings, own in merged],
+        "names": names,
+        "grace": _merge_states([remembered for _, _, remembered in received]),
+    }
 
-    def _local_optimizer_state(self) -> tuple[dict[str, Any], list[dict[str, Any]], Any] | None:
-        """Return the state by name, the groups, and the Grace state, on replica 0 of this rank's stage; None on all
-        others."""
-        saved = self.gradients.optimizer.full_state_dict()  # a collective of all replicas
-        names = self._optimizer_names()
-        if self.mesh.replica:
-            return None
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "names": [names[i] for i in group["params"]]}
-            for group in saved["param_groups"]
-        ]
-        return {names[i]: value for i, value in saved["state"].items()}, groups, saved["grace"]
 
-    def _optimizer_names(self) -> list[str]:
-        """Return the names of the parameters of this rank's optimizer, in its order."""
-        known = {id(p): name for name, p in self.parameters.items()}
-        return [known[id(p)] for group in self.gradients.optimizer.param_groups for p in group["params"]]
+def _local_optimizer_state(
+    tensors: StageTensors, gradients: Gradients
+) -> tuple[dict[str, Any], list[dict[str, Any]], Any] | None:
+    """Return the state by name, the groups, and the Grace state, on replica 0 of this rank's stage; None on all
+    others."""
+    saved = gradients.optimizer.full_state_dict()  # a collective of all replicas
+    names = _optimizer_names(tensors, gradients)
+    if tensors.mesh.replica:
+        return None
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "names": [names[i] for i in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    return {names[i]: value for i, value in saved["state"].items()}, groups, saved["grace"]
 
-    def load_optimizer_state_dict(self, saved: Mapping[str, Any], memory: str = "strict") -> None:
-        """Load a result of :meth:`optimizer_state_dict`, of this plan or another. Every rank must call it.
 
-        Args:
-            saved: the state of the whole model.
-            memory: treatment of memories that do not fit, as for a distributed optimizer's ``load_state_dict``.
+def _optimizer_names(tensors: StageTensors, gradients: Gradients) -> list[str]:
+    """Return the names of the parameters of this rank's optimizer, in its order."""
+    known = {id(p): name for name, p in tensors.parameters.items()}
+    return [known[id(p)] for group in gradients.optimizer.param_groups for p in group["params"]]
 
-        Raises:
-            ConfigError: the state is of another model, or damaged; nothing was changed.
-            RankError: another rank refused its state, or ranks load different ones; nothing was changed.
-        """
-        self._check_planned()
-        backend = self.mesh.backend
-        optimizer = self.gradients.optimizer
-        error = None
-        own_state = dict[str, Any]()
-        whole = True
-        kinds = list[Any]()
-        dropped = list[str]()
-        try:
-            checkpoint.check_mode(memory)
-            kinds, dropped = _undamaged_states(saved, memory)
-            if self.gradients.has_optimizer:
-                own_state, whole = self._select_state(saved, kinds)
-        except Exception as raised:
-            error = raised
-        # All ranks get one document. They compare it, and then the ranks of each stage load their part of it.
-        checkpoint.compare(backend, kinds[0] if kinds else None, memory, error, beside=kinds[1:])
-        if self.gradients.has_optimizer:
-            part = own_state["grace"]
-            name = optimizer._grace.runner.name
-            if part is not None and memory == "strict" and not (whole and part["components"] == name):
-                memory = (
-                    "keep"  # stages may exchange in different ways, and one with a single replica does not exchange
-                )
-            load_state(optimizer, own_state, memory, other_groups=[backend])
-            optimizer._grace.on_state_loaded()
-        else:
-            checkpoint.compare(backend, None, memory)
-        checkpoint.warn_dropped(dropped)
 
-    def _select_state(self, saved: Mapping[str, Any], kinds: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-        """Return the part of a whole model's state that this rank's optimizer loads, and True if the Grace state covers
-        all its parameters."""
-        names = self._optimizer_names()
-        numbers = {name: i for i, name in enumerate(saved["names"])}
-        left = [name for name in names if name not in numbers and self.parameters[name].requires_grad]
-        if left:
-            raise ConfigError(f"the optimizer's state knows no parameter {left[0]!r}: it is of another model")
-        groups = []
-        for group in torch.optim.Optimizer.state_dict(self.gradients.optimizer)["param_groups"]:
-            known = [names[i] for i in group["params"] if names[i] in numbers]  # frozen ones may be left out
-            firsts = [numbers[name] for name in known[:1]]
-            found = next((one for one in saved["param_groups"] if set(firsts) & set(one["params"])), None)
-            if firsts and found is None:
-                raise ConfigError(f"the optimizer's state is damaged: no group of it has {names[group['params'][0]]!r}")
-            groups.append({**group, **{k: v for k, v in (found or {}).items() if k != "params"}})
-        saved_numbers = enumerate(map(numbers.get, names))
-        state = {i: saved["state"][number] for i, number in saved_numbers if number in saved["state"]}
-        part, whole = _select_parameters(kinds, names) if kinds else (None, True)
-        return {"state": state, "param_groups": groups, "grace": part}, whole
+def load_optimizer_state_dict(
+    tensors: StageTensors, gradients: Gradients, saved: Mapping[str, Any], memory: str
+) -> None:
+    """Load a result of :func:`optimizer_state_dict`, of this plan or another; see
+    :meth:`grace.torch.Pipeline.load_optimizer_state_dict`."""
+    backend = tensors.mesh.backend
+    optimizer = gradients.optimizer
+    error = None
+    own_state = dict[str, Any]()
+    whole = True
+    kinds = list[Any]()
+    dropped = list[str]()
+    try:
+        checkpoint.check_mode(memory)
+        kinds, dropped = _undamaged_states(saved, memory)
+        if gradients.has_optimizer:
+            own_state, whole = _select_state(tensors, gradients, saved, kinds)
+    except Exception as raised:
+        error = raised
+    # All ranks get one document. They compare it, and then the ranks of each stage load their part of it.
+    checkpoint.compare(backend, kinds[0] if kinds else None, memory, error, beside=kinds[1:])
+    if gradients.has_optimizer:
+        part = own_state["grace"]
+        name = optimizer._grace.runner.name
+        if part is not None and memory == "strict" and not (whole and part["components"] == name):
+            memory = "keep"  # stages may exchange in different ways; one with a single replica does not exchange
+        load_state(optimizer, own_state, memory, other_groups=[backend])
+        optimizer._grace.on_state_loaded()
+    else:
+        checkpoint.compare(backend, None, memory)
+    checkpoint.warn_dropped(dropped)
+
+
+def _select_state(
+    tensors: StageTensors, gradients: Gradients, saved: Mapping[str, Any], kinds: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], bool]:
+    """Return the part of a whole model's state that this rank's optimizer loads, and True if the Grace state covers
+    all its parameters."""
+    names = _optimizer_names(tensors, gradients)
+    numbers = {name: i for i, name in enumerate(saved["names"])}
+    left = [name for name in names if name not in numbers and tensors.parameters[name].requires_grad]
+    if left:
+        raise ConfigError(f"the optimizer's state knows no parameter {left[0]!r}: it is of another model")
+    groups = []
+    for group in torch.optim.Optimizer.state_dict(gradients.optimizer)["param_groups"]:
+        known = [names[i] for i in group["params"] if names[i] in numbers]  # frozen ones may be left out
+        firsts = [numbers[name] for name in known[:1]]
+        found = next((one for one in saved["param_groups"] if set(firsts) & set(one["params"])), None)
+        if firsts and found is None:
+            raise ConfigError(f"the optimizer's state is damaged: no group of it has {names[group['params'][0]]!r}")
+        groups.append({**group, **{k: v for k, v in (found or {}).items() if k != "params"}})
+    saved_numbers = enumerate(map(numbers.get, names))
+    state = {i: saved["state"][number] for i, number in saved_numbers if number in saved["state"]}
+    part, whole = _select_parameters(kinds, names) if kinds else (None, True)
+    return {"state": state, "param_groups": groups, "grace": part}, whole
 
 
 def _check_model(targets: Mapping[str, Any], state: Any) -> None:

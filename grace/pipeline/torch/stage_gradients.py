@@ -1,7 +1,7 @@
 """The gradients of a rank's stage, from the end of a schedule to the optimizer's step."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from grace.backends.together import from_root
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
-from grace.pipeline.torch.mesh import Mesh
+from grace.pipeline.torch.mesh import Mesh, failing_together
 from grace.planner.uniform_plans import Baseline
 from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
@@ -51,7 +51,7 @@ class Gradients:
     """The parameters of this rank's stage, and their exchange over the stage's replicas. Every rank must make one.
 
     Args:
-        owned: names of the parameters of each stage, of all stages.
+        holders: numbers of the stages that have each parameter, by its name; of all stages.
         parameters: this rank's parameters, by name.
         make_optimizer: the user's function, which is called with this rank's parameters.
         mesh: the pipeline's ranks.
@@ -61,7 +61,7 @@ class Gradients:
 
     def __init__(
         self,
-        owned: Sequence[Sequence[str]],
+        holders: Mapping[str, tuple[int, ...]],
         parameters: Mapping[str, torch.nn.Parameter],
         make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
         mesh: Mesh,
@@ -75,11 +75,7 @@ class Gradients:
         scaled = scaler is not None and scaler.is_enabled()  # a GradScaler refuses an optimizer without gradients
         self.has_optimizer = any(p.requires_grad or not scaled for p in self.parameters.values())
         """True if this rank has the user's optimizer; False if it has one of a dummy parameter."""
-        self.holders = {
-            name: tuple(stage for stage, names in enumerate(owned) if name in names)
-            for name in dict.fromkeys(name for names in owned for name in names)
-        }
-        """Numbers of the stages that have each parameter, by its name."""
+        self.holders = holders
         self.tied = self._tied_groups()
         self.as_dense = bool(options.get("sparse_as_dense"))
         self.ready = False
@@ -90,11 +86,11 @@ class Gradients:
         """Number of steps of the optimizer; the same on all ranks."""
         self.optimizer: Any = None
         self.stand_in = torch.nn.Parameter(torch.zeros(1))
-        with mesh.failing_together():
+        with failing_together(mesh.backend):
             self._make_user_optimizer(make_optimizer)
         strategy = chosen_strategy(options)
         document = from_root(lambda: documented(strategy, self.holders))  # the file is on rank 0's host
-        with mesh.failing_together():
+        with failing_together(mesh.backend):
             self._distribute(options, document or strategy)
         self.broadcast_tied()
 

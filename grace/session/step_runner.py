@@ -22,8 +22,7 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve
-from grace.exchange.program import BucketProgram
-from grace.exchange.round_trip import RoundTrip, start_round_trip
+from grace.exchange.round_trip import BucketProgram, RoundTrip, start_round_trip
 from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, compare_facts, first_difference

@@ -16,8 +16,8 @@ from grace.core.context import Context
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
+from grace.exchange.header import digest
 from grace.exchange.sparse_rows import SparseRows, scaled
-from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan

@@ -105,7 +105,8 @@ class FusedCodec(PerVariableCodec):
     # -- encoding --------------------------------------------------------------------------------------
 
     def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
-        self.fused = recorder.shared("encode", self.bucket.variables, self._encode, gradients, header)
+        with recorder.phase("encode", variables=self.bucket.variables):
+            self.fused = self._encode(gradients, header)
         return self.buffer if self.fused else super().encode(gradients, header)
 
     def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
@@ -184,7 +185,8 @@ class FusedCodec(PerVariableCodec):
         stamps_on_device = self.on_device and self.pieces is None
         found = None
         if self.fused and not stamps_on_device:
-            found = recorder.shared("average", self.bucket.variables, self._average, wires, header)
+            with recorder.phase("average", variables=self.bucket.variables):
+                found = self._average(wires, header)
         self.means_fused = found is not None
         self.wrote_statuses = self.means_fused and self.by_kernels
         if found is not None:
@@ -242,7 +244,9 @@ class FusedCodec(PerVariableCodec):
         if not self.fused:
             return super().decode(wires, layouts, outs)
         found = self.rooms(outs, wires[0])
-        if recorder.shared("decode", self.bucket.variables, self._decode, found, wires):
+        with recorder.phase("decode", variables=self.bucket.variables):
+            decoded = self._decode(found, wires)
+        if decoded:
             return found
         self.encoded = self._decoding_ctxs(found)
         return super().decode(wires, layouts, found)

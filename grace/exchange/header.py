@@ -182,7 +182,7 @@ class Header:
         """Compare the step stamps in wires; return True if the ranks are known not to be able to go on together."""
         if not self.stamp or self.out_of_step or self.hyperparameters_differ:
             return bool(self.out_of_step)
-        stamps = list(map(Layout.stamps, layouts, wires))
+        stamps = [wire[layout.stamps] for layout, wire in zip(layouts, wires, strict=True)]
         if not self.on_device:
             return self._compare([self.kernels.to_list(part) for part in stamps], self.context)
         self.received = sum(stamps) if self.program.shares_stamps and len(stamps) > 1 else stamps[0]

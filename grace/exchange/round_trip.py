@@ -491,7 +491,7 @@ class RoundTrip:
             if out_of_step and not self.on_device:
                 # The other ranks wait for a root's answer. Owners have all compared the stamps themselves.
                 return self._without_means([MISSING] * len(self.names)) if rooted else None
-            flags = list(map(Layout.statuses, self.layouts, wires))
+            flags = [wire[layout.statuses] for layout, wire in zip(self.layouts, wires, strict=True)]
             self._read_statuses(flags)
         if self.refused is not None:
             return self._refusal()
@@ -705,7 +705,7 @@ class RoundTrip:
         each = self.codec.receive(wires[0]) if several else None
         if header.out_of_step:
             return
-        flags = list(map(Layout.statuses, self.layouts, wires))
+        flags = [wire[layout.statuses] for layout, wire in zip(self.layouts, wires, strict=True)]
         if self.brings_means:
             header.read(flags, self._evaluate_means)
         else:

@@ -858,6 +858,13 @@ def start_round_trip(contribution: Contribution) -> RoundTrip:
     return begin(contribution)
 
 
+def advance_all(trips: Sequence[Any]) -> None:
+    """Start the remaining legs of round trips: the second leg of each, then the third of each, and so on."""
+    # The list makes any() call advance() of every trip, so that ranks start the same collectives in one order.
+    while any([trip.advance() for trip in trips]):
+        pass
+
+
 def as_numbers(raw: Tensor, dtype: str) -> Tensor:
     """Return bytes as numbers of a dtype."""
     k = kernels_of(raw)

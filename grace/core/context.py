@@ -14,7 +14,7 @@ def _one(name: str) -> float:
 
 
 STAMPED = ("step", "updates", "cleared", "hyperparameter_digest")
-"""Attributes that all ranks compare in every step (:mod:`grace.exchange.step_stamp`)."""
+"""Attributes that all ranks compare in every step (:mod:`grace.exchange.header`)."""
 
 
 @dataclasses.dataclass

@@ -30,7 +30,7 @@ class Bucket:
     """True if sizes are compared in every step: a graph runs the same collectives in all steps."""
     # The following fields belong to this bucket alone: a copy by dataclasses.replace starts without them.
     program: Any = field(default=None, init=False)
-    """The bucket's :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
+    """The bucket's :class:`~grace.exchange.round_trip.BucketProgram`, made by its first round trip."""
     pending: deque[Any] = field(default_factory=deque, init=False)
     """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
     idle: "list[Bucket]" = field(default_factory=list, init=False)

@@ -245,7 +245,8 @@ class PerVariableCodec:
         if recorder.active is not None:  # make all inputs first, to record the memory's time apart from the method's
             tensors = recorder.each("compensate", self.names, self._compensate_input, gradients)
         self.rounds = self.compressor.exchange_all(tensors, self.names)
-        payloads = recorder.shared("compress", self.bucket.variables, next, self.rounds)
+        with recorder.phase("compress", variables=self.bucket.variables):
+            payloads = next(self.rounds)
         if self._looks:
             header.in_range = self._in_range(header.present, payloads, self._ranges)
         return self._packed(payloads, header)
@@ -271,7 +272,8 @@ class PerVariableCodec:
         """Receive the sum of a round's wires, and return the next wire."""
         means = self.layouts[0].unpack(self._divided(total))
         self.round += 1
-        payloads = recorder.shared("compress", self.bucket.variables, self.rounds.send, means)
+        with recorder.phase("compress", variables=self.bucket.variables):
+            payloads = self.rounds.send(means)
         return self._packed(payloads, header)
 
     def _divided(self, total: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.header import Header
-from grace.exchange.program import BucketProgram
-from grace.exchange.round_trip import RoundTrip
+from grace.exchange.round_trip import BucketProgram, RoundTrip
 from grace.exchange.sparse_rows import add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of

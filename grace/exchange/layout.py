@@ -42,13 +42,14 @@ class Layout:
         total: bytes of all payloads.
         body: items (of the wire's dtype) of all payloads, and so the offset of the header.
         length, nbytes: items and bytes of the whole wire.
+        statuses, stamps: slices of a wire: the statuses behind the payloads, and the step stamps behind these.
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
     >>> payloads = [[np.uint8([7]), np.float32([1.5])], [np.uint8([9])]]
     >>> layout = Layout.from_payloads(NumpyKernels(), payloads, sums=False)
     >>> wire = layout.pack(payloads, [1, 0])
-    >>> wire.nbytes, layout.payload_bytes, layout.statuses(wire)
+    >>> wire.nbytes, layout.payload_bytes, wire[layout.statuses]
     (8, [5, 1], array([1, 0], dtype=uint8))
     >>> layout.unpack(wire)
     [[array([7], dtype=uint8), array([1.5], dtype=float32)], [array([9], dtype=uint8)]]
@@ -90,6 +91,8 @@ class Layout:
         self.units = counts if self.sums else sizes
         self.body = sum(self.units)
         self.padding = 0 if self.sums else -(self.body + self.header) % 8
+        self.statuses = slice(self.body, self.body + len(self.lengths))
+        self.stamps = slice(self.statuses.stop, self.body + self.header)
         self.length = self.body + self.header + self.padding
         self.nbytes = self.length * ITEM_SIZE[self.dtype]
 
@@ -215,14 +218,6 @@ class Layout:
         for i, raw in zip(self.order, parts, strict=True):
             flat[i] = k.reshape(raw, self.shapes[i]) if self.sums else k.from_bytes(raw, self.dtypes[i], self.shapes[i])
         return self._by_variable(flat)
-
-    def statuses(self, wire: Tensor) -> Tensor:
-        """Return the statuses behind the payloads, as a view of the wire."""
-        return wire[self.body : self.body + len(self.lengths)]
-
-    def stamps(self, wire: Tensor) -> Tensor:
-        """Return the step stamps behind the statuses, as a view of the wire."""
-        return wire[self.body + len(self.lengths) : self.body + self.header]
 
 
 def _bits(numbers: Sequence[Any], dtype: str) -> np.ndarray:

@@ -4,19 +4,25 @@ is joined to whole variables and cut into the run's parts.
 A memory is carried over if it is the same one on both sides (residual, for instance) and keeps tensors of the
 gradient's shape: then the sum over parts does not change. A compressor's state (PowerSGD's factors, signum's momentum)
 is carried over if neither the cut nor the method of a variable changed, and else starts empty. The memory of a
-destination's answers moves to the new destination. The memory of shards is added to residuals if the shards changed.
+destination's answers moves to the new destination.
+
+Memories of shards' second compressions are added to residuals if a run has other shards, or none. Under scatter_reduce
+rank j keeps e_j, the part that was left out of its shard of the mean. Nothing is lost if every rank adds
+e = (e_0, ..., e_{W-1}) to its own residual, because the mean over ranks then contains e once; or, if only the rank's
+own state is available, if rank j adds W e_j in its shard.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
+from grace.exchange.sparse_codec import is_floating
+from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
-from grace.session.shape_check import describe_mismatch, describe_row_mismatch
-from grace.session.shard_memories import add_values, join_shards
 from grace.session.step_runner import StepRunner
 
 Partition = dict[str, Any]
@@ -433,3 +439,89 @@ def _slice(value: Any, axis: int, start: int, stop: int) -> Any:
     k = kernels_of(value)
     shard = value[(slice(None),) * axis + (slice(start, stop),)]
     return k.reshape(k.flat(shard), tuple(shard.shape))
+
+
+def describe_mismatch(value: Any, wanted: Any, dtype: str | None = "float32") -> str:
+    """Return the difference between a value and its wanted form (see ``Component.keeps``) as text; empty if there is
+    none.
+
+    Args:
+        value: the value.
+        wanted: the form; None if any value fits.
+        dtype: the dtype of tensors; None for any type of floats.
+    """
+    if wanted is None:
+        return ""
+    if isinstance(wanted, dict):
+        if not isinstance(value, dict) or value.keys() != wanted.keys():
+            return f"should be {' and '.join(wanted)}, and is not"
+        differences = (describe_mismatch(value[key], one, dtype) for key, one in wanted.items())
+        return next(filter(None, differences), "")
+    if wanted is float:
+        return "" if isinstance(value, (int, float)) else f"should be a number, and is a {type(value).__name__}"
+    if not hasattr(value, "shape"):
+        return f"should be a tensor, and is a {type(value).__name__}"
+    if tuple(value.shape) != tuple(wanted):
+        return f"should have the shape {list(wanted)}, and has {list(value.shape)}"
+    kind = kernels_of(value).dtype(value)
+    right = kind == dtype if dtype else is_floating(kind)
+    return "" if right else f"should be {dtype or 'of floats'}, and is {kind}"
+
+
+def describe_row_mismatch(value: Any, shape: tuple[int, ...]) -> str:
+    """Return the difference between a value and distinct rows of a variable as text; empty if there is none."""
+    if not isinstance(value, dict):
+        return "should be rows and their values, and is not"
+    rows, values = value["rows"], value["values"]
+    why = describe_mismatch(values, (values.shape[0] if len(values.shape) else 0, *shape[1:]), None)
+    if why or len(rows.shape) != 1 or not kernels_of(rows).dtype(rows).startswith("int"):
+        return why or "should have one whole number for each row, and has not"
+    numbers = kernels_of(rows).to_list(rows)
+    if len(numbers) != values.shape[0] or not (numbers == [NOTHING] or all(0 <= n < shape[0] for n in numbers)):
+        return f"should have row numbers below {shape[0]}, one for each of its {values.shape[0]} rows, and has not"
+    return ""
+
+
+def join_shards(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) -> Any:
+    """Return the value of a whole tensor from the ranks' values of its shards; None if the shards are cut otherwise.
+
+    Args:
+        kept: values by rank: a tensor, or a dict of tensors and numbers; None for zeros, or an unknown value.
+        shape: the shape of the whole tensor.
+        weight: factor of the values.
+
+    >>> import numpy as np
+    >>> join_shards([np.float32([1, 2]), None], (3,), weight=2.0)
+    array([2., 4., 0.], dtype=float32)
+    """
+    some = next(value for value in kept if value is not None)
+    if isinstance(some, dict):
+        found = {}
+        for key, one in some.items():
+            each = [None if value is None else value.get(key) for value in kept]
+            found[key] = join_shards(each, shape, weight) if hasattr(one, "shape") else one
+        return None if any(value is None for value in found.values()) else found
+    k = kernels_of(some)
+    pieces = []
+    for value, (a, b) in zip(kept, equal_bounds(math.prod(shape), len(kept)), strict=True):
+        if value is None:
+            pieces.append(k.zeros((b - a,), "float32", some))
+        elif tuple(value.shape) == (b - a,):
+            pieces.append(value * weight)
+        else:
+            return None
+    return k.reshape(k.join(pieces), tuple(shape))
+
+
+def add_values(own: Any, more: Any) -> Any:
+    """Return the sum of two values of a memory; None if they hold numbers that differ.
+
+    >>> add_values({"residual": 1.0, "lr": 0.5}, {"residual": 2.0, "lr": 0.25}) is None
+    True
+    """
+    if own is None:
+        return more
+    if not isinstance(own, dict):
+        return own + more
+    sums = {key: own[key] + one if hasattr(one, "shape") else one for key, one in more.items()}
+    return sums if all(hasattr(one, "shape") or one == own[key] for key, one in more.items()) else None

@@ -22,8 +22,7 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve
-from grace.exchange.program import BucketProgram
-from grace.exchange.round_trip import RoundTrip, start_round_trip
+from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, start_round_trip
 from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, compare_facts, first_difference
@@ -290,7 +289,7 @@ class StepRunner:
                 discarded.
             StepError: the ranks are at different steps. The step is dropped.
         """
-        self._advance_all()
+        advance_all(self._begun)
         outcomes: list[Outcome] = []
         try:
             for trip in self._begun:
@@ -302,12 +301,6 @@ class StepRunner:
             raise
         self.end_step(outcomes)
         return outcomes
-
-    def _advance_all(self) -> None:
-        """Start the remaining legs of all round trips: the second leg of each, then the third of each, and so on."""
-        # The list makes any() call advance() of every trip, so that ranks start the same collectives in one order.
-        while any([trip.advance() for trip in self._begun]):
-            pass
 
     def check_step_stamps(
         self, trips: Sequence[AnyRoundTrip], backend: Backend, hyperparameters: Facts | None = None
@@ -340,8 +333,7 @@ class StepRunner:
             StepError: the ranks are at different steps.
         """
         trips = [self.start_round_trip(contribution) for contribution in contributions]
-        while any([trip.advance() for trip in trips]):  # a list, so that ranks start the same collectives in one order
-            pass
+        advance_all(trips)
         outcomes = [outcome for trip in trips for outcome in trip.finish([None] * len(trip.names))]
         self.check_step_stamps(trips, self.channel)
         return outcomes
@@ -398,19 +390,9 @@ class StepRunner:
         """Return True if the bucket's round trip is under way."""
         return any(trip.bucket is bucket for trip in self._begun)
 
-    def end_step(self, outcomes: Sequence[Outcome]) -> None:
-        """End the step with the outcomes of its round trips, all of which are finished.
-
-        Raises:
-            StepError: the ranks are at different steps. The step is forgotten.
-        """
-        self._end_round_trips()
-        if self.carried_over:
-            self.add_carried_over(outcomes)
-        self.commit_or_roll_back(outcomes)
-
-    def _end_round_trips(self) -> None:
-        """Compare step stamps, and start delayed round trips.
+    def end_step(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
+        """End the step with the outcomes of its round trips, all of which are finished: compare step stamps, start
+        delayed round trips, and commit state or roll it back.
 
         Raises:
             StepError: the ranks are at different steps. The step is forgotten.
@@ -425,6 +407,9 @@ class StepRunner:
         for trip in sorted(delayed, key=lambda trip: trip.bucket.index):
             trip.enqueue()
         self._begun = []
+        if self.carried_over:
+            self.add_carried_over(outcomes)
+        self.commit_or_roll_back(outcomes, discarded)
 
     def commit_or_roll_back(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
         """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
@@ -449,12 +434,11 @@ class StepRunner:
         Raises:
             StepError: the ranks are at different steps.
         """
-        self._advance_all()
+        advance_all(self._begun)
         for trip in self._begun:
             trip.wait()
             trip.read_step_stamps()  # ranks that do not discard raise StepError by these stamps, so this rank must, too
-        self._end_round_trips()
-        self.commit_or_roll_back([], discarded=True)
+        self.end_step([], discarded=True)
 
     def abandon(self) -> None:
         """Drop the round trips under way, which the engine has given up, and roll back their state."""

@@ -11,7 +11,7 @@ from grace.core.waits import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.header import Header
-from grace.exchange.program import BucketProgram
+from grace.exchange.round_trip import BucketProgram
 from grace.exchange.sparse_rows import SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of

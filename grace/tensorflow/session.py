@@ -18,8 +18,8 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket, Traffic
+from grace.exchange.header import CYCLE, digest
 from grace.exchange.sparse_rows import SparseRows
-from grace.exchange.step_stamp import CYCLE, digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
 from grace.session.agreement import gather_or_raise

@@ -187,7 +187,7 @@ class AllGatherState(ShardGroupState):
             arrived = self.backend.allgather(buffer).wait()
         # The shard may be a view of the rows: they are written only now.
         for sender, received in enumerate(arrived):
-            if OVERFLOW in k.to_list(wire.statuses(received)):
+            if OVERFLOW in k.to_list(received[wire.statuses]):
                 rows[sender].fill_(torch.nan)
                 continue
             base = None if copies is None else copies[sender]

@@ -14,9 +14,8 @@ from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip
-from grace.exchange.header import resolve
-from grace.exchange.round_trip import RoundTrip
-from grace.exchange.step_stamp import digest
+from grace.exchange.header import digest, resolve
+from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
@@ -421,8 +420,7 @@ class DDPState(PythonReducerMixin):
         self.begun = []
         trips = [trip for _, exchange in begun for trip in exchange.trips]
         try:
-            while any([trip.advance() for trip in trips]):  # a list: every trip must advance each time
-                pass
+            advance_all(trips)
             for future, exchange in begun:
                 future.set_result(self._write_bucket(exchange))
         finally:

@@ -11,7 +11,7 @@ from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Contribution, Outcome, Traffic
 from grace.exchange.header import resolve
-from grace.exchange.round_trip import RoundTrip, start_round_trip
+from grace.exchange.round_trip import RoundTrip, advance_all, start_round_trip
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
@@ -203,8 +203,7 @@ class FSDPState(DDPState):
             trip.deferred = trip.next_step = True  # headers are read when the step is closed, to not wait here
             trips.append(trip)
         try:
-            while any([trip.advance() for trip in trips]):  # a list: every trip must advance each time
-                pass
+            advance_all(trips)
             for trip in trips:
                 trip.wait()
                 self._write(trip, views)

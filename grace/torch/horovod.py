@@ -12,7 +12,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
-from grace.exchange.step_stamp import digest
+from grace.exchange.header import digest
 from grace.exchange.tracing import recorder
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.step_runner import StepRunner

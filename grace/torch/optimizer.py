@@ -19,7 +19,6 @@ from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch.closure_sync import synchronize_closure
 from grace.torch.copied import allow_steps
-from grace.torch.gradients import check_unchanged_gradients
 from grace.torch.hooks import gradient_hook, register_session
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.session import Session
@@ -54,7 +53,6 @@ class HookedSession(Session):
         self.seen_versions: dict[str, int] = {}
         self.cleared = False
         self.in_graph: set[str] = set()
-        """Names of parameters whose gradients came from a compiled graph, which may replace ``p.grad``."""
         self.held_back = False
         """True if this step's exchanges start only after the compiled graph has ended."""
         self.missing_parameters = self.bucket_parameters.copy()
@@ -142,7 +140,7 @@ class HookedSession(Session):
             self.auto.computed(self.copies)
         with recorder.phase("synchronize", "part"):
             if self.next_bucket < len(self.runner.buckets):  # otherwise write_back() does this check first
-                check_unchanged_gradients(self)
+                self.check_unchanged_gradients()
             if not self.checked:
                 self.check()
             while self.next_bucket < len(self.runner.buckets):
@@ -416,12 +414,14 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         return
     if recorder.run is not None:
         recorder.run.update_ends()
-    optimizer._grace.after_step()
-    optimizer._grace.run_rounds()
+    session = optimizer._grace
+    session.after_step()
+    if session.rounds is not None:
+        session.run_rounds()
     if recorder.run is not None:
         recorder.run.end_step()
-    if optimizer._grace.auto is not None:
-        optimizer._grace.auto.stepped()
+    if session.auto is not None:
+        session.auto.stepped()
 
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> Any:
@@ -430,7 +430,8 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     if initializing(optimizer):
         return None
     session = optimizer._grace
-    session.before_update()
+    if session.rounds is not None:
+        session.before_update()
     stepping, *arguments = args  # torch passes step()'s arguments to the hook with the optimizer first
     closure = kwargs.get("closure", arguments[0] if arguments else None)
     if closure is None:

@@ -19,10 +19,6 @@ from grace.session.momentum import double_momentum_error, momentum_owners
 from grace.session.settings import check_integer
 from grace.torch.wrappers import check_not_sharded, live_instances
 
-NO_NUMBERS = {"params", "param_names"}
-"""Entries of a parameter group that are no hyperparameters."""
-IMMUTABLE = {int, float, bool, str, type(None)}
-
 
 def named_trainable_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Any
@@ -157,18 +153,6 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
 
     groups = optimizer.param_groups
     return tuple(numeric_settings({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
-
-
-def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
-    """Return the settings of all parameter groups, so that a later call shows whether one was replaced. Return None if
-    a setting may change in place."""
-    groups = [{k: v for k, v in group.items() if k not in NO_NUMBERS} for group in optimizer.param_groups]
-    for group in groups:
-        for value in group.values():
-            values = value if type(value) is tuple else (value,)
-            if any(type(v) not in IMMUTABLE for v in values):
-                return None
-    return groups
 
 
 def scaler_enabled(grad_scaler: Any) -> bool:

@@ -287,7 +287,7 @@ class ReduceScatterState(ShardGroupState):
         total = parts[rank].clone()
         for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
             if sender != rank:
-                finite = k.to_list(wire.statuses(row)) == [PRESENT] and finite
+                finite = k.to_list(row[wire.statuses]) == [PRESENT] and finite
                 (payload,) = wire.unpack(row)
                 total = compressor.accumulate(payload, ctx, total)
         return total, finite

@@ -17,14 +17,15 @@ from grace.core.context import Context
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
+from grace.exchange.header import digest
 from grace.exchange.sparse_rows import SparseRows, scaled
-from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import momentum_owners
+from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, make_buckets
@@ -35,7 +36,7 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.torch.auto import copies, driver_of
 from grace.torch.fsdp_layout import ShardGroup, find_layouts
-from grace.torch.gradients import check_unchanged_gradients, check_unchanged_parameters, dense_gradient, gradient_rows
+from grace.torch.gradients import dense_gradient, gradient_rows
 from grace.torch.initial_sync import initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
 from grace.torch.parameters import (
@@ -45,7 +46,6 @@ from grace.torch.parameters import (
     find_sparse_parameters,
     horovod_groups,
     hyperparameters,
-    immutable_settings,
     local_part,
     make_variables,
     named_trainable_parameters,
@@ -54,6 +54,10 @@ from grace.torch.parameters import (
 from grace.torch.step_hooks import ScalerHook
 from grace.torch.uses import UnusedMeans
 from grace.torch.wrappers import check_unwrapped
+
+NO_NUMBERS = {"params", "param_names"}
+"""Entries of a parameter group that are no hyperparameters."""
+IMMUTABLE = {int, float, bool, str, type(None)}
 
 
 class Session:
@@ -72,6 +76,8 @@ class Session:
 
     ranks_load_alone = False
     """True if each rank loads states and sets hyperparameters alone; the first exchange then compares them."""
+    in_graph: Collection[str] = ()
+    """Names of parameters whose gradients came from a compiled graph in this step, which may replace ``p.grad``."""
 
     def __init__(
         self,
@@ -97,6 +103,8 @@ class Session:
         self.narrow: dict[str, torch.Tensor] = {}
         """Exchanged parameters whose dtype is narrower than float64, by name."""
         self.plan: ExchangePlan | None = None
+        self.outer_rounds: OuterRounds | None = None
+        """The outer rounds of parameters that ranks train alone; None if there are none."""
         self.asked: Any = None
         self.shard_group = _shard_group(optimizer, parameters, choices, backend)
         """The ranks that have the other parts of the parameters; None if this rank has whole ones."""
@@ -272,12 +280,51 @@ class Session:
         """Check before the first collective of a step that the optimizer can still make this step.
 
         Raises:
-            ConfigError: the optimizer was changed since it was made distributed, and exchanges cannot follow.
+            ConfigError: the optimizer, or a parameter, was changed since the optimizer was made distributed, and
+                exchanges cannot follow.
         """
-        check_unchanged_parameters(self.frozen, self.narrow)
+        for name, p in self.frozen.items():
+            if p.requires_grad:
+                raise ConfigError(
+                    f"the parameter {name!r} requires gradients now, and did not when the optimizer was made "
+                    "distributed: they would not be exchanged, and the ranks would drift apart. Let it require them "
+                    "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
+                    "make the optimizer distributed anew"
+                )
+        for name, p in self.narrow.items():
+            if p.dtype is torch.float64:
+                raise ConfigError(
+                    f"the parameter {name!r} is float64 now, and was not when the optimizer was made distributed, "
+                    "which settled what is exchanged. Call model.to(torch.float64) before grace.DistributedOptimizer, "
+                    "or call optimizer.close() and make the optimizer distributed anew"
+                )
         if self.momenta:
             check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True
+
+    def check_unchanged_gradients(self) -> None:
+        """Compare gradients whose exchange has begun with their identity and version at that time.
+
+        Raises:
+            ExchangeError: a gradient was changed after its exchange began.
+        """
+        unscaled = False
+        if self.grad_scaler is not None:  # unscale_() does not increase _version
+            states = getattr(self.grad_scaler, "_per_optimizer_states", {})
+            unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
+        for index, (held, versions) in self.versions.items():
+            for (_, name, p, _), gradient, version in zip(self.bucket_contents[index], held, versions, strict=True):
+                if gradient is None:
+                    continue
+                unchanged = name in self.in_graph or (gradient._version == version and p.grad is gradient)
+                if unchanged and not unscaled:
+                    continue
+                check_unwrapped(self.parameters)  # DDP may have wrapped the model since; that error says more
+                raise ExchangeError(
+                    f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
+                    "another backward pass). Call optimizer.synchronize() after backward and before you change "
+                    "gradients; step() then uses them as they are"
+                )
 
     def _lr(self, name: str) -> float:
         """Return the learning rate of a variable."""
@@ -370,8 +417,8 @@ class Session:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
         if self.unused is not None:
             self._commit_unused(self.unused.find_replaced())
-        if not self.versions and self.runner.follows_scaler():  # once a step, at its first bucket
-            self.runner.rescale(self.grad_scaler.get_scale())
+        if self.grad_scaler is not None and not self.versions and self.grad_scaler.is_enabled():
+            self.runner.rescale(self.grad_scaler.get_scale())  # once a step, at its first bucket
         gradients = list[Any]()
         held = list[Any]()
         versions = list[int]()
@@ -444,7 +491,7 @@ class Session:
     @torch.no_grad()
     def write_back(self) -> list[Outcome]:
         """Await the exchanges begun, and write their means into ``p.grad``."""
-        check_unchanged_gradients(self)  # before the means overwrite them
+        self.check_unchanged_gradients()  # before the means overwrite them
         with self.abandoning_on_error():
             outcomes = self.runner.finish_step(self._output_views)
         rows = self._local_rows() if self.partly_exchanged else {}
@@ -509,7 +556,7 @@ class Session:
         """Update the counters and the digest of hyperparameters that the next exchange compares. Called after
         ``step()``."""
         self.idle = False
-        if self.grad_scaler is not None and self.runner.outer_rounds:
+        if self.grad_scaler is not None and self.outer_rounds is not None:
             return  # ranks that train alone skip different steps: iterations are compared, and not updates
         self.context.updates += 1
         source = immutable_settings(self.optimizer)
@@ -536,16 +583,16 @@ class Session:
     @torch.no_grad()
     def run_rounds(self) -> None:
         """Run the outer rounds that are due after this iteration."""
-        if self.runner.outer_rounds and not self.in_progress:
+        if self.outer_rounds is not None and not self.in_progress:
             with self.abandoning_on_error():
-                self.runner.outer_rounds.run_due()
+                self.outer_rounds.run_due()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Run a last round, so that all ranks have equal parameters."""
-        if self.runner.outer_rounds:
+        if self.outer_rounds is not None:
             with self.abandoning_on_error():
-                self.runner.outer_rounds.flush()
+                self.outer_rounds.flush()
 
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
@@ -570,8 +617,8 @@ class Session:
 
     def _connect_rounds(self) -> None:
         """Let outer rounds read and write parameters."""
-        rounds = self.runner.outer_rounds
-        if not rounds:
+        self.outer_rounds = rounds = self.runner.outer_rounds or None
+        if rounds is None:
             return
         me = weakref.proxy(self)  # the runner must not keep the session alive
         rounds.read = partial(Session._parameters_of, me)
@@ -613,15 +660,16 @@ class Session:
         shared.commit()
 
     def before_update(self) -> None:
-        """Take the parameters for anchors before the first update changes them.
+        """Take the parameters for anchors before the first update changes them. Called if there are rounds.
 
         Raises:
             ExchangeError: parameters are the anchors now.
         """
-        rounds = self.runner.outer_rounds
+        rounds = self.outer_rounds
+        assert rounds is not None
         if rounds.anchored:
             raise ExchangeError("step() under `with optimizer.anchor():` would be undone: step outside of it")
-        if rounds and not rounds.has_anchors:
+        if not rounds.has_anchors:
             rounds.take_anchors()
 
     def _parameters_of(self, shard: Shard) -> Any:
@@ -649,6 +697,18 @@ class Session:
             else:
                 outs.append(None)
         return outs
+
+
+def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
+    """Return the settings of all parameter groups, so that a later call shows whether one was replaced. Return None if
+    a setting may change in place."""
+    groups = [{k: v for k, v in group.items() if k not in NO_NUMBERS} for group in optimizer.param_groups]
+    for group in groups:
+        for value in group.values():
+            kinds = map(type, value) if type(value) is tuple else (type(value),)
+            if not IMMUTABLE.issuperset(kinds):
+                return None
+    return groups
 
 
 def _shard_group(optimizer: Any, model: Any, choices: Choices, backend: Backend) -> ShardGroup | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grace
-from grace.exchange.step_stamp import digest
+from grace.exchange.header import digest
 from grace.torch.parameters import hyperparameters
 
 pytestmark = pytest.mark.usefixtures("local")

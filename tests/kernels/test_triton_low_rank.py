@@ -66,7 +66,7 @@ class Ranks:
                 if not last:
                     total[rank] = torch.zeros(self.wires[1].length, device=self.device)
                     codec.follow(total[rank], self.wires[i + 1].end([1.0, *[0.0] * (len(self.shapes) - 1)], []))
-            assert wire.statuses(sums)[0] in (2.0, float("inf"))
+            assert sums[wire.statuses][0] in (2.0, float("inf"))
         outs = [[torch.empty_like(g) for g in one] for one in gradients]
         for codec, out in zip(self.codecs, outs, strict=True):
             codec.decode(where(out), (), 2, 1.0)

@@ -167,19 +167,25 @@ class Recorder:
 
 
 class Phase:
-    """Context whose time is an event of the current thread."""
+    """Context whose time is an event of the current thread, or one event for each of several variables."""
 
-    __slots__ = ("args", "began", "kind", "name", "recorder")
+    __slots__ = ("args", "began", "kind", "name", "recorder", "variables")
 
-    def __init__(self, recorder: Recorder, name: str, kind: str, args: dict[str, Any]):
-        self.recorder, self.name, self.kind, self.args = recorder, name, kind, args
+    def __init__(self, recorder: Recorder, name: str, kind: str, variables: Sequence[Any], args: dict[str, Any]):
+        self.recorder, self.name, self.kind, self.variables, self.args = recorder, name, kind, variables, args
 
     def __enter__(self) -> None:
         self.began = time.perf_counter_ns()
 
     def __exit__(self, *error: object) -> None:
-        ended = time.perf_counter_ns()
-        self.recorder.add(self.name, self.kind, self.began, ended, self.recorder.track(), _plain(self.args))
+        ended, track = time.perf_counter_ns(), self.recorder.track()
+        if not self.variables:
+            self.recorder.add(self.name, self.kind, self.began, ended, track, _plain(self.args))
+        total, done = sum(variable.numel for variable in self.variables), 0
+        for variable in self.variables:
+            start, done = done, done + variable.numel
+            at, until = (self.began + (ended - self.began) * n // max(1, total) for n in (start, done))
+            self.recorder.add(self.name, self.kind, at, until, track, {"variable": variable.name})
 
 
 class CollectiveEvent:
@@ -247,18 +253,20 @@ def _number(name: str, default: int, low: int) -> int:
     return int(text)
 
 
-def phase(name: str, kind: str = "codec", **args: Any) -> Any:
-    """Return a context whose time is recorded as an event.
+def phase(name: str, kind: str = "codec", variables: Sequence[Any] = (), **args: Any) -> Any:
+    """Return a context whose time is recorded as an event, or as one for each of the variables that it works on
+    together: its share of the time by its number of elements.
 
     Args:
         name: name of the event, such as "compress" or "wait".
         kind: "codec" (work of the method), "wait" (for other ranks), or "part" (a phase that contains others).
+        variables: the variables that share the time.
         args: facts of the event: ``variable="w"`` or ``bucket=a Bucket``.
 
     >>> with phase("compress", variable="w"):  # nothing is traced here
     ...     pass
     """
-    return _NOTHING if active is None else Phase(active, name, kind, args)
+    return _NOTHING if active is None else Phase(active, name, kind, variables, args)
 
 
 def each(name: str, names: Sequence[str], function: Any, *columns: Iterable[Any]) -> list[Any]:
@@ -275,25 +283,6 @@ def each(name: str, names: Sequence[str], function: Any, *columns: Iterable[Any]
         with phase(name, variable=row[-1]):
             results.append(function(*row))
     return results
-
-
-def shared(name: str, variables: Sequence[Any], function: Any, *args: Any) -> Any:
-    """Return ``function(*args)``, which works on several variables together, and record an event for each: its share of
-    the time by its number of elements.
-
-    >>> shared("compress", [], max, 1, 2)
-    2
-    """
-    if active is None:
-        return function(*args)
-    began = time.perf_counter_ns()
-    result = function(*args)
-    ended, total, done = time.perf_counter_ns(), sum(variable.numel for variable in variables), 0
-    for variable in variables:
-        start, done = done, done + variable.numel
-        at, until = (began + (ended - began) * n // max(1, total) for n in (start, done))
-        active.add(name, "codec", at, until, active.track(), {"variable": variable.name})
-    return result
 
 
 def payload(nbytes: dict[str, int]) -> None:

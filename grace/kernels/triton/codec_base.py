@@ -129,8 +129,8 @@ class TritonCodec:
             wire: the address of the wire.
             most: the bit pattern of the largest magnitude that is in range.
             streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
-            end: what :meth:`grace.exchange.wire.Wire.end` tells. With several offsets variables are cut into as many
-                pieces, each of which has a row, and all ends say what is in all of a variable's pieces.
+            end: what :meth:`grace.exchange.layout.Layout.end` returns. With several offsets variables are cut into as
+                many pieces, each of which has a row, and all ends say what is in all of a variable's pieces.
 
         Returns:
             Of each variable 1.0 if it was in range, else 0.0; on the device.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from grace.errors import StepError
-from grace.exchange.step_stamp import ADVICE, describe_ranks
+from grace.exchange.header import ADVICE, describe_ranks
 from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.stage_gradients import Gradients
 from grace.session.agreement import gather_or_raise

@@ -11,9 +11,8 @@ import torch
 import grace
 from grace.bench.common import results
 from grace.bench.common.options import every_method
-from grace.bench.common.results import Results
 from grace.bench.link.emulation import possible
-from grace.bench.train import train_table, training_runs
+from grace.bench.train import training_runs
 from grace.bench.train.train_settings import METHODS, TrainSettings
 from grace.bench.workloads import torch_tasks
 from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_class
@@ -57,10 +56,10 @@ def short(tmp_path_factory):
 def test_the_table_has_one_row_per_method_and_nothing_is_on_stderr(short):
     out, err, _, _ = short
     assert err == ""
-    number = r"\d+\.\d\d"
+    number = r"\d[\d.]*"
     accuracy = r"\d+\.\d ± \d+\.\d"
     rows = re.findall(
-        rf"^ (\S+) +(\S+ \w?B) +({number}) +{number} +{accuracy} +(?:[+-]\S+ +)?{number} *$",
+        rf"^(\S+) +(\S+ \w?B) +({number}) +{number} +{accuracy} +(?:[+-]\S+ +)?{number} *$",
         out,
         re.MULTILINE,
     )
@@ -150,8 +149,7 @@ def test_methods_that_train_alone_send_in_rounds_and_are_evaluated_at_the_anchor
     assert len(set(qualities[:6])) == 1  # the anchor stays where it was until the first round
     assert qualities[-1] == outer["runs"][0]["quality"] > qualities[0]
     report = (folder / "report.html").read_text()
-    assert "against bytes" in report
-    assert "against seconds" in report
+    assert "against bytes and against speed" in report
 
 
 SHORTER = """
@@ -384,22 +382,6 @@ def test_the_gain_that_a_method_lacks_is_that_of_the_loss(metric, lacks):
     settings.facts |= {"metric": metric, "higher_is_better": False}
     none, topk = training_runs.summarize(runs, settings)
     assert (none["shortfall"], topk["shortfall"]) == (0.0, pytest.approx(lacks))
-    table = train_table.advice([none, topk], Results("train", {**settings.about(), "unit": ""}))
-    assert table.endswith(f"topk's ({100 * lacks:.1f} % lacking).")
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "words"),
-    [
-        ({"none": 0.97, "topk": 0.95, "qsgd": 0.96}, "worst against none is topk's (-2.0 points)."),
-        ({"none": 0.97, "topk": 0.98}, "no method's accuracy is worse than that of none."),
-        ({"topk": 0.98}, "sending fewer pays."),
-    ],
-)
-def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
-    settings = TrainSettings(methods=list(accuracies))
-    rows = training_runs.summarize([made(accuracy, method) for method, accuracy in accuracies.items()], settings)
-    assert train_table.advice(rows, Results("train", settings.about())).endswith(words)
 
 
 @pytest.mark.slow

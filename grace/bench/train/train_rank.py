@@ -2,7 +2,7 @@
 
 Usage: python -m grace.bench.train.train_rank FOLDER, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
-    {"method"}             it begins with a method, and its optimizer if there are several
+    {"blocks": n}          the number of epochs that follow
     {"quality"}            after each epoch
     {"run": {...}}         after each run
 """
@@ -97,12 +97,12 @@ def main(folder: str) -> None:
     """Train with every method and seed; rank 0 writes the progress and each run."""
     with join_run(folder, TrainSettings, join) as (settings, _, emit):
         task = task_class(settings.task, settings.framework, settings.size)()
-        for optimizer, method in itertools.product(settings.optimizers, settings.methods):
-            emit({"method": settings.label(method, optimizer)})
-            for seed in settings.seeds:
-                train(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
-                run = train(method, optimizer, seed, settings, task, report=lambda quality: emit({"quality": quality}))
-                emit({"run": run})
+        runs = list(itertools.product(settings.optimizers, settings.methods, settings.seeds))
+        emit({"blocks": len(runs) * (settings.epochs or task.epochs)})
+        for optimizer, method, seed in runs:
+            train(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
+            run = train(method, optimizer, seed, settings, task, report=lambda quality: emit({"quality": quality}))
+            emit({"run": run})
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def _train(
             results.rows = [*before, *summarize(runs, settings, rate)]
         watch(rate, event)
 
+    watch(rate, {"engine": engine})
     run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, receive, engine)
 
 

@@ -243,7 +243,6 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
             ["bench", "train", "--task", "mnist"],
             "unknown task 'mnist'; known: chargpt, charlm, digits, digits-cnn, recommender, or module:function",
         ),
-        (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
         (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),
         (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),
         (["bench", "train", "--lr", "qsgd=-1"], "the learning rate of qsgd must be positive, not -1"),

@@ -8,10 +8,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grace.bench.common.quality import better, scale, shown
-from grace.bench.common.results import Results, Row
+from grace.bench.common.quality import better, scale
+from grace.bench.common.results import Results
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate, short
-from grace.bench.report.rows import cases, identity, one_bound, plain
+from grace.bench.report.rows import Row, cases, identity, one_bound, plain
 from grace.errors import missing_extra
 
 try:
@@ -26,7 +26,12 @@ Look = dict[str, Any]
 """Colour and marker of a method, as matplotlib's arguments."""
 Series = Mapping[str, Sequence[tuple[float, float]]]
 """Points of lines, by the lines' names."""
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "grace", "text.parse_math": False, "axes.axisbelow": True}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "grace",
+    "text.parse_math": False,
+    "axes.axisbelow": True,
+}
 """Texts stay texts, and a method's name is never a formula."""
 MARKERS = "os^Dv"
 CLIP = 2.5
@@ -202,7 +207,7 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
         slowest = max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0.0)
         end = CLIP * (slowest or some[len(some) // 2]["step_ms"])
         marks = {"--": plain(some), ":": next((row for row in some if row["kind"] == "bound"), None)}
-        along = {style: row and row["step_ms"] for style, row in marks.items()}
+        along = {style: None if row is None else row["step_ms"] for style, row in marks.items()}
         split = {row["name"]: _parts(row) for row in some}
         times[f"{of_ranks(ranks)}, {of_rate(rate)}"] = Bars("ms of a step", "", split, parts, end, along=along)
     link, gain = "bit/s of the emulated link", "speedup over plain training"
@@ -265,7 +270,7 @@ def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str,
     ylim = window([row["shown"] for row in rows], better(task))
     target = number(task.get("target"))
     goal = {":": None if target is None else target * scale(task)}
-    finals, curves, targets = dict[str, Panel](), dict[str, Panel](), dict[str, Panel]()
+    finals, curves = dict[str, Panel](), dict[str, Panel]()
     places = {of_rate(rate): some for (rate,), some in cases(rows, "bandwidth").items()}
     for over, some in places.items():
         none = {"--": next((row["shown"] for row in some if row["method"] == "none"), None)}
@@ -281,11 +286,6 @@ def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str,
             if any(series.values()) and not again:
                 curve = Lines(x, quality, series, looks, log, across=goal, ylim=ylim)
                 curves[f"against {x}, {over}"] = curve
-        reached = {row["method"]: [row["seconds_to_target"]] for row in some if number(row.get("seconds_to_target"))}
-        if reached:
-            ordered = dict(sorted(reached.items(), key=lambda item: item[1]))
-            targets[over] = Bars("seconds of training", "", ordered)
-    level = shown(task.get("target"), task)
     return [
         Figure(
             f"Final {metric} against bytes and against speed{where}",
@@ -298,13 +298,6 @@ def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str,
             "Means over seeds. The line farthest left learns most from its epochs, bytes or seconds; the dotted "
             "line is the target.",
             curves,
-        ),
-        Figure(
-            f"Time to {level}{where}",
-            f"Seconds of training until the test {metric} was {level} or better, of methods that reached it with all "
-            "seeds.",
-            targets,
-            height_of(len(rows)),
         ),
     ]
 

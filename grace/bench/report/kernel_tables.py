@@ -1,5 +1,7 @@
 """Tables of ``grace bench kernels``, and how to read them."""
 
+from functools import partial
+
 from rich.console import Console
 from rich.table import Table
 
@@ -88,14 +90,14 @@ def _errors(rows: list[Row]) -> Table:
 def _times_on_device(kind: str, rows: list[Row]) -> Table:
     """Return a table of one tensor; rows of rivals have no floors."""
 
-    def taken(row: Row, part: str) -> str:
+    def taken(part: str, row: Row) -> str:
         ms = number(row.get(f"{part}_ms"))
         if ms is None:
             return ""
         more = number(row.get("encode_ms")) if part == "memory" else 0.0  # compensating comes with encoding
         return digits(ms + (more or 0.0)) + ("*" if part in str(row.get("eager")).split(", ") else "")
 
-    def fraction(row: Row, part: str) -> str:
+    def fraction(part: str, row: Row) -> str:
         known = number(row.get(f"{part}_fraction"))
         return "" if known is None else f"{100 * known:.0f} %"
 
@@ -110,10 +112,10 @@ def _times_on_device(kind: str, rows: list[Row]) -> Table:
         "exchange": "exchange",
     }.items():
         columns |= {
-            f"{title}\nms": lambda row, part=part: taken(row, part),
-            f"{title}\nof copy": lambda row, part=part: fraction(row, part),
+            f"{title}\nms": partial(taken, part),
+            f"{title}\nof copy": partial(fraction, part),
         }
-    columns |= {"round\ntrip ms": lambda row: taken(row, "round_trip")}
+    columns |= {"round\ntrip ms": partial(taken, "round_trip")}
     copied = digits(8 * rows[0]["elements"] / rows[0]["copy_ms"] / 1e6)
     return table(rows, columns, title=f"{kind}: a copy moves {copied} GB/s", padding=(0, 1, 0, 0))
 

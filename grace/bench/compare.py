@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -270,10 +271,7 @@ def _print_tables(found: Comparison, first: Results, console: Console) -> None:
         "\nb / a": lambda row: _ratio(row[1][0]),
         "": lambda row: words[row[1][0].verdict],
     }
-    for i, measure in enumerate(others, start=1):
-        columns |= {
-            f"{measure.title}\nb / a": lambda row, i=i: _ratio(row[1][i]) + "*" * (row[1][i].verdict in (BETTER, WORSE))
-        }
+    columns |= {f"{measure.title}\nb / a": partial(_marked, i) for i, measure in enumerate(others, start=1)}
     places = dict[str, list[tuple[Key, tuple[Change, ...]]]]()
     for key, changes in found.rows.items():
         places.setdefault(found.where(key), []).append((key, changes))
@@ -281,6 +279,12 @@ def _print_tables(found: Comparison, first: Results, console: Console) -> None:
         console.print(Text(f"\n{where}", "bold"))
         console.print(table(rows, columns, style=lambda row: STYLES[row[1][0].verdict]))
     console.print("ms; *: by more than noise" if main.time else "*: by more than noise", style="dim")
+
+
+def _marked(number: int, row: tuple[Key, tuple[Change, ...]]) -> str:
+    """Return the ratio of a change, marked where it exceeds noise."""
+    change = row[1][number]
+    return _ratio(change) + ("*" if change.verdict in (BETTER, WORSE) else "")
 
 
 def _ratio(change: Change) -> str:

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
+from operator import itemgetter
 
 from rich.console import Console
 from rich.markup import escape
@@ -44,28 +46,26 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
 
 
 def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:
-    def cell(kind: str, size: int) -> str:
+    def cell(size: int, kind: str) -> str:
         return digits(1e3 * curves[kind].seconds(size)) if size <= curves[kind].points[-1][0] else ""
 
     columns: Columns = {
         "collective": str,
-        **{of_bytes(size): lambda kind, size=size: cell(kind, size) for size in SIZES},
+        **{of_bytes(size): partial(cell, size) for size in SIZES},
         "MB/s beyond": lambda kind: f"{1e-6 / curves[kind].slope:,.0f}" if curves[kind].slope > 0 else "",
     }
     return table(curves, columns, title=title)
 
 
 def _codecs_table(calibration: Calibration) -> Table:
-    columns: Columns = {
-        "method": lambda each: each[0],
-        **{
-            part: lambda each, i=i: digits(1e3 * _seconds(each[1], calibration.key.ranks)[i])
-            for i, part in enumerate(("start", "between", "finish"))
-        },
-        "bits": lambda each: digits(each[1].bits),
-    }
+    rows = [
+        [name, *(digits(1e3 * seconds) for seconds in _seconds(codec, calibration.key.ranks)), digits(codec.bits)]
+        for name, codec in calibration.codecs.items()
+    ]
+    headings = ("method", "start", "between", "finish", "bits")
+    columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(headings)}
     title = f"milliseconds of computing for {ELEMENTS:,} values in {VARIABLES} variables"
-    return table(calibration.codecs.items(), columns, title=title)
+    return table(rows, columns, title=title)
 
 
 def _seconds(codec: CodecCost, ranks: int) -> list[float]:

@@ -74,13 +74,18 @@ def _print_tables(kind: str, long: bool, console: Console) -> None:
     columns: Columns = {
         kind: lambda row: signature(known(kind)[row[0]]) if long else row[0],
         **({"communicator": lambda row: _default_communicator(row[0])} if kind == "compressor" else {}),
-        **({"cost per rank": lambda row: known(kind)[row[0]].cost or "?"} if long and kind == "communicator" else {}),
+        **({"cost per rank": lambda row: _cost_formula(row[0])} if long and kind == "communicator" else {}),
         **({} if long else {"what it is": lambda row: row[1]}),
     }
     rows = [(name, _summary(cls)) for name, cls in known(kind).items()]
     if kind == "compressor":
         rows += [(name, f"Short for {_text(spec)}.") for name, spec in aliases(kind).items()]
     console.print(table(rows, columns, list(columns)))
+
+
+def _cost_formula(name: str) -> str:
+    cls: Any = known("communicator")[name]
+    return cls.cost or "?"
 
 
 def _default_communicator(name: str) -> str:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from grace.bench.common.text import digits, of_bytes, short
-from grace.bench.report.figures import Bars, Figure, Lines, Panel, height_of, looks_of
+from grace.bench.report.figures import Bars, Figure, Lines, Look, Panel, height_of, looks_of
 from grace.bench.report.page import recorded, section, write_page
 from grace.bench.report.scaling import Line, over_ranks, over_rates
 from grace.core.quantities import byte_unit
@@ -60,7 +60,9 @@ def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console
             "dotted lines are what is planned for.",
             {
                 "against ranks": _scaling(all_ranks, "ranks", ranks),
-                "against bandwidth": _scaling(all_rates, "bit/s of a link", links and links.bandwidth * 8),
+                "against bandwidth": _scaling(
+                    all_rates, "bit/s of a link", None if links is None else links.bandwidth * 8
+                ),
             },
         ),
         Figure(
@@ -129,7 +131,7 @@ class Schedule(Panel):
     def draw_data(self, axes: Axes) -> None:
         played, stages = timeline(self.plan), self.plan.stages
         groups = list(dict.fromkeys(stage.ranks for stage in stages))
-        looks = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
+        looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
         for event in played.events:
             width = 1e3 * (event.end - event.start)
             axes.barh(event.stage, width, left=1e3 * event.start, edgecolor="white", **looks[event.kind])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -216,8 +217,8 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
     )
     if plan.compresses:
         console.print()
-        columns: Columns = {heading: lambda row, i=i: row.cells[i] for i, heading in enumerate(HEADINGS)}
-        console.print(table(plan.rows, columns, ["method", "sync", "why"]))
+        columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(HEADINGS)}
+        console.print(table([row.cells for row in plan.rows], columns, ["method", "sync", "why"]))
     console.print()
     console.print(escape(plan.why), style="bold", soft_wrap=True)
     for remark in plan.remarks:

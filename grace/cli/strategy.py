@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,7 +57,7 @@ def show(strategy: File, model: Model = None, resources: Resources = None, ranks
     """Show a strategy as a table, and what every rank sends in a step."""
     loaded = _load(strategy, model, resources, ranks)
     headings = ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes")
-    columns: Columns = {heading: lambda row, i=i: row[i] for i, heading in enumerate(headings)}
+    columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(headings)}
     console = standard_output()
     console.print(table(_rows(loaded), columns, words=headings[1::2] + headings[4:7]))
     console.print(f"\n{escape(_summary(loaded))}; id {loaded.id[:12]}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grace.bench.common.errors import LinkError
+from grace.bench.common.ending import LinkError
 from grace.bench.common.text import show_rate
 from grace.bench.link import link_command, namespaces
 from grace.bench.link.emulation import Link, measure, possible

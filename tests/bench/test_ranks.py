@@ -14,7 +14,7 @@ import pytest
 
 import grace
 from grace.bench.common import results
-from grace.bench.common.errors import WorkerError
+from grace.bench.common.ending import WorkerError
 from grace.bench.ranks import launchers, scenario
 from grace.bench.ranks.rank_program import RANK_VARIABLES
 from grace.bench.train.train_settings import TrainSettings

@@ -1,6 +1,7 @@
 """Tables of rows: for a terminal, and in Markdown."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from grace.bench.common.text import UNKNOWN, clean
 
-Columns = Mapping[str, Callable[[Any], str]]
+Columns = dict[str, Callable[[Any], str]]
 """Columns of a table: titles, and functions that make a cell of a row."""
 
 
@@ -37,7 +38,7 @@ def table(
     cells = {title: [clean(cell(row)) for row in found] for title, cell in columns.items()}
     made = Table(**{"padding": (0, 2, 0, 0), **looks}, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     made.title_justify, made.title_style = "left", "bold"
-    shown = []
+    shown = list[list[str]]()
     for title, column in cells.items():
         left = title in words or not shown
         if left or not {*column} <= {"", UNKNOWN}:
@@ -46,6 +47,19 @@ def table(
     for row, *line in zip(found, *shown, strict=True):
         made.add_row(*map(Text, line), style=style(row))
     return made
+
+
+def of_first(columns: Columns) -> Columns:
+    """Return the columns of rows whose first items these columns take.
+
+    >>> of_first({"ms": str})["ms"]((9, "none"))
+    '9'
+    """
+    return {title: partial(_of_first, cell) for title, cell in columns.items()}
+
+
+def _of_first(cell: Callable[[Any], str], row: Any) -> str:
+    return cell(row[0])
 
 
 def markdown(rows: Iterable[Any], columns: Columns) -> str:

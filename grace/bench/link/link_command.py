@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from grace.bench.common.ending import Ending
-from grace.bench.common.errors import LinkError
+from grace.bench.common.ending import Ending, LinkError
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import show_rate
 from grace.bench.link.emulation import Link, measure, possible

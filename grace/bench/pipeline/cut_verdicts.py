@@ -1,12 +1,13 @@
 """Verdicts on cuts of a model into pipeline stages, and tables of them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from grace.bench.common.jsonl_store import Scenario
-from grace.bench.common.tables import Columns, table
+from grace.bench.common.tables import Columns, of_first, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
 from grace.bench.pipeline.pipeline_settings import CHOSEN
@@ -107,18 +108,18 @@ def markdown(scenarios: Sequence[Scenario]) -> str:
         named = next((name for name in cut["names"] if name.startswith("after ")), "-".join(cut["ends"]))
         return "-".join(map(str, cut["replicas"])) + (f", {named}" if cut["ends"] else "")
 
-    def by_hand(one: Any, name: str) -> str:
+    def by_hand(name: str, one: Any) -> str:
         ms = one[1].by_hand[name]
         return "-" if ms is None else f"{ms / one[1].planned:.2f}"
 
     columns: Columns = {
-        **{key: lambda one, place=place: place(one[0]) for key, place in PLACE.items()},
+        **of_first(PLACE),
         "compressor": lambda one: one[0]["compressor"],
         "cuts": lambda one: str(len(one[2])),
         "planned": planned,
         "step ms": lambda one: digits(one[1].planned),
         "predicted": lambda one: f"{one[1].error:+.0%}",
         "regret": lambda one: f"{one[1].regret:.1%}",
-        **{name: lambda one, name=name: by_hand(one, name) for name in BY_HAND},
+        **{name: partial(by_hand, name) for name in BY_HAND},
     }
     return markdown_table(found, columns)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from grace.bench.common.jsonl_store import Scenario
-from grace.bench.common.tables import Columns, table
+from grace.bench.common.tables import Columns, of_first, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
 from grace.bench.ranks.sweep import PLACE
@@ -153,7 +153,7 @@ def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, and the worst of each figure beside its goal."""
     found = [(scenario, judge(scenario)) for scenario in scenarios]
     columns: Columns = {
-        **{key: lambda one, place=place: place(one[0]) for key, place in PLACE.items()},
+        **of_first(PLACE),
         "plans": lambda one: str(len(one[0]["plans"])),
         "order": lambda one: f"{one[1].right}/{one[1].pairs}",
         "regret": lambda one: f"{one[1].regret:.1%}",

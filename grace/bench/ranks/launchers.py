@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from grace.bench.common.errors import WorkerError
+from grace.bench.common.ending import WorkerError
 from grace.bench.common.results import cores
 from grace.bench.link.emulation import Link
 from grace.errors import ConfigError, MissingExtraError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.bench.common.errors import WorkerError
+from grace.bench.common.ending import WorkerError
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise

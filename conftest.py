@@ -14,7 +14,6 @@ MODULES = {
         "grace/tensorflow/*",
         "grace/kernels/tensorflow/*",
         "grace/backends/horovod_tensorflow.py",
-        "grace/bench/*/*tensorflow*",
     ],
     "horovod": ["grace/backends/horovod_*.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
     "triton": ["grace/kernels/triton/*"],

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import grace
 from grace.bench.common.results import machine, versions
-from grace.bench.workloads.task import ADAMW_BETA2
-from grace.bench.workloads.torch_tasks import CharacterGPT
+from grace.bench.workloads.torch_tasks import ADAMW_BETA2, CharacterGPT
 from grace.core.atomic_files import atomic_write
 
 OUT = Path("benchmarks/results/sharded.json")

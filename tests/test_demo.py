@@ -43,9 +43,9 @@ def shown(tmp_path_factory):
 def test_the_demo_answers_three_questions_and_ends_with_a_verdict_and_a_report(shown):
     out, err, folder = shown
     assert err == ""
-    questions = re.findall(r"^(\d)\. (.*\?) ─*$", out, re.MULTILINE)
+    questions = re.findall(r"^(\d)\. (.*\?)", out, re.MULTILINE)
     assert [number for number, _ in questions] == ["1", "2", "3"]
-    _, conclusion = out.split("In short ─")
+    _, conclusion = out.split("\nIn short\n")
     assert re.search(r"With 2 ranks .*: (Do not compress|Compress): ", " ".join(conclusion.split()))
     assert f"is {folder / 'report.html'} (" in conclusion.splitlines()[-1]
     wide = [line for line in out.splitlines() if len(line) > 80 and str(folder) not in line]
@@ -63,7 +63,7 @@ def test_the_demo_keeps_the_results_of_its_parts(shown):
     assert max(row["quality"] for row in kinds["train"].rows) < 1.0  # 2.3 at first
     assert kinds["step"].settings["shortfalls"] == {row["method"]: row["shortfall"] for row in kinds["train"].rows}
     text = (folder / "report.html").read_text()
-    assert text.count("<svg") >= 4
+    assert text.count("<img") >= 4
     for name in (*METHODS, "captured"):
         assert name in text
 
@@ -72,7 +72,7 @@ def test_where_no_link_can_be_emulated_the_demo_says_so_and_uses_the_loopback(mo
     monkeypatch.setattr(all_command, "possible", lambda: "it needs root")
     rates, note = all_command._bandwidths(None, quick=True)
     assert rates == [None]
-    assert "cannot be emulated here (it needs root)" in note
+    assert "cannot be emulated here: it needs root" in note
     assert all_command._bandwidths([1e9], quick=True) == ([1e9], "")  # what was asked for is not replaced
 
 
@@ -92,9 +92,8 @@ def test_an_interrupted_run_of_all_keeps_the_parts_that_are_finished(tmp_path):
     command += ["--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("measuring 2 ranks"):
-            break
+    for beginning in ("2. ", "measuring 2 ranks"):  # of the steps
+        next(line for line in process.stdout if line.startswith(beginning))
     process.terminate()
     _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130

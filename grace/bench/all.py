@@ -12,7 +12,6 @@ from rich.console import Console
 from grace.bench.common import options, results
 from grace.bench.common.options import option
 from grace.bench.common.results import Results
-from grace.bench.common.text import show_rate
 from grace.bench.kernels import kernels_command
 from grace.bench.lifecycle import BenchmarkRun, need_report
 from grace.bench.link.emulation import possible
@@ -88,15 +87,18 @@ def demo(
 
 
 def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: bool) -> None:
-    began = time.monotonic()
-    console = Console(highlight=False)
+    """Run the parts, until one fails, and write their report."""
+    began, console = time.monotonic(), Console(highlight=False)
     need_report()
     rates, note = _bandwidths(settings.bandwidths, quick)
     methods = settings.methods or list(step_settings.QUICK_METHODS if quick else step_settings.METHODS)
-    rounds = step_settings.QUICK_ROUNDS if quick else step_settings.ROUNDS
-    baselines = ["ddp"] if quick else list(step_settings.BASELINES)
     steps = step_settings.StepSettings(
-        settings.model, methods, ranks=[settings.ranks], bandwidths=rates, rounds=rounds, baselines=baselines
+        settings.model,
+        methods,
+        ranks=[settings.ranks],
+        bandwidths=rates,
+        rounds=step_settings.QUICK_ROUNDS if quick else step_settings.ROUNDS,
+        baselines=["ddp"] if quick else list(step_settings.BASELINES),
     )
     seeds = settings.seeds or ([0] if quick else [0, 1, 2])
     trained = train_settings.TrainSettings(settings.task, methods, ranks=settings.ranks, seeds=seeds)
@@ -108,21 +110,16 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
     results.make_folder(out)
     if introduction:
         console.print(f"{introduction}\n", markup=False)
-    where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
     finished: list[Results] = []
     parts: dict[str, Callable[[], BenchmarkRun]] = {
         "Does the model still learn?": lambda: train_command.run(trained, out / "train"),
-        f"Does a training step get faster, {where}?": lambda: step_command.run(
+        f"Does a training step get faster?{note}": lambda: step_command.run(
             steps, out / "step", shortfalls=_shortfalls(finished[0])
         ),
         "What does compressing cost and lose?": lambda: kernels_command.run(coded, out / "kernels"),
     }
     for number, (question, part) in enumerate(parts.items(), start=1):
-        if number > 1:
-            console.print()
-        console.rule(f"[bold]{number}. {question}[/]", align="left")
-        if number == 2 and note:
-            console.print(note, markup=False)
+        console.print(f"\n{number}. {question}\n", style="bold", markup=False)
         running = part()
         running.name = name
         if running.results.rows:
@@ -131,8 +128,7 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
             break
     report = running.report(finished, out)
     running.exit_if_failed()
-    console.print()
-    console.rule("[bold]In short[/]", align="left")
+    console.print("\nIn short", style="bold")
     for run in finished:
         for scenario, words in run.settings.get("verdict", {}).items():
             console.print(f"With {scenario}: {words}\n", markup=False)
@@ -157,10 +153,5 @@ def _bandwidths(given: list[float | None] | None, quick: bool) -> tuple[list[flo
         return given, ""
     reason = possible()
     if reason:
-        note = f"A slow network cannot be emulated here ({reason}), so the steps go over the loopback, the fastest one."
-        return [None], note
+        return [None], f" (over the loopback, the fastest network; a slow one cannot be emulated here: {reason})"
     return [parse_rate(rate) for rate in (QUICK_BANDWIDTH if quick else BANDWIDTHS).split(",")], ""
-
-
-def _shown(rate: float | None) -> str:
-    return "loopback" if rate is None else show_rate(rate)

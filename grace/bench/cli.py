@@ -3,7 +3,7 @@
 import typer
 
 from grace.bench.all import command as all_of_them
-from grace.bench.compare.compare_command import compare
+from grace.bench.compare import compare
 from grace.bench.kernels.kernels_command import command as kernels
 from grace.bench.link.link_command import link
 from grace.bench.pipeline.pipeline_command import command as pipeline

@@ -14,10 +14,11 @@ from rich.markup import escape
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
 from grace.bench.common.options import methods as parse_methods
+from grace.bench.common.progress import ShowProgress, progress_bar
 from grace.cli.calibration import Calibration, Key, read
 from grace.cli.calibration_tables import print_calibration, total_seconds
 from grace.cli.inputs import load_variables, random_gradients, to_tensor
-from grace.cli.terminal import ShowProgress, check_writable, progress_bar, standard_output
+from grace.cli.terminal import check_writable, standard_output
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator

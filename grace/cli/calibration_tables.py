@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
+from operator import itemgetter
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grace.bench.common.text import of_bytes
+from grace.bench.common.tables import Columns, table
+from grace.bench.common.text import digits, of_bytes
 from grace.cli.calibration import Calibration
-from grace.cli.terminal import plain_table
 from grace.planner.costs import CodecCost, Curve
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
@@ -44,23 +46,26 @@ def print_calibration(calibration: Calibration, console: Console, age: float | N
 
 
 def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:
-    headings = ["collective", *map(of_bytes, SIZES), "MB/s beyond"]
-    table = plain_table(headings, headings[:1], title=title, title_justify="left")
-    for kind, curve in curves.items():
-        largest = curve.points[-1][0]
-        cells = [f"{curve.seconds(size) * 1e3:.3g}" if size <= largest else "" for size in SIZES]
-        table.add_row(kind, *cells, f"{1e-6 / curve.slope:,.0f}" if curve.slope > 0 else "")
-    return table
+    def cell(size: int, kind: str) -> str:
+        return digits(1e3 * curves[kind].seconds(size)) if size <= curves[kind].points[-1][0] else ""
+
+    columns: Columns = {
+        "collective": str,
+        **{of_bytes(size): partial(cell, size) for size in SIZES},
+        "MB/s beyond": lambda kind: f"{1e-6 / curves[kind].slope:,.0f}" if curves[kind].slope > 0 else "",
+    }
+    return table(curves, columns, title=title)
 
 
 def _codecs_table(calibration: Calibration) -> Table:
-    headings = ["method", "start", "between", "finish", "bits"]
+    rows = [
+        [name, *(digits(1e3 * seconds) for seconds in _seconds(codec, calibration.key.ranks)), digits(codec.bits)]
+        for name, codec in calibration.codecs.items()
+    ]
+    headings = ("method", "start", "between", "finish", "bits")
+    columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(headings)}
     title = f"milliseconds of computing for {ELEMENTS:,} values in {VARIABLES} variables"
-    table = plain_table(headings, headings[:1], title=title, title_justify="left")
-    for name, codec in calibration.codecs.items():
-        cells = [f"{seconds * 1e3:.3g}" for seconds in _seconds(codec, calibration.key.ranks)]
-        table.add_row(escape(name), *cells, "" if codec.bits is None else f"{codec.bits:.3g}")
-    return table
+    return table(rows, columns, title=title)
 
 
 def _seconds(codec: CodecCost, ranks: int) -> list[float]:

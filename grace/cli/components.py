@@ -4,15 +4,15 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.text import Text
 
-from grace.cli.terminal import plain_table, standard_output
+from grace.bench.common.tables import Columns, table
+from grace.cli.terminal import standard_output
 from grace.communicators.choice import break_even
 from grace.core import specs
 from grace.core.composition import Composed
@@ -20,7 +20,7 @@ from grace.core.registry import KINDS, aliases, known, legal_communicators, make
 from grace.core.schema_words import hint
 from grace.errors import ConfigError
 
-LIST_SHAPE = (1000, 1000)
+SHAPE = (1000, 1000)
 DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
 LEGEND = "p: bytes of payload; W: number of ranks"
 SIZES = {
@@ -32,8 +32,6 @@ SIZES = {
 CLOSE = 0.03
 """Relative loss beyond uncompressed training's up to which a method counts as close to it."""
 TRAINED = "Held-out loss of a character GPT, against uncompressed training"
-Row = tuple[list[str], str]
-"""Cells of a table, and their explanation."""
 Section = tuple[str, list[str]]
 """Title and lines."""
 
@@ -48,83 +46,64 @@ def list_components(
 
     Everything shown is read from the components' own traits, those of other installed packages included.
     """
-    console = standard_output()
+    console = standard_output(1000)
+    for kind in KINDS:
+        _print_tables(kind, long, console)
+        console.print()
+    legend = "communicator: the default of a compressor"
     if long:
-        _print_long_tables(console)
-    else:
-        _print_short_tables()
+        shape = " x ".join(map(str, SHAPE))
+        legend = (
+            "size: what the size of a payload depends on; bits: on the wire, per element of a "
+            f"{shape} tensor (float32 has 32); communicator, memory: the defaults; {LEGEND}"
+        )
+    console.print(legend, style="dim")
     wrong = [str(reason) for kind in KINDS for reason in unusable(kind).values()]
     if wrong:
         _print_section(console, "Not usable", wrong)
     console.print("More about one of them: grace describe NAME" + ("" if long else "; about all: grace list --long"))
 
 
-def _print_short_tables() -> None:
-    """Print a table for each kind, with a line for each component; lines are folded on a terminal alone."""
-    console = standard_output(1000)
-    for kind in KINDS:
-        headings = ["compressor", "communicator"] if kind == "compressor" else [kind]
-        table = plain_table([*headings, "what it is"], [*headings, "what it is"], header_style="bold underline")
-        for name, cls in known(kind).items():
-            default = "?" if _needs_parameters(cls) else _default_communicator(kind, name)
-            table.add_row(*[name, default][: len(headings)], escape(_summary(cls)))
-        if kind == "compressor":
-            for name, spec in aliases(kind).items():
-                table.add_row(name, _default_communicator(kind, name), f"Short for {_text(spec)}.")
-        console.print(table)
-        console.print()
-    console.print("communicator: the default of a compressor", style="dim")
+def _print_tables(kind: str, long: bool, console: Console) -> None:
+    """Print a table of a kind's components: what each is, or its traits."""
+    if long and kind == "compressor":
+        console.print(table(_compressors(), TRAITS, list(TRAITS)))
+        for cls in filter(_needs_parameters, known(kind).values()):
+            console.print(f"{_summary(cls)} To be used as {signature(cls)}.", markup=False)
+        return
+    columns: Columns = {
+        kind: lambda row: signature(known(kind)[row[0]]) if long else row[0],
+        **({"communicator": lambda row: _default_communicator(row[0])} if kind == "compressor" else {}),
+        **({"cost per rank": lambda row: _cost_formula(row[0])} if long and kind == "communicator" else {}),
+        **({} if long else {"what it is": lambda row: row[1]}),
+    }
+    rows = [(name, _summary(cls)) for name, cls in known(kind).items()]
+    if kind == "compressor":
+        rows += [(name, f"Short for {_text(spec)}.") for name, spec in aliases(kind).items()]
+    console.print(table(rows, columns, list(columns)))
 
 
-def _print_long_tables(console: Console) -> None:
-    """Print a table for each kind, with the explanation of each component below its line."""
-    header = ("compressor", "category", "unbiased", "size", "bits", "communicator", "memory")
-    _print_rows(console, header, [_compressor_row(name, cls) for name, cls in known("compressor").items()])
-    shape = " x ".join(map(str, LIST_SHAPE))
-    short = "; ".join(f"{alias} = {_text(spec)}" for alias, spec in aliases("compressor").items())
-    console.print("\nsize: what the size of a payload depends on", style="dim")
-    console.print(f"bits: on the wire, per element of a {shape} tensor (float32 has 32)", style="dim")
-    console.print("communicator, memory: the defaults", style="dim")
-    console.print(f"short names: {short}\n", style="dim")
-    others: list[tuple[str, tuple[str, ...], Callable[[Any], list[str]]]] = [
-        ("memory", ("memory",), lambda cls: [signature(cls)]),
-        ("communicator", ("communicator", "cost per rank"), lambda cls: [cls.name, cls.cost or "?"]),
-        ("outer", ("outer optimizer",), lambda cls: [signature(cls)]),
-        ("builder", ("strategy builder",), lambda cls: [cls.name]),
-        ("rule", ("rule of strategies",), lambda cls: [signature(cls)]),
-    ]
-    for kind, columns, cells in others:
-        _print_rows(console, columns, [(cells(cls), _summary(cls)) for cls in known(kind).values()])
-        console.print(f"{LEGEND}\n" if kind == "communicator" else "", style="dim")
+def _cost_formula(name: str) -> str:
+    cls: Any = known("communicator")[name]
+    return cls.cost or "?"
 
 
-def _compressor_row(name: str, cls: Any) -> Row:
-    if _needs_parameters(cls):
-        return [name, *["?"] * 6], f"{_summary(cls)} To be used as {signature(cls)}."
-    compressor = make("compressor", name)
-    traits = compressor.traits
-    cells = [
-        name,
-        traits.category,
-        "yes" if traits.unbiased else "no",
-        traits.fixed_size or "unknown",
-        _format_bits(compressor.wire_bits(LIST_SHAPE)),
-        traits.communicator,
-        traits.memory,
-    ]
-    others = ", ".join(default_first(compressor)[1:])
-    return cells, _summary(cls) + (f" Also with {others}." if others else "")
+def _default_communicator(name: str) -> str:
+    cls = known("compressor").get(name)
+    return "?" if cls is not None and _needs_parameters(cls) else make("compressor", name).traits.communicator
 
 
-def _print_rows(console: Console, header: Sequence[str], rows: list[Row]) -> None:
-    """Print a table with a line of explanation below each row, so that it fits 80 columns."""
-    widths = [max(map(len, column)) for column in zip(header, *(cells for cells, _ in rows), strict=True)]
-    console.print("  ".join(map(str.ljust, header, widths)).rstrip(), style="bold underline")
-    for cells, note in rows:
-        line = Text("  ".join(map(str.ljust, cells, widths)).rstrip())
-        line.stylize("bold cyan", 0, len(cells[0]))
-        console.print(line, soft_wrap=True)
-        console.print(escape(textwrap.indent(textwrap.fill(note, console.width - 2), "  ")), style="dim")
+TRAITS: Columns = {
+    "compressor": lambda one: one[0],
+    "category": lambda one: one[1].traits.category,
+    "unbiased": lambda one: "yes" if one[1].traits.unbiased else "no",
+    "size": lambda one: one[1].traits.fixed_size or "unknown",
+    "bits": lambda one: _format_bits(one[1].wire_bits(SHAPE)),
+    "memory": lambda one: one[1].traits.memory,
+    "communicator": lambda one: one[1].traits.communicator,
+    "others": lambda one: ", ".join(default_first(one[1])[1:]),
+}
+"""Columns of a compressor and its name: its traits."""
 
 
 # -- grace describe -------------------------------------------------------------------------------------------------
@@ -364,7 +343,3 @@ def _format_bits(bits: float | None) -> str:
 
 def _needs_parameters(cls: Any) -> bool:
     return dataclasses.MISSING in cls.parameters().values()
-
-
-def _default_communicator(kind: str, name: str) -> str:
-    return make(kind, name).traits.communicator if kind == "compressor" else ""

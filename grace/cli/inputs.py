@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from grace.bench.common.user_functions import load_function
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
@@ -19,25 +20,12 @@ from grace.strategy.builder import Cluster, OneNode
 def call_model_function(spec: str) -> Any:
     """Return the result of ``module:function``: a model, or a tuple that begins with one, as for ``grace bench``.
 
-    Modules are looked for in the current folder too.
-
     Raises:
         ConfigError: there is no such module or function, or it fails.
     """
-    module, _, function = spec.partition(":")
-    if not module or not function:
-        raise ConfigError(f"a model is given as module:function, as in examples.torch.models:lstm, not {spec!r}")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    function = load_function(spec, "model", ())
     try:
-        found = getattr(importlib.import_module(module), function)
-    except ImportError as error:
-        raise ConfigError(f"cannot import {module!r} for the model {spec!r}: {error}") from error
-    except AttributeError:
-        raise ConfigError(f"{module!r} has no {function!r} for the model {spec!r}") from None
-    try:
-        return found() if callable(found) else found
+        return function()
     except Exception as error:  # anything may be named
         raise ConfigError(f"{spec!r} makes no model: {type(error).__name__}: {error}") from error
 
@@ -76,23 +64,19 @@ def model_variables(model: Any) -> list[Variable]:
     torch: Any = sys.modules.get("torch")
     keras: Any = sys.modules.get("keras")
     if torch is not None and isinstance(model, torch.nn.Module):
-        sparse = {id(layer.weight) for layer in model.modules() if getattr(layer, "sparse", False) is True}
-        found = dict(model.named_parameters())
-        return [
-            Variable(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device), id(p) in sparse)
-            for name, p in zip(unwrap_names(list(found)), found.values(), strict=True)
-            if p.requires_grad
-        ]
+        from grace.torch.parameters import find_sparse_parameters, make_variables
+
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        names = unwrap_names([name for name, _ in trained])
+        parameters = {name: p for name, (_, p) in zip(names, trained, strict=True)}
+        return make_variables(parameters, find_sparse_parameters(model))
     if keras is not None and isinstance(model, keras.Model):
-        from grace.tensorflow.variables import names_of
+        from grace.tensorflow.variables import describe_variable, names_of
 
         found = model.trainable_variables
         embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
         sparse = {id(v) for layer in embeddings for v in layer.trainable_variables}
-        return [
-            Variable(name, tuple(v.shape), str(v.dtype), "tensorflow", id(v) in sparse)
-            for name, v in zip(names_of(found), found, strict=True)
-        ]
+        return [describe_variable(name, v, id(v) in sparse) for name, v in zip(names_of(found), found, strict=True)]
     if isinstance(model, (list, tuple)) and all(isinstance(v, Variable) for v in model):
         return list(model)
     raise ConfigError(f"a torch module or a Keras model is needed, not {type(model).__module__}.{type(model).__name__}")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grace.bench.common.progress import ShowProgress
 from grace.cli.inputs import framework_of
-from grace.cli.terminal import ShowProgress
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError

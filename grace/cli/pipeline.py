@@ -3,17 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from grace.bench.common.options import option, split, with_options
+from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.inputs import call_model_function
-from grace.cli.terminal import plain_table, standard_output
+from grace.cli.terminal import standard_output
 from grace.core.quantities import parse_bytes, parse_rate, parse_seconds
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
@@ -21,7 +24,7 @@ from grace.pipeline.planning import baselines, profiles
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.search import SearchOptions, search_plan, space_of
+from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
@@ -44,83 +47,109 @@ Dry = Annotated[bool, typer.Option("--dry", help="Do not run the model: estimate
 File = Annotated[Path, typer.Argument(help="File that grace pipeline plan wrote.")]
 
 
+def parse_numbers(text: str, name: str) -> set[int]:
+    """Return the numbers that an option of a name allows.
+
+    >>> parse_numbers("4", "-n"), parse_numbers("1,2", "-n"), parse_numbers("2-4", "-n")
+    ({4}, {1, 2}, {2, 3, 4})
+    """
+    found: set[int] = set()
+    for part in _split_numbers(text, name, r"\d+(-\d+)?"):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _split_numbers(text: str, name: str, form: str = r"\d+") -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(form, part, re.ASCII) for part in parts):
+        raise ConfigError(f"{name} must be {RANGE}, not {text!r}")
+    return parts
+
+
+def _replicas(text: str) -> set[int] | list[int]:
+    """Return the numbers of replicas that are allowed; of several with commas, the number of each stage."""
+    if "," in text:
+        return [int(count) for count in _split_numbers(text, "--replicas")]
+    return parse_numbers(text, "--replicas")
+
+
+def _latency(text: str) -> float:
+    return parse_seconds(text, "a latency is a number with s, ms or us, as 50us")
+
+
+@dataclass
+class PlanOptions:
+    """Options of ``grace pipeline plan``: of the network, and constraints of the search."""
+
+    batch: int | None = option(
+        None,
+        "Rows (samples) of a step, of all ranks together.",
+        show_default="the profile's or example's rows for each rank",
+        least=1,
+    )
+    bandwidth: float = option(
+        10e9, "Bandwidth between nodes, as 10gbit; with one node, between its ranks.", parse=parse_rate, text="10gbit"
+    )
+    inside: float | None = option(
+        None, "Bandwidth within a node, as 100gbit.", parse=parse_rate, show_default="--bandwidth"
+    )
+    latency: float = option(20e-6, "Time that one message takes over a link, as 50us.", parse=_latency, text="20us")
+    nodes: int = option(1, "Number of nodes that the ranks are on.", least=1)
+    memory: float | None = option(None, "Memory of a device, as 16GB.", parse=parse_bytes, show_default="no limit")
+    memory_margin: float = option(0.1, "Part of --memory that stays free: 0.1 is a tenth.", least=0, most=1)
+    compressor: str | None = option(None, "Compressor of all gradients, as 'topk(ratio=0.01)'.")
+    strategy: str | None = option(
+        None, "How gradients are exchanged, instead of --compressor: a strategy's file, auto, or another builder."
+    )
+    stages: Numbers = option(None, f"Number of stages: {RANGE}.", parse=partial(parse_numbers, name="--stages"))
+    replicas: Numbers = option(
+        None, "Replicas of every stage, as 2 or 1-4; or one number for each stage, as 2,1,1.", parse=_replicas
+    )
+    microbatches: Numbers = option(
+        None, f"Number of micro-batches: {RANGE}.", parse=partial(parse_numbers, name="--microbatches")
+    )
+    schedule: list[str] | None = option(None, "gpipe or 1f1b.", parse=split, show_default="both are tried")
+    recompute: bool | None = option(
+        None, "Recompute activations in backward, or keep them.", "--recompute/--keep", show_default="both are tried"
+    )
+    layout: str | None = option(
+        None, "What neighbouring ranks are: replicas (of one stage) or stages.", show_default="both are tried"
+    )
+    blocks: Numbers = option(
+        None,
+        f"Number of blocks that the model is cut into, from which stages are made: {RANGE}.",
+        parse=partial(parse_numbers, name="--blocks"),
+        show_default="32,128",
+    )
+    cuts: list[str] | None = option(
+        None,
+        "Where to cut: the last graph node of each stage but the last, separated by commas.",
+        "--cut",
+        parse=split,
+    )
+    optimizer_state: float = option(
+        1.0,
+        "Bytes that the optimizer keeps for each byte of parameters: SGD 0, SGD with momentum 1, Adam 2.",
+        least=0,
+    )
+    fewer: bool = option(False, "Also try plans that use fewer devices, down to half of them.", "--fewer")
+
+    def constraints(self) -> SearchOptions:
+        """Return those of the search."""
+        names = {field.name for field in fields(SearchOptions)} - {"nodes"}
+        return SearchOptions(**{name: value for name, value in vars(self).items() if name in names})
+
+
 @app.command()
+@with_options(PlanOptions)
 def plan(
+    given: dict[str, Any],
     devices: Annotated[int, typer.Option("-n", "--devices", min=1, help="Number of ranks, one for each device.")],
     model: Model = None,
     profile: Profile = None,
     dry: Dry = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write the plan to.")] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Rows (samples) of a step, of all ranks together.",
-            show_default="the profile's or example's rows for each rank",
-        ),
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of a device, as 16GB.", show_default="no limit")] = None,
-    memory_margin: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of --memory that stays free: 0.1 is a tenth.")
-    ] = 0.1,
-    bandwidth: Annotated[
-        str, typer.Option(help="Bandwidth between nodes, as 10gbit; with one node, between its ranks.")
-    ] = "10gbit",
-    inside: Annotated[
-        str | None, typer.Option(help="Bandwidth within a node, as 100gbit.", show_default="--bandwidth")
-    ] = None,
-    latency: Annotated[str, typer.Option(help="Time that one message takes over a link, as 50us.")] = "20us",
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes that the ranks are on.")] = 1,
-    compressor: Annotated[str | None, typer.Option(help="Compressor of all gradients, as 'topk(ratio=0.01)'.")] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="How gradients are exchanged, instead of --compressor: a strategy's file, auto, or another builder."
-        ),
-    ] = None,
-    stages: Annotated[str | None, typer.Option(help=f"Number of stages: {RANGE}.")] = None,
-    replicas: Annotated[
-        str | None, typer.Option(help="Replicas of every stage, as 2 or 1-4; or one number for each stage, as 2,1,1.")
-    ] = None,
-    microbatches: Annotated[str | None, typer.Option(help=f"Number of micro-batches: {RANGE}.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b.", show_default="both are tried")] = None,
-    recompute: Annotated[
-        bool | None,
-        typer.Option(
-            "--recompute/--keep",
-            help="Recompute activations in backward, or keep them.",
-            show_default="both are tried",
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            help="What neighbouring ranks are: replicas (of one stage) or stages.", show_default="both are tried"
-        ),
-    ] = None,
-    blocks: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Number of blocks that the model is cut into, from which stages are made: {RANGE}.",
-            show_default="32,128",
-        ),
-    ] = None,
-    cuts: Annotated[
-        str | None,
-        typer.Option(
-            "--cut", help="Where to cut: the last graph node of each stage but the last, separated by commas."
-        ),
-    ] = None,
-    optimizer_state: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Bytes that the optimizer keeps for each byte of parameters: SGD 0, SGD with momentum 1, Adam 2.",
-        ),
-    ] = 1.0,
-    fewer: Annotated[
-        bool, typer.Option("--fewer", help="Also try plans that use fewer devices, down to half of them.")
-    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show the times of plans that people make by hand.")
     ] = False,
@@ -129,49 +158,30 @@ def plan(
 
     The model is measured here in one process, or was measured elsewhere (--profile). No other device is needed.
     """
-    if compressor is not None and strategy is not None:
+    asked = PlanOptions(**given)
+    if asked.compressor is not None and asked.strategy is not None:
         raise ConfigError(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
         )
     graph = load_graph(profile, model, dry)
-    chosen = None if strategy is None else documented(strategy, {**graph.parameters, **graph.held}) or strategy
-    rows = graph.rows * devices if batch is None else batch
-    if nodes > devices:
-        raise ConfigError(f"{devices} devices cannot be on {nodes} nodes")
-    node_of_rank = [node for node, (start, end) in enumerate(equal_bounds(devices, nodes)) for _ in range(start, end)]
-    seconds = parse_seconds(latency, "a latency is a number with s, ms or us, as 50us")
-    within = None if inside is None else Links(parse_rate(inside) / 8, seconds)
-    costs = Costs(Links(parse_rate(bandwidth) / 8, seconds), DefaultCodecs(), within)
-    limit = None if memory is None else parse_bytes(memory)
-    copies: set[int] | list[int] | None = parse_numbers(replicas, "--replicas")
-    if replicas is not None and "," in replicas:  # a number for each stage, not a choice
-        copies = [int(count) for count in _split_numbers(replicas, "--replicas")]
-    options = SearchOptions(
-        memory=limit,
-        memory_margin=memory_margin,
-        compressor=compressor,
-        strategy=chosen,
-        nodes=node_of_rank,
-        stages=parse_numbers(stages, "--stages"),
-        replicas=copies,
-        microbatches=parse_numbers(microbatches, "--microbatches"),
-        schedule=None if schedule is None else [name.strip() for name in schedule.split(",")],
-        recompute=recompute,
-        layout=layout,
-        cuts=None if cuts is None else [name.strip() for name in cuts.split(",")],
-        blocks=parse_numbers(blocks, "--blocks"),
-        optimizer_state=optimizer_state,
-        fewer=fewer,
-    )
+    chosen = asked.strategy and (documented(asked.strategy, {**graph.parameters, **graph.held}) or asked.strategy)
+    rows = graph.rows * devices if asked.batch is None else asked.batch
+    if asked.nodes > devices:
+        raise ConfigError(f"{devices} devices cannot be on {asked.nodes} nodes")
+    bounds = enumerate(equal_bounds(devices, asked.nodes))
+    node_of_rank = [node for node, (start, end) in bounds for _ in range(start, end)]
+    within = None if asked.inside is None else Links(asked.inside / 8, asked.latency)
+    costs = Costs(Links(asked.bandwidth / 8, asked.latency), DefaultCodecs(), within)
+    options = replace(asked.constraints(), strategy=chosen, nodes=node_of_rank)
     found = search_plan(graph, devices, rows, costs, options)
     found = replace(found, versions={**found.versions, **_versions(model)})
-    _print_plan(found)
+    print_plan(found, standard_output())
     if found.world_size < devices:
         print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
-    usable = None if limit is None else limit * (1 - memory_margin)
-    choices = (compressor, None, None, chosen)
+    usable = None if asked.memory is None else asked.memory * (1 - asked.memory_margin)
+    choices = (asked.compressor, None, None, chosen)
     space = space_of(
-        graph, devices, rows, costs, memory=usable, choices=choices, nodes=node_of_rank, state=optimizer_state
+        graph, devices, rows, costs, memory=usable, choices=choices, nodes=node_of_rank, state=asked.optimizer_state
     )
     alone = baselines.data_parallel(space)
     if alone is not None and alone < found.seconds:
@@ -194,11 +204,11 @@ def show(
 ) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
     found = Plan.load(plan)
-    _print_plan(found)
+    print_plan(found, standard_output())
     if html is not None:
-        from grace.cli.pipeline_page import write_page
+        from grace.cli.pages import write_pipeline
 
-        write_page(found, html)
+        write_pipeline(html, found, lambda page: print_plan(found, page))
         print(f"Wrote {html} ({html.stat().st_size / 1000:.0f} kB).")
 
 
@@ -283,42 +293,31 @@ def _versions(model: str | None) -> dict[str, str]:
     return {"torch": public(torch.__version__)}
 
 
-def parse_numbers(text: str | None, option: str) -> set[int] | None:
-    """Return the numbers that an option allows; None for any.
-
-    >>> parse_numbers("4", "-n"), parse_numbers("1,2", "-n"), parse_numbers("2-4", "-n"), parse_numbers(None, "-n")
-    ({4}, {1, 2}, {2, 3, 4}, None)
-    """
-    if text is None:
-        return None
-    found: set[int] = set()
-    for part in _split_numbers(text, option, r"\d+(-\d+)?"):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
-def _split_numbers(text: str | None, option: str, form: str = r"\d+") -> list[str]:
-    parts = [part.strip() for part in (text or "").split(",")]
-    if not all(re.fullmatch(form, part, re.ASCII) for part in parts):
-        raise ConfigError(f"{option} must be {RANGE}, not {text!r}")
-    return parts
-
-
 def _ms(seconds: float | None) -> str:
     return "memory does not suffice" if seconds is None else f"{1e3 * seconds:.3f} ms a step"
 
 
-def _print_plan(plan: Plan) -> None:
-    headings = ("stage", "nodes", "ranks", "ms", "exchange", "weights", "sends", "memory")
-    table = plain_table(headings, ("nodes", "ranks"))
-    for i, stage in enumerate(plan.stages):
-        memory = plan.memory[stage.ranks[0]] if plan.memory else None
-        times = [f"{digits(1e3 * stage.forward)} + {digits(1e3 * stage.backward)}", digits(1e3 * stage.exchange)]
-        sizes = map(of_bytes, (stage.parameters, stage.sent, memory))
-        table.add_row(*map(escape, [str(i), _ends(stage.nodes), ", ".join(map(str, stage.ranks)), *times, *sizes]))
-    console = standard_output()
-    console.print(table)
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print a table of the stages, and a summary."""
+
+    def memory(i: int) -> str:
+        return of_bytes(plan.memory[plan.stages[i].ranks[0]]) if plan.memory else ""
+
+    def sends(i: int) -> str:
+        stage = plan.stages[i]
+        return f"{of_bytes(stage.sent)}, {of_bytes(stage.returned)} back" if i + 1 < len(plan.stages) else ""
+
+    columns: Columns = {
+        "stage": str,
+        "nodes": lambda i: _ends(plan.stages[i].nodes),
+        "ranks": lambda i: ", ".join(map(str, plan.stages[i].ranks)),
+        "ms": lambda i: f"{digits(1e3 * plan.stages[i].forward)} + {digits(1e3 * plan.stages[i].backward)}",
+        "exchange": lambda i: digits(1e3 * plan.stages[i].exchange),
+        "weights": lambda i: of_bytes(plan.stages[i].parameters),
+        "sends": sends,
+        "memory": memory,
+    }
+    console.print(table(range(len(plan.stages)), columns, ["nodes", "ranks"]))
     console.print(
         "ms: forward + backward of a micro-batch on a rank; exchange: of gradients, in ms; sends: for a micro-batch",
         style="dim",
@@ -332,17 +331,19 @@ def _ends(nodes: Sequence[str]) -> str:
 
 def _print_graph(graph: Graph, longest: int) -> None:
     """Print the nodes that take longest, in the graph's order, and sums over all nodes."""
-    words = ("node", "kind", "line")
-    table = plain_table([*words, "ms", "weights", "value", "keeps"], words)
     by_time = sorted(graph.nodes, key=lambda node: node.forward + node.backward, reverse=True)
     shown = {node.name for node in by_time[:longest]}
-    for node in graph.nodes:
-        if node.name in shown:
-            times = f"{digits(1e3 * node.forward)} + {digits(1e3 * node.backward)}"
-            sizes = map(of_bytes, (sum(node.stored.values()), node.nbytes, node.kept))
-            table.add_row(*map(escape, [node.name, node.kind, node.line, times, *sizes]))
+    columns: Columns = {
+        "node": lambda node: node.name,
+        "kind": lambda node: node.kind,
+        "line": lambda node: node.line,
+        "ms": lambda node: f"{digits(1e3 * node.forward)} + {digits(1e3 * node.backward)}",
+        "weights": lambda node: of_bytes(sum(node.stored.values())),
+        "value": lambda node: of_bytes(node.nbytes),
+        "keeps": lambda node: of_bytes(node.kept),
+    }
     console = standard_output()
-    console.print(table)
+    console.print(table([node for node in graph.nodes if node.name in shown], columns, ["kind", "line"]))
     console.print(
         f"ms: forward + backward; value: what it hands on; keeps: for backward; all for {graph.rows} rows", style="dim"
     )

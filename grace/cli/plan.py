@@ -2,19 +2,22 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grace.bench.common.options import bandwidths, split
+from grace.bench.common.options import split
+from grace.bench.common.progress import progress_bar
+from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.plan_inputs import CODECS, PARTS, build_problem, choose_cluster, load_model, read_calibration
-from grace.cli.terminal import check_writable, plain_table, progress_bar, standard_output
+from grace.cli.terminal import check_writable, standard_output
 from grace.core.atomic_files import atomic_write
 from grace.core.quantities import parse_seconds
 from grace.core.version import __version__
@@ -115,15 +118,6 @@ def plan(
             "bandwidths."
         ),
     ] = None,
-    validate: Annotated[
-        bool,
-        typer.Option(
-            "--validate",
-            help="Instead of planning, train on real ranks of this machine and compare predicted with measured steps, "
-            "as grace bench plan does. It uses --model, --ranks (default 2), --methods and --bandwidth (an emulated "
-            "link; default: none).",
-        ),
-    ] = False,
 ) -> None:
     """Choose a compression method for each variable by predicting the time of a training step.
 
@@ -144,12 +138,6 @@ def plan(
     """
     console = standard_output(150)
     specs = [spec for text in methods or () for spec in split(text)] or None
-    if validate:
-        from grace.bench.plan.plan_command import SWEEP
-        from grace.bench.plan.plan_settings import METHODS, PlanSettings
-
-        SWEEP.run(PlanSettings([model], bandwidths(bandwidth), [ranks or 2], specs or list(METHODS)), console=console)
-        return
     if codecs not in (None, *CODECS):
         raise ConfigError(f"--codecs is {' or '.join(CODECS)}, not {codecs!r}")
     given = {
@@ -199,9 +187,9 @@ def plan(
             draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         written.append(str(json_file))
     if report is not None:
-        from grace.bench.report.plan_page import write_plan
+        from grace.cli.pages import write_plan
 
-        write_plan(report, found, problem, sources)
+        write_plan(report, found, problem, lambda page: print_plan(found, sources, page, outer))
         written.append(f"{report} ({report.stat().st_size / 1000:.0f} kB)")
     for line in written:
         console.print(f"Wrote {escape(line)}", soft_wrap=True)
@@ -229,7 +217,8 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
     )
     if plan.compresses:
         console.print()
-        console.print(_variables_table(plan))
+        columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(HEADINGS)}
+        console.print(table([row.cells for row in plan.rows], columns, ["method", "sync", "why"]))
     console.print()
     console.print(escape(plan.why), style="bold", soft_wrap=True)
     for remark in plan.remarks:
@@ -237,29 +226,30 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
 
 
 def _candidates_table(plan: Plan, outer: Mapping[str, Prediction]) -> Table:
-    numbers = ("step", "x plain", "compute", "codec", "exposed", "sent", "memory", "error")
-    table = plain_table(["", "plan", *numbers], ("", "plan"))
+    """Return the table of candidates, and of plans whose ranks train alone."""
     plain = plan.plain.prediction.step
-    for candidate in plan.candidates:
-        chosen = candidate is plan.chosen
-        name = "plain all-reduce" if candidate is plan.plain else candidate.name
-        cells = _figures(name, candidate.prediction, plain)
-        table.add_row("*" if chosen else "", *cells, digits(candidate.share, 2), style="bold" if chosen else "")
-    for spec, prediction in outer.items():
-        table.add_row("", *_figures(spec, prediction, plain), "", style="dim")
-    return table
+    rows: list[tuple[str, str, Prediction, str]] = [
+        (
+            "*" if one is plan.chosen else "",
+            "plain all-reduce" if one is plan.plain else one.name,
+            one.prediction,
+            digits(one.share, 2),
+        )
+        for one in plan.candidates
+    ]
+    rows += [("", spec, prediction, "") for spec, prediction in outer.items()]
 
+    def ms(figure: str) -> Callable[[Any], str]:
+        return lambda row: digits(round(1e3 * getattr(row[2], figure), 6))
 
-def _figures(name: str, prediction: Prediction, plain: float) -> list[str]:
-    """Return the cells of a plan: its name, and what its step takes beside the seconds of a plain one."""
-    p = prediction
-    faster = f"{plain / p.step:.2f}" if p.step > 0 else ""
-    parts = [digits(round(1e3 * seconds, 6)) for seconds in (p.compute, p.codec, p.exposed)]
-    return [escape(name), digits(1e3 * p.step), faster, *parts, of_bytes(p.sent), of_bytes(p.memory)]
-
-
-def _variables_table(plan: Plan) -> Table:
-    table = plain_table(HEADINGS, {"variables", "method", "sync", "why"})
-    for row in plan.rows:
-        table.add_row(*map(escape, row.cells))
-    return table
+    columns: Columns = {
+        "": lambda row: row[0],
+        "plan": lambda row: row[1],
+        "step": ms("step"),
+        "x plain": lambda row: f"{plain / row[2].step:.2f}" if row[2].step > 0 else "",
+        **{figure: ms(figure) for figure in ("compute", "codec", "exposed")},
+        "sent": lambda row: of_bytes(row[2].sent),
+        "memory": lambda row: of_bytes(row[2].memory),
+        "error": lambda row: row[3],
+    }
+    return table(rows, columns, ["plan"], lambda row: "bold" if row[0] else "dim" if row[1] in outer else "")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grace.backends.topology import Topology
+from grace.bench.common.progress import ShowProgress
 from grace.bench.common.text import of_bytes, of_rate
 from grace.cli.calibration import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
@@ -19,7 +20,6 @@ from grace.cli.inputs import (
     random_gradients,
 )
 from grace.cli.local_steps import LocalSteps, run_steps
-from grace.cli.terminal import ShowProgress
 from grace.core.backend import LocalBackend
 from grace.core.variable import Variable
 from grace.errors import ConfigError

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import of_bytes
 from grace.cli.inputs import load_cluster, load_variables
-from grace.cli.terminal import plain_table, standard_output
+from grace.cli.terminal import standard_output
 from grace.core.registry import make
 from grace.strategy.plan import FIELDS, ShardPlan, Strategy
 from grace.strategy.traffic import collectives_of, kinds, links, payload
@@ -55,11 +57,9 @@ def show(strategy: File, model: Model = None, resources: Resources = None, ranks
     """Show a strategy as a table, and what every rank sends in a step."""
     loaded = _load(strategy, model, resources, ranks)
     headings = ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes")
-    table = plain_table(headings, {*headings} - {"bytes", "wire bytes"})
-    for row in _rows(loaded):
-        table.add_row(*map(escape, row))
+    columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(headings)}
     console = standard_output()
-    console.print(table)
+    console.print(table(_rows(loaded), columns, words=headings[1::2] + headings[4:7]))
     console.print(f"\n{escape(_summary(loaded))}; id {loaded.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
     own = {part.sync.type: part for plan in loaded.plans for part in plan.parts if part.sync.type not in FIELDS}

@@ -3,7 +3,8 @@
 import pytest
 
 from grace.bench.common.results import KINDS
-from grace.bench.compare.comparison import BETTER, SAME, UNKNOWN, WORSE, compare, sentence
+from grace.bench.compare import BETTER, SAME, UNKNOWN, WORSE
+from grace.bench.compare import compare_results as compare
 from grace.errors import ConfigError
 from tests.support.bench_results import kernels, results, step, train
 from tests.support.command import grace_command
@@ -19,7 +20,7 @@ def run(*args, code=0):
 
 def verdicts(found):
     """By name, of the rows whose main figure changed."""
-    return {key[-1]: changes[0].verdict for key, changes in found.rows if changes[0].verdict != SAME}
+    return {key[-1]: changes[0].verdict for key, changes in found.rows.items() if changes[0].verdict != SAME}
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_step_times_changed_where_quartiles_do_not_overlap(one):
         rows[name]["step_high_ms"] *= 2
     found = compare(one, other)
     assert verdicts(found) == {"qsgd": WORSE}
-    assert [key[-1] for key, _ in found.slower(10)] == ["qsgd"]
+    assert [key[-1] for key in found.slower(10)] == ["qsgd"]
     assert verdicts(compare(other, one)) == {"qsgd": BETTER}
 
 
@@ -103,8 +104,8 @@ def test_quality_changed_where_spreads_do_not_overlap():
         each.settings["higher_is_better"] = False
     assert verdicts(compare(*lower)) == {"qsgd": BETTER}
     single = compare(train(), train(seeds=[0], worse={"qsgd": 0.1}))
-    assert {changes[0].verdict for _, changes in single.rows} == {UNKNOWN}
-    assert "13 that cannot be judged (one seed)" in sentence(single)
+    assert {changes[0].verdict for changes in single.rows.values()} == {UNKNOWN}
+    assert "13 that cannot be judged (one seed)" in str(single)
 
 
 def test_times_without_a_spread_changed_by_a_tenth():
@@ -133,5 +134,5 @@ def test_unknown_values_are_no_changes(one):
     for row in other.rows:
         row["step_ms"] = None
     found = compare(one, other)
-    assert {changes[0].verdict for _, changes in found.rows} == {UNKNOWN}
-    assert found.slower(0) == []
+    assert {changes[0].verdict for changes in found.rows.values()} == {UNKNOWN}
+    assert found.slower(0) == {}

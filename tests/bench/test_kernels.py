@@ -83,7 +83,7 @@ def test_a_run_gives_tables_and_files(tmp_path):
     for row in results.rows:
         assert set(row) >= KEYS
         assert row["bits_per_element"] == pytest.approx(grace.make("compressor", row["method"]).wire_bits((200, 200)))
-        for part in ("encode", "decode", "memory"):
+        for part in ("encode", "decode", *(["memory"] if row["memory"] != "none" else [])):
             assert row[f"{part}_copies"] == pytest.approx(row[f"{part}_ms"] / row["copy_ms"])
         assert row["decode_gbps"] == pytest.approx(4 * 200 * 200 / row["decode_ms"] / 1e6)
         assert (row["peak_extra_bytes"] is not None) == COUNTED
@@ -92,8 +92,8 @@ def test_a_run_gives_tables_and_files(tmp_path):
     words = [line.split() for line in done.stdout.splitlines()]
     for row in results.rows[:5]:
         shown = next(line for line in words if line[:1] == [row["method"]])
-        assert float(shown[1]) == pytest.approx(row["bits_per_element"], abs=0.005)
-        assert float(shown[2]) == pytest.approx(row["encode_copies"], abs=0.06)
+        assert float(shown[1]) == pytest.approx(row["bits_per_element"], rel=0.005)
+        assert float(shown[2].replace(",", "")) == pytest.approx(row["encode_copies"], rel=0.006)
     shown = next(line for line in words if line[:2] == ["topk(ratio=0.1)", "gaussian"])
     assert float(shown[2]) == pytest.approx(results.rows[2]["vnmse"], rel=0.005)
     assert ["signsgd*", "gaussian"] in [line[:2] for line in words]  # votes are marked

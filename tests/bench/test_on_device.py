@@ -3,6 +3,7 @@ tests/device runs the commands."""
 
 import functools
 import gc
+import io
 import weakref
 from unittest import mock
 
@@ -13,8 +14,9 @@ from rich.console import Console
 from grace.bench.common import clocks
 from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Results
-from grace.bench.kernels import device_timing, kernel_tables, rivals
-from grace.bench.kernels.timing import times_ms
+from grace.bench.kernels import rivals
+from grace.bench.kernels.timing import measure, times_ms
+from grace.bench.report import kernel_tables, step_table
 from grace.bench.step import one_gpu
 from grace.bench.step.step_rows import EngineRows
 from grace.bench.step.step_settings import BOUND, StepSettings
@@ -55,6 +57,13 @@ class Ticking(Scripted):
         return self.time
 
 
+def said(show, results):
+    """What is shown of results."""
+    console = Console(width=150, record=True, file=io.StringIO())
+    show(console, results)
+    return console.export_text()
+
+
 def test_works_take_turns_each_behind_a_flush_and_medians_count():
     clock, took = Scripted(), iter([9.0, 9.0, 1.0, 10.0, 2.0, 50.0, 3.0, 20.0])
 
@@ -86,7 +95,7 @@ def test_what_a_replay_reads_stays_as_long_as_the_replay(monkeypatch):
 
 def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move():
     x, methods = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), ["fp16", "topk(ratio=0.25)"]
-    rows = device_timing.measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None)
+    rows = measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None, whole=True)
     found = {row["method"]: row for row in rows}
     assert list(found)[:3] == [*methods, "powersgd(rank=2)"]
     assert set(found) >= {*rivals.HOOKS, "torch.topk(ratio=0.01)", "GRACE's qsgd in torch", "GRACE's topk in torch"}
@@ -103,11 +112,11 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     assert "encode_fraction" not in found["GRACE's qsgd in torch"]
     hook = found[rivals.HOOKS[0]]
     assert (hook["round_trip_ms"], hook["eager"], hook["encode_ms"]) == (2.0, "round_trip", None)
-    results = Results("kernels", {"gpu": "a GPU"}, [{"tensor": "gaussian, 2,048", **row} for row in rows])
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    kernel_tables.show_on_device(console, results)
-    lines = [line.split() for line in console.export_text().splitlines()]
-    assert next(line for line in lines if line[:1] == ["fp16"])[1:7] == ["16.00", "2", "75", "%", "2", "125"]
+    results = Results(
+        "kernels", {"gpu": "a GPU", "device": "cuda"}, [{"tensor": "gaussian, 2,048", **row} for row in rows]
+    )
+    lines = [line.split() for line in said(kernel_tables.show, results).splitlines()]
+    assert next(line for line in lines if line[:1] == ["fp16"])[1:7] == ["16.0", "2.00", "75", "%", "2.00", "125"]
 
 
 @pytest.mark.parametrize("name", ["fp16", "qsgd", "topk", "powersgd(4)"])
@@ -169,9 +178,10 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     waits = {name: {"waits_per_step": 1.0, "reads_per_step": 0.0} for name in (BOUND, "none", "fp16")}
     one_gpu.conclude_all(results, waits, 4)
     assert list(results.settings["verdict"]) == ["4 ranks at 1mbit", "4 ranks at 2mbit"]
-    said = "\n".join(one_gpu.notes(results))
-    assert "The wire is simulated" in said
-    assert "fp16 1 and 0" in said
+    results.settings |= {"model": "wide", "about": one_gpu.SIMULATED_NOTE}
+    shown = said(step_table.show, results)
+    assert "The wire is simulated" in shown
+    assert "fp16 1 and 0" in shown
 
 
 def test_models_of_gpus_have_the_sizes_that_they_are_known_by():

@@ -41,7 +41,7 @@ def test_regret_is_beside_the_fastest():
     assert found.error == pytest.approx(-0.1)
     assert found.by_hand == {"equal layers": 25.0, "equal parameters": None, "equal time": None}
     assert "takes 25.0% longer than the fastest, after a" in verdict_words(SOME)
-    assert "| 10 | -10% | 25.0% | 2.50 | - | - |" in markdown([SOME])
+    assert "| 10.0 | -10% | 25.0% | 2.50 | - | - |" in markdown([SOME])
 
 
 def test_other_shares_of_ranks_are_other_cuts():

@@ -12,68 +12,21 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure
+
 from grace.bench.common.results import KINDS
-from grace.bench.common.text import short
-from grace.bench.report.figures import bars, style
-from grace.bench.report.figures.step_figures import figures as step_figures
-from grace.bench.report.figures.train_figures import figures as train_figures
-from grace.bench.report.page import methods_looks, page, write_report
-from grace.bench.report.plan_page import CANDIDATES, VARIABLES
-from grace.bench.report.report_tables import KERNELS, step_columns, train_columns
+from grace.bench.report.figures import Bars, figures, looks_of
+from grace.bench.report.page import methods_looks, report_sections, write_report
 from grace.errors import ConfigError
-from tests.support.bench_results import METHODS, kernels, results, step, train
+from tests.support.bench_results import METHODS, kernels, pictures, results, step, train
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome is installed")
 QUIET = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
-NASTY = "<script>document.body.dataset.bad=1</script>\"'><img src=x onerror=alert(1)> $\\frac{1}{2}$ & \x00${title}"
-
-WRAPPER = """<!DOCTYPE html><html><body><iframe src="{page}" width="{width}" height="2000" style="border: 0"></iframe>
-<script>window.onmessage = event => document.body.append(event.data)</script></body></html>"""
-"""A page in a frame: a window of Chromium is never narrower than 500 pixels."""
-
-PROBE = """<script>
-const table = document.querySelector("table");
-const column = [...table.tHead.rows[0].cells].findIndex(cell => cell.textContent.startsWith("step"));
-const shown = () => column < 0 ? [] : [...table.tBodies[0].rows].map(row => row.cells[column].textContent);
-const click = () => column < 0 || table.tHead.rows[0].cells[column].querySelector("button").click();
-click(); const up = shown(); click(); const down = shown();
-const words = [...document.querySelectorAll("svg")].flatMap(svg => {
-  const box = svg.getBoundingClientRect();
-  return [...svg.querySelectorAll("text")].filter(text => {
-    const own = text.getBoundingClientRect();
-    return own.left < box.left - 2 || own.right > box.right + 2 || own.top < box.top - 2 || own.bottom > box.bottom + 2;
-  }).map(text => text.textContent);
-});
-const lines = word => new Set([...word.getClientRects()].map(box => Math.round(box.top))).size;
-const boxes = [...document.querySelectorAll("h2, h3, h4, th, td, dt, .caption, .keys, .verdict")];
-const broken = () => boxes.flatMap(box => {
-  const texts = document.createTreeWalker(box, NodeFilter.SHOW_TEXT), found = [];
-  while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[^\\s\\/-]+/g)) {
-    const range = document.createRange();
-    range.setStart(texts.currentNode, word.index);
-    range.setEnd(texts.currentNode, word.index + word[0].length);
-    if (lines(range) > 1) found.push(word[0]);
-  }
-  return found;
-});
-const smallest = () => Math.min(...[...document.querySelectorAll("svg text")].map(text => {
-  const svg = text.closest("svg");
-  return parseFloat(getComputedStyle(text).fontSize) * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
-}));
-const give = text => parent === window ? document.body.append(text) : parent.postMessage(text, "*");
-window.onload = () => give(JSON.stringify({
-  broken: broken(), smallest: smallest(),
-  loads: performance.getEntriesByType("resource").length, scripts: document.scripts.length, up, down, words,
-  images: document.images.length, bad: "bad" in document.body.dataset, svgs: document.querySelectorAll("svg").length,
-  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-  hidden: Math.max(...[...document.querySelectorAll(".scroll")].map(box => box.scrollWidth - box.clientWidth)),
-  card: getComputedStyle(document.querySelector(".panel")).backgroundColor,
-  ink: getComputedStyle(document.querySelector(".panel svg text")).fill,
-}).replace(/^/, "FOUND:") + ":END");
-</script>"""
+NASTY = "<script>document.body.dataset.bad=1</script>\"'><img src=x onerror=alert(1)> $\\frac{1}{2}$ & \x00{title}"
+FEW = ["none", "qsgd", "topk(ratio=0.01) | qsgd(levels=127)"]
 
 
 def run(*args, code=0):
@@ -83,75 +36,36 @@ def run(*args, code=0):
     return out, err
 
 
-def browse(path, *flags, width=1280):
-    """Show a file in a browser; returns its document, and what the console said."""
-    for _ in range(2):  # a browser that was killed for memory, or hangs, may do better the second time
-        with (
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-            contextlib.suppress(subprocess.TimeoutExpired),
-        ):
-            command = [
-                BROWSER,
-                "--headless",
-                "--no-sandbox",
-                *QUIET.split(),
-                "--disable-sync",
-                "--enable-logging=stderr",
-            ]
-            command += [f"--user-data-dir={folder}", f"--window-size={width},2000", *flags, "--dump-dom", path.as_uri()]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
-            if "</html>" in done.stdout:
-                return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    pytest.fail(f"the browser showed nothing: {done.stderr[-2000:]}")
-
-
-def probed(path, text, *flags, width=1280):
-    """What the probe finds in a page, with the console's lines."""
-    import json
-
-    path.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    if width < 500:
-        frame = path.with_suffix(".frame.html")
-        frame.write_text(WRAPPER.format(page=path.as_uri(), width=width))
-        path, flags = frame, (*flags, "--virtual-time-budget=5000")
-    shown, said = browse(path, *flags, width=width)
-    found = re.findall(r"FOUND:(.*?):END", shown, re.DOTALL)
-    return json.loads(html.unescape(found[-1])), said
-
-
-def small(kind, methods):
+def small(kind, methods=FEW):
     """Results of a kind of few methods, in as few cases as all figures need."""
     cases = {"step": {"bandwidths": [1e8, 1e9], "ranks": [2, 4]}, "kernels": {"tensors": ["gaussian", "captured"]}}
     return results(kind, methods=methods, **cases.get(kind, {}))
 
 
+def page(some, path):
+    """The text of a report, and of the pictures in it."""
+    text = write_report(path / "report.html", some).read_text()
+    return text, pictures(text)
+
+
 @pytest.fixture(scope="module")
-def whole():
-    """The page of results of all kinds."""
-    return page([step(), train(), kernels()])
-
-
-# -- the command ---------------------------------------------------------------------------------------------
+def whole(tmp_path_factory):
+    """The report of results of all kinds."""
+    return page([small(kind) for kind in KINDS], tmp_path_factory.mktemp("report"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_writes_a_file_for_a_folder_or_a_file(kind, tmp_path):
-    few = ["none", "qsgd", "topk(ratio=0.01) | qsgd(levels=127)"]
-    file, _ = small(kind, few).save(tmp_path / "run")
+    file, _ = small(kind).save(tmp_path / "run")
     out = tmp_path / "new" / "page.html"
     said, err = run(file if kind == "step" else file.parent, "-o", out)
     assert err == ""
-    assert re.fullmatch(rf"Wrote {re.escape(str(out))} \(\d+\nkB\)\.\n|Wrote .* \(\d+ kB\)\.\n", said)
+    assert re.fullmatch(rf"Wrote {re.escape(str(out))}\s\(\d+\s+kB\)\.\n", said)
     text = out.read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>")
-    assert text.count("<svg") == text.count('role="img"') >= 2
-    assert all(html.escape(method) in text for method in few)
+    assert text.count("<img") == text.count("<figcaption>") >= 2
+    assert all(html.escape(method) in text for method in FEW)
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
-
-
-def test_several_results_become_sections_of_one_small_file(whole):
-    assert re.findall(r"<h2>(.*?)</h2>", whole) == ["Step time: resnet50", "Training: digits", "Compressors alone: cpu"]
-    assert len(whole) < 500_000
 
 
 @pytest.mark.parametrize(
@@ -181,10 +95,14 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path):
     assert done.stderr == 'grace: matplotlib is not installed; install it with: pip install "grace-compress[bench]"\n'
 
 
-def test_rows_without_what_identifies_them_are_named(tmp_path):
+def test_rows_that_cannot_be_shown_are_named(tmp_path):
     broken = step()
     del broken.rows[4]["bandwidth"]
     with pytest.raises(ConfigError, match="row 5 of the step results has no bandwidth"):
+        write_report(tmp_path / "x.html", [broken])
+    broken = step()
+    broken.settings["verdict"] = ["long"]
+    with pytest.raises(ConfigError, match=r"\(step\) hold values that cannot be shown"):
         write_report(tmp_path / "x.html", [broken])
     with pytest.raises(ConfigError, match="at least one"):
         write_report(tmp_path / "x.html", [])
@@ -193,25 +111,24 @@ def test_rows_without_what_identifies_them_are_named(tmp_path):
         write_report(tmp_path / "file" / "x.html", [step(["qsgd"], [1e9], [2])])
 
 
-# -- what is in it -------------------------------------------------------------------------------------------
-
-
-def test_it_says_what_was_measured_where_and_how(whole):
-    head = html.unescape(whole[: whole.index("Where the time")])
-    for text in ("12 of 13 methods pay", "16 cores", "torch 2.13.0", "grace bench step", "2026-01-02 03:04:05 UTC"):
-        assert text in head
-    assert head.index("12 of 13 methods pay") < head.index("16 cores")  # the verdict comes first
-    assert "Incomplete" not in whole
+def test_it_says_what_was_measured_where_and_how(whole, tmp_path):
+    text = html.unescape(whole[0])
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Compressors alone: cpu", "Step time: resnet50", "Training: digits"]
+    for words in ("16 cores", "torch 2.13.0", "grace bench step", "2026-01-02T03:04:05Z"):
+        assert words in text
+    assert re.search(r"\d of 3 methods pay", text)
+    assert "interrupted" not in text
     stopped = step(["qsgd"], [1e9], [2])
     stopped.complete = False
-    assert "Incomplete: interrupted" in page([stopped])
+    assert "incomplete: interrupted" in page([stopped], tmp_path)[0]
 
 
-def test_every_figure_has_a_caption_and_words_for_those_who_cannot_see_it(whole):
-    assert whole.count("<figure>") == whole.count("<figcaption") >= 7
-    spoken = re.findall(r'<svg[^>]*aria-label="([^"]+)"', whole)
-    assert len(spoken) == whole.count("<svg")
-    assert any("qsgd 359 ms" in text for text in spoken)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_figure_names_all_methods(kind, whole):
+    drawn = [picture for picture in whole[1] if kind == "step" or "no communication" not in picture]
+    for picture in drawn:
+        words = " ".join(html.unescape(text) for text in re.findall(r">([^<>]+)</text>", picture))
+        assert all(method in words for method in ("qsgd", "topk(0.01) | qsgd(127)"))
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -219,201 +136,90 @@ def test_every_figure_has_a_caption_and_words_for_those_who_cannot_see_it(whole)
 def test_few_rows_are_enough(kind, count):
     some = results(kind)
     some.rows = some.rows[:count]
-    assert ("<table>" in page([some])) == bool(count)
+    (section,) = report_sections([some])
+    assert ("─" in section) == bool(count)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unknown_values_are_dashes(kind, every):
     some = small(kind, list(METHODS)[:5])
-    kept = {"name", "kind", "method", "engine", "ranks", "bandwidth", "tensor"}
+    kept = {"name", "kind", "method", "engine", "ranks", "bandwidth", "tensor", "optimizer"}
     for i, row in enumerate(some.rows[::every]):
         for key in row.keys() - kept:
             row[key] = [None, float("nan"), float("inf")][i % 3]
     some.settings = {}
-    shown = page([some]).partition("<main>")[2].partition("</main>")[0]
-    assert not re.search(r"\b(nan|inf|None)\b", shown)
-    assert ("\u2013</td>" in shown) == (every == 2)  # a column without any value is left out
-
-
-def test_one_color_for_each_method_in_all_figures_and_tables(whole):
-    all_looks = methods_looks([step(), train(), kernels()])
-    assert len(set(all_looks.values())) == len(all_looks)
-    classes = dict(re.findall(r"\.(k\d+)\{background:(.*?)\}", whole))
-    seen = {}
-    for name, text in re.findall(r'<td class="text"><b class="(k\d+)"></b>(.*?)</td>', whole):
-        seen.setdefault(html.unescape(text), set()).add(classes[name])
-    assert set(seen) == set(all_looks)
-    assert seen == {name: {style.themed(look.color)} for name, look in all_looks.items()}
-    assert all(all_looks[name].color in style.GREYS for name in ("DDP", "DDP fp16 hook", "no communication"))
-    only = page([train(methods=["none", "qsgd"])])
-    (used,) = {color for color in map(style.themed, style.PALETTE) if f"fill: {color.lower()}" in only}
-    assert used == style.themed(all_looks["cast"].color)  # the first that is not none
-
-
-def test_bars_are_as_long_as_what_was_measured():
-    look = style.Look("#123456")
-    rows = [
-        bars.Bar("a", [(10, "rest"), (5, "full"), (1, "half")], "16", look),
-        bars.Bar("b", [(90, "full")], "90", look),
-    ]
-    axes = bars.horizontal(rows, "ms", [("plain", 12, "--")]).axes[0]
-    assert [(patch.get_x(), patch.get_width()) for patch in axes.patches] == [(0, 10), (10, 5), (15, 1), (0, 90)]
-    assert axes.get_xlim()[1] > 90
-    cut = bars.horizontal(rows, "ms", clip=20).axes[0]
-    assert cut.patches[-1].get_width() == pytest.approx(20.4) == cut.get_xlim()[1]
-
-
-def test_figures_and_tables_scroll_where_they_do_not_fit(whole):
-    drawings = re.findall(r'<div class="drawing"><svg viewBox="0 0 (\d+) \d+" class="(k\d+)"', whole)
-    assert len(drawings) == whole.count("<svg")
-    for width, name in drawings:
-        assert f".{name}{{min-width: {style.SMALLEST * int(width):.0f}px}}" in whole
-    assert len(re.findall(r'<div class="scroll"[^>]*><table>', whole)) == whole.count("<table>") == 3
-    assert re.search(r"^\.drawing \{ overflow-x: auto;", whole, re.MULTILINE)
-    assert re.search(r"^\.scroll \{ overflow: auto;", whole, re.MULTILINE)
-    assert re.findall(r"^t[hd]\b.*anywhere", whole, re.MULTILINE) == []  # it would break words of a narrow column
-
-
-def test_labels_and_headings_differ():
-    names = [f"topk(ratio=0.01, chunk={size}) | qsgd(levels=127, norm=max)" for size in (1024, 1025)]
-    assert len({short(name) for name in names}) == 1
-    look = style.Look("#123456")
-    axes = bars.horizontal([bars.Bar(name, [(1, "full")], "1", look) for name in names], "ms").axes[0]
-    assert len({label.get_text() for label in axes.get_yticklabels()}) == 2
-    for columns in (step_columns([]), train_columns({"optimizers": ["sgd", "adamw"]}), KERNELS, CANDIDATES, VARIABLES):
-        titles = [column.title for column in columns]
-        assert len(set(titles)) == len(titles)
-    few = ["none", "qsgd"]
-    twice = page([step(few, [1e9], [2]), step(few, [1e8], [2])])
-    assert re.findall(r"<h2>(.*?)</h2>", twice) == ["Step time: resnet50 (1)", "Step time: resnet50 (2)"]
-    for spoken in (r'<div class="scroll"[^>]*aria-label="([^"]+)"', r'<a href="#[^>]*>([^<]+)<'):
-        assert len(set(re.findall(spoken, twice))) == 2
-
-
-@pytest.mark.parametrize("kind", ["kernels", "step"])
-def test_one_method_far_from_the_others_does_not_stretch_the_axis(kind):
-    some = small(kind, ["none", "cast", "natural", "qsgd"])
-    key = {"kernels": "encode_copies", "step": "step_ms"}[kind]
-    some.rows[-1][key] *= 1000
-    if kind == "step":
-        some.rows[-1]["kind"] = "baseline"  # one that is slow
-    shown = page([some])
-    assert "cut where a gap is" in " ".join(shown.split())
-    bars = next(figure for figure in shown.split("<figure>") if "Bars of the time" in figure)
-    panel = bars.split("<svg")[-1]
-    ticks = [float(text.replace(",", "")) for text in re.findall(r">([\d,.]+)</text>", panel)]
-    assert sorted(ticks)[-2] < 0.1 * max(ticks)  # the number at the end of its bar is far beyond the axis
-
-
-def test_one_thread_is_no_plural():
-    one, several = (kernels(["none"], ["gaussian"]) for _ in range(2))
-    one.settings["threads"], several.settings["threads"] = 1, 2
-    assert "1 thread," in page([one])
-    assert "2 threads," in page([several])
-
-
-def test_every_panel_names_all_methods(whole):
-    for drawing in re.findall(r"<svg.*?</svg>", whole, re.DOTALL):
-        words = {html.unescape(text).removesuffix(" (exact)") for text in re.findall(r">([^<>]+)</text>", drawing)}
-        assert {short(method) for method in METHODS} <= words
+    (section,) = report_sections([some])
+    assert not re.search(r"\b(nan|inf|None)\b", re.sub(r'"data:[^"]*"', "", section))
 
 
 def test_which_figures_there_are_depends_on_what_was_measured():
-    few = ["qsgd", "topk(ratio=0.01)", "randomk(ratio=0.01)"]
-    looks = methods_looks([step(few)])
-    one = step(few, bandwidths=[None], ranks=[2])
-    assert [figure.title for figure in step_figures(one.rows, looks, "s")] == ["Where the time of a step goes"]
-    titles = [figure.title for figure in step_figures(small("step", few).rows, looks, "s")]
-    assert titles[1:] == ["Speedup against bandwidth", "Throughput against the number of ranks"]
-    some = train(few)
-    *_, target = train_figures(some.rows, some.settings, looks, "t")
-    assert "randomk(ratio=0.01) not reached (0 of 3 seeds)" in target.panels[0].about
-    assert "relative to none" not in page([some])  # which was not trained
+    def titles(some):
+        return [figure.title for figure in figures(some, methods_looks([some]))]
+
+    assert titles(step(FEW, bandwidths=[None], ranks=[2])) == ["Where the time of a step goes"]
+    assert titles(small("step"))[1:] == ["Speedup against bandwidth", "Throughput against the number of ranks"]
+    assert titles(small("train")) == ["Final accuracy against bytes and against speed", "Accuracy while training"]
 
 
-# -- safety --------------------------------------------------------------------------------------------------
+def test_a_method_has_one_look_in_all_figures():
+    looks = methods_looks([step(), train(), kernels()])
+    assert len({tuple(look.items()) for name, look in looks.items() if name in METHODS}) == len(METHODS)
+    assert all(looks[name]["color"] == "grey" for name in ("DDP", "DDP fp16 hook", "no communication"))
+    assert looks_of(["qsgd", "none"])["none"]["color"] == "black"
 
 
-@pytest.fixture(scope="module")
-def nasty():
-    """A page whose every text tries to be more than text."""
-    methods = list(METHODS)[:4]
-    some = [step(methods, [1e9], [2]), train(methods), kernels(methods, ["gaussian"])]
+def test_bars_are_as_long_as_what_was_measured_and_long_ones_are_cut():
+    axes = Figure().subplots()
+    Bars("ms", "", {"a": [10, 5], "b": [90, 0]}, {"compute": "grey", "codec": "C1"}, 20).draw(axes)
+    assert [(patch.get_x(), patch.get_width()) for patch in axes.patches] == [(0, 10), (0, 90), (10, 5), (90, 0)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a  15.0", "b  90.0"]
+    assert axes.get_xlim() == (0, 20)
+
+
+def test_texts_of_files_stay_text(tmp_path):
+    some = [small(kind) for kind in KINDS]
     for each in some:
         for row in each.rows[:3]:
             row.update({key: NASTY + value for key, value in row.items() if isinstance(value, str) and key != "kind"})
         each.command = each.when = NASTY
-        each.machine = dict.fromkeys(each.machine, NASTY) | {"gpus": [NASTY]}
+        each.machine = dict.fromkeys(each.machine, NASTY) | {"gpus": [NASTY], "memory_bytes": 1}
         each.versions = {NASTY: NASTY}
         each.settings |= {key: NASTY for key, value in each.settings.items() if isinstance(value, str)}
-        each.settings["verdict"] = {NASTY: NASTY}
-    return page(some)
-
-
-def test_texts_of_files_stay_text(nasty):
-    assert nasty.count("<script") == nasty.count("</script>") == 1
-    assert "<img" not in nasty
-    assert "\x00" not in nasty
-    assert "${title}" in nasty
+    text, drawn = page(some, tmp_path)
+    assert "<script" not in text
+    assert "<img src=x" not in text
+    assert "\x00" not in text
+    assert "{title}" in text
+    assert not any("<script" in picture or "mathdefault" in picture for picture in drawn)
 
 
 def test_nothing_is_loaded_from_elsewhere(whole):
-    assert not re.search(r"https?://|@import|<link|<img|<iframe|<object|\bsrc=", whole)
-    assert re.findall(r"url\((?!#)", whole) == []
-    assert re.findall(r'href="(?!#)', whole) == []
-    ids = re.findall(r'\bid="([^"]+)"', whole)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r'(?:url\(|href=")#([\w-]+)', whole)) <= set(ids)
-
-
-# -- in a browser --------------------------------------------------------------------------------------------
+    text, drawn = whole
+    assert not re.search(r'@import|<link|<script|<iframe|<object|href=|\bsrc="(?!data:image/svg)', text)
+    assert not re.search(r'href="(?!#)', "".join(drawn))
 
 
 @browser
 @pytest.mark.ranks
 def test_a_browser_shows_it_without_errors_and_without_a_network(whole, tmp_path):
-    found, said = probed(tmp_path / "whole.html", whole)
-    assert said == []
-    assert (found["loads"], found["images"]) == (0, 0)
-    assert found["svgs"] == whole.count("<svg")
-    assert found["overflow"] <= 0
-    assert found["hidden"] <= 0  # no table is cut
-    assert found["words"] == []  # no text leaves its figure
-    assert found["broken"] == []
-    assert found["smallest"] >= 11
-    numbers = [float(text.replace(",", "")) for text in found["up"]]
-    assert numbers == sorted(numbers)
-    assert [float(text.replace(",", "")) for text in found["down"]] == sorted(numbers, reverse=True)
-    assert (found["card"], found["ink"]) == ("rgb(255, 255, 255)", "rgb(89, 99, 110)")
+    path = tmp_path / "whole.html"
+    path.write_text(whole[0])
+    for _ in range(2):  # a browser that was killed for memory, or hangs, may do better the second time
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            contextlib.suppress(subprocess.TimeoutExpired),
+        ):
+            command = [BROWSER, "--headless", "--no-sandbox", *QUIET.split(), "--enable-logging=stderr"]
+            command += [f"--user-data-dir={folder}", f"--screenshot={folder}/page.png", "--window-size=1280,8000"]
+            done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=HANGS)
+            if "written to file" in done.stderr:
+                break
+    assert "written to file" in done.stderr
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
 
 
-@browser
-@pytest.mark.ranks
-def test_a_phone_in_the_dark_shows_it_too(whole, tmp_path):
-    found, said = probed(tmp_path / "whole.html", whole, "--blink-settings=preferredColorScheme=0", width=390)
-    assert said == []
-    assert found["overflow"] <= 0
-    assert found["hidden"] > 0  # tables scroll
-    assert found["broken"] == []
-    assert found["smallest"] >= 9.3  # pixels of the smallest letters of figures, which scroll
-    assert (found["card"], found["ink"]) == ("rgb(23, 27, 33)", "rgb(154, 164, 175)")
-
-
-@browser
-@pytest.mark.ranks
-def test_a_browser_runs_nothing_of_the_files_texts(nasty, tmp_path):
-    found, said = probed(tmp_path / "nasty.html", nasty)
-    assert said == []
-    assert (found["bad"], found["images"], found["scripts"]) == (False, 0, 2)  # the page's own and the probe
-
-
-@browser
-@pytest.mark.ranks
-def test_errors_and_loads_of_a_page_would_be_noticed(tmp_path):
-    rest = '<div class="panel"><svg><text>x</text></svg></div><table><thead><tr><th>x</th></tr></thead></table>'
-    bad = f'<!DOCTYPE html><html><body><main>{rest}</main><img src="http://127.0.0.1:1/x.png">'
-    bad += "<script>nothing.there</script></body></html>"
-    found, said = probed(tmp_path / "bad.html", bad)
-    assert any("nothing is not defined" in line for line in said)
-    assert (found["loads"], found["images"]) == (1, 1)
+def test_names_with_brackets_are_shown_whole():
+    some = step(["qsgd"], [1e9], [2])
+    some.rows[-1]["name"] = "strategy auto(methods=[fp16])"
+    assert "strategy auto(methods=[fp16])" in html.unescape(report_sections([some])[0])

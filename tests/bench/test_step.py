@@ -132,7 +132,7 @@ def test_what_the_engine_refuses_is_left_out_and_named(slow):
 
 @pytest.mark.alone
 def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
-    if not launchers.has_horovod("torch"):
+    if not launchers.has_horovod():
         pytest.skip("Horovod is not installed (make horovod)")
     own = {row["name"]: row for row in slow[2].rows if (row["engine"], row["bandwidth"]) == ("horovod", 1e8)}
     assert set(own) == {BOUND, "Horovod", "Horovod fp16"}
@@ -156,7 +156,7 @@ def test_files_have_the_rows_and_how_they_were_made(slow, folder):
 @pytest.mark.alone
 @pytest.mark.parametrize("engine", ["horovod", "mpi"])
 def test_grace_over_other_engines(folder, engine):
-    if engine == "horovod" and not launchers.has_horovod("torch"):
+    if engine == "horovod" and not launchers.has_horovod():
         pytest.skip("Horovod is not installed (make horovod)")
     if engine == "mpi" and launchers.mpirun() is None:
         pytest.skip("MPI is not installed")

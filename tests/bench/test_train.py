@@ -1,7 +1,6 @@
 """``grace bench train``, run as a user does."""
 
 import math
-import random
 import re
 import sys
 
@@ -11,13 +10,12 @@ import torch
 import grace
 from grace.bench.common import results
 from grace.bench.common.options import every_method
-from grace.bench.common.results import Results
 from grace.bench.link.emulation import possible
-from grace.bench.train import train_table, training_runs
+from grace.bench.train import training_runs
 from grace.bench.train.train_settings import METHODS, TrainSettings
 from grace.bench.workloads import torch_tasks
-from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_class
-from grace.bench.workloads.torch_tasks import CharacterModel
+from grace.bench.workloads.tasks import TASKS, task_class
+from grace.bench.workloads.torch_tasks import CharacterModel, Trainer
 from grace.core.registry import known
 from tests.support.bench_runs import bench
 from tests.support.drawing import THOROUGH
@@ -25,12 +23,11 @@ from tests.support.drawing import THOROUGH
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=FRAMEWORKS)
-def framework(request):
-    """Each framework that is installed, on one rank."""
-    pytest.importorskip(request.param, exc_type=ImportError)
+@pytest.fixture
+def alone():
+    """One rank."""
     grace.init("local")
-    yield request.param
+    yield
     grace.shutdown()
 
 
@@ -57,10 +54,10 @@ def short(tmp_path_factory):
 def test_the_table_has_one_row_per_method_and_nothing_is_on_stderr(short):
     out, err, _, _ = short
     assert err == ""
-    number = r"\d+\.\d\d"
+    number = r"\d[\d.]*"
     accuracy = r"\d+\.\d ± \d+\.\d"
     rows = re.findall(
-        rf"^ (\S+) +(\S+ \w?B) +({number}) +{number} +{accuracy} +(?:[+-]\S+ +)?{number} *$",
+        rf"^(\S+) +(\S+ \w?B) +({number}) +{number} +{accuracy} +(?:[+-]\S+ +)?{number} *$",
         out,
         re.MULTILINE,
     )
@@ -150,8 +147,7 @@ def test_methods_that_train_alone_send_in_rounds_and_are_evaluated_at_the_anchor
     assert len(set(qualities[:6])) == 1  # the anchor stays where it was until the first round
     assert qualities[-1] == outer["runs"][0]["quality"] > qualities[0]
     report = (folder / "report.html").read_text()
-    assert "against bytes" in report
-    assert "against seconds" in report
+    assert "against bytes and against speed" in report
 
 
 SHORTER = """
@@ -222,7 +218,7 @@ def test_every_method_is_trained_with_each_optimizer(tmp_path, task, chance):
 
 
 def test_the_learning_rate_rises_and_falls():
-    task = task_class("chargpt", "torch")()
+    task = task_class("chargpt")()
     rates = [task.schedule(step, 200) for step in range(200)]
     assert rates[:3] == pytest.approx([1 / 21, 2 / 21, 3 / 21])
     assert max(rates) == rates[20] == 1
@@ -231,11 +227,10 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[20:] == sorted(rates[20:], reverse=True)
 
 
-def test_a_gpt_has_about_as_many_parameters_as_are_asked_for(framework):
+def test_a_gpt_has_about_as_many_parameters_as_are_asked_for():
     for size in (70_000, 500_000):
-        task = task_class("chargpt", framework, size)()
-        weights = task.network(0).trainable_variables if framework == "tensorflow" else task.network(0).parameters()
-        assert sum(math.prod(weight.shape) for weight in weights) == pytest.approx(size, rel=0.15)
+        task = task_class("chargpt", size)()
+        assert sum(weight.numel() for weight in task.network(0).parameters()) == pytest.approx(size, rel=0.15)
         assert task.rate("adamw") == pytest.approx(6e-3 * 48 / task.width)
 
 
@@ -295,7 +290,7 @@ def test_every_method_is_the_whole_catalogue():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_depends_on_its_seed_alone(name):
-    task = task_class(name, "torch")()
+    task = task_class(name)()
     before = torch.get_rng_state()
     one, same, other = (next(task.network(seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -309,25 +304,9 @@ def test_a_task_depends_on_its_seed_alone(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_in_tensorflow_depends_on_its_seed_alone(name):
-    pytest.importorskip("tensorflow", exc_type=ImportError)
-    task = task_class(name, "tensorflow")()
-    before = random.getstate()  # Keras draws seeds from it
-    one, same, other = ([w.numpy() for w in task.network(seed).trainable_variables] for seed in (1, 1, 2))
-    assert random.getstate() == before
-    for weights, again, different in zip(one, same, other, strict=True):
-        assert (weights == again).all()
-        assert weights.ndim == 1 or not (weights == different).all()  # biases are zeros
-    whole = task.shares(1, 0, seed=3, epoch=2)
-    halves = [task.shares(2, rank, seed=3, epoch=2) for rank in (0, 1)]
-    for batch, first, second in zip(whole, *halves, strict=True):
-        assert sorted([*first, *second]) == sorted(batch)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_trainer_of_each_framework_learns(name, framework):
-    task = task_class(name, framework)()
-    trainer = trainer_class(framework)(task, "none", 0, task.rate(task.optimizer), 0.0, task.optimizer)
+def test_a_trainer_learns(name, alone):
+    task = task_class(name)()
+    trainer = Trainer(task, "none", 0, task.rate(task.optimizer), 0.0, task.optimizer)
     before = trainer.quality()
     for share in task.shares(1, 0, seed=0, epoch=0)[:20]:
         trainer.step(share)
@@ -384,22 +363,6 @@ def test_the_gain_that_a_method_lacks_is_that_of_the_loss(metric, lacks):
     settings.facts |= {"metric": metric, "higher_is_better": False}
     none, topk = training_runs.summarize(runs, settings)
     assert (none["shortfall"], topk["shortfall"]) == (0.0, pytest.approx(lacks))
-    table = train_table.advice([none, topk], Results("train", {**settings.about(), "unit": ""}))
-    assert table.endswith(f"topk's ({100 * lacks:.1f} % lacking).")
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "words"),
-    [
-        ({"none": 0.97, "topk": 0.95, "qsgd": 0.96}, "worst against none is topk's (-2.0 points)."),
-        ({"none": 0.97, "topk": 0.98}, "no method's accuracy is worse than that of none."),
-        ({"topk": 0.98}, "sending fewer pays."),
-    ],
-)
-def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
-    settings = TrainSettings(methods=list(accuracies))
-    rows = training_runs.summarize([made(accuracy, method) for method, accuracy in accuracies.items()], settings)
-    assert train_table.advice(rows, Results("train", settings.about())).endswith(words)
 
 
 @pytest.mark.slow

@@ -70,24 +70,18 @@ def test_list_shows_a_compressors_traits(listing, name):
     bits = "varies" if bits is None else f"{bits:.4g}"
     unbiased = "yes" if traits.unbiased else "no"
     size = traits.fixed_size.split()
-    assert row.split() == [name, traits.category, unbiased, *size, bits, traits.communicator, traits.memory]
+    default, *others = sorted(legal_communicators(compressor), key=lambda other: other != traits.communicator)
+    others = ", ".join(others).split()
+    assert row.split() == [name, traits.category, unbiased, *size, bits, traits.memory, default, *others]
 
 
-def test_list_names_all_legal_communicators(listing):
-    text = " ".join(listing.split())
-    (topk,) = re.findall(r"topk sparsification .*?Also with ([a-z_, ]+)\.", text)
-    assert topk == "broadcast, reduce_broadcast, scatter_merge"
-    assert legal_communicators(make("compressor", "topk")) == ["allgather", *topk.split(", ")]
-
-
-def test_list_shows_memories_communicators_and_short_names(listing):
+def test_list_shows_memories_and_communicators(listing):
     assert "residual(beta=1.0, gamma=1.0)" in listing
-    assert re.search(r"^allreduce +~2p$", listing, re.MULTILINE)
-    assert "fp16 = cast(dtype=fp16)" in listing
+    assert re.search(r"^allreduce +~2p *$", listing, re.MULTILINE)
 
 
 def test_the_short_list_has_a_line_for_each_in_columns_with_nothing_cut():
-    lines = [line.rstrip() for line in said("list").splitlines()]
+    lines = [line.rstrip() for line in said("list").splitlines() if not line.startswith("─")]
     for kind in KINDS:
         start = next(i for i, line in enumerate(lines) if line.split()[:1] == [kind] and line.endswith("what it is"))
         rows = lines[start + 1 : lines.index("", start)]
@@ -108,7 +102,7 @@ def test_describe_says_what_is_taken():
     assert "Taken unless you choose others\n  compressor topk(ratio=0.05), memory residual\n" in text
 
 
-@pytest.mark.parametrize("args", [["list", "--long"], ["describe", "topk"], ["--help"], ["demo", "--help"]])
+@pytest.mark.parametrize("args", [["describe", "topk"], ["--help"], ["demo", "--help"]])
 def test_output_fits_80_columns(args):
     assert max(map(len, said(*args).splitlines())) <= 80
 
@@ -249,7 +243,6 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
             ["bench", "train", "--task", "mnist"],
             "unknown task 'mnist'; known: chargpt, charlm, digits, digits-cnn, recommender, or module:function",
         ),
-        (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
         (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),
         (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),
         (["bench", "train", "--lr", "qsgd=-1"], "the learning rate of qsgd must be positive, not -1"),

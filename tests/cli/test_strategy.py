@@ -194,9 +194,9 @@ def test_names_are_shown_as_they_are(folder):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("mine", "a model is given as module:function"),
-        ("missing:net", "cannot import 'missing'"),
-        ("mine:nett", "'mine' has no 'nett'"),
+        ("mine", "unknown model 'mine'; known: none but module:function"),
+        ("missing:net", "cannot import missing"),
+        ("mine:nett", "mine has no function 'nett'"),
         ("os:getcwd", "a torch module or a Keras model is needed, not builtins.str"),
     ],
 )

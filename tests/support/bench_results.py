@@ -1,9 +1,12 @@
 """Results of all kinds of benchmarks, as they could have been measured: the same in every run."""
 
+import base64
 import random
+import re
 from typing import Any
 
 from grace.bench.common.results import Results
+from grace.bench.common.text import scenario
 
 # method: (bits per element, codec ms, vNMSE, loss of accuracy, encode copies, decode copies, memory copies)
 METHODS = {
@@ -34,6 +37,11 @@ MACHINE = {
     "gpus": [],
 }
 VERSIONS = {"python": "3.11.9", "grace": "0.5.0", "torch": "2.13.0", "numpy": "2.2.1"}
+
+
+def pictures(page: str) -> list[str]:
+    """The SVG pictures inside a report."""
+    return [base64.b64decode(data).decode() for data in re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', page)]
 
 
 def results(kind: str, **changed: Any) -> Results:
@@ -90,8 +98,7 @@ def step(methods: Any = METHODS, bandwidths: Any = BANDWIDTHS, ranks: Any = (2, 
                 row["pays"] = row["step_high_ms"] < some[0]["step_low_ms"] if row["kind"] == "grace" else None
             rows += some
             pays = [row["name"] for row in some if row["pays"]]
-            text = "no limit" if rate is None else f"{rate / 1e6:g}mbit" if rate < 1e9 else f"{rate / 1e9:g}gbit"
-            verdict[text] = (
+            verdict[scenario(count, rate)] = (
                 f"{len(pays)} of {len(methods)} methods pay: {', '.join(pays[:3])} are the fastest."
                 if pays
                 else "no method pays: encoding takes longer than the bytes that it saves."

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from grace.bench.common import clocks, results
-from grace.bench.kernels.device_timing import RESIDUAL, Exchanged, floors, floors_of, fraction
 from grace.bench.kernels.fidelity import NAME, sent_bytes
 from grace.bench.kernels.gradients import matrix
-from grace.bench.kernels.timing import extra_bytes, times_ms, works_of
+from grace.bench.kernels.timing import RESIDUAL, Exchanged, extra_bytes, floors, floors_of, fraction, times_ms, works_of
 from grace.core.registry import make
 from grace.errors import ConfigError
 from tools.device import place

@@ -3,7 +3,7 @@
 import gc
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,6 @@ def device_facts() -> dict[str, str]:
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     drivers = [Path(path).read_text().splitlines()[0].strip() for path in DRIVERS if Path(path).exists()]
     return {"gpu": torch.cuda.get_device_name(), "gpu_driver": "; ".join(drivers) or "unknown", "gpu_runtime": runtime}
-
-
-def facts_line(settings: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """Return a line with the recorded GPU, and the versions that matter there."""
-    device = ", ".join(settings[key] for key in ("gpu", "gpu_driver", "gpu_runtime") if settings.get(key))
-    return f"{device}; " + ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions)
 
 
 def missing() -> str:

@@ -1,4 +1,4 @@
-"""End of the commands of ``grace bench``, with an exit code, and a line on stderr."""
+"""End of the commands of ``grace bench``, with an exit code, and a line on stderr; and the errors that end them."""
 
 import contextlib
 import sys
@@ -6,8 +6,16 @@ from collections.abc import Iterator
 
 import typer
 
-from grace.bench.common.errors import LinkError, WorkerError
+from grace.errors import GraceError
 from grace.launch.processes import signals_raise
+
+
+class WorkerError(GraceError, RuntimeError):
+    """Error of a rank that failed, with the rank's own message."""
+
+
+class LinkError(GraceError, RuntimeError):
+    """Error of a link that cannot be emulated here, with the reason."""
 
 
 class Ending:

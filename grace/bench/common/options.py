@@ -40,6 +40,7 @@ class Option:
             field is set only if the user gives the option.
         repeated: True if the option may be repeated.
         metavar: the name of the option's value in the help.
+        least, most: limits of a number.
     """
 
     help: str
@@ -49,10 +50,13 @@ class Option:
     show_default: str | bool = True
     repeated: bool = False
     metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
 
     def parameter(self, field: dataclasses.Field, kind: Any) -> inspect.Parameter:
         """Return the parameter of which typer makes this option of a field of a type."""
-        info = typer.Option(*self.flags, help=self.help, show_default=self.show_default, metavar=self.metavar)
+        looks: dict[str, Any] = {"help": self.help, "show_default": self.show_default, "metavar": self.metavar}
+        info = typer.Option(*self.flags, **looks, min=self.least, max=self.most)
         default = field.default
         if self.repeated:
             kind, default = list[str] | None, None
@@ -106,6 +110,7 @@ def with_options(settings: type[Any]) -> Callable[[Callable[..., None]], Callabl
         parameters = [options[name].parameter(field, kinds[name]) for name, field in fields.items()]
         for parameter in list(inspect.signature(command).parameters.values())[1:]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # what must be given
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

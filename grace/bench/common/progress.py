@@ -1,58 +1,57 @@
-"""Progress of benchmarks, as bars on a terminal, or else as lines."""
+"""Progress of commands, as bars on a terminal; of benchmarks' scenarios else as lines."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from grace.bench.common.quality import shown
-from grace.bench.common.text import show_rate
+ShowProgress = Callable[[str, float], Any]
+"""Function that is called with the operation under way, and the part of all that is done, from 0 to 1."""
 
 
-class ShownProgress(Progress):
-    """Base of bars, which are shown inside a ``with`` block."""
-
-    def __init__(self, console: Console, *columns: ProgressColumn):
-        super().__init__(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+def _columns(width: int) -> list[ProgressColumn]:
+    words = TextColumn(f"{{task.description:<{width}}}", markup=False)
+    return [words, BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn()]
 
 
-class TrainingBars(ShownProgress):
-    """Progress of training: a bar per method and network, or a line per run."""
+@contextlib.contextmanager
+def progress_bar(console: Console, shown: bool = True) -> Iterator[ShowProgress]:
+    """Return a context with a bar on a terminal; it yields the function that moves the bar.
 
-    def __init__(self, console: Console, settings: Any):
-        quality = TextColumn("{task.fields[quality]:>7}")
-        super().__init__(console, TextColumn("{task.description:<18}"), BarColumn(bar_width=28), quality)
-        self.about, self.label = settings.about(), settings.label
-        self.total = self.about["epochs"] * len(settings.seeds)
+    No thread draws the bar: what the command measures meanwhile would wait for it.
 
-    def show(self, rate: float | None, event: dict[str, Any]) -> None:
-        """Show an event of the ranks over a network."""
-        where = "" if rate is None else f", {show_rate(rate)}"
-        if "method" in event:
-            self.bar = self.add_task(event["method"] + where, total=self.total, quality="")
-        elif "quality" in event:
-            self.update(self.bar, advance=1, quality=shown(event["quality"], self.about))
-        elif "run" in event and not self.console.is_terminal:
-            run = event["run"]
-            quality = f"{self.about['metric']} {shown(run['quality'], self.about)}"
-            self.console.print(f"{self.label(run['method'], run['optimizer'])}, seed {run['seed']}{where}: {quality}")
+    Args:
+        console: the console with the bar.
+        shown: False for a process that shows none.
+    """
+    hidden = not (shown and console.is_terminal)
+    with Progress(*_columns(40), console=console, disable=hidden, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("", total=1.0)
+
+        def show(operation: str, done: float) -> None:
+            progress.update(task, description=operation[:40], completed=done, refresh=True)
+
+        yield show
 
 
-class ScenarioBars(ShownProgress):
-    """Progress of a benchmark of several scenarios: a bar, or a line per scenario."""
+class ScenarioBars(Progress):
+    """Progress of scenarios: a bar for each of them, or a line; shown inside a ``with`` block."""
 
     def __init__(self, console: Console):
-        super().__init__(console, TextColumn("{task.description:<34}"), BarColumn(bar_width=20), TaskProgressColumn())
+        super().__init__(*_columns(34), console=console, disable=not console.is_terminal)
         self.bars: dict[str, TaskID] = {}
 
     def show(self, scenario: str, event: dict[str, Any]) -> None:
-        """Show an event of a scenario's ranks."""
+        """Show an event of a scenario's ranks: the engine that starts them, the number of blocks, or a block: of steps,
+        or an epoch."""
         if "engine" in event:
             name = f"{scenario}, {event['engine']}"
             if not self.console.is_terminal:
-                self.console.print(f"measuring {name} ...")
+                self.console.print(f"measuring {name} ...", markup=False)
             self.bars[scenario] = self.add_task(name, total=None)
         elif "blocks" in event:
             self.update(self.bars[scenario], total=event["blocks"])
-        elif "times_ms" in event:
+        elif {"times_ms", "quality"} & event.keys():
             self.update(self.bars[scenario], advance=1)

@@ -33,13 +33,6 @@ def better(settings: Settings) -> int:
     return 1 if settings.get("higher_is_better", True) else -1
 
 
-def quality_axis(settings: Settings) -> str:
-    """Return the label of an axis of qualities."""
-    unit = settings.get("unit")
-    better_is = "higher is better" if better(settings) > 0 else "lower is better"
-    return f"test {settings.get('metric', 'quality')}" + (f" ({unit})" if unit else "") + f", {better_is}"
-
-
 def shortfall(task: Settings, quality: float, plain: float, start: float) -> float | None:
     """Return the part of what uncompressed training gains that a method does not; negative if the method gains more.
 
@@ -66,6 +59,6 @@ def against_none(task: Settings, quality: float, plain: float, lacks: float | No
     >>> against_none({"unit": "%"}, 0.95, 0.97, lacks=0.023), against_none({"unit": ""}, 1.8, 1.7, lacks=0.0333)
     ('-2.0', '3.3 %')
     """
-    if task["unit"] == "%":
+    if task.get("unit") == "%":
         return f"{100 * (quality - plain):+.1f}"
     return "" if lacks is None else f"{100 * lacks:.1f} %"

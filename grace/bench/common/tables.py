@@ -1,29 +1,74 @@
-"""Tables, for a terminal and in Markdown."""
+"""Tables of rows: for a terminal, and in Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
+
+from grace.bench.common.text import UNKNOWN, clean
+
+Columns = dict[str, Callable[[Any], str]]
+"""Columns of a table: titles, and functions that make a cell of a row."""
 
 
-def figures_table(first: str, headers: Sequence[str], **looks: Any) -> Table:
-    """Return a table of numbers, with the names of their rows in the first column; ``looks`` are arguments of its
-    class."""
-    table = Table(**{"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 2, 0, 0), **looks})
-    table.add_column(first, overflow="fold")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
+def _unstyled(row: Any) -> str:
+    return ""
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown, of a head and lines.
+def table(
+    rows: Iterable[Any],
+    columns: Columns,
+    words: Collection[str] = (),
+    style: Callable[[Any], str] = _unstyled,
+    **looks: Any,
+) -> Table:
+    """Return a table, without the columns that have nothing in any row. Cells are text, never markup.
 
-    >>> print(markdown([("plan", "ms"), ("none", "9")]))
+    Args:
+        rows: what the columns' functions take.
+        columns: the titles, and the functions that make cells.
+        words: titles of columns of words beside the first one: they are aligned at the left, and stay if empty.
+        style: the style of a row.
+        looks: further arguments of :class:`rich.table.Table`.
+    """
+    found = list(rows)
+    cells = {title: [clean(cell(row)) for row in found] for title, cell in columns.items()}
+    made = Table(**{"padding": (0, 2, 0, 0), **looks}, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    made.title_justify, made.title_style = "left", "bold"
+    shown = list[list[str]]()
+    for title, column in cells.items():
+        left = title in words or not shown
+        if left or not {*column} <= {"", UNKNOWN}:
+            made.add_column(title, justify="left" if left else "right", overflow="fold")
+            shown.append(column)
+    for row, *line in zip(found, *shown, strict=True):
+        made.add_row(*map(Text, line), style=style(row))
+    return made
+
+
+def of_first(columns: Columns) -> Columns:
+    """Return the columns of rows whose first items these columns take.
+
+    >>> of_first({"ms": str})["ms"]((9, "none"))
+    '9'
+    """
+    return {title: partial(_of_first, cell) for title, cell in columns.items()}
+
+
+def _of_first(cell: Callable[[Any], str], row: Any) -> str:
+    return cell(row[0])
+
+
+def markdown(rows: Iterable[Any], columns: Columns) -> str:
+    """Return a table in Markdown.
+
+    >>> print(markdown([9], {"plan": lambda ms: "none", "ms": str}))
     | plan | ms |
     | --- | --- |
     | none | 9 |
     """
-    head, *lines = ["| " + " | ".join(cells) + " |" for cells in rows]
-    return "\n".join([head, "| " + " | ".join("---" for _ in rows[0]) + " |", *lines])
+    lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 
 UNKNOWN = "\u2013"
 
@@ -39,23 +38,14 @@ def digits(value: object, count: int = 3) -> str:
     return f"{value:,.{max(0, count - 1 - exponent)}f}"
 
 
-def format_count(value: object) -> str:
-    """Format a count.
-
-    >>> format_count(25_557_032), format_count(2.0), format_count(0.5), format_count(None)
-    ('25,557,032', '2', '0.5', '\u2013')
-    """
-    value = number(value)
-    return UNKNOWN if value is None else f"{value:,.10g}"
-
-
 def of_ranks(value: object) -> str:
     """Format a number of ranks that was read from a file.
 
     >>> of_ranks(1), of_ranks(2), of_ranks(None)
     ('1 rank', '2 ranks', '\u2013 ranks')
     """
-    return f"{format_count(value)} {'rank' if value == 1 else 'ranks'}"
+    known = number(value)
+    return f"{UNKNOWN if known is None else format(known, ',.10g')} {'rank' if value == 1 else 'ranks'}"
 
 
 def of_bytes(value: object, count: int = 3) -> str:
@@ -147,20 +137,3 @@ def short(text: str, length: int = 28) -> str:
         return text
     half = length // 2
     return f"{text[:half]}…{text[len(text) - (length - half - 1) :]}"
-
-
-def labels(texts: Iterable[str], length: int = 28) -> dict[str, str]:
-    """Return a short form of each text, as :func:`short` makes it; up to four times as long where two would be equal.
-
-    >>> labels(["the first of two answers", "the third of two answers"], 15).values()
-    dict_values(['the fir…answers', 'the thi…answers'])
-    >>> labels(["an answer that is too long", "an answer that was too long"], 15).values()
-    dict_values(['an answer that is too long', 'an answer that was too long'])
-    """
-    names = list(dict.fromkeys(texts))
-    forms = names
-    for limit in (length, 2 * length, 4 * length):
-        forms = [short(name, limit) for name in names]
-        if len(set(forms)) == len(names):
-            break
-    return dict(zip(names, forms, strict=True))

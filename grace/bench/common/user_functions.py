@@ -2,14 +2,14 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from grace.errors import ConfigError
 
 
-def load_function(name: str, what: str, known: Iterable[str]) -> Callable[..., Any]:
+def load_function(name: str, what: str, known: Collection[str]) -> Callable[..., Any]:
     """Return the function of ``module:function``; modules are also looked for in the current folder.
 
     A ConfigError says what is missing: the role ``what`` of the function, and names ``known`` that would have been
@@ -20,7 +20,8 @@ def load_function(name: str, what: str, known: Iterable[str]) -> Callable[..., A
     """
     module_name, colon, function = name.partition(":")
     if not (module_name and colon and function):
-        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(known)}, or module:function")
+        names = ", ".join([*known, "or module:function"]) if known else "none but module:function"
+        raise ConfigError(f"unknown {what} {name!r}; known: {names}")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)

@@ -3,20 +3,21 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
+import math
 import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.status import Status
 
 from grace.bench.common import options
 from grace.bench.common.options import option
+from grace.bench.common.progress import ShowProgress, progress_bar
 from grace.bench.common.settings_checks import check_at_least_1
 from grace.bench.lifecycle import BenchmarkRun
+from grace.bench.report.kernel_tables import show
 from grace.errors import ConfigError, missing_extra
 
 NAME = "grace bench kernels"
@@ -104,7 +105,7 @@ class KernelsSettings:
         check_at_least_1(self, "threads", "repeats")
         repeats = (DEVICE_REPEATS if on_device else REPEATS)[quick] if self.repeats is None else self.repeats
         shape = matrix(max(sizes))
-        facts: dict[str, Any] = {"sizes": sizes, **device_facts()} if on_device else {}
+        facts: dict[str, Any] = {"sizes": sizes, **(device_facts() if on_device else {})}
         facts |= {"elements": shape[0] * shape[1], "shape": list(shape), "device": self.device}
         facts |= {"threads": self.threads, "repeats": repeats, "copy_gbps": None, "methods": methods}
         facts |= {"tensors": tensors, "memory": self.memory, "ranks": RANKS, "draws": DRAWS[quick]}
@@ -144,79 +145,52 @@ def command(
 
 def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
     """Measure, show and save; return the run, which knows how it ended."""
-    from grace.bench.kernels.kernel_tables import show, show_on_device
-
     running = BenchmarkRun(NAME, "kernels", settings, out, interrupted="interrupted")
     console = Console(highlight=False)
-    if settings["device"] == "cuda":
-        running.measure(lambda: _measure_on_device(running, console))
-        show_on_device(console, running.results)
-        return running
-    shape = " x ".join(map(str, settings["shape"]))
-    threads = f"{settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
-    console.print(f"{settings['elements']:,} float32 elements ({shape}), cpu, {threads}")
+    shape, threads = " x ".join(map(str, settings["shape"])), settings["threads"]
+    words = f"{threads} thread{'s' if threads > 1 else ''}"
+    console.print(f"{settings['elements']:,} float32 elements ({shape}), {settings['device']}, {words}")
     running.measure(lambda: _measure(running, console))
     show(console, running.results)
     return running
 
 
-def _measure_on_device(running: BenchmarkRun, console: Console) -> None:
-    """Fill in the rows, size by size and tensor by tensor, and save after each."""
-    import torch
-
-    from grace.bench.common.clocks import DeviceClock
-    from grace.bench.kernels.device_timing import HELD, measure
-    from grace.bench.kernels.gradients import KINDS, matrix
-
-    results, settings = running.results, running.results.settings
-    with console.status("") as status:
-        for elements in settings["sizes"]:
-            free = torch.cuda.mem_get_info()[0]
-            if free < HELD * 4 * elements:
-                left = f"{elements:,} elements: {free / 1e9:.0f} GB of {HELD * 4 * elements / 1e9:.0f} GB are free"
-                settings.setdefault("skipped", {})[f"{elements:,}"] = left
-                continue
-            for kind in settings["tensors"]:
-                status.update(escape(f"{elements:,} {kind}: gradients"))
-                x, clock = KINDS[kind](matrix(elements), 1)[0].to(settings["device"]), DeviceClock()
-                show = functools.partial(_show_part, status, kind)
-                rows = measure(settings["methods"], x, settings["repeats"], settings["memory"], clock, show)
-                results.rows += [{"tensor": f"{kind}, {elements:,}", **row} for row in rows]
-                settings["copy_gbps"] = x.nbytes / rows[0]["copy_ms"] / 1e6
-                running.save()
-                clock.forget()
-
-
-def _show_part(status: Status, kind: str, part: str) -> None:
-    status.update(escape(f"{kind}: {part}"))
-
-
 def _measure(running: BenchmarkRun, console: Console) -> None:
-    """Fill in the rows, tensor by tensor, and save after each."""
+    """Fill in the rows, tensor by tensor, and save; after each method, but on a GPU all take turns."""
     import torch
 
+    from grace.bench.common.clocks import DeviceClock, HostClock
     from grace.bench.kernels.fidelity import errors
-    from grace.bench.kernels.gradients import KINDS
-    from grace.bench.kernels.timing import measure
+    from grace.bench.kernels.gradients import KINDS, matrix
+    from grace.bench.kernels.timing import HELD, extra_bytes, measure
 
     results, settings = running.results, running.results.settings
-    total = len(settings["tensors"]) * len(settings["methods"])
+    on_device, memory = settings["device"] == "cuda", settings["memory"]
     torch.set_num_threads(settings["threads"])
-    columns = (TextColumn("{task.description:<34}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    looks: Any = {"console": console, "disable": not console.is_terminal, "transient": True}
-    with Progress(*columns, auto_refresh=False, **looks) as progress:  # a thread that draws would be measured, too
-        bar = progress.add_task("", total=total)
-        for kind in settings["tensors"]:
-            progress.update(bar, description=f"{kind}: gradients", refresh=True)
-            x = KINDS[kind](tuple(settings["shape"]), 1)[0].to(settings["device"])
-            gradients = KINDS[kind](tuple(settings["error_shape"]), RANKS)
-            gradients = [gradient.to(settings["device"]) for gradient in gradients]
-            for method in settings["methods"]:
-                progress.update(bar, description=escape(f"{kind}: {method}"[:34]), refresh=True)
-                row = measure(method, x, settings["repeats"], settings["memory"])
-                row |= errors(method, gradients, settings["draws"])
-                results.rows.append({"method": method, "tensor": kind, **row})
-                copies = statistics.median(row["copy_ms"] for row in results.rows)
-                settings["copy_gbps"] = x.nbytes / copies / 1e6
+    for elements, kind in itertools.product(settings["sizes"], settings["tensors"]):
+        free = torch.cuda.mem_get_info()[0] if on_device else math.inf
+        if free < HELD * 4 * elements:
+            left = f"{elements:,} elements: {free / 1e9:.0f} GB of {HELD * 4 * elements / 1e9:.0f} GB are free"
+            settings.setdefault("skipped", {})[f"{elements:,}"] = left
+            continue
+        x = KINDS[kind](matrix(elements), 1)[0].to(settings["device"])
+        clock = DeviceClock() if on_device else HostClock()
+        tensor = f"{kind}, {elements:,}" if on_device else kind
+        gradients = [] if on_device else KINDS[kind](tuple(settings["error_shape"]), RANKS)
+        turns = [settings["methods"]] if on_device else [[method] for method in settings["methods"]]
+        with progress_bar(console) as progress:
+            for number, methods in enumerate(turns):
+                show_part = functools.partial(_show_part, progress, kind, number / len(turns))
+                rows = measure(methods, x, settings["repeats"], memory, clock, show_part, whole=on_device)
+                for row in rows if not on_device else ():
+                    row |= errors(row["method"], gradients, settings["draws"])
+                    row["peak_extra_bytes"] = extra_bytes(row["method"], x, memory)
+                results.rows += [{"tensor": tensor, **row} for row in rows]
+                settings["copy_gbps"] = x.nbytes / statistics.median(row["copy_ms"] for row in rows) / 1e6
                 running.save()
-                progress.advance(bar)
+        if isinstance(clock, DeviceClock):
+            clock.forget()
+
+
+def _show_part(progress: ShowProgress, kind: str, done: float, part: str) -> None:
+    progress(f"{kind}: {part}", done)

@@ -1,25 +1,111 @@
 """Costs of encoding, decoding and error feedback: multiples of the time of one ``copy_`` of the same tensor.
 
-The floor is memory traffic: a ``copy_`` reads and writes every element once. Encoding reads it at least once; decoding
-onto a dense tensor reads and writes that, or only writes it.
+The floor is memory traffic: a ``copy_`` reads and writes every element once. A method's floor is the bytes that it
+cannot do without, for each element of the gradient: what it reads, sends, and writes. Floors over times are fractions
+of what the copy moves in the same run: 1 is as fast as the memory.
 """
 
+import contextlib
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from grace.bench.common.clocks import HostClock
+from grace.bench.common.clocks import WARM_UP, HostClock
+from grace.bench.common.results import Row
+from grace.bench.kernels import rivals
 from grace.bench.kernels.fidelity import NAME, communicator_of, sent_bytes
 from grace.bench.kernels.peak_memory import peak_bytes
+from grace.core.backend import LocalBackend
 from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor
+from grace.core.context import Context
+from grace.core.variable import Variable
+from grace.exchange.fused_codec import FusedCodec
+from grace.session.bucketing import Limits
+from grace.session.exchange_plan import UniformPlan
+from grace.session.setup import build_step_runner
 
 STEPS = 2
 """Steps after which a memory has all that it keeps: memory is measured over so many from a fresh start."""
+PARTS = ("encode", "decode", "memory", "exchange", "round_trip")
+RESIDUAL = 8.0
+"""Bytes per element that error feedback adds: a residual is read and written."""
+HELD = 40
+"""Multiple of a tensor's bytes that its measurements on a GPU hold, roughly."""
+Works = dict[str, Callable[[], Any]]
 
 
-def times_ms(works: dict[str, Callable[[], Any]], repeats: int, clock: HostClock | None = None) -> dict[str, float]:
+def measure(
+    methods: Sequence[str],
+    x: torch.Tensor,
+    repeats: int,
+    memory: str | None,
+    clock: HostClock,
+    show: Callable[[str], Any],
+    whole: bool = False,
+) -> list[Row]:
+    """Return the costs of methods on one tensor (float32, contiguous), as rows of the results file.
+
+    All take turns, so that other work of the machine, and the clock rate of a device, are those of all.
+
+    - ``encode``: ``compress``, all rounds of a method that has several; ``decode``: adding the decoded payload to a
+      dense tensor; ``memory``: the memory's ``compensate`` and ``update`` (which decodes, too), with a residual kept;
+      ``exchange``: a step of the optimizer without a network; ``round_trip``: encode and decode.
+    - ``*_ms``: medians over ``repeats``; ``*_copies``: the same over ``copy_ms``, the time of one ``copy_`` of x;
+      ``*_fraction``: the part's floor over its time, as a fraction of what a copy moves.
+    - ``encode_gbps``, ``decode_gbps``: bytes of x per second, over 10^9.
+    - ``bits_per_element``: of the payload that travels, measured; all rounds together.
+    - ``eager``: the parts that wait for the host.
+
+    Args:
+        methods: compressor specs.
+        x: the gradient.
+        repeats: measurements, of which the medians count.
+        memory: the memory of all methods; None for each one's own.
+        clock: the clock of the tensor's device.
+        show: called with the part that is prepared or measured next.
+        whole: True to measure exchanges too, and rivals (see :mod:`grace.bench.kernels.rivals`), which have no floors.
+    """
+    out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], Any]](), dict[str, list[str]]()
+    about: dict[str, tuple[float | None, dict[str, float], str]] = {}
+
+    def add(name: str, own: Works) -> None:
+        for part, work in own.items():
+            show(f"{name}: {part}")
+            if part == "round_trip":  # DDP calls hooks eagerly; torch's PowerSGD compresses from the third call on
+                for _ in range(WARM_UP):
+                    work()
+            works[name, part], replayed = (work, False) if part == "round_trip" else clock.prepared(work)
+            if not replayed:
+                eager.setdefault(name, []).append(part)
+
+    add("", {"copy": functools.partial(out.copy_, x)})
+    for method in methods:
+        own, communicator = works_of(method, x, memory, out)
+        compressor, bits = communicator.compressor, 8 * sent_bytes(method, x) / x.numel()
+        payload, _ = compressor.compress(x, NAME)
+        about[method] = bits, floors_of(compressor, bits, payload[0].numel() / x.numel()), communicator.memory.spec
+        if whole:
+            own["exchange"] = Exchanged(method, memory, [x], [out])
+        add(method, own)
+    with rivals.alone(x.device.type) if whole else contextlib.nullcontext() as group:
+        for name, own in {**rivals.formulas(x), **rivals.hooks(x, group)}.items() if whole else ():
+            about[name] = rivals.sent_bits(name, tuple(x.shape)), {}, ""
+            add(name, own)
+        show("measuring")
+        times = times_ms({f"{name}\0{part}": work for (name, part), work in works.items()}, repeats, clock)
+    rows = []
+    for name, (sent, floor, kept) in about.items():
+        taken = {part: times[f"{owner}\0{part}"] for owner, part in works if owner in ("", name)}
+        row = row_of(name, taken, x.numel(), sent, floor)
+        rows.append({**row, "device": x.device.type, "memory": kept, "eager": ", ".join(eager.get(name, []))})
+    return rows
+
+
+def times_ms(works: Works, repeats: int, clock: HostClock | None = None) -> dict[str, float]:
     """Return median times of several functions, in ms, after one call of each that warms up.
 
     Functions take turns, so that other work of the machine disturbs all alike. Results are dropped within the measured
@@ -44,55 +130,76 @@ def times_ms(works: dict[str, Callable[[], Any]], repeats: int, clock: HostClock
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = None) -> dict[str, Any]:
-    """Return the costs of one method on one tensor (float32, contiguous), as a row of the results file.
+def floors(bits: float, kept: float = 1.0, reads: float = 1.0) -> dict[str, float]:
+    """Return the bytes per element that each part must move: a payload is added to a tensor; an exchange writes means.
 
-    - ``encode``: ``compress``, all rounds of a method that has several; ``decode``: adding the decoded payload to a
-      dense tensor; ``memory``: the memory's ``compensate`` and ``update`` (which decodes, too), with a residual kept.
-    - ``*_ms``: medians over ``repeats``; ``*_copies``: the same over ``copy_ms``, the time of one ``copy_`` of x, which
-      is taken in turns with them.
-    - ``encode_gbps``, ``decode_gbps``: bytes of x per second, over 10^9.
-    - ``bits_per_element``: of the payload that travels, measured; all rounds together.
-    - ``peak_extra_bytes``: see :func:`extra_bytes`.
+    ``bits`` per element are sent; decoding touches the part ``kept`` of the elements; encoding reads each so many
+    times.
+
+    >>> floors(8.0), floors(0.64, kept=0.01)["decode"]
+    ({'encode': 5.0, 'decode': 9.0, 'memory': 13.0, 'means': 5.0, 'exchange': 18.0}, 0.16)
     """
-    works, communicator = works_of(method, x, memory)
-    bits = 8 * sent_bytes(method, x) / max(1, x.numel())
-    return {
-        **cost_row(method, times_ms(works, repeats), x.numel(), bits),
-        "device": x.device.type,
-        "memory": communicator.memory.spec,
-        "peak_extra_bytes": extra_bytes(method, x, memory),
-    }
+    sent = bits / 8
+    encode, memory, means = 4 * reads + sent, 4 * reads + sent + RESIDUAL, sent + 4
+    return {"encode": encode, "decode": sent + 8 * kept, "memory": memory, "means": means, "exchange": memory + means}
 
 
-def cost_row(
-    method: str,
-    taken: Mapping[str, float],
-    elements: int,
-    bits: float | None,
-    parts: Sequence[str] = ("encode", "decode", "memory"),
-) -> dict[str, Any]:
-    """Return a row of the results file from the times of a method's parts, in ms; a part that was not timed is None.
+def floors_of(compressor: Compressor, bits: float, kept: float) -> dict[str, float]:
+    """Return the floors of a method that sends so many bits per element, and values of the part ``kept`` of them.
 
-    >>> row = cost_row("qsgd", {"copy": 1.0, "encode": 2.0}, 1000, 8.0)
-    >>> row["encode_copies"], row["encode_gbps"], row["decode_ms"]
-    (2.0, 0.002, None)
+    >>> from grace.core.registry import make
+    >>> floors_of(make("compressor", "powersgd(rank=4)"), 0.1, 1.0)["encode"]
+    8.0125
+    """
+    traits = compressor.traits
+    sparse = traits.category == "sparsification"
+    reads = kept if sparse and traits.summable else float(traits.rounds)  # whose positions are known before
+    found = floors(bits, kept if sparse else 1.0, reads)
+    if traits.memory == "none":
+        found["exchange"] -= RESIDUAL
+    return found
+
+
+def fraction(floor: float, elements: int, ms: float, copy_ms: float) -> float:
+    """Return the speed of a part, floor over time, as a fraction of a copy's, 8 bytes an element over its time.
+
+    >>> fraction(5.0, 1000, ms=1.0, copy_ms=1.0), fraction(9.0, 1000, ms=1.5, copy_ms=1.0)
+    (0.625, 0.75)
+    """
+    return floor * elements / ms / (8 * elements / copy_ms)
+
+
+def row_of(
+    method: str, taken: Mapping[str, float], elements: int, bits: float | None, floor: Mapping[str, float]
+) -> Row:
+    """Return a row of the results file from the times of a method's parts, in ms, with the floors of those that have
+    one; a part that was not timed is None.
+
+    >>> row = row_of("qsgd", {"copy": 1.0, "encode": 2.0, "memory": 2.0}, 1000, 8.0, floors(8.0))
+    >>> row["encode_copies"], row["encode_gbps"], row["encode_fraction"], row["memory_fraction"], row["decode_ms"]
+    (2.0, 0.002, 0.3125, 0.40625, None)
     """
     copy = taken["copy"]
-    row: dict[str, Any] = {"method": method, "elements": elements, "bits_per_element": bits, "copy_ms": copy}
-    for part in parts:
+    if {"encode", "decode"} <= taken.keys():
+        taken = {**taken, "round_trip": taken["encode"] + taken["decode"]}
+    row: Row = {"method": method, "elements": elements, "bits_per_element": bits, "copy_ms": copy}
+    for part in PARTS:
         ms = taken.get(part)
         row |= {f"{part}_ms": ms, f"{part}_copies": None if ms is None else ms / copy}
         if part in ("encode", "decode"):
             row[f"{part}_gbps"] = None if ms is None else 4 * elements / ms / 1e6
+        if ms is not None and part in floor:
+            both = ms + taken["encode"] if part == "memory" else ms  # compensating comes with encoding
+            row[f"{part}_floor_bytes"] = floor[part]
+            row[f"{part}_fraction"] = fraction(floor[part], elements, both, copy)
     return row
 
 
 def works_of(
     method: str, x: torch.Tensor, memory: str | None = None, out: torch.Tensor | None = None
-) -> tuple[dict[str, Callable[[], Any]], Communicator]:
-    """Return the timed functions of a method, a copy of x, ``encode``, ``decode`` into ``out`` and ``memory``, and its
-    communicator."""
+) -> tuple[Works, Communicator]:
+    """Return the timed functions of a method, ``encode``, ``decode`` into ``out`` and, if it keeps anything,
+    ``memory``; and its communicator."""
     communicator, out = communicator_of(method, memory), torch.zeros_like(x) if out is None else out
     compressor = communicator.compressor
     payload, ctx = compressor.compress(x, NAME)
@@ -101,13 +208,64 @@ def works_of(
         compressor.compress(x, NAME)
         compressor.state.commit()
 
-    works: dict[str, Callable[[], Any]] = {
-        "copy": lambda: out.copy_(x),
-        "encode": encode,
-        "decode": lambda: compressor.accumulate(payload, ctx, out, 0.5),
-        "memory": lambda: _remember(communicator, x, payload, ctx),
-    }
+    def remember() -> None:
+        kept = communicator.memory
+        kept.update(kept.compensate(x, NAME), NAME, compressor, payload, ctx)
+        kept.state.commit()
+
+    works: Works = {"encode": encode, "decode": lambda: compressor.accumulate(payload, ctx, out, 0.5)}
+    if communicator.stateful:
+        works["memory"] = remember
     return works, communicator
+
+
+class Exchanged:
+    """Steps of gradients as the optimizer makes them, without a network: whole buckets are encoded and decoded.
+
+    Headers stay unread, since reading makes the host wait at the end of a step. Means are written to ``outs``.
+    """
+
+    def __init__(self, method: str, memory: str | None, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]):
+        found = [Variable(f"{NAME}{i}", tuple(x.shape), device=str(x.device)) for i, x in enumerate(xs)]
+        plan = UniformPlan(method, memory, None, Limits())
+        self.runner = build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
+        self.runner.resolve = leave_unread
+        self.tensors = {variable.name: pair for variable, pair in zip(found, zip(xs, outs, strict=True), strict=True)}
+
+    @property
+    def at_once(self) -> bool:
+        """True if every bucket is encoded as a whole, as is known from the second step on."""
+        codecs = [bucket.program.codec for bucket in self.runner.buckets if bucket.program is not None]
+        return all(isinstance(codec, FusedCodec) for codec in codecs)
+
+    def encode(self) -> None:
+        """Encode the first payloads of a step, and abandon the step."""
+        self._start()
+        self.runner.abandon()
+
+    def __call__(self) -> None:
+        """Make a step."""
+        self._start()
+        try:
+            self.runner.finish_step(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
+        except RuntimeError:  # it was to be captured, and cannot
+            self.runner.abandon()
+            raise
+
+    def _start(self) -> None:
+        try:
+            for bucket in self.runner.buckets:
+                mine = [self.tensors[variable.name][0] for variable in bucket.variables]
+                self.runner.start(bucket, mine, [True] * len(mine))
+        except RuntimeError:
+            self.runner.abandon()
+            raise
+
+
+def leave_unread(trips: Sequence[Any]) -> None:
+    """Forget the headers that round trips have left on a device to be read."""
+    for trip in trips:
+        trip.header.deferred_reads = []
 
 
 def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int | None:
@@ -134,9 +292,3 @@ def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int 
 
     steps()  # compiles, loads and fills caches
     return peak_bytes(steps, x.device.type)
-
-
-def _remember(communicator: Communicator, x: torch.Tensor, payload: Any, ctx: Any) -> None:
-    memory = communicator.memory
-    memory.update(memory.compensate(x, NAME), NAME, communicator.compressor, payload, ctx)
-    memory.state.commit()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.bench.common.errors import LinkError
+from grace.bench.common.ending import LinkError
 from grace.bench.link import namespaces
 from grace.errors import ConfigError
 from grace.launch.processes import end, signals_raise

@@ -1,15 +1,13 @@
 """``grace bench link``: a check of emulated links' rates on this machine."""
 
-import os
 import statistics
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from grace.bench.common.ending import Ending
-from grace.bench.common.errors import LinkError
-from grace.bench.common.tables import figures_table
+from grace.bench.common.ending import Ending, LinkError
+from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import show_rate
 from grace.bench.link.emulation import Link, measure, possible
 from grace.core.quantities import parse_rate
@@ -52,12 +50,20 @@ def link(
             raise LinkError(f"not possible here: {reason}")
         measured = [_median(each, seconds, console) for each in links]
     ending.exit_if_failed()
+    rates = [show_rate(each.rate) for each in links]
     ratios = [found / each.rate for each, found in zip(links, measured, strict=True)]
-    table = figures_table("asked", ["measured", "ratio", "can be trusted"])
-    for each, found, ratio in zip(links, measured, ratios, strict=True):
-        table.add_row(show_rate(each.rate), show_rate(found), f"{ratio:.3f}", "yes" if trusted(ratio) else "no")
-    console.print(table)
-    console.print(verdict([show_rate(each.rate) for each in links], ratios))
+    columns: Columns = {
+        "asked": lambda row: row[0],
+        "measured": lambda row: show_rate(row[1]),
+        "ratio": lambda row: f"{row[2]:.3f}",
+        "can be trusted": lambda row: "yes" if trusted(row[2]) else "no",
+    }
+    console.print(table(zip(rates, measured, ratios, strict=True), columns))
+    console.print(
+        f"\nA rate can be trusted where what was measured is within {TOLERANCE:.0%} of it. One that is missed while "
+        "the machine does nothing else is more than its processors can move.",
+        style="dim",
+    )
 
 
 def trusted(ratio: float) -> bool:
@@ -67,36 +73,6 @@ def trusted(ratio: float) -> bool:
     (True, False, False)
     """
     return abs(ratio - 1) <= TOLERANCE
-
-
-def verdict(rates: list[str], ratios: list[float]) -> str:
-    """Return the meaning of the table, in words.
-
-    >>> print(verdict(["1gbit", "10gbit"], [0.99, 0.5]))
-    The emulation can be trusted at 1gbit on this machine: what was measured is within 10 % of it.
-    At 10gbit it cannot be trusted: ...
-    """
-    good = [rate for rate, ratio in zip(rates, ratios, strict=True) if trusted(ratio)]
-    bad = [rate for rate, ratio in zip(rates, ratios, strict=True) if not trusted(ratio)]
-    sentences = []
-    within = f"within {100 * TOLERANCE:.0f} % of"
-    if good:
-        sentences.append(
-            f"The emulation can be trusted at {', '.join(good)} on this machine: what was measured is {within} "
-            f"{'it' if len(good) == 1 else 'them'}."
-        )
-    if bad:
-        sentences.append(
-            f"At {', '.join(bad)} it cannot be trusted: what was measured is not {within} "
-            f"{'it' if len(bad) == 1 else 'them'}. {_load()} Try again when the machine does nothing else; "
-            "a rate that is missed even then is more than its processors can move."
-        )
-    return "\n".join(sentences)
-
-
-def _load() -> str:
-    cores = os.cpu_count() or 1
-    return f"The load is {os.getloadavg()[0]:.1f} on {cores} core{'s' if cores > 1 else ''}."
 
 
 def _median(link: Link, seconds: float, console: Console) -> float:

@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from grace.bench.common.errors import LinkError
+from grace.bench.common.ending import LinkError
 
 FOLDER = Path("/var/run/netns")
 """Folder in which ``ip`` keeps the names of namespaces."""

@@ -1,15 +1,17 @@
 """Verdicts on cuts of a model into pipeline stages, and tables of them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from grace.bench.common.jsonl_store import Scenario
-from grace.bench.common.tables import figures_table
+from grace.bench.common.tables import Columns, of_first, table
 from grace.bench.common.tables import markdown as markdown_table
-from grace.bench.common.text import of_rate
+from grace.bench.common.text import digits
 from grace.bench.pipeline.pipeline_settings import CHOSEN
+from grace.bench.ranks.sweep import PLACE
 from grace.pipeline.planning.baselines import BY_HAND
 
 
@@ -75,15 +77,16 @@ def merged(cuts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def cuts_table(scenario: Scenario) -> Table:
     """Return the table of a scenario's cuts, with predicted and measured steps; the planned one is bold."""
-    table = figures_table("cut", ("replicas", "predicted\nms", "measured\nms", "error", "to the\nplanned"))
     planned = judge(scenario).planned
-    for cut in merged(scenario["cuts"]):
-        shape, error = "-".join(map(str, cut["replicas"])), f"{relative_error(cut):+.0%}"
-        times = [f"{cut[key]:.4g}" for key in ("predicted_ms", "measured_ms")]
-        style = "bold" if CHOSEN in cut["names"] else ""
-        ratio = f"{cut['measured_ms'] / planned:.2f}"
-        table.add_row(", ".join(cut["names"]), shape, *times, error, ratio, style=style)
-    return table
+    columns: Columns = {
+        "cut": lambda cut: ", ".join(cut["names"]),
+        "replicas": lambda cut: "-".join(map(str, cut["replicas"])),
+        "predicted\nms": lambda cut: digits(cut["predicted_ms"]),
+        "measured\nms": lambda cut: digits(cut["measured_ms"]),
+        "error": lambda cut: f"{relative_error(cut):+.0%}",
+        "to the\nplanned": lambda cut: f"{cut['measured_ms'] / planned:.2f}",
+    }
+    return table(merged(scenario["cuts"]), columns, style=lambda cut: "bold" if CHOSEN in cut["names"] else "")
 
 
 def verdict_words(scenario: Scenario) -> str:
@@ -98,17 +101,25 @@ def verdict_words(scenario: Scenario) -> str:
 
 def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, one line each."""
-    head = ("model", "link", "ranks", "compressor", "cuts", "planned", "step ms", "predicted", "regret", *BY_HAND)
-    rows: list[Sequence[str]] = [head]
-    for scenario in scenarios:
-        found, rate = judge(scenario), scenario["bandwidth"]
-        cuts = merged(scenario["cuts"])
-        planned = next(cut for cut in cuts if CHOSEN in cut["names"])
-        named = next((name for name in planned["names"] if name.startswith("after ")), "-".join(planned["ends"]))
-        shape = "-".join(map(str, planned["replicas"]))
-        where = (scenario["model"], "loopback" if rate is None else of_rate(rate), str(scenario["ranks"]))
-        cut = f"{shape}, {named}" if planned["ends"] else shape
-        figures = (f"{found.planned:.4g}", f"{found.error:+.0%}", f"{found.regret:.1%}")
-        by_hand = ["-" if ms is None else f"{ms / found.planned:.2f}" for ms in found.by_hand.values()]
-        rows.append((*where, scenario["compressor"], str(len(cuts)), cut, *figures, *by_hand))
-    return markdown_table(rows)
+    found = [(scenario, judge(scenario), merged(scenario["cuts"])) for scenario in scenarios]
+
+    def planned(one: Any) -> str:
+        cut = next(cut for cut in one[2] if CHOSEN in cut["names"])
+        named = next((name for name in cut["names"] if name.startswith("after ")), "-".join(cut["ends"]))
+        return "-".join(map(str, cut["replicas"])) + (f", {named}" if cut["ends"] else "")
+
+    def by_hand(name: str, one: Any) -> str:
+        ms = one[1].by_hand[name]
+        return "-" if ms is None else f"{ms / one[1].planned:.2f}"
+
+    columns: Columns = {
+        **of_first(PLACE),
+        "compressor": lambda one: one[0]["compressor"],
+        "cuts": lambda one: str(len(one[2])),
+        "planned": planned,
+        "step ms": lambda one: digits(one[1].planned),
+        "predicted": lambda one: f"{one[1].error:+.0%}",
+        "regret": lambda one: f"{one[1].regret:.1%}",
+        **{name: partial(by_hand, name) for name in BY_HAND},
+    }
+    return markdown_table(found, columns)

@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from grace.bench.common.jsonl_store import Scenario
-from grace.bench.common.tables import figures_table
+from grace.bench.common.tables import Columns, of_first, table
 from grace.bench.common.tables import markdown as markdown_table
-from grace.bench.common.text import of_rate
+from grace.bench.common.text import digits
+from grace.bench.ranks.sweep import PLACE
 
 APART = 0.10
 """Relative difference of two plans from which on their order counts."""
@@ -125,13 +126,18 @@ def totals(scenarios: Sequence[Scenario]) -> tuple[PlanVerdict, float]:
 
 
 def plans_table(scenario: Scenario) -> Table:
-    """Return the table of a scenario's plans, with predicted and measured steps in milliseconds."""
-    table = figures_table("plan", ("predicted\nms", "measured\nms", "within\nbounds"))
-    for plan in scenario["plans"]:
-        times = [f"{plan[key]:.4g}" for key in ("predicted_ms", "measured_ms")]
-        style = "bold" if plan["chosen"] else "" if plan["allowed"] else "dim"
-        table.add_row(plan["name"], *times, "yes" if plan["allowed"] else "no", style=style)
-    return table
+    """Return the table of a scenario's plans, with predicted and measured steps; the chosen one is bold."""
+    columns: Columns = {
+        "plan": lambda plan: plan["name"],
+        "predicted\nms": lambda plan: digits(plan["predicted_ms"]),
+        "measured\nms": lambda plan: digits(plan["measured_ms"]),
+        "within\nbounds": lambda plan: "yes" if plan["allowed"] else "no",
+    }
+
+    def style(plan: Plan) -> str:
+        return "bold" if plan["chosen"] else "" if plan["allowed"] else "dim"
+
+    return table(scenario["plans"], columns, style=style)
 
 
 def verdict_words(scenario: Scenario) -> str:
@@ -145,33 +151,27 @@ def verdict_words(scenario: Scenario) -> str:
 
 def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, and the worst of each figure beside its goal."""
-    rows = [
-        (
-            "model",
-            "link",
-            "ranks",
-            "plans",
-            "order",
-            "regret",
-            "to plain",
-            "to single",
-            "settled",
-            "planned in",
-            "taken",
-        )
-    ]
-    for scenario in scenarios:
-        found, rate = judge(scenario), scenario["bandwidth"]
-        where = (scenario["model"], "loopback" if rate is None else of_rate(rate), str(scenario["ranks"]))
-        order = f"{found.right}/{found.pairs}"
-        ratios = (f"{found.regret:.1%}", f"{found.to_plain:.2f}", f"{found.to_single:.2f}")
-        counts = (str(found.settled), f"{found.planning:.2g} s")
-        rows.append((*where, str(len(scenario["plans"])), order, *ratios, *counts, found.chosen))
+    found = [(scenario, judge(scenario)) for scenario in scenarios]
+    columns: Columns = {
+        **of_first(PLACE),
+        "plans": lambda one: str(len(one[0]["plans"])),
+        "order": lambda one: f"{one[1].right}/{one[1].pairs}",
+        "regret": lambda one: f"{one[1].regret:.1%}",
+        "to plain": lambda one: f"{one[1].to_plain:.2f}",
+        "to single": lambda one: f"{one[1].to_single:.2f}",
+        "settled": lambda one: str(one[1].settled),
+        "planned in": lambda one: f"{one[1].planning:.2g} s",
+        "taken": lambda one: one[1].chosen,
+    }
     worst, usual = totals(scenarios)
-    goals = [("of all scenarios", "found", "goal")]
-    for goal, words in WORDS.items():
-        sign = ">=" if goal == "order" else "<="
-        missed = "" if worst.holds(goal) else " (missed)"
-        goals.append((words, f"{getattr(worst, goal):.4g}{missed}", f"{sign} {GOALS[goal]:.4g}"))
-    goals.append(("regret after trials, median", f"{usual:.4g}", ""))
-    return f"{markdown_table(rows)}\n\n{markdown_table(goals)}"
+
+    def reached(goal: str) -> str:
+        return f"{getattr(worst, goal):.4g}" + ("" if worst.holds(goal) else " (missed)")
+
+    goals: Columns = {
+        "of all scenarios": lambda goal: WORDS[goal],
+        "found": reached,
+        "goal": lambda goal: f"{'>=' if goal == 'order' else '<='} {GOALS[goal]:.4g}",
+    }
+    median_line = f"| regret after trials, median | {usual:.4g} | |"
+    return f"{markdown_table(found, columns)}\n\n{markdown_table(GOALS, goals)}\n{median_line}"

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from grace.bench.common.errors import WorkerError
+from grace.bench.common.ending import WorkerError
 from grace.bench.common.results import cores
 from grace.bench.link.emulation import Link
 from grace.errors import ConfigError, MissingExtraError
@@ -58,23 +58,6 @@ class RankLauncher:
     killed: str = r"(?!)"
 
 
-def engine_of(framework: str, ranks: int) -> str:
-    """Return the engine that moves a framework's tensors here: torch's own; TensorFlow's by Horovod, or else MPI."""
-    if framework == "torch":
-        return "torch"
-    if ranks == 1:
-        return "local"
-    if has_horovod(framework):
-        return "horovod"
-    if mpirun() is not None:
-        return "mpi"
-    raise MissingExtraError(
-        "torch.distributed cannot move TensorFlow's tensors: ranks of TensorFlow need Horovod (`make horovod` in a "
-        "checkout of Grace builds and installs it), or an MPI's mpirun and mpi4py "
-        '(pip install "grace-compress[mpi]"); --ranks 1 needs neither'
-    )
-
-
 def check_engine(engine: str) -> str:
     """Return the engine's name; raise an error if there is no such engine, or it is not installed.
 
@@ -84,7 +67,7 @@ def check_engine(engine: str) -> str:
     """
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
-    if engine == "horovod" and not has_horovod("torch"):
+    if engine == "horovod" and not has_horovod():
         raise MissingExtraError(
             "--engine horovod needs Horovod, built for torch: `make horovod` in a checkout of Grace builds and "
             "installs it"
@@ -103,11 +86,11 @@ def check_links(nodes: int, rates: Iterable[float | None]) -> None:
             Link(nodes, rate)
 
 
-def has_horovod(framework: str) -> bool:
-    """Return True if Horovod is installed, and was built for the framework."""
+def has_horovod() -> bool:
+    """Return True if Horovod is installed, and was built for torch."""
     found = importlib.util.find_spec("horovod")
     folders = [] if found is None else list(found.submodule_search_locations or [])
-    return any(list(Path(folder, framework).glob("mpi_lib*")) for folder in folders)
+    return any(list(Path(folder, "torch").glob("mpi_lib*")) for folder in folders)
 
 
 def mpirun() -> str | None:
@@ -121,22 +104,19 @@ def mpirun() -> str | None:
 def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[RankLauncher]:
     """Return the launcher of ranks that find each other by an engine; servers that they need run in the ``with`` block.
 
-    "local" is one rank without an engine. The link is up; without one there is the loopback. Over torch it may join
+    The link is up; without one there is the loopback. Over torch it may join
     fewer machines, each of which then has equally many ranks that reach each other by its own loopback.
 
     >>> with launcher("torch", 2) as start:
     ...     [process.environment["RANK"] for process in start.processes]
     ['0', '1']
     """
-    defaults = {  # of all ranks: a share of the cores, and no logs of TensorFlow's
-        "TF_CPP_MIN_LOG_LEVEL": "3",
+    defaults = {  # of all ranks: a share of the cores
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "PYTHONSAFEPATH": "1",  # else `python -m` would import modules of the current folder
     }
     with contextlib.ExitStack() as stack:
-        if engine == "local":
-            yield RankLauncher([Process([sys.executable])], 1, engine, defaults)
-        elif engine == "torch":
+        if engine == "torch":
             if link is None:
                 defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
             yield RankLauncher(_torch(ranks, link), ranks, engine, defaults)

@@ -13,13 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.bench.common.errors import WorkerError
+from grace.bench.common.ending import WorkerError
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise
 
-NOISE = re.compile(r"WARNING: All log messages before absl::InitializeLog|I\d{4} \d\d:")
-"""Lines that TensorFlow prints when it starts, whatever its log level is."""
 LAST_WORDS = 1.0
 """Seconds that the other ranks get to notice that one has failed."""
 
@@ -144,8 +142,7 @@ def _complaints(launcher: RankLauncher, failed: dict[int, int], folder: Path) ->
     log = (folder / "launcher.log").read_text(errors="replace").strip()
     messages = []
     for path in sorted(folder.glob("rank*.log")):
-        lines = [line for line in path.read_text(errors="replace").splitlines() if not NOISE.match(line)]
-        text = "\n".join(lines).strip()
+        text = path.read_text(errors="replace").strip()
         if text:
             messages.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
     ended = [(int(found["rank"]), int(found["signal"])) for found in re.finditer(launcher.killed, log)]

@@ -13,8 +13,17 @@ from rich.table import Table
 from grace.bench.common.ending import Ending
 from grace.bench.common.jsonl_store import JsonlStore, Scenario
 from grace.bench.common.progress import ScenarioBars
+from grace.bench.common.tables import Columns
+from grace.bench.common.text import of_rate
 from grace.bench.common.text import scenario as scenario_name
 from grace.bench.ranks.scenario import run_scenario
+
+PLACE: Columns = {
+    "model": lambda scenario: scenario["model"],
+    "link": lambda scenario: "loopback" if scenario["bandwidth"] is None else of_rate(scenario["bandwidth"]),
+    "ranks": lambda scenario: str(scenario["ranks"]),
+}
+"""Columns of tables of scenarios: what was measured, and where."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,192 +1,143 @@
-"""Results as one HTML file: figures, tables, and facts of the machine; it opens without a network."""
+"""Results as one HTML file: facts of the machine, the command's own tables, and figures; it opens without a network."""
 
-import string
-from collections.abc import Sequence
-from importlib.resources import files
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from grace.bench.common.results import Results
-from grace.bench.common.text import clean, digits, format_count, number, of_bytes, of_ranks, of_rate, of_seconds
-from grace.bench.report.figures import kernels_figures, step_figures, train_figures
-from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
-from grace.bench.report.report_tables import KERNELS, step_columns, step_rows, table, train_columns
-from grace.bench.report.rows import Row, identity
-from grace.bench.report.words import verdict
+from grace.bench.common.text import clean, of_bytes, of_seconds
+from grace.bench.report import kernel_tables, step_table, train_table
+from grace.bench.report.figures import Figure, Look, figures, looks_of
+from grace.bench.report.rows import identity
 from grace.core.atomic_files import atomic_write
-from grace.core.quantities import parse_rate
 from grace.core.version import __version__
 from grace.errors import ConfigError
 
 HEADINGS = {"step": "Step time", "train": "Training", "kernels": "Compressors alone"}
+SHOW: dict[str, Callable[[Console, Results], None]] = {
+    "step": step_table.show,
+    "train": train_table.show,
+    "kernels": kernel_tables.show,
+}
+"""Functions that show results of each kind on a console."""
 NEEDED = {
     "step": ("name", "kind", "engine", "ranks", "bandwidth", "step_ms"),
     "train": ("method", "bandwidth", "quality"),
-    "kernels": ("method", "tensor"),
+    "kernels": ("method", "tensor", "bits_per_element"),
 }
 """Keys of every row of a kind."""
-SIZES = {"parameters": "{} parameters", "elements": "tensors of {} elements"}
-NAMES = {"about": "{}", "engine": "engine {}", "framework": "{}", "device": "on {}", "optimizer": "{}"}
-"""Settings that the sentence about a benchmark names, and how."""
+WIDTH = 150
+"""Characters of a line of tables."""
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{title}</title>
+<style>
+body {{ max-width: 1280px; margin: 0 auto; padding: 16px; font: 16px/1.5 sans-serif; overflow-wrap: break-word; }}
+pre {{ overflow-x: auto; font: 13px/1.3 monospace; }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; }}
+dd, figure {{ margin: 0; min-width: 0; }}
+figure {{ overflow-x: auto; }}
+figcaption {{ max-width: 90ch; }}
+footer, dt {{ color: #59636e; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{sections}
+<footer>Written by Grace {version}.</footer>
+</body>
+</html>
+"""
 
 
 def write_report(path: Path, results: Sequence[Results]) -> Path:
-    """Write one self-contained HTML file: styles, script and figures (SVG) are in it, and nothing is loaded.
-
-    Each of the results, at least one, becomes a section; a method has the same colour in all of them.
+    """Write one self-contained HTML file. Each of the results, at least one, becomes a section.
 
     Raises:
-        ConfigError: a row lacks keys that identify it, or the file cannot be written.
+        ConfigError: a row lacks keys that identify it, a value cannot be shown, or the file cannot be written.
     """
     if not results:
         raise ConfigError("a report needs results of at least one benchmark")
-    try:
-        return write(path, page(results))
-    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        kinds = ", ".join(each.kind for each in results)
-        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
+    return write_page(path, "Grace benchmark report", report_sections(results))
 
 
-def write(path: Path, text: str) -> Path:
-    """Write a file atomically; its folder is made if need be. A ConfigError says why it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+def report_sections(results: Sequence[Results]) -> list[str]:
+    """Return the section of each of the results; a method has the same colour in all of them.
 
-
-def page(results: Sequence[Results]) -> str:
-    """Return the report as HTML."""
+    Raises:
+        ConfigError: a row lacks keys that identify it, or a value cannot be shown.
+    """
     for each in results:
         each.require_keys(NEEDED[each.kind])
-    seen, titles = methods_looks(results), headings(results)
-    sections = [_section(each, titles[i], seen, f"s{i}") for i, each in enumerate(results)]
-    links = "".join(f'<a href="#s{i}">{escaped(title)}</a>' for i, title in enumerate(titles))
-    contents = f'<nav aria-label="Contents">{links}</nav>' if len(results) > 1 else ""
-    return document("Grace benchmark report", sections, contents)
-
-
-def document(title: str, sections: Sequence[str], contents: str = "") -> str:
-    """Return a page in the look of all reports: the HTML of the contents, and then ``<section>`` elements."""
-    template = string.Template(files("grace.bench.report").joinpath("report.html").read_text(encoding="utf-8"))
-    text, styles = named("\n".join(sections))
-    footer = f"Written by Grace {escaped(__version__)}. A click on the name of a table's column sorts it."
-    return template.substitute(styles=styles, title=title, contents=contents, sections=text, footer=footer)
+    try:
+        looks = methods_looks(results)
+        return [_section(each, looks) for each in results]
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
+        kinds = ", ".join(each.kind for each in results)
+        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
 
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
     """Return the look of every method and baseline of these results."""
     rows = [row for each in results for row in each.rows]
-    baselines = [identity(row) for row in rows if row.get("kind") in ("baseline", "bound")]
-    return looks([identity(row) for row in rows], baselines)
+    return looks_of(map(identity, rows), [identity(row) for row in rows if row.get("kind") in ("baseline", "bound")])
 
 
-def headings(results: Sequence[Results]) -> list[str]:
-    """Return a heading for each of the results, of what was measured; equal ones are numbered.
-
-    >>> headings([Results("step", {"model": name}) for name in ("mlp", "gpt2", "mlp")])
-    ['Step time: mlp (1)', 'Step time: gpt2', 'Step time: mlp (2)']
-    >>> headings([Results("train", {"task": "digits"})])
-    ['Training: digits']
-    """
-    found = []
-    for each in results:
-        subject = each.settings.get("model") or each.settings.get("task") or each.settings.get("device")
-        found.append(HEADINGS[each.kind] + (f": {clean(subject)}" if subject else ""))
-    return [
-        f"{title} ({found[: i + 1].count(title)})" if found.count(title) > 1 else title for i, title in enumerate(found)
-    ]
-
-
-def _section(results: Results, title: str, seen: dict[str, Look], name: str) -> str:
-    rows, settings = results.rows, results.settings
-    shown: Sequence[Row] = rows
-    if results.kind == "step":
-        drawn, columns, shown = step_figures.figures(rows, seen, name), step_columns(rows), step_rows(rows)
-    elif results.kind == "train":
-        drawn, columns = train_figures.figures(rows, settings, seen, name), train_columns(settings)
-    else:
-        drawn, columns = kernels_figures.figures(rows, seen, name), KERNELS
-    parts = [f'<section id="{name}"><h2>{escaped(title)}</h2>', f'<p class="about">{_about(results)}</p>']
-    if not results.complete:
-        parts.append('<p class="warn">Incomplete: interrupted. Only what was measured until then is here.</p>')
-    parts += [_verdict(results), _facts(results), *map(figure_html, drawn)]
-    if rows:
-        parts.append(f"<h3>All figures as a table</h3>{table(shown, columns, seen, title)}")
-    return "\n".join([*filter(None, parts), "</section>"])
-
-
-def _about(results: Results) -> str:
-    """Return a sentence about the benchmark's settings."""
-    settings = results.settings
-    phrases = [
-        template.format(format_count(settings[key])) for key, template in SIZES.items() if number(settings.get(key))
-    ]
-    phrases += [template.format(clean(settings[key])) for key, template in NAMES.items() if settings.get(key)]
-    ranks = settings.get("ranks")
-    if ranks:
-        counts = ranks if isinstance(ranks, list) else [ranks]
-        phrases.append(" and ".join([*map(format_count, counts[:-1]), of_ranks(counts[-1])]))
-    if number(settings.get("batch")):
-        phrases.append(f"{format_count(settings['batch'])} samples per rank and step")
-    for unit in ("epochs", "rounds", "threads", "repeats"):
-        if number(settings.get(unit)):
-            phrases.append(f"{format_count(settings[unit])} {unit.removesuffix('s') if settings[unit] == 1 else unit}")
-    if settings.get("seeds"):
-        seeds = settings["seeds"]
-        phrases.append(f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")
-    if results.kind == "kernels" and number(settings.get("copy_gbps")):
-        phrases.append(f"one copy at {digits(settings['copy_gbps'])} GB/s")
-    if settings.get("bandwidths"):
-        phrases.append(", ".join(of_rate(rate) for rate in settings["bandwidths"]))
-    return escaped(", ".join(phrases)) + ("." if phrases else "")
-
-
-def _verdict(results: Results) -> str:
-    verdicts = verdict(results)
-    lines = "".join(f"<dt>{escaped(_rate(key))}</dt><dd>{escaped(words)}</dd>" for key, words in verdicts.items())
-    inside = escaped(verdicts[""]) if set(verdicts) == {""} else f"<dl>{lines}</dl>"
-    return f'<div class="verdict">{inside}</div>' if verdicts else ""
-
-
-def _rate(key: str) -> str:
-    """Format a bandwidth as figures do; other texts are returned as they are."""
-    try:
-        return of_rate(parse_rate(key))
-    except ConfigError:
-        return key
-
-
-def _facts(results: Results) -> str:
-    machine, memory = results.machine, results.machine.get("memory_bytes")
-    computer = [clean(machine.get("processor") or ""), f"{machine.get('cores', '?')} cores"]
-    computer += [of_bytes(memory) if number(memory) else "", *map(clean, machine.get("gpus") or [])]
+def _section(results: Results, looks: Mapping[str, Look]) -> str:
+    settings, machine = results.settings, results.machine
+    subject = settings.get("model") or settings.get("task") or settings.get("device")
+    title = HEADINGS[results.kind] + (f": {subject}" if subject else "")
+    computer = [machine.get("processor"), f"{machine.get('cores', '?')} cores", *(machine.get("gpus") or [])]
+    computer += [of_bytes(machine["memory_bytes"])] if machine.get("memory_bytes") else []
+    incomplete = "" if results.complete else "; incomplete: interrupted"
     facts = {
-        "measured": f"{results.when.replace('T', ' ').replace('Z', ' UTC')}, took {of_seconds(results.seconds)}",
-        "machine": ", ".join(filter(None, computer)),
+        "measured": f"{results.when}, took {of_seconds(results.seconds)}{incomplete}",
+        "machine": ", ".join(str(part) for part in computer if part),
         "system": str(machine.get("platform") or ""),
         "versions": ", ".join(f"{package} {version}" for package, version in results.versions.items()),
+        "settings": ", ".join(f"{key} {value}" for key, value in settings.items() if _simple(value)),
+        "command": results.command,
     }
-    cells = "".join(f"<div><dt>{name}</dt><dd>{escaped(text)}</dd></div>" for name, text in facts.items() if text)
-    if results.command:
-        cells += f'<div class="wide"><dt>command</dt><dd><code>{escaped(results.command)}</code></dd></div>'
-    return f'<dl class="facts">{cells}</dl>'
+    return section(
+        title, facts, recorded(lambda console: SHOW[results.kind](console, results)), figures(results, looks)
+    )
 
 
-def figure_html(figure: Figure, wide: bool = False) -> str:
-    """Return the HTML of a figure: heading, caption and panels; a wide one takes the page's whole width."""
-    keys = "".join(f'<li><i class="{css}"></i>{escaped(name)}</li>' for name, css in figure.keys)
-    panels = "".join(
-        f'<div class="panel">{f"<h4>{escaped(panel.title)}</h4>" if panel.title else ""}<div class="drawing">'
-        f"{panel.svg}</div></div>"
-        for panel in figure.panels
+def _simple(value: object) -> bool:
+    """Return True if a setting says something in a few words."""
+    return value not in (None, "", [], {}) and isinstance(value, str | int | float | list) and len(str(value)) < 100
+
+
+def recorded(show: Callable[[Console], None]) -> str:
+    """Return what a function prints on a console, as HTML."""
+    console = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
+    show(console)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def section(title: str, facts: Mapping[str, str], output: str, drawn: Sequence[Figure] = ()) -> str:
+    """Return a section of a page: a heading, facts, tables in HTML, and figures."""
+    told = "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(clean(text))}</dd>" for name, text in facts.items() if text
     )
-    return (
-        f'<h3>{escaped(figure.title)}</h3><figure><figcaption class="caption">{escaped(figure.caption)}</figcaption>'
-        + (f'<ul class="keys">{keys}</ul>' if keys else "")
-        + f'<div class="panels{" wide" if wide else ""}">{panels}</div></figure>'
-    )
+    shown = "\n".join(figure.html() for figure in drawn)
+    return f"<section><h2>{html.escape(clean(title))}</h2>\n<dl>{told}</dl>\n{output}\n{shown}</section>"
+
+
+def write_page(path: Path, title: str, sections: Sequence[str]) -> Path:
+    """Write a page of sections atomically; its folder is made. A ConfigError says why it cannot be written."""
+    text = PAGE.format(title=html.escape(title), sections="\n".join(sections), version=html.escape(__version__))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as draft:
+            draft.write_text("".join(c for c in text if c.isprintable() or c == "\n"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    return path

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grace.bench.common.clocks import DeviceClock, HostClock, device_facts, facts_line
+from grace.bench.common.clocks import DeviceClock, HostClock, device_facts
 from grace.bench.common.results import Results
 from grace.bench.common.text import scenario
 from grace.bench.lifecycle import BenchmarkRun
@@ -155,11 +155,3 @@ def conclude_all(results: Results, waits: dict[str, dict[str, float]], ranks: in
         row.update(waits[row["name"]])
     for rate in dict.fromkeys(row["bandwidth"] for row in results.rows):
         conclude(results, [row for row in results.rows if row["bandwidth"] == rate], ranks, rate, ENGINE)
-
-
-def notes(results: Results) -> list[str]:
-    """Return the notes under the tables: the device, the simulation of the wire, and the host's waits."""
-    known = {row["name"]: row for row in results.rows if row.get("waits_per_step") is not None}
-    counts = [f"{name} {row['waits_per_step']:g} and {row['reads_per_step']:g}" for name, row in known.items()]
-    waited = [f"Waits of the host for the device, and reads from it, in a step: {'; '.join(counts)}."] if counts else []
-    return [facts_line(results.settings, results.versions), SIMULATED_NOTE, *waited]

@@ -17,10 +17,10 @@ from grace.bench.common.results import Results
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.rank_program import Event
 from grace.bench.ranks.scenario import run_scenario
+from grace.bench.report.step_table import show
 from grace.bench.step import step_settings
 from grace.bench.step.step_rows import ScenarioRows
 from grace.bench.step.step_settings import StepSettings
-from grace.bench.step.step_table import show
 from grace.errors import ConfigError
 
 NAME = "grace bench step"
@@ -106,8 +106,6 @@ def run_on_device(settings: StepSettings, out: Path, here: bool = False) -> Benc
     with console.status("") as status:
         running.measure(lambda: one_gpu.run(running, settings, lambda what: status.update(escape(what))))
     show(console, running.results)
-    for line in one_gpu.notes(running.results):
-        console.print(line, markup=False)
     return running
 
 

@@ -156,7 +156,7 @@ class StepSettings:
         """Engines whose ranks are started for a scenario, one after the other: that of the methods first."""
         if self.sharded:
             return [self.engine]
-        wanted = {"torch": "ddp" in self.baselines, "horovod": "horovod" in self.baselines and has_horovod("torch")}
+        wanted = {"torch": "ddp" in self.baselines, "horovod": "horovod" in self.baselines and has_horovod()}
         return [self.engine, *(name for name in ENGINES if name != self.engine and wanted.get(name))]
 
     def about(self) -> dict[str, Any]:

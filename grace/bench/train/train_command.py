@@ -7,13 +7,14 @@ import typer
 from rich.console import Console
 
 from grace.bench.common import options
-from grace.bench.common.progress import TrainingBars
-from grace.bench.common.results import Row
-from grace.bench.common.text import of_ranks, show_rate
+from grace.bench.common.progress import ScenarioBars
+from grace.bench.common.quality import shown
+from grace.bench.common.text import scenario, show_rate
 from grace.bench.lifecycle import BenchmarkRun
+from grace.bench.ranks.rank_program import Event
+from grace.bench.report.train_table import show
 from grace.bench.train import training_runs
 from grace.bench.train.train_settings import TrainSettings
-from grace.bench.train.train_table import advice, results_table
 
 NAME = "grace bench train"
 
@@ -56,35 +57,23 @@ def run(settings: TrainSettings, out: Path) -> BenchmarkRun:
     """Train, show and save; return the benchmark with its results and its exit code."""
     console = Console(highlight=False)
     running = BenchmarkRun(NAME, "train", settings.about(), out)
-    console.print(f"Starting {of_ranks(settings.ranks)} ...\n")
-
-    def measure() -> None:
-        with TrainingBars(console, settings) as bars:
-
-            def watch(rate: float | None, event: training_runs.Event) -> None:
-                bars.show(rate, event)
-                if "run" in event:
-                    running.save()
-
-            training_runs.run(settings, running.results, watch)
-
-    running.measure(measure)
-    show(console, running)
+    running.measure(lambda: _train_all(settings, running, console))
+    show(console, running.results)
     return running
 
 
-def show(console: Console, running: BenchmarkRun) -> None:
-    """Show a table for each network and optimizer, and how to read them."""
-    results = running.results
-    tables: dict[tuple[float | None, str], list[Row]] = {}
-    for row in results.rows:
-        tables.setdefault((row["bandwidth"], row["optimizer"]), []).append(row)
-    rates, optimizers = {rate for rate, _ in tables}, {optimizer for _, optimizer in tables}
-    for (rate, optimizer), rows in tables.items():
-        where = ["loopback" if rate is None else show_rate(rate)] if rate is not None or len(rates) > 1 else []
-        where += [optimizer] if len(optimizers) > 1 else []
-        if where:
-            console.print(f"\n[bold]{', '.join(where)}[/]")
-        console.print(results_table(rows, results))
-    if tables:
-        console.print(advice(rows, results))
+def _train_all(settings: TrainSettings, running: BenchmarkRun, console: Console) -> None:
+    """Train over each network; each run is saved, and told in a line, when it ends."""
+    with ScenarioBars(console) as bars:
+
+        def watch(rate: float | None, event: Event) -> None:
+            bars.show(scenario(settings.ranks, rate), event)
+            if "run" not in event:
+                return
+            running.save()
+            run, where = event["run"], "" if rate is None else f", {show_rate(rate)}"
+            name = settings.label(run["method"], run["optimizer"])
+            quality = f"{running.results.settings['metric']} {shown(run['quality'], running.results.settings)}"
+            console.print(f"{name}, seed {run['seed']}{where}: {quality}", markup=False)
+
+        training_runs.run(settings, running.results, watch)

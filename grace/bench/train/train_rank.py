@@ -2,13 +2,12 @@
 
 Usage: python -m grace.bench.train.train_rank FOLDER, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
-    {"method"}             it begins with a method, and its optimizer if there are several
+    {"blocks": n}          the number of epochs that follow
     {"quality"}            after each epoch
     {"run": {...}}         after each run
 """
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +16,9 @@ from typing import Any
 import grace
 from grace.bench.ranks.rank_program import join_run, run_as_rank
 from grace.bench.train.train_settings import TrainSettings
-from grace.bench.workloads.task import Task, in_optimizer, task_class, trainer_class
+from grace.bench.workloads.task import Task, in_optimizer
+from grace.bench.workloads.tasks import task_class
+from grace.bench.workloads.torch_tasks import Trainer
 from grace.communicators.choice import build_communicator
 from grace.session.momentum import momentum_owners
 
@@ -45,7 +46,7 @@ def train(
     # a memory or compressor that has the momentum wants an optimizer without
     alone = "compressor" in in_optimizer(method) and bool(momentum_owners([build_communicator(method, None, None)]))
     momentum = 0.0 if alone else task.momentum
-    trainer = trainer_class(settings.framework)(task, method, seed, lr, momentum, optimizer)
+    trainer = Trainer(task, method, seed, lr, momentum, optimizer)
     marks = {round(1.15**power) for power in range(100)}
     step_seconds, codec_seconds = [], []
     curve = [(0.0, 0, 0.0, trainer.quality())]
@@ -88,21 +89,16 @@ def train(
     }
 
 
-def join(settings: TrainSettings) -> None:
-    """Join the run with the settings' framework, which computes with this rank's share of the cores."""
-    trainer_class(settings.framework).join(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-
 def main(folder: str) -> None:
     """Train with every method and seed; rank 0 writes the progress and each run."""
-    with join_run(folder, TrainSettings, join) as (settings, _, emit):
-        task = task_class(settings.task, settings.framework, settings.size)()
-        for optimizer, method in itertools.product(settings.optimizers, settings.methods):
-            emit({"method": settings.label(method, optimizer)})
-            for seed in settings.seeds:
-                train(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
-                run = train(method, optimizer, seed, settings, task, report=lambda quality: emit({"quality": quality}))
-                emit({"run": run})
+    with join_run(folder, TrainSettings, lambda settings: grace.init("torch")) as (settings, _, emit):
+        task = task_class(settings.task, settings.size)()
+        runs = list(itertools.product(settings.optimizers, settings.methods, settings.seeds))
+        emit({"blocks": len(runs) * (settings.epochs or task.epochs)})
+        for optimizer, method, seed in runs:
+            train(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
+            run = train(method, optimizer, seed, settings, task, report=lambda quality: emit({"quality": quality}))
+            emit({"run": run})
 
 
 if __name__ == "__main__":

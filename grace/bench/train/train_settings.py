@@ -1,19 +1,21 @@
 """Settings of ``grace bench train``."""
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 from grace.bench.common import options
 from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_ranks, unique_lists
 from grace.bench.ranks.launchers import check_links
-from grace.bench.workloads.task import FRAMEWORKS, OPTIMIZERS, check_framework, facts, in_optimizer, task_class
+from grace.bench.workloads.task import OPTIMIZERS, in_optimizer
+from grace.bench.workloads.tasks import facts, task_class
 from grace.core.registry import make
-from grace.errors import ConfigError
+from grace.errors import ConfigError, missing_extra
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
-EXTRAS = {name: {name: name, "numba": name, "sklearn": "bench"} for name in FRAMEWORKS}
-"""Packages that a benchmark of a framework needs, and the extra that installs each."""
+PACKAGES = {"torch": ("torch", "torch"), "numba": ("numba", "torch"), "sklearn": ("scikit-learn", "bench")}
+"""Modules that the benchmark needs, and the package and the extra that bring each."""
 
 
 def learning_rates(texts: list[str]) -> dict[str, float]:
@@ -40,6 +42,7 @@ class TrainSettings:
 
     Raises:
         ConfigError: a value cannot work.
+        MissingExtraError: a package is not installed.
 
     >>> TrainSettings(methods=["topq"])
     Traceback (most recent call last):
@@ -59,7 +62,6 @@ class TrainSettings:
         parse=options.methods,
         show_default=False,
     )
-    framework: str = option("torch", "torch or tensorflow.")
     optimizers: list[str] = option(
         [],
         "sgd (with momentum), adamw, or both, as in adamw,sgd.",
@@ -99,6 +101,9 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
+        for module, named in PACKAGES.items():
+            if importlib.util.find_spec(module) is None:
+                raise missing_extra(*named)
         self.facts = facts(self.task)
         self.optimizers = self.optimizers or [self.facts["optimizer"]]
         unique_lists(self, "methods", "seeds", "bandwidths", "optimizers")
@@ -106,8 +111,7 @@ class TrainSettings:
         check_at_least_1(self, "epochs")
         if not all(0 <= seed < 2**32 for seed in self.seeds):
             raise ConfigError(f"seeds must be in [0, 2**32), not {self.seeds}")
-        check_framework(self.framework)
-        task_class(self.task, size=self.size)  # without the framework, which only ranks import
+        task_class(self.task, self.size)
         for optimizer in self.optimizers:
             if optimizer not in OPTIMIZERS:
                 raise ConfigError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}")

@@ -1,17 +1,14 @@
 """Training runs of several methods over real ranks: the rows of ``grace bench train``."""
 
-import importlib.util
 import itertools
 import statistics
 from collections.abc import Callable
 
 from grace.bench.common.quality import shortfall
 from grace.bench.common.results import Results, Row
-from grace.bench.ranks.launchers import engine_of
 from grace.bench.ranks.rank_program import Event
 from grace.bench.ranks.scenario import run_scenario
-from grace.bench.train.train_settings import EXTRAS, TrainSettings
-from grace.errors import missing_extra
+from grace.bench.train.train_settings import TrainSettings
 
 MEANS = (
     "quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms", "samples_per_s", "train_seconds",
@@ -25,23 +22,17 @@ def run(settings: TrainSettings, results: Results, watch: Callable[[float | None
     ``watch`` gets a bandwidth and each event of its ranks, see :mod:`grace.bench.train.train_rank`.
 
     Raises:
-        MissingExtraError: a package or a launcher is not installed.
         LinkError: a network cannot be emulated here.
         WorkerError: a rank failed.
     """
-    for package, extra in EXTRAS[settings.framework].items():
-        if importlib.util.find_spec(package) is None:
-            raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
-    engine = engine_of(settings.framework, settings.ranks)
     for rate in settings.bandwidths:
-        _train(settings, results, rate, engine, watch)
+        _train(settings, results, rate, watch)
 
 
 def _train(
     settings: TrainSettings,
     results: Results,
     rate: float | None,
-    engine: str,
     watch: Callable[[float | None, Event], None],
 ) -> None:
     before, runs = list(results.rows), list[Row]()
@@ -53,7 +44,8 @@ def _train(
             results.rows = [*before, *summarize(runs, settings, rate)]
         watch(rate, event)
 
-    run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, receive, engine)
+    watch(rate, {"engine": "torch"})
+    run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, receive)
 
 
 def summarize(runs: list[Row], settings: TrainSettings, rate: float | None = None) -> list[Row]:

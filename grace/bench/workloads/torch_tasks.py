@@ -1,20 +1,23 @@
-"""Tasks of the training benchmarks in torch, and their trainer."""
+"""Tasks of ``grace bench train``, and their trainer."""
 
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import grace
-from grace.bench.workloads import charlm, digits, recommender
-from grace.bench.workloads.digits import CHANNELS, HIDDEN, WIDTH
-from grace.bench.workloads.task import ADAMW_BETA2, ARRAYS, WORST, LabelledTask, Task, Trainer, in_optimizer
+from grace.bench.workloads.task import Task, in_optimizer
 from grace.bench.workloads.torch_modules import GPT, LSTM
 from grace.exchange.bucket import Traffic
+
+ADAMW_BETA2 = 0.99
+"""The second moments' decay, for runs of about a thousand steps; AdamW's first beta is the task's ``momentum``."""
+WORST = 700.0
+"""The largest mean loss whose exponential is shown: of a model that diverged it is large, but a number."""
 
 
 class InTorch(Task):
@@ -41,13 +44,17 @@ class InTorch(Task):
         return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-class _LabelledInTorch(InTorch, LabelledTask):
-    """Task of arrays in torch."""
+class _Labelled(InTorch):
+    """Task of arrays: what a model is given, and what it shall answer; its loss is a cross-entropy."""
 
-    def __init__(self, *size: int) -> None:
-        super().__init__(*size)
-        for key in ARRAYS:
-            setattr(self, key, torch.tensor(getattr(self, key)))
+    def keep(self, train_x: np.ndarray, train_y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> None:
+        """Keep the arrays as tensors."""
+        arrays = (train_x, train_y, test_x, test_y)
+        self.train_x, self.train_y, self.test_x, self.test_y = (torch.tensor(array) for array in arrays)
+
+    @property
+    def count(self) -> int:
+        return len(self.train_x)
 
     def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
         return _entropy(model(self.train_x[share]), self.train_y[share])
@@ -77,10 +84,36 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class Digits(_LabelledInTorch, digits.Digits):
-    """The digits, and a multilayer perceptron."""
+# -- images ----------------------------------------------------------------------------------------------------------
+
+WIDTH = 512
+"""Units of each of the two hidden layers of a multilayer perceptron (301,066 parameters)."""
+CHANNELS, HIDDEN = (16, 32), 64
+"""Channels of two 3 x 3 convolutions, and units of the hidden layer behind their 2 x 2 pooling (38,282 parameters)."""
+
+
+class Digits(_Labelled):
+    """1,437 training and 360 test images of 8 x 8 pixels, scaled to [0, 1]; the same split in every run.
+
+    One fifth of each digit's images is held out.
+    """
+
+    about = "scikit-learn's digits"
+    metric, unit, scale = "accuracy", "%", 100.0
+    target = 0.95
+    lr, epochs, batch = 0.1, 20, 64
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        x, y = load_digits(return_X_y=True)
+        parts = train_test_split((x / 16).astype("float32"), y, test_size=0.2, random_state=0, stratify=y)
+        train_x, test_x, train_y, test_y = parts
+        self.keep(train_x, train_y, test_x, test_y)
 
     def network(self, seed: int) -> nn.Module:
+        """Return a multilayer perceptron with two hidden layers."""
         return network(seed)
 
 
@@ -94,12 +127,19 @@ def network(seed: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
 
-class DigitsCNN(_LabelledInTorch, digits.DigitsCNN):
-    """The digits, and a convolutional network.
+class DigitsCNN(Digits):
+    """Convolutional network on the digits.
+
+    Its quality is the mean cross-entropy in nats on the test images: 2.3 is chance.
 
     >>> sum(p.numel() for p in DigitsCNN().network(0).parameters())
     38282
     """
+
+    about = "scikit-learn's digits, convolutional network"
+    metric, unit, scale, higher_is_better = "loss", "", 1.0, False
+    target = 0.1
+    optimizer, lr, adamw_lr, warmup, quick_epochs = "adamw", 0.05, 5e-3, 0.1, 8
 
     def network(self, seed: int) -> nn.Module:
         first, second = CHANNELS
@@ -114,25 +154,134 @@ class DigitsCNN(_LabelledInTorch, digits.DigitsCNN):
             return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *convolutions, *hidden)
 
 
-class CharacterModel(_LabelledInTorch, charlm.CharacterModel):
-    """The text, and the LSTM."""
+# -- text ------------------------------------------------------------------------------------------------------------
+
+LSTM_HIDDEN, LSTM_EMBEDDING = 128, 32
+"""Of an embedding, one LSTM layer and a linear layer over the characters."""
+WINDOW, GPT_WINDOW = 32, 64
+TRAINING, GPT_TRAINING, TEST = 200_000, 440_000, 20_000
+"""Characters."""
+SIZE, BLOCKS, HEADS, UNIT, SPREAD = 70_000, 2, 4, 16, 0.02
+"""Sizes of a GPT: parameters, blocks, heads of attention, the unit that divides its width, and the standard deviation
+of new embeddings."""
+
+
+class CharacterModel(_Labelled):
+    """The text is that of Python's ``help()`` topics (which differs a little between Python versions).
+
+    It is cut into windows of 32 characters, each predicted from an empty state; the quality is the perplexity
+    exp(mean cross-entropy in nats) on text that follows the training text.
+    """
+
+    about = "characters of Python's manual, LSTM"
+    metric = "perplexity"
+    higher_is_better = False
+    target = 5.5
+    quick_epochs = 4
+    lr, epochs, clip, batch = 1.0, 16, 1.0, 32
+    window, training = WINDOW, TRAINING
+
+    def __init__(self) -> None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[key] for key in sorted(topics))[: self.training + TEST]
+        self.characters = sorted(set(text))
+        number = {character: i for i, character in enumerate(self.characters)}
+        codes = np.array([number[character] for character in text])
+        train, test = windows(codes[: self.training], self.window), windows(codes[self.training :], self.window)
+        self.keep(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
+
+    def network(self, seed: int) -> nn.Module:
+        """Return an embedding, one LSTM layer and a linear layer over the characters."""
+        with _seeded(seed):
+            return LSTM(len(self.characters), LSTM_EMBEDDING, LSTM_HIDDEN)
+
+
+class CharacterGPT(CharacterModel):
+    """A GPT (Radford et al., 2018) of two blocks, whose quality is its mean cross-entropy in nats on held-out text.
+
+    AdamW's rate rises in the first tenth of all steps; it is 6e-3 for a width of 48, the default's, and falls with the
+    width's inverse.
+
+    Args:
+        size: about how many parameters there are.
+    """
+
+    about = "characters of Python's manual, GPT"
+    metric = "loss"
+    target = 1.5
+    quick_epochs = 1
+    optimizer, lr, adamw_lr, warmup, epochs, clip = "adamw", 1.0, 6e-3, 0.1, 4, 1.0
+    window, training = GPT_WINDOW, GPT_TRAINING
+    sized = True
+
+    def __init__(self, size: int = SIZE) -> None:
+        super().__init__()
+        self.width = width_of(size, len(self.characters))
+
+    def rate(self, optimizer: str) -> float:
+        return super().rate(optimizer) * (48 / self.width if optimizer == "adamw" else 1)
 
     def network(self, seed: int) -> nn.Module:
         with _seeded(seed):
-            return LSTM(len(self.characters), charlm.EMBEDDING, charlm.HIDDEN)
+            return GPT(len(self.characters), self.width, BLOCKS, HEADS, GPT_WINDOW - 1, SPREAD)
 
 
-class CharacterGPT(_LabelledInTorch, charlm.CharacterGPT):
-    """The text, and the GPT."""
+def width_of(size: int, characters: int) -> int:
+    """Return the width of the GPT that has about so many parameters.
 
-    def network(self, seed: int) -> nn.Module:
-        with _seeded(seed):
-            length = charlm.GPT_WINDOW - 1
-            return GPT(len(self.characters), self.width, charlm.BLOCKS, charlm.HEADS, length, charlm.SPREAD)
+    >>> [width_of(size, 100) for size in (1, 70_000, 1_000_000)]
+    [16, 48, 192]
+    """
+    # a block has 12 width^2 and 13 width; embeddings, positions, the last norm and the output the rest
+    square, linear = 12 * BLOCKS, 13 * BLOCKS + 2 * characters + GPT_WINDOW + 2
+    width = (math.sqrt(linear**2 + 4 * square * size) - linear) / (2 * square)
+    return max(1, round(width / UNIT)) * UNIT
 
 
-class Recommender(_LabelledInTorch, recommender.Recommender):
-    """The clicks, and the scores of pairs."""
+def windows(codes: np.ndarray, size: int) -> np.ndarray:
+    """Return the characters in rows of ``size``; a last row that is not full is left out.
+
+    >>> windows(np.arange(70), 32).shape
+    (2, 32)
+    """
+    return codes[: len(codes) // size * size].reshape(-1, size)
+
+
+# -- clicks ----------------------------------------------------------------------------------------------------------
+
+USERS, ITEMS, FACTORS = 1000, 500, 2
+SEEN, UNSEEN = 200_000, 10_000
+"""Clicks, or their absence."""
+EMBEDDING, MLP_HIDDEN, TABLE_SPREAD = 16, 64, 0.1
+"""Width of both tables and of the MLP's hidden layer (27,201 parameters); standard deviation of embeddings at first."""
+
+
+class Recommender(_Labelled):
+    """Clicks drawn with p = sigmoid(2.25 / sqrt(2) <u, v> + b), u of 1,000 users, v and b of 500 items, all Gaussian.
+
+    Few items are seen often (Zipf's law with exponent 0.8). The MLP gets both embeddings and their product; gradients
+    of tables are dense, since a batch touches about half of the rows. The quality is the mean log loss in nats on
+    held-out pairs: .693 is chance, and .441 that of p itself.
+    """
+
+    about = "made-up clicks, two embeddings and an MLP"
+    metric = "log loss"
+    higher_is_better = False
+    target = 0.5
+    optimizer, lr, adamw_lr, warmup = "adamw", 3.0, 1e-2, 0.1
+    epochs, quick_epochs, batch = 4, 2, 512
+
+    def __init__(self) -> None:
+        random, count = np.random.default_rng(0), SEEN + UNSEEN
+        of_users, of_items = random.normal(size=(USERS, FACTORS)), random.normal(size=(ITEMS, FACTORS))
+        bias = random.normal(size=ITEMS)
+        seen = 1 / np.arange(1, ITEMS + 1) ** 0.8
+        users, items = random.integers(USERS, size=count), random.choice(ITEMS, count, p=seen / seen.sum())
+        logits = 2.25 / FACTORS**0.5 * (of_users[users] * of_items[items]).sum(1) + bias[items]
+        clicks = (random.random(count) < 1 / (1 + np.exp(-logits))).astype("float32")
+        pairs = np.stack([users, items], 1)
+        self.keep(pairs[:SEEN], clicks[:SEEN], pairs[SEEN:], clicks[SEEN:])
 
     def network(self, seed: int) -> nn.Module:
         with _seeded(seed):
@@ -148,12 +297,12 @@ class Scores(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users = nn.Embedding(recommender.USERS, recommender.EMBEDDING)
-        self.items = nn.Embedding(recommender.ITEMS, recommender.EMBEDDING)
+        self.users = nn.Embedding(USERS, EMBEDDING)
+        self.items = nn.Embedding(ITEMS, EMBEDDING)
         for table in (self.users, self.items):
-            nn.init.normal_(table.weight, std=recommender.SPREAD)
-        hidden = nn.Linear(3 * recommender.EMBEDDING, recommender.HIDDEN)
-        self.mlp = nn.Sequential(hidden, nn.ReLU(), nn.Linear(recommender.HIDDEN, 1))
+            nn.init.normal_(table.weight, std=TABLE_SPREAD)
+        hidden = nn.Linear(3 * EMBEDDING, MLP_HIDDEN)
+        self.mlp = nn.Sequential(hidden, nn.ReLU(), nn.Linear(MLP_HIDDEN, 1))
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """Return logits of clicks: (batch,)."""
@@ -161,10 +310,16 @@ class Scores(nn.Module):
         return self.mlp(torch.cat([user, item, user * item], 1)).squeeze(1)
 
 
-class FrameworkTrainer(Trainer):
-    """SGD or AdamW, over torch.distributed."""
+# -- training --------------------------------------------------------------------------------------------------------
 
-    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float, optimizer: str = "sgd"):
+
+class Trainer:
+    """Training run of a task with one method: the model, its distributed optimizer (SGD or AdamW), and a step.
+
+    The seed is that of weights, order and method; the momentum is AdamW's first beta, too.
+    """
+
+    def __init__(self, task: Task, method: str, seed: int, lr: float, momentum: float, optimizer: str = "sgd"):
         self.task, self.model = task, task.network(seed)
         parameters = self.model.parameters()
         made: torch.optim.Optimizer = (
@@ -176,20 +331,18 @@ class FrameworkTrainer(Trainer):
             made, self.model.named_parameters(), seed=seed, **in_optimizer(method)
         )
 
-    @staticmethod
-    def join(threads: int) -> None:
-        torch.set_num_threads(threads)
-        grace.init("torch")
-
     @property
     def traffic(self) -> Traffic:
+        """Counts of all exchanges so far."""
         return self.optimizer.traffic
 
     def set_lr(self, lr: float) -> None:
+        """Set the learning rate of later steps."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def step(self, share: torch.Tensor) -> None:
+        """Make one training step."""
         self.optimizer.zero_grad()
         self.task.loss(self.model, share).backward()
         if self.task.clip is not None:
@@ -198,8 +351,10 @@ class FrameworkTrainer(Trainer):
         self.optimizer.step()
 
     def flush(self) -> None:
+        """Run a last outer round, where ranks train alone."""
         self.optimizer.flush()
 
     def quality(self) -> float:
+        """Return the task's quality of the parameters that all ranks share."""
         with self.optimizer.anchor():
             return self.task.quality(self.model)

@@ -1,1 +1,0 @@
-"""Two runs of a benchmark, row by row."""

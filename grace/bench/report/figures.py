@@ -1,0 +1,356 @@
+"""Figures of reports, in matplotlib's own style."""
+
+import base64
+import dataclasses
+import html
+import io
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from grace.bench.common.quality import better, scale
+from grace.bench.common.results import Results
+from grace.bench.common.text import clean, digits, number, of_ranks, of_rate, short
+from grace.bench.report.rows import Row, cases, identity, one_bound, plain
+from grace.errors import missing_extra
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+    from matplotlib.ticker import LogLocator, NullLocator
+except ImportError as error:
+    raise missing_extra("matplotlib", "bench") from error
+
+Look = dict[str, Any]
+"""Colour and marker of a method, as matplotlib's arguments."""
+Series = Mapping[str, Sequence[tuple[float, float]]]
+"""Points of lines, by the lines' names."""
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "grace",
+    "text.parse_math": False,
+    "axes.axisbelow": True,
+}
+"""Texts stay texts, and a method's name is never a formula."""
+MARKERS = "os^Dv"
+CLIP = 2.5
+"""Multiple of the slowest baseline, or of the median, at which an axis ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Drawing of a figure.
+
+    Attributes:
+        x, y: the labels of the axes.
+        across, along: where horizontal and vertical lines stand, by their styles.
+        ylim: the limits of the y axis, if they are not those of what is drawn.
+    """
+
+    x: str
+    y: str
+    _: dataclasses.KW_ONLY
+    across: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    along: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    ylim: tuple[float, float] | None = None
+
+    def draw(self, axes: Axes) -> None:
+        """Draw all of it."""
+        axes.grid(alpha=0.3)
+        self.draw_data(axes)
+        axes.set(xlabel=clean(self.x), ylabel=clean(self.y))
+        for line, places in ((axes.axhline, self.across), (axes.axvline, self.along)):
+            for style, place in places.items():
+                if place is not None:
+                    line(place, color="black", linewidth=1, linestyle=style)
+        if self.ylim is not None:
+            axes.set_ylim(*self.ylim)
+
+    def draw_data(self, axes: Axes) -> None:
+        """Draw what was measured."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars(Panel):
+    """Bar of stacked parts for each name, from the top, with its sum behind the name.
+
+    Attributes:
+        rows: the lengths of a bar's parts, by its name.
+        parts: the colour of each part, by its name.
+        end: where the axis ends, if it is not 0.
+    """
+
+    rows: Mapping[str, Sequence[float]]
+    parts: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"": "C0"})
+    end: float = 0.0
+
+    def draw_data(self, axes: Axes) -> None:
+        left = [0.0] * len(self.rows)
+        for i, (part, color) in enumerate(self.parts.items()):
+            lengths = [row[i] for row in self.rows.values()]
+            axes.barh(range(len(lengths)), lengths, left=left, color=color, label=part)
+            left = [start + length for start, length in zip(left, lengths, strict=True)]
+        names = [f"{short(name)}  {digits(sum(lengths))}" for name, lengths in self.rows.items()]
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        if self.end:
+            axes.set_xlim(0, min(self.end, 1.02 * max(left)) or 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines(Panel):
+    """Lines, or points alone if they are not joined; axes named in ``log``, as "xy", are logarithmic."""
+
+    series: Series
+    looks: Mapping[str, Look]
+    log: str = ""
+    joined: bool = True
+
+    def draw_data(self, axes: Axes) -> None:
+        style: Look = {"linestyle": "-" if self.joined else "", "markersize": 4}
+        for name, points in self.series.items():
+            if points:
+                axes.plot(*zip(*sorted(points), strict=True), **self.looks[name], **style, label=short(name))
+        axes.set(**{f"{axis}scale": "log" for axis in self.log})
+        for axis in [{"x": axes.xaxis, "y": axes.yaxis}[name] for name in self.log]:
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_locator(NullLocator())
+
+    @property
+    def several(self) -> bool:
+        """True if any line has more than one point."""
+        return any(len(points) > 1 for points in self.series.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Panels under one heading, by their titles; ``height`` is that of a panel, in inches."""
+
+    title: str
+    caption: str
+    panels: Mapping[str, Panel]
+    height: float = 3.6
+
+    def html(self) -> str:
+        """Return the figure as HTML that holds its picture."""
+        columns = min(2, len(self.panels))
+        rows = -(-len(self.panels) // columns)
+        with rc_context(STYLE):
+            drawing = Drawing(figsize=(6 * columns, self.height * rows + 0.8), layout="constrained")
+            all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
+            for axes in all_axes[len(self.panels) :]:
+                axes.remove()
+            names = dict[str, Any]()
+            for axes, (title, panel) in zip(all_axes, self.panels.items(), strict=False):
+                panel.draw(axes)
+                axes.set_title(clean(title), fontsize="medium")
+                handles, labels = axes.get_legend_handles_labels()
+                names |= dict(zip(labels, handles, strict=True))
+            if names:
+                drawing.legend(names.values(), names, loc="outside lower center", ncols=2 * columns, frameon=False)
+            file = io.BytesIO()
+            drawing.savefig(file, format="svg", metadata={"Date": None})
+        picture = base64.b64encode(file.getvalue()).decode()
+        title, caption = (html.escape(clean(text)) for text in (self.title, self.caption))
+        image = f'<img alt="{title}: {caption}" src="data:image/svg+xml;base64,{picture}">'
+        return f"<h3>{title}</h3><figure>{image}<figcaption>{caption}</figcaption></figure>"
+
+
+def height_of(bars: int) -> float:
+    """Return the height of a panel of so many bars, in inches."""
+    return 0.26 * bars + 0.8
+
+
+def figures(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
+    """Return all figures that the rows of results allow."""
+    found = {"step": _step, "train": _train, "kernels": _kernels}[results.kind](results, looks)
+    return [figure for figure in found if figure.panels]
+
+
+def looks_of(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Look]:
+    """Return one look for each name: baselines are grey, ``none`` is black.
+
+    >>> looks_of(["none", "topk"], ["DDP"])["topk"]
+    {'color': 'C1', 'marker': 'o'}
+    """
+    grey = dict.fromkeys(baselines)
+    found = {name: {"color": "grey", "marker": marker} for name, marker in zip(grey, itertools.cycle(MARKERS))}
+    for i, name in enumerate(name for name in dict.fromkeys(methods) if name not in grey):
+        marker = MARKERS[i // 10 % len(MARKERS)]
+        found[name] = {"color": "black" if name == "none" else f"C{i % 10}", "marker": marker}
+    return found
+
+
+def series_of(rows: Sequence[Row], x: str, y: str, log: str = "") -> dict[str, list[tuple[float, float]]]:
+    """Return the points of the rows that have both figures, by the rows' names; on a logarithmic axis above 0 only."""
+    found = dict[str, list[tuple[float, float]]]()
+    for row in rows:
+        point = number(row.get(x)), number(row.get(y))
+        if None not in point and all(value > 0 for axis, value in zip("xy", point, strict=True) if axis in log):  # type: ignore[operator]
+            found.setdefault(identity(row), []).append(point)  # type: ignore[arg-type]
+    return found
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
+    rows = one_bound([row for row in results.rows if number(row.get("step_ms"))])
+    parts = {"compute": "lightgrey", "codec": "C1", "communication that nothing hides": "C0"}
+    times = dict[str, Bars]()
+    for (ranks, rate), some in cases(rows, "ranks", "bandwidth").items():
+        some = sorted(some, key=lambda row: (row["kind"] == "grace", row["kind"] == "bound", row["step_ms"]))
+        slowest = max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0.0)
+        end = CLIP * (slowest or some[len(some) // 2]["step_ms"])
+        marks = {"--": plain(some), ":": next((row for row in some if row["kind"] == "bound"), None)}
+        along = {style: None if row is None else row["step_ms"] for style, row in marks.items()}
+        split = {row["name"]: _parts(row) for row in some}
+        times[f"{of_ranks(ranks)}, {of_rate(rate)}"] = Bars("ms of a step", "", split, parts, end, along=along)
+    link, gain = "bit/s of the emulated link", "speedup over plain training"
+    speedups = {
+        of_ranks(ranks): Lines(link, gain, series_of(some, "bandwidth", "speedup", "x"), looks, "xy", across={"--": 1})
+        for (ranks,), some in cases(rows, "ranks").items()
+    }
+    samples = "samples per second, all ranks together"
+    throughput = {
+        of_rate(rate): Lines("ranks", samples, series_of(some, "ranks", "samples_per_s", "y"), looks, "xy")
+        for (rate,), some in cases(rows, "bandwidth").items()
+    }
+    return [
+        Figure(
+            "Where the time of a step goes",
+            "One bar is the median time of a step; baselines stand above. A method pays where its bar ends left of the "
+            "dashed line, plain training's time; nothing can end left of the dotted line, the same step without any "
+            "communication. Longer bars are cut; the number behind the name counts.",
+            times,
+            height_of(max((len(panel.rows) for panel in times.values()), default=0)),
+        ),
+        Figure(
+            "Speedup against bandwidth",
+            "Plain training's time of a step, divided by the method's. Above the dashed line the method makes a step "
+            "faster, below it slower.",
+            {title: panel for title, panel in speedups.items() if panel.several},
+        ),
+        Figure(
+            "Throughput against the number of ranks",
+            "Every rank has a batch of its own, so twice the ranks are at best twice the samples per second.",
+            {title: panel for title, panel in throughput.items() if panel.several},
+        ),
+    ]
+
+
+def _parts(row: Row) -> list[float]:
+    compute, codec, exposed = (number(row.get(key)) for key in ("compute_ms", "codec_ms", "exposed_ms"))
+    if compute is None or exposed is None:
+        return [0.0, 0.0, row["step_ms"]]
+    return [compute, codec or 0.0, exposed]
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def _train(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
+    found = []
+    rows = [row for row in results.rows if number(row.get("quality")) is not None]
+    by_optimizer = cases(rows, "optimizer")
+    for (optimizer,), some in by_optimizer.items():
+        where = f", {optimizer or '?'}" if len(by_optimizer) > 1 else ""
+        found += _of_optimizer(some, results.settings, looks, where)
+    return found
+
+
+def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str, Look], where: str) -> list[Figure]:
+    metric, unit = task.get("metric", "quality"), task.get("unit")
+    quality = f"test {metric}" + (f" ({unit})" if unit else "")
+    rows = [{**row, "shown": row["quality"] * scale(task)} for row in rows]
+    ylim = window([row["shown"] for row in rows], better(task))
+    target = number(task.get("target"))
+    goal = {":": None if target is None else target * scale(task)}
+    finals, curves = dict[str, Panel](), dict[str, Panel]()
+    places = {of_rate(rate): some for (rate,), some in cases(rows, "bandwidth").items()}
+    for over, some in places.items():
+        none = {"--": next((row["shown"] for row in some if row["method"] == "none"), None)}
+        for key, x, log in (
+            ("sent_bytes_per_step", "bytes of a step", "x"),
+            ("samples_per_s", "samples per second", ""),
+        ):
+            final = series_of(some, key, "shown", log)
+            finals[f"against {x}, {over}"] = Lines(x, quality, final, looks, log, False, across=none, ylim=ylim)
+        for i, (x, log) in enumerate((("epochs", ""), ("bytes", "x"), ("seconds", ""))):
+            series = {row["method"]: _curve(row, i, task, log) for row in some}
+            again = x != "seconds" and over != next(iter(places))  # it is the same over any network
+            if any(series.values()) and not again:
+                curve = Lines(x, quality, series, looks, log, across=goal, ylim=ylim)
+                curves[f"against {x}, {over}"] = curve
+    return [
+        Figure(
+            f"Final {metric} against bytes and against speed{where}",
+            f"One point is a method. {'Up' if better(task) > 0 else 'Down'} is better; a method is of use where it is "
+            "level with none (the dashed line) and left of it in bytes, or right of it in speed.",
+            finals,
+        ),
+        Figure(
+            f"{str(metric).capitalize()} while training{where}",
+            "Means over seeds. The line farthest left learns most from its epochs, bytes or seconds; the dotted "
+            "line is the target.",
+            curves,
+        ),
+    ]
+
+
+def _curve(row: Row, column: int, task: dict[str, Any], log: str) -> list[tuple[float, float]]:
+    """Return the points of a curve that are known: epochs, bytes or seconds, and the quality as it is shown."""
+    known = [point for point in row.get("curve") or [] if all(number(value) is not None for value in point)]
+    return [(point[column], point[3] * scale(task)) for point in known if point[column] > 0 or not log]
+
+
+def window(finals: Sequence[float], sign: int) -> tuple[float, float]:
+    """Return the limits of an axis of qualities: room for all that did not diverge, and for the way there.
+
+    >>> window([96.0, 90.0], 1)
+    (72.0, 97.2)
+    """
+    best = max(finals) if sign > 0 else min(finals)
+    gaps = sorted(abs(best - value) for value in finals)
+    usual = gaps[len(gaps) // 2]
+    reach = max(gap for gap in gaps if gap <= 8 * usual) or 0.01 * abs(best) or 0.01
+    low, high = sorted((best - 4 * sign * reach, best + 0.2 * sign * reach))
+    return low, high
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _kernels(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
+    colors = {"encode": "C0", "decode": "C1", "memory": "C2"}
+    errors, times = dict[str, Panel](), dict[str, Bars]()
+    for (tensor,), some in cases(results.rows, "tensor").items():
+        series = series_of(some, "bits_per_element", "vnmse", "xy")
+        if series:
+            labels = "bits per element", "vNMSE of one rank"
+            errors[f"{tensor} tensor"] = Lines(*labels, series, looks, "xy", False, across={"--": 1})
+        parts = {row["method"]: [number(row.get(f"{part}_copies")) or 0.0 for part in colors] for row in some}
+        lengths = sorted(sum(each) for each in parts.values() if any(each))
+        if lengths:
+            taken = {method: each for method, each in sorted(parts.items(), key=lambda one: sum(one[1])) if any(each)}
+            end = 2 * CLIP * lengths[len(lengths) // 2]
+            times[f"{tensor} tensor"] = Bars("multiples of the time of one copy", "", taken, colors, end)
+    return [
+        Figure(
+            "Error against bits",
+            "Left is smaller, down is more exact. At the dashed line the error is as large as the gradient; what lies "
+            "near it relies on error feedback, or on the mean over many ranks. Exact methods are not drawn.",
+            errors,
+        ),
+        Figure(
+            "Time of encoding and decoding",
+            "How long a rank computes, as multiples of the time in which the same machine copies the tensor once. "
+            "Longer bars are cut; the number behind the name counts.",
+            times,
+            height_of(max((len(panel.rows) for panel in times.values()), default=0)),
+        ),
+    ]

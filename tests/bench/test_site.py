@@ -1,0 +1,25 @@
+"""The site's page of recorded results."""
+
+import html
+import importlib.util
+import types
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from grace.bench.common.results import load
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_site_has_a_report_of_all_recorded_results(tmp_path):
+    spec = importlib.util.spec_from_file_location("conf", ROOT / "docs" / "conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    conf.build_pages(types.SimpleNamespace(srcdir=tmp_path))
+    text = (tmp_path / "benchmarks.html").read_text()
+    names = ("steps-resnet50-1gbit", "train-chargpt-sgd", "codecs")
+    for each in (load(ROOT / "benchmarks" / "results" / f"{name}.json") for name in names):
+        assert html.escape(each.command) in text

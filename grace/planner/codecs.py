@@ -77,8 +77,7 @@ def measure(
         gradients: by variable name: tensors of any framework, or sparse rows, of which the values are taken.
         ranks: how many will exchange.
 
-    Raises:
-        ConfigError: there is no gradient that the method makes smaller, or one that holds a NaN.
+    Raise ConfigError if there is no gradient that the method makes smaller, or one that holds a NaN.
 
     >>> from grace.communicators.choice import build_communicator
     >>> x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
@@ -244,11 +243,8 @@ def is_table(gradient: Tensor | SparseRows) -> bool:
 
 
 def _dense_values(name: str, gradient: Tensor | SparseRows) -> Tensor:
-    """Return the values of a gradient, whether it is sparse or not.
-
-    Raises:
-        ConfigError: they are of a dtype that is not exchanged, or not finite.
-    """
+    """Return the values of a gradient, whether it is sparse or not. Raise ConfigError if they are not finite, or of a
+    dtype that is not exchanged."""
     x = gradient.values if isinstance(gradient, SparseRows) else gradient
     try:
         x = kernels_of(x).given(x)

@@ -274,8 +274,7 @@ class Driver:
             if seconds := self.timer.seconds():
                 took[name] = statistics.median(seconds)
         everyone = gather_or_raise(self.backend, "what trials took", took)
-        timed = [name for name in names if all(name in one for one in everyone)]
-        return {name: max(one[name] for one in everyone) for name in timed}
+        return {name: max(one[name] for one in everyone) for name in names if all(name in one for one in everyone)}
 
     def _switched(self, name: str) -> bool:
         """Return True if all ranks go on by a candidate; else they go on by what they had before."""

@@ -68,8 +68,7 @@ class Planning:
         self.network = measure_network(self.backend, seconds, crowded=self.oversubscribed > 1)
 
     def measure_methods(self, gradients: Mapping[str, Tensor], tables: Collection[str], timeline: Timeline) -> None:
-        """Measure the methods on each rank's gradients; every rank must call it, with the same tables and the slowest
-        rank's timeline."""
+        """Measure the methods on each rank's gradients. Every rank must call it, with the slowest rank's timeline."""
         options, network = self.options, self.network
         assert network is not None  # of several ranks
         errors = ErrorModel({}, tables, self.adaptive, make("compressor", options.reference).spec)
@@ -94,8 +93,7 @@ class Planning:
         return self.found
 
     def explained(self, chosen: str, seconds: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """Return the plan as a document, and in one line; ``seconds`` are those of a step of each candidate that was
-        tried."""
+        """Return the plan as a document, and in one line; ``seconds`` are those of a step of each tried candidate."""
         tried = [replace(one, measured=seconds.get(one.name)) for one in self.found]
         plan = plan_of(self.problem, tried, chosen=chosen, remarks=self.remarks)
         return plan.to_dict(), "; ".join([plan.why, *plan.remarks[len(self.remarks) :]])
@@ -108,8 +106,8 @@ def measured(
     oversubscribed: float = 1.0,
     progress: Callable[[str, float], object] = lambda what, done: None,
 ) -> tuple[Problem, dict[str, str]]:
-    """Return the problem, whose links and tables are as they are, with the codecs and errors of its methods, and no
-    others; and why methods could not be measured. Every rank must call it (:func:`measure_methods`)."""
+    """Return the problem with the codecs and errors of its methods, and no others; and why methods could not be
+    measured. Every rank must call it (:func:`measure_methods`)."""
     choices = methods_to_measure(problem)
     found, left_out = measure_methods(
         backend, choices, gradients, problem.ranks, CODEC_SECONDS, oversubscribed, problem.seed, progress

@@ -4,12 +4,16 @@ Trains a recommender with tables, a convolutional network, a language model whos
 each by SGD, by SGD with momentum and by AdamW, over two ranks and a link of 100 Mbit/s, about 1,000 steps with each of
 three seeds, without compression and under ``auto``. It prints a Markdown table: the final losses, and the part of the
 loss's fall without compression by which ``auto`` ends higher. Rows go into
-``benchmarks/results/planner_learning.json``.
+``benchmarks/results/planner_learning.json``; what is there already, of the same seeds, epochs and link, is not trained
+again, so that a run that was stopped goes on where it was. On stderr it says how far it is, and how long the rest will
+take.
 """
 
 import argparse
 import json
 import statistics
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from grace.bench.common.results import Results
+from grace.bench.ranks.rank_program import Event
 from grace.bench.train import training_runs
 from grace.bench.train.train_settings import TrainSettings
 from grace.bench.workloads.torch_tasks import InTorch, Recommender
@@ -186,32 +191,50 @@ def lag(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
     return higher / fall
 
 
+def train(task: str, optimizer: str, seeds: list[int], epochs: int | None, link: float) -> dict[str, Any]:
+    """Train a task by an optimizer, without compression and under ``auto``; return the rows and how they compare."""
+    prefix, spec = OPTIMIZERS[optimizer]
+    where = f"benchmarks.planner_learning:{prefix}{task}"
+    settings = TrainSettings(where, ["none", "auto"], optimizers=[spec], seeds=seeds, bandwidths=[link])
+    settings.epochs = epochs
+    results = Results("train", settings.about())
+
+    def say(rate: float | None, event: Event) -> None:
+        if run := event.get("run"):
+            print(f"{task}, {optimizer}, {run['method']}, seed {run['seed']}: {run['quality']:.4g}", file=sys.stderr)
+
+    training_runs.run(settings, results, say)
+    none, auto = results.rows
+    return {"higher": lag(none["runs"], auto["runs"]), "rows": results.rows}
+
+
 def main() -> None:
     """Train, and print the table, a line as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help=f"(default: {OUT})")
-    parser.add_argument("--tasks", nargs="*", default=TASKS, help=f"(default: {' '.join(TASKS)})")
+    parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS, help=f"(default: {' '.join(TASKS)})")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="(default: 0 1 2)")
     parser.add_argument("--epochs", type=int, help="(default: about 1,000 steps)")
     parser.add_argument("--link", type=float, default=100e6, help="bit/s (default: 100e6)")
     given = parser.parse_args()
-    kept = []
+    how = {"seeds": given.seeds, "epochs": given.epochs, "link": given.link}
+    kept: list[dict[str, Any]] = json.loads(given.out.read_text()) if given.out.exists() else []
+    wanted = [{"task": task, "optimizer": name, **how} for task in given.tasks for name in OPTIMIZERS]
+    ahead = sum(not any(one.items() <= row.items() for row in kept) for one in wanted)
+    began, trained = time.monotonic(), 0
     print("| task | optimizer | loss without compression | under auto | higher, of the fall |")
     print("| --- | --- | --- | --- | --- |", flush=True)
-    for task in given.tasks:
-        for name, (prefix, optimizer) in OPTIMIZERS.items():
-            where = f"benchmarks.planner_learning:{prefix}{task}"
-            settings = TrainSettings(
-                where, ["none", "auto"], optimizers=[optimizer], seeds=given.seeds, bandwidths=[given.link]
-            )
-            settings.epochs = given.epochs
-            results = Results("train", settings.about())
-            training_runs.run(settings, results, lambda rate, event: None)
-            none, auto = results.rows
-            higher = lag(none["runs"], auto["runs"])
-            kept.append({"task": task, "optimizer": name, "higher": higher, "rows": results.rows})
+    for one in wanted:
+        row = next((row for row in kept if one.items() <= row.items()), None)
+        if row is None:
+            row = one | train(**one)
+            kept.append(row)
             given.out.write_text(json.dumps(kept) + "\n")
-            print(f"| {task} | {name} | {none['quality']:.4g} | {auto['quality']:.4g} | {higher:.1%} |", flush=True)
+            trained += 1
+            left = (time.monotonic() - began) / trained * (ahead - trained) / 60
+            print(f"{trained} of {ahead} trained; the rest will take about {left:.0f} minutes", file=sys.stderr)
+        none, auto = (each["quality"] for each in row["rows"])
+        print(f"| {one['task']} | {one['optimizer']} | {none:.4g} | {auto:.4g} | {row['higher']:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

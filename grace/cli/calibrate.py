@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from grace.backends.topology import node_groups, node_name
 from grace.bench.common.options import methods as parse_methods
 from grace.bench.common.progress import ShowProgress, progress_bar
 from grace.cli.calibration import Calibration, Key, read
-from grace.cli.calibration_tables import print_calibration, total_seconds
+from grace.cli.calibration_tables import print_calibration
 from grace.cli.inputs import load_variables, random_gradients, to_tensor
 from grace.cli.terminal import check_writable, standard_output
 from grace.communicators.choice import build_communicator
@@ -26,10 +26,9 @@ from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
-from grace.planner.codecs import measure
-from grace.planner.costs import CodecCost
 from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
+from grace.planner.planning import measure_methods
 from grace.session.agreement import gather_or_raise
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)
@@ -106,13 +105,23 @@ def calibrate(
     shared = oversubscription(backend, names)
     with progress_bar(console, backend.rank == 0) as progress:
         network, inside = _measure_links(backend, names, bench, network_seconds, shared > 1, progress)
-        codecs, left_out = measure_codecs(backend, choices, gradients, bench, method_seconds, shared, seed, progress)
+        methods_found, left_out = measure_methods(
+            backend,
+            choices,
+            gradients,
+            backend.size,
+            method_seconds,
+            shared,
+            seed,
+            lambda method, done: progress(method, 0.5 + done / 2),
+        )
+        progress("done", 1.0)
     calibration = Calibration(
         key=key,
         made=time.time(),
         network=network,
         inside=inside,
-        codecs=codecs,
+        codecs={one.method: one.codec for one in methods_found.values()},
         by_ring=backend.by_ring,
         concatenates=backend.concatenates,
     )
@@ -218,48 +227,6 @@ def _measure_links(
             error = raised
         inside = next(filter(None, gather_or_raise(backend, "times of collectives", inside, error, FAILED)))
     return network, inside
-
-
-def measure_codecs(
-    backend: Backend,
-    choices: Sequence[Communicator],
-    gradients: Mapping[str, Tensor],
-    bench: Workbench,
-    seconds: float,
-    shared: float,
-    seed: int,
-    progress: ShowProgress,
-) -> tuple[dict[str, CodecCost], dict[str, str]]:
-    """Measure methods on every rank; where ranks share cores, on rank 0 alone, and the others' turns are added.
-
-    Returns:
-        The codecs of the slowest rank, for which all others wait; and the reasons why other methods have none.
-    """
-    codecs: dict[str, CodecCost] = {}
-    left_out: dict[str, str] = {}
-    for i, choice in enumerate(choices):
-        method = choice.describe()
-        progress(method, 0.5 + i / len(choices) / 2)
-        answer: str | tuple[str, CodecCost] | None = None
-        error: Exception | None = None
-        try:
-            if shared == 1 or backend.rank == 0:
-                found = measure(choice, gradients, backend.size, seed, seconds)
-                answer = found.method, found.codec.times(shared)
-        except (GraceError, TypeError) as raised:  # frameworks do not have all types of numbers
-            answer = str(raised)
-        except Exception as raised:
-            error = raised
-        received = gather_or_raise(backend, "times of methods", answer, error, FAILED)
-        answers = [each for each in received if each is not None]
-        refusals = [each for each in answers if isinstance(each, str)]
-        if refusals:
-            left_out[method] = refusals[0]
-        else:
-            slowest = max(answers, key=lambda each: total_seconds(each[1], max(2, backend.size)))
-            codecs[slowest[0]] = slowest[1]
-    progress("done", 1.0)
-    return codecs, left_out
 
 
 @contextlib.contextmanager

@@ -71,12 +71,3 @@ def _codecs_table(calibration: Calibration) -> Table:
 def _seconds(codec: CodecCost, ranks: int) -> list[float]:
     """Return the seconds of a codec's three parts for the bucket in the table."""
     return [part.seconds(VARIABLES, ELEMENTS, ranks) for part in (codec.start, codec.middle, codec.finish)]
-
-
-def total_seconds(codec: CodecCost, ranks: int) -> float:
-    """Return the seconds of a codec for the bucket in the table, by which codecs of one method are compared.
-
-    >>> total_seconds(CodecCost(), 2)
-    0.0
-    """
-    return sum(_seconds(codec, ranks))

@@ -272,5 +272,5 @@ def measure_methods(problem: Problem, framework: str, gradients: Mapping[str, An
     if not samples:
         raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
     errors = replace(problem.errors, tables={name for name, x in gradients.items() if is_table(x)})
-    found, _ = measured(replace(problem, errors=errors), samples, progress=progress)
+    found, _ = measured(replace(problem, errors=errors), LocalBackend(), samples, progress=progress)
     return found if gradients else replace(found, errors=errors)

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import itertools
 import math
+import random
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -77,8 +78,7 @@ def measure(
         gradients: by variable name: tensors of any framework, or sparse rows, of which the values are taken.
         ranks: how many will exchange.
 
-    Raises:
-        ConfigError: there is no gradient that the method makes smaller, or one that holds a NaN.
+    Raise ConfigError if there is no gradient that the method makes smaller, or one that holds a NaN.
 
     >>> from grace.communicators.choice import build_communicator
     >>> x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
@@ -146,14 +146,19 @@ class _CodecTiming:
         self.ranks = communicator.made_for or max(2, self.root + 1, min(ranks, MOST_RANKS))
 
     def largest_part(self, tensors: Tensors, seconds: float) -> tuple[Tensors, Parts]:
-        """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took."""
-        elements = PROBE
+        """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took.
+
+        It has whole tensors, and rows of one, because what an element takes depends on the shape.
+        """
+        elements, names = PROBE, random.Random(0).sample(list(tensors), len(tensors))
         while True:
-            share = elements / _elements(tensors)
-            taken = {name: _first_rows(x, max(1, int(share * _numel(x)))) for name, x in tensors.items()}
+            taken = dict[str, Tensor]()
+            for name in names:
+                if (left := elements - _elements(taken)) > 0:
+                    taken[name] = _first_rows(tensors[name], left)
             took = self.seconds(taken, 0.0, least=1)
             most = _elements(taken) * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
-            if share >= 1 or elements * 4 > min(most, MOST_ELEMENTS):
+            if elements >= _elements(tensors) or elements * 4 > min(most, MOST_ELEMENTS):
                 return taken, self.seconds(taken, seconds)
             elements *= 4
 
@@ -244,11 +249,8 @@ def is_table(gradient: Tensor | SparseRows) -> bool:
 
 
 def _dense_values(name: str, gradient: Tensor | SparseRows) -> Tensor:
-    """Return the values of a gradient, whether it is sparse or not.
-
-    Raises:
-        ConfigError: they are of a dtype that is not exchanged, or not finite.
-    """
+    """Return the values of a gradient, whether it is sparse or not. Raise ConfigError if they are not finite, or of a
+    dtype that is not exchanged."""
     x = gradient.values if isinstance(gradient, SparseRows) else gradient
     try:
         x = kernels_of(x).given(x)

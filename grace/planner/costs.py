@@ -92,6 +92,10 @@ class CodecCost:
         if self.bits is not None and not 0 < self.bits < np.inf:
             raise ConfigError(f"a value takes more than 0 bits on the wire, not {self.bits}")
 
+    def seconds(self, variables: int, elements: float, ranks: int) -> float:
+        """Return the seconds of all three parts for such a bucket."""
+        return sum(part.seconds(variables, elements, ranks) for part in (self.start, self.middle, self.finish))
+
     def times(self, factor: float) -> "CodecCost":
         """Return the codec with all seconds multiplied."""
         return CodecCost(self.start.times(factor), self.middle.times(factor), self.finish.times(factor), self.bits)

@@ -6,9 +6,8 @@ All ranks count the same steps, so that each comes to every collective of this m
 2. a few whose exchanges begin after backward: when each gradient is there, computing alone, on every rank;
 3. a few plain ones, uncompressed, as a baseline;
 4. the links, and the codecs of all methods on this model's gradients; rank 0 plans;
-5. the best candidates and the baseline in turns;
-6. the two fastest once more in turns with the baseline: the better one is kept; if neither is faster than the
-   baseline, the next two are checked so.
+5. the best candidates and the baseline in turns, and those that are not far behind in further rounds: the fastest is
+   kept, if it is faster than the baseline by a margin and by more than what its turns differ.
 
 It is then watched: a link that becomes slower is told, and with ``replan`` planned for at once; else it begins anew at
 2 ``replan`` steps later. Whatever fails while planning is one line, and training goes on uncompressed on all ranks.
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, GraceError
 from grace.planner import planning
+from grace.planner.codecs import is_table
 from grace.planner.explain import MARGIN
 from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
@@ -38,7 +38,9 @@ WARM, HELD, PLAIN = 2, 5, 5
 SETTLED, TIMED = 1, 3
 """Steps after a switch that do not count, and steps that do."""
 TRIED, FINALISTS = 4, 2
-"""Candidates that are tried, beside the baseline; and that are checked together."""
+"""Candidates that are tried, beside the baseline; and that have further turns."""
+TRIALS, BEHIND = 48, 0.5
+"""Steps of all turns, at most; and the part of the fastest one's step by which another's may be longer in a round."""
 WATCH_SECONDS, WATCH_FIRST = 0.25, 5
 """About how much training lies between two looks at a settled run, and the steps until the first one."""
 SLOWER, FELT = 2.0, 0.2
@@ -97,7 +99,7 @@ class Driver:
         self.cluster = [start.world_size, start.nodes]
         self.gradients: dict[str, Tensor] = {}
         self.results: dict[str, float] = {}
-        """Seconds of a step of each candidate on the slowest rank, of the last turns that it had."""
+        """Seconds of a step of each candidate on the slowest rank: the median of its turns."""
         self.current, self.plan = BASELINE, None
         self.holds = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
@@ -208,11 +210,10 @@ class Driver:
         found = self._measure(timeline)
         self.strategies = {BASELINE: self.strategies[BASELINE], **found}
         self.results, self.trying = {}, True
-        yield from self._try([BASELINE, *found])
-        chosen, note = yield from self._check()
+        chosen = yield from self._race([BASELINE, *found])
         if not self._switched(chosen):
             chosen = self.current
-        self.plan, line = self._agree("a plan", lambda: self.planner.explained(chosen, note, self.results))
+        self.plan, line = self._agree("a plan", lambda: self.planner.explained(chosen, self.results))
         self.print_line(f"grace: auto: {line}")
 
     def _measure(self, timeline: Timeline | None) -> dict[str, Strategy]:
@@ -232,17 +233,39 @@ class Driver:
         plain_step = max(seconds for _, seconds in told)
         self._agree("links", lambda: self.planner.measure_links(plain_step), everywhere=True)
         gradients, self.gradients = self.gradients, {}
+        tables = self._agree("tables", lambda: {name for name, x in gradients.items() if is_table(x)})
+        self._agree("methods", lambda: self.planner.measure_methods(gradients, tables, slowest), everywhere=True)
 
         def candidates() -> dict[str, Strategy]:
-            found = [one for one in self.planner.candidates(gradients, slowest, skew) if one.name != BASELINE]
+            found = [one for one in self.planner.candidates(skew) if one.name != BASELINE]
             return {one.name: one.strategy for one in found[:TRIED]}
 
         found: dict[str, Strategy] = self._agree("what to try", candidates)
         return found
 
-    def _try(self, names: Sequence[str]) -> Generator[int, None, list[str]]:
-        """Train some steps by each candidate in turn, the baseline among them. Return the names of those that all ranks
-        have timed, whose seconds on the slowest rank are ``results`` then."""
+    def _race(self, names: Sequence[str]) -> Generator[int, None, str]:
+        """Let candidates and the baseline take turns, round after round, as long as steps allow: all of them first, and
+        then the fastest so far and what is not far behind. Return the name of the fastest in the end that beats the
+        baseline, or the baseline's.
+
+        Those that are compared take turns in the same rounds, so that what disturbs for a while disturbs all.
+        """
+        rounds, ahead, left = list[dict[str, float]](), list[str](), TRIALS
+        while len(names) > 1 and len(names) * (SETTLED + TIMED) <= left:
+            left -= len(names) * (SETTLED + TIMED)
+            rounds.append((yield from self._take_turns(names)))
+            for name in rounds[-1]:
+                self.results[name] = statistics.median(took[name] for took in rounds if name in took)
+            if BASELINE not in self.results:
+                raise PlanningError("no uncompressed step was measured")
+            near = (1 + BEHIND) * min(self.results.values())
+            ahead = sorted((n for n in self.results if self.results[n] <= near), key=self.results.__getitem__)
+            names = [name for name in ahead if name != BASELINE][:FINALISTS] + [BASELINE] * (BASELINE in ahead)
+        return next((n for n in ahead if n in rounds[-1] and beats(rounds, n, BASELINE)), BASELINE)
+
+    def _take_turns(self, names: Sequence[str]) -> Generator[int, None, dict[str, float]]:
+        """Train some steps by each strategy in turn. Return the median seconds of a step on the slowest rank, of those
+        that all ranks have timed."""
         took: dict[str, float] = {}
         for name in names:
             if not self._switched(name):
@@ -251,34 +274,7 @@ class Driver:
             if seconds := self.timer.seconds():
                 took[name] = statistics.median(seconds)
         everyone = gather_or_raise(self.backend, "what trials took", took)
-        timed = [name for name in everyone[0] if all(name in one for one in everyone)]
-        if BASELINE not in timed:
-            raise PlanningError("no uncompressed step was measured")
-        self.results.update({name: max(one[name] for one in everyone) for name in timed})
-        return timed
-
-    def _check(self) -> Generator[int, None, tuple[str, str]]:
-        """Compare the two fastest candidates, if they are faster than the baseline by the margin, with each other and
-        with it once more, in turns; if none is faster again, the next two. Return the name of the better one by this
-        and its trial, or the baseline's; and what is to be said of faster ones whose check failed."""
-        trial, failed = dict(self.results), dict[str, str]()
-        fast = [name for name in trial if name != BASELINE and trial[name] <= (1 - MARGIN) * trial[BASELINE]]
-        fast.sort(key=trial.__getitem__)
-        for i in range(0, len(fast), FINALISTS):
-            pair = fast[i : i + FINALISTS]
-            timed = yield from self._try([*pair, BASELINE])
-            plain = self.results[BASELINE]
-            passed = [name for name in pair if name in timed and self.results[name] <= plain]
-            for name in pair:
-                if name not in passed:
-                    failed[name] = (
-                        f"{name} took {self.results[name] * 1e3:.3g} ms a step when it was checked, after "
-                        f"{trial[name] * 1e3:.3g} in its trial, and uncompressed sums {plain * 1e3:.3g}"
-                    )
-            if passed:
-                chosen = min(passed, key=lambda name: trial[name] + self.results[name])
-                return chosen, "; ".join(said for name, said in failed.items() if trial[name] < trial[chosen])
-        return BASELINE, "; ".join(failed.values())
+        return {name: max(one[name] for one in everyone) for name in names if all(name in one for one in everyone)}
 
     def _switched(self, name: str) -> bool:
         """Return True if all ranks go on by a candidate; else they go on by what they had before."""
@@ -328,6 +324,18 @@ class Driver:
             self._advance()
 
 
+def beats(rounds: Sequence[Mapping[str, float]], name: str, other: str) -> bool:
+    """Return True if a candidate's turns were faster than another's of the same rounds: in the mean by the margin, and
+    by more than this mean's standard error.
+
+    >>> [beats([{"a": a, "b": 1.0} for a in turns], "a", "b") for turns in ([0.9, 0.92], [0.6, 1.2, 0.99], [0.99])]
+    [True, False, False]
+    """
+    gains = [1 - took[name] / took[other] for took in rounds if name in took and other in took]
+    error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+    return statistics.fmean(gains) >= max(MARGIN, error)
+
+
 class LinkWatch:
     """Looks at a settled run every few steps: how long ranks wait for exchanges, and how long steps take."""
 
@@ -369,14 +377,8 @@ class LinkWatch:
 def build_driver(
     request: AutoRequest, runner: StepRunner, start: Strategy, switch: Callable[[Strategy], None], adaptive: bool
 ) -> Driver:
-    """Return the driver that plans for a session, and have the session's checkpoints hold its state.
-
-    Args:
-        request: what the user said.
-        runner, start: the session's first step runner, and the strategy that it runs.
-        switch: goes on by another strategy; it must not keep the session alive.
-        adaptive: as :class:`grace.planner.planning.Planning` takes it.
-    """
+    """Return the driver that plans for the session of this first step runner and strategy, and have the session's
+    checkpoints hold its state. ``switch`` goes on by another strategy, and must not keep the session alive."""
     backend = runner.backend
 
     def print_line(line: str) -> None:

@@ -52,10 +52,8 @@ def codec_key(communicator: Communicator) -> str:
 
 def works(strategy: Strategy, costs: Costs) -> list[Work]:
     """Return what the buckets of a strategy do, in the order in which ranks start them. A warning names variables that
-    are predicted as exchanged by all ranks in every step, and are not.
-
-    Raises:
-        ConfigError: there is no codec for what it uses, which the message names.
+    are predicted as exchanged by all ranks in every step, and are not. Raise ConfigError if there is no codec for what
+    it uses, which the message names.
 
     >>> from grace.core.variable import Variable
     >>> from grace.planner.network import Links
@@ -89,10 +87,7 @@ def works_of(
     are kept in ``known``, for shards with the same communicators.
 
     All ranks exchange with each other, in every step, and wait: sums over nodes first, rounds of ranks that train
-    alone, and means that are applied later are not modelled.
-
-    Raises:
-        ConfigError: as :func:`works`.
+    alone, and means that are applied later are not modelled. Raise ConfigError as :func:`works` does.
     """
     whole = {shard.variable.name: shard.whole.name for shard in shards}
     found, carried, known = [], set[bool](), {} if known is None else known

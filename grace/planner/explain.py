@@ -62,8 +62,6 @@ class Plan:
         number: the index of the one that is taken.
         quality, reference: the class of methods, and the method whose error bounds those of matrices.
         rows: the variables.
-        margin: the part of a step by which it had to be faster than no compression.
-        note: the check that failed, where that decided, and not the fastest trial.
         remarks: methods that nobody measured, ranks that compute longer than others, and an outer plan that would be
             much faster.
     """
@@ -73,8 +71,6 @@ class Plan:
     quality: str
     reference: str
     rows: tuple[Row, ...] = ()
-    margin: float = MARGIN
-    note: str = ""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -94,13 +90,12 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """One sentence; of a check that failed, if one decided."""
+        """One sentence."""
         one, plain = self.chosen, self.plain
         how, mine, other = _seconds(one, plain)
-        if self.note:
-            return f"{one.name}: {self.note}" if self.compresses else f"do not compress: {self.note}"
         if not self.compresses:
-            return f"do not compress: nothing is {100 * self.margin:g} % faster than {_ms(other)}"
+            sure = " by more than turns differ" if how == "measured" else ""
+            return f"do not compress: nothing is {100 * MARGIN:g} % faster than {_ms(other)}{sure}"
         lost = "it loses nothing" if not one.share else f"its errors take at most {one.share:.2g} of a variable's bound"
         return f"{one.name}: {_ms(mine)} {how} against {_ms(other)} uncompressed, {other / mine:.1f}x; {lost}"
 
@@ -139,11 +134,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "Plan":
-        """Return a plan from its document.
-
-        Raises:
-            ConfigError: something is missing, or is no such thing.
-        """
+        """Return a plan from its document. Raise ConfigError if something is missing, or is no such thing."""
         try:
             candidates = tuple(map(_candidate_of, document["candidates"]))
             candidates[document["number"]]
@@ -163,7 +154,6 @@ def plan_of(
     problem: Problem,
     candidates: Sequence[Candidate],
     chosen: str | None = None,
-    note: str = "",
     remarks: Sequence[str] = (),
 ) -> Plan:
     """Return the plan: which candidate to take, and why.
@@ -173,10 +163,8 @@ def plan_of(
     compress" runs, is saved and is measured as all are.
 
     Args:
-        problem: what they were found for.
         candidates: what :func:`~grace.planner.greedy.find_candidates` found, with ``measured`` where it is known.
         chosen: the name of the candidate that trials have chosen; None without trials.
-        note, remarks: see :class:`Plan`.
     """
     plain = next(one for one in candidates if one.baseline)
     taken = min(candidates, key=lambda one: one.prediction.step)
@@ -186,7 +174,7 @@ def plan_of(
         taken = next((one for one in candidates if one.name == chosen), plain)
     said = (*remarks, *outer_remarks(problem, taken.prediction))
     rows, number = tuple(_rows(problem, taken)), candidates.index(taken)
-    return Plan(tuple(candidates), number, problem.quality, problem.errors.reference, rows, note=note, remarks=said)
+    return Plan(tuple(candidates), number, problem.quality, problem.errors.reference, rows, remarks=said)
 
 
 def _seconds(one: Candidate, plain: Candidate) -> tuple[str, float, float]:

@@ -62,10 +62,7 @@ class Candidate:
 
 def find_candidates(problem: Problem) -> list[Candidate]:
     """Return plans, best first (:meth:`Greedy.score`): greedy ones, uniform ones within the bounds, and no compression.
-
-    Raises:
-        ConfigError: ``methods`` names something unknown or excluded, or nobody knows what no compression takes.
-    """
+    Raise ConfigError if ``methods`` names something unknown or excluded, or nobody knows what no compression takes."""
     return Greedy(problem).run()
 
 

@@ -40,7 +40,6 @@ def measure_network(
     would take more than its share of the time. What is sent is not counted as training's.
 
     Args:
-        backend: the ranks.
         seconds: about how long all may take.
         tensor_of: makes an array the tensor that is sent, on the device of gradients; the backend's own if left out.
         crowded: True if ranks share cores.

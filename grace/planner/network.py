@@ -35,8 +35,7 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
         gather, to a root             1              (W-1) n        through the root's link
         broadcast, down a tree        ceil(log2 W)   ceil(log2 W) n
 
-    Raises:
-        ConfigError: there is no such kind.
+    Raise ConfigError if there is no such kind.
 
     >>> steps_of("allreduce", 100.0, 4)
     (6.0, 150.0)
@@ -68,8 +67,7 @@ class Links:
         latency: seconds that one message takes.
         sharing: ranks that share a link.
 
-    Raises:
-        ConfigError: no bandwidth, which would predict no end, or a latency below zero or without end.
+    Raise ConfigError if there is no bandwidth, which would predict no end, or a latency below zero or without end.
 
     >>> Links(bandwidth=1e9, latency=1e-5).seconds("allreduce", 1e6, 2)
     0.00102
@@ -105,8 +103,7 @@ class MeasuredNetwork:
         curves: by kind of collective.
         ranks: how many measured.
 
-    Raises:
-        ConfigError: nothing was measured, or a kind that there is not.
+    Raise ConfigError if nothing was measured, or a kind that there is not.
 
     >>> curve = Curve.through([(n, 2e-5 + n / 1e9) for n in (1e3, 1e6, 1e8)])
     >>> network = MeasuredNetwork({"allreduce": curve}, ranks=2)

@@ -43,8 +43,7 @@ class Problem:
             dicts of "compressor", "memory" and "communicator". Votes must be named.
         seed: of random methods.
 
-    Raises:
-        ConfigError: there is no such class, or the timeline does not tell when a gradient is ready.
+    Raise ConfigError if there is no such class, or the timeline does not tell when a gradient is ready.
     """
 
     variables: Sequence[Variable]
@@ -132,10 +131,8 @@ def offers() -> dict[str, bool]:
 
 def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[ExchangeMethod]:
     """Return the methods that the user names (:attr:`Problem.methods`), or else those that offer themselves and are of
-    the class, with their default communicators for so many ranks; some are offered for tables only.
-
-    Raises:
-        ConfigError: something named is unknown, or excluded by the class.
+    the class, with their default communicators for so many ranks; some are offered for tables only. Raise ConfigError
+    if something named is unknown, or excluded by the class.
 
     >>> [method.compressor for method in methods_of(["topk"], "feedback", 2)]
     ['none', 'topk']

@@ -26,10 +26,8 @@ or "finish"."""
 @dataclass(frozen=True)
 class Timeline:
     """When a model computes what, on one rank that trains alone: seconds from the start of backward until each
-    variable's gradient is there, by name; and those of forward, backward and the optimizer's step.
-
-    Raises:
-        ConfigError: a time is below zero, or a gradient comes after backward.
+    variable's gradient is there, by name; and those of forward, backward and the optimizer's step. Raise ConfigError if
+    a time is below zero, or a gradient comes after backward.
 
     >>> Timeline({"w": 0.2, "b": 0.1}, forward=0.1, backward=0.2, optimizer=0.05).compute
     0.35

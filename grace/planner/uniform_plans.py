@@ -56,15 +56,9 @@ def uniform_strategy(
     communicator: Any = None,
     nodes: int = 1,
 ) -> Strategy:
-    """Return ``DistributedOptimizer(compressor=...)`` written down: the same buckets, in the same order.
-
-    Args:
-        variables: in declaration order.
-        ranks, nodes: how many ranks there are, on how many machines.
-        compressor, memory, communicator: specs or objects; None for the usual ones.
-
-    Raises:
-        ConfigError: the three do not go together.
+    """Return ``DistributedOptimizer(compressor=...)`` written down for so many ranks on so many nodes: the same buckets
+    of variables in declaration order. Compressor, memory and communicator are specs or objects, or None for the usual
+    ones. Raise ConfigError if they do not go together.
 
     >>> two = [Variable("w", (512, 512)), Variable("b", (1,))]
     >>> strategy = uniform_strategy(two, 4, "topk")

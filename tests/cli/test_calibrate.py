@@ -5,14 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import grace as ranks
-from grace.cli import calibrate
 from grace.cli.calibration import read
-from grace.planner.costs import CodecCost, Cost
 from grace.planner.network import KINDS
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
@@ -97,7 +93,7 @@ def test_what_is_wrong_is_said_at_once(folder, args, said):
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(folder, output, said, monkeypatch):
     (folder / "file").write_text("")
-    monkeypatch.setattr("grace.cli.calibrate.measure", lambda *args: pytest.fail("it measures"))
+    monkeypatch.setattr("grace.cli.calibrate.measure_methods", lambda *args: pytest.fail("it measures"))
     code, _, err = calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", output)
     assert code == 2
     assert said in err
@@ -118,30 +114,6 @@ def test_ranks_measure_links_and_methods(folder):
     assert 0 < costs.network.seconds("allreduce", 1e4, 2) <= costs.network.seconds("allreduce", 1e7, 2)
     assert done.stdout.count("Wrote c.json") == 1  # rank 0 alone speaks
     assert json.loads((folder / "c.json").read_text())["made"] > 1e9
-
-
-def codecs(crowd):
-    """How many methods this rank has measured, and what fp16 takes: 1 ms on rank 0, 2 on rank 1."""
-    backend, bench, seen = ranks.init(), calibrate.Workbench("numpy", 0), []
-
-    def measure(choice, *ignored):
-        seen.append(choice)
-        return SimpleNamespace(method=choice.compressor.spec, codec=CodecCost(Cost(call=1e-3 * (1 + backend.rank))))
-
-    former, calibrate.measure = calibrate.measure, measure
-    try:
-        choices = calibrate.parse_choices("fp16", 2, True)
-        found, left_out = calibrate.measure_codecs(backend, choices, {}, bench, 0.1, crowd, 0, lambda what, done: None)
-    finally:
-        calibrate.measure = former
-    assert not left_out
-    return len(seen), found["cast"].start.call
-
-
-@pytest.mark.ranks
-def test_where_ranks_share_cores_one_measures_for_all(two_ranks):
-    assert two_ranks.run(codecs, 1.0) == [(2, 2e-3), (2, 2e-3)]
-    assert two_ranks.run(codecs, 3.0) == [(2, 3e-3), (0, 3e-3)]
 
 
 def test_nothing_of_a_framework_is_imported_to_show_one(folder):

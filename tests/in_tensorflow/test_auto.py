@@ -10,14 +10,14 @@ import tensorflow as tf
 import grace
 from grace.planner import planning, step_timer
 from tests.support.passing import passing, time_by_hand
-from tests.support.planners import CHECKED, NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
+from tests.support.planners import NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
 from tests.support.pools import launched
 from tests.support.tensorflow_training import both_ways, compiled, digest, fit, sgd
 from tests.support.training import made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = UNTIL_CHOSEN + CHECKED + 3
+STEPS = UNTIL_CHOSEN + 3
 PLANNING = planning.Planning
 """The planner itself."""
 

@@ -18,7 +18,6 @@ from grace.planner import planning, step_timer
 from grace.planner.driver import WARM
 from tests.support.passing import passing, time_by_hand
 from tests.support.planners import (
-    CHECKED,
     METHODS,
     NONE_FASTEST,
     SHAPES,
@@ -68,7 +67,7 @@ def choosing(sleeps=SLEEPS, **options):
     """What was chosen, whether weights were the same on all ranks all the time, and the weights."""
     model, optimizer = made(**options)
     seen, same = [], True
-    for step in range(UNTIL_CHOSEN + CHECKED + 3):
+    for step in range(UNTIL_CHOSEN + 3):
         steps(model, optimizer, [step], sleeps)
         seen.append(optimizer._grace.auto.current)
         same &= len(set(grace.init().allgather_object(digest(weights(model))))) == 1
@@ -83,25 +82,25 @@ def test_the_fastest_is_kept(engine):
         assert same
         assert seen[: UNTIL_TRYING - 1] == ["none"] * (UNTIL_TRYING - 1)
         assert set(seen) == set(METHODS)
-        assert set(seen[UNTIL_CHOSEN + CHECKED :]) == {TOPK}
+        assert set(seen[UNTIL_CHOSEN:]) == {TOPK}
 
 
 def test_nothing_is_lost_by_trying(three_ranks):
     for chosen, _, same, got in three_ranks.run(choosing, NONE_FASTEST):
         assert chosen == "none"
         assert same
-        for name, wanted in on_the_mean(UNTIL_CHOSEN + CHECKED + 3, 3).items():
+        for name, wanted in on_the_mean(UNTIL_CHOSEN + 3, 3).items():
             np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
 
 
 def replanned(again=4):
     """What was chosen before and after steps began to take something else, and the weights; nothing may be lost."""
     model, optimizer = made(replan=again)
-    count = UNTIL_CHOSEN + CHECKED
+    count = UNTIL_CHOSEN
     steps(model, optimizer, range(count))
     first = optimizer._grace.auto.plan
     kept = optimizer._grace.auto.current
-    more = again + UNTIL_CHOSEN - WARM + CHECKED
+    more = again + UNTIL_CHOSEN - WARM + 1  # with a step that sends what the last trial kept
     steps(model, optimizer, range(count, count + more), NONE_FASTEST)
     auto = optimizer._grace.auto
     return first, kept, auto.plan, auto.current, count + more, {name: w.numpy() for name, w in weights(model).items()}
@@ -170,21 +169,21 @@ RESUMED = [("gloo", False), ("horovodrun-gloo", True), ("mpirun-mpi", False), ("
 @on_ranks()
 def test_a_settled_run_resumes_bit_for_bit_also_from_torchs_checkpoints(engine, apart, tmp_path):
     folder = tmp_path if apart else None
-    started, one, two, plan, other = resumed(UNTIL_CHOSEN + CHECKED + 2, 5, folder)
+    started, one, two, plan, other = resumed(UNTIL_CHOSEN + 2, 5, folder)
     assert started == TOPK
     assert one == two
     assert plan == other == {"chosen": TOPK}
 
 
 def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
-    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN + CHECKED):
+    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN):
         assert started == TOPK
         assert other == {"chosen": TOPK}
 
 
 def saved_plan():
     model, optimizer = made()
-    steps(model, optimizer, range(UNTIL_CHOSEN + CHECKED + 1))
+    steps(model, optimizer, range(UNTIL_CHOSEN + 1))
     return copied(optimizer.full_state_dict())
 
 
@@ -221,7 +220,7 @@ def test_steps_that_overflow_and_gradients_that_accumulate():
     """With a scaler, an overflow in each phase, and two backward passes a step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
     model, optimizer = made(grad_scaler=scaler, backward_passes_per_step=2)
-    for step in range(UNTIL_CHOSEN + CHECKED + 12):
+    for step in range(UNTIL_CHOSEN + 12):
         optimizer.zero_grad()
         for half in range(2):
             given = made_up(SHAPES, 2 * step + half, grace.rank())
@@ -242,7 +241,7 @@ def test_a_choice_by_hand_ends_planning(count):
     model, optimizer = made()
     steps(model, optimizer, range(count))
     optimizer.use_strategy(f"uniform(compressor={TOPK})")
-    steps(model, optimizer, range(count, UNTIL_CHOSEN + CHECKED), {**SLEEPS, "": 0.0})
+    steps(model, optimizer, range(count, UNTIL_CHOSEN), {**SLEEPS, "": 0.0})
     kinds = {plan.parts[0].compressor for plan in optimizer.strategy.plans if plan.variable.name != "b"}
     assert optimizer.plan is None
     assert "plan" not in optimizer.full_state_dict()["grace"]

@@ -98,6 +98,27 @@ def test_times_are_those_of_the_whole_model_and_not_the_shortest():
     assert found.start.seconds(3, 9000, 2) == pytest.approx(14e-3, rel=0.5)
 
 
+class Seen(Slow):
+    """Notes the shapes that it gets."""
+
+    name = "seen"
+    shapes: list = []
+
+    def compress(self, tensor, name):
+        Seen.shapes.append(tensor.shape)
+        return [tensor.astype("float16")], None
+
+
+def test_a_part_of_a_large_model_has_whole_tensors():
+    """Of a low-rank method, whose products have both sides, a few rows of each matrix would tell little."""
+    given = {f"w{i}": np.ones((512, 128), np.float32) for i in range(40)}
+    Seen.shapes.clear()
+    measure(Allgather(Seen()), given, ranks=2, limit_seconds=1e-9)
+    whole = Seen.shapes.count((512, 128))
+    assert 0 < whole < 40 * codecs.WARM
+    assert set(Seen.shapes) <= {(512, 128), (2, 128), (codecs.SMALL // 128, 128)}
+
+
 def test_what_is_lost_is_what_the_method_says():
     x = gradients()
     found = measured("topk(ratio=0.1)", x)

@@ -8,17 +8,22 @@ import pytest
 from grace.core.backend import LocalBackend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
+from grace.exchange.sparse_rows import SparseRows
 from grace.planner import step_timer
-from grace.planner.driver import HELD, PLAIN, TRIED, WARM, WATCH_FIRST, Driver
+from grace.planner.driver import HELD, PLAIN, TRIALS, TRIED, WARM, WATCH_FIRST, Driver
 from grace.planner.uniform_plans import uniform_strategy
-from tests.support.planners import CHECKED as CHECK
 from tests.support.planners import TURN, UNTIL_TRYING
 
 VARIABLES = [Variable("w", (64, 64)), Variable("b", (64,))]
 METHODS = {"none": "none", "fp16": "fp16", "topk": "topk", "qsgd": "qsgd"}
 STRATEGIES = {name: uniform_strategy(VARIABLES, 1, spec) for name, spec in METHODS.items()}
-UNTIL_CHECKED = UNTIL_TRYING + 4 * TURN
-"""Steps until the check: of the baseline and three candidates."""
+ROUND = 4 * TURN
+"""Steps of the first round: of the baseline and three candidates."""
+UNTIL_CHOSEN = UNTIL_TRYING + ROUND + (TRIALS - ROUND) // (2 * TURN) * 2 * TURN
+"""Steps until a choice, where two are left after the first round."""
+
+
+GRADIENT = SparseRows(None, None)
 
 
 class Planner:
@@ -35,15 +40,19 @@ class Planner:
         self.plain = plain
         self.fail("links")
 
-    def candidates(self, gradients, timeline, skew):
+    def measure_methods(self, gradients, tables, timeline):
+        self.gradients, self.tables, self.timeline = gradients, tables, timeline
+        self.fail("methods")
+
+    def candidates(self, skew):
         self.fail("candidates")
-        self.gradients, self.timeline, self.skew = gradients, timeline, skew
+        self.skew = skew
         return [SimpleNamespace(name=name, strategy=STRATEGIES[name]) for name in ("topk", "qsgd", "fp16", "none")]
 
-    def explained(self, chosen, note, seconds):
+    def explained(self, chosen, seconds):
         self.fail("explained")
         self.took = dict(seconds)
-        return {"chosen": chosen, "note": note}, note or f"{chosen} is taken"
+        return {"chosen": chosen}, f"{chosen} is taken"
 
 
 class Several(LocalBackend):
@@ -77,7 +86,7 @@ class Run:
             for name in ("b", "w"):
                 self.driver.ready(name)
                 self.now += 0.001
-            self.driver.computed(lambda: {"w": "a gradient"})
+            self.driver.computed(lambda: {"w": GRADIENT})
             self.now += took
             self.driver.exchanged()
             self.now += 0.002
@@ -96,7 +105,8 @@ def test_the_timeline_starts_at_the_first_gradient(monkeypatch):
     found = timeline.forward, timeline.backward, timeline.optimizer
     assert found == pytest.approx((0.015, 0.002, 0.002))
     assert run.planner.plain == pytest.approx(0.119)
-    assert run.planner.gradients == {"w": "a gradient"}
+    assert run.planner.gradients == {"w": GRADIENT}
+    assert run.planner.tables == {"w"}
 
 
 @pytest.mark.parametrize(
@@ -111,70 +121,92 @@ def test_the_timeline_starts_at_the_first_gradient(monkeypatch):
 )
 def test_the_fastest_is_kept_if_it_is_faster(monkeypatch, seconds, chosen):
     run = Run(monkeypatch, seconds)
-    run.steps(UNTIL_CHECKED + CHECK)
+    run.steps(UNTIL_TRYING + TRIALS)
     assert run.driver.settled
     assert run.used[:UNTIL_TRYING] == ["none"] * UNTIL_TRYING
-    assert set(run.used[UNTIL_TRYING:UNTIL_CHECKED]) == set(METHODS)
+    assert set(run.used[UNTIL_TRYING:][:ROUND]) == set(METHODS)
     run.steps(5)
-    assert set(run.used[UNTIL_CHECKED + CHECK :]) == {chosen}
-    assert run.driver.plan == {"chosen": chosen, "note": ""}
+    assert set(run.used[UNTIL_TRYING + TRIALS :]) == {chosen}
+    assert run.driver.plan == {"chosen": chosen}
     assert run.planner.took == pytest.approx({name: took + 0.019 for name, took in seconds.items()})
 
 
 def test_it_is_settled_soon():
     assert UNTIL_TRYING <= 15
-    assert UNTIL_TRYING + (TRIED + 1) * TURN + 2 * CHECK <= 60  # also if the first check fails
+    assert (TRIED + 1) * TURN < TRIALS
+    assert UNTIL_TRYING + TRIALS <= 60
 
 
-def test_a_failed_check_takes_the_next_best(monkeypatch):
-    run = Run(monkeypatch, SECONDS)
-    run.steps(UNTIL_CHECKED)
-    run.seconds["topk"] = 0.15
-    run.steps(2 * CHECK)
+def turns(used):
+    """Whose turns there were, one after the other."""
+    return used[UNTIL_TRYING::TURN]
+
+
+def test_who_is_not_far_behind_has_further_turns(monkeypatch):
+    run = Run(monkeypatch, {"none": 0.04, "fp16": 0.045, "topk": 0.03, "qsgd": 0.035})
+    run.steps(UNTIL_TRYING + TRIALS)
+    assert turns(run.used)[:4] == ["none", "topk", "qsgd", "fp16"]
+    assert turns(run.used)[4:10] == ["topk", "qsgd", "none"] * 2
+
+
+def test_nothing_is_tried_further_where_one_is_far_ahead(monkeypatch):
+    run = Run(monkeypatch, {**SECONDS, "qsgd": 0.1})
+    run.steps(UNTIL_TRYING + ROUND)
     assert run.driver.settled
-    assert run.used[UNTIL_CHECKED + CHECK] == "qsgd"
-    run.steps(1)
-    assert run.used[-1] == "qsgd"
-    assert run.driver.plan["chosen"] == "qsgd"
-    note = run.driver.plan["note"]
-    assert note.startswith(
-        "topk took 169 ms a step when it was checked, after 39 in its trial, and uncompressed sums 119"
-    )
+    assert run.driver.plan == {"chosen": "topk"}
 
 
-def test_the_two_fastest_are_compared_once_more(monkeypatch):
+def test_all_turns_of_a_candidate_count(monkeypatch):
     run = Run(monkeypatch, {**SECONDS, "topk": 0.029})
-    run.steps(UNTIL_CHECKED)
-    run.seconds.update(topk=0.033, qsgd=0.030)  # somebody else used the machine in the trials of qsgd
-    run.steps(CHECK + 1)
-    assert set(run.used[UNTIL_CHECKED : UNTIL_CHECKED + CHECK]) == {"topk", "qsgd", "none"}
+    run.steps(UNTIL_TRYING + ROUND)
+    run.seconds.update(topk=0.033, qsgd=0.030)  # somebody else used the machine in the first turn of qsgd
+    run.steps(UNTIL_CHOSEN - UNTIL_TRYING - ROUND + 1)
+    assert run.driver.plan == {"chosen": "qsgd"}
     assert run.used[-1] == "qsgd"
-    assert run.driver.plan == {"chosen": "qsgd", "note": ""}
 
 
-def test_a_check_compares_with_the_baseline_of_the_same_minutes(monkeypatch):
-    run = Run(monkeypatch, SECONDS)
-    run.steps(UNTIL_CHECKED)
-    run.seconds = {name: 10 * seconds for name, seconds in SECONDS.items()}  # somebody else uses the machine
-    run.steps(CHECK + 1)
+def test_the_next_best_has_turns_where_the_best_gets_slower(monkeypatch):
+    run = Run(monkeypatch, {"none": 0.1, "topk": 0.02, "qsgd": 0.022, "fp16": 0.024})
+    run.steps(UNTIL_TRYING + ROUND)
+    run.seconds["topk"] = 0.15
+    run.steps(UNTIL_CHOSEN - UNTIL_TRYING - ROUND + 1)
+    assert set(turns(run.used)[-3:]) == {"qsgd", "fp16"}
+    assert run.driver.plan == {"chosen": "qsgd"}
+
+
+def test_candidates_are_compared_with_the_baseline_of_the_same_minutes(monkeypatch):
+    run = Run(monkeypatch, {"none": 0.03, "fp16": 0.05, "topk": 0.02, "qsgd": 0.05})
+    run.steps(UNTIL_TRYING + ROUND)
+    run.seconds = {name: 3 * seconds for name, seconds in run.seconds.items()}  # somebody else uses the machine
+    run.steps(TRIALS - ROUND + 1)
     assert run.used[-1] == "topk"
 
 
-def test_back_to_plain_sums_if_no_check_holds(monkeypatch):
-    run = Run(monkeypatch, SECONDS)
-    run.steps(UNTIL_CHECKED)
-    run.seconds = {**dict.fromkeys(METHODS, 0.2), "none": 0.1}
-    run.steps(3 * CHECK + 1)
+def test_back_to_plain_sums_if_nothing_stays_faster(monkeypatch):
+    run = Run(monkeypatch, {"none": 0.03, "fp16": 0.029, "topk": 0.02, "qsgd": 0.025})
+    run.steps(UNTIL_TRYING + ROUND)
+    run.seconds = {**dict.fromkeys(METHODS, 0.05), "none": 0.03}
+    run.steps(TRIALS - ROUND + 1)
     assert run.used[-1] == "none"
-    assert run.driver.plan["chosen"] == "none"
-    assert run.driver.plan["note"].count("when it was checked") == 3
+    assert run.driver.plan == {"chosen": "none"}
 
 
-@pytest.mark.parametrize("what", ["links", "candidates", "explained"])
+def test_uncompressed_sums_stay_where_turns_differ_by_more_than_what_is_gained(monkeypatch):
+    run = Run(monkeypatch, {"none": 0.06, "fp16": 0.2, "topk": 0.04, "qsgd": 0.2})
+    run.steps(UNTIL_TRYING + ROUND)
+    run.seconds["topk"] = 0.065
+    run.steps(2 * TURN)
+    run.seconds["topk"] = 0.06
+    run.steps(TRIALS - ROUND)
+    assert run.driver.settled
+    assert run.driver.plan == {"chosen": "none"}
+
+
+@pytest.mark.parametrize("what", ["links", "methods", "candidates", "explained"])
 @pytest.mark.parametrize("error", [ConfigError("no link"), RuntimeError("generator raised StopIteration")])
 def test_training_goes_on_uncompressed_whatever_fails(monkeypatch, what, error):
     run = Run(monkeypatch, SECONDS, {what: error})
-    run.steps(UNTIL_CHECKED + CHECK + 5)
+    run.steps(UNTIL_CHOSEN + 5)
     assert run.used[-1] == "none"
     assert run.driver.plan is None
     assert sum(str(error) in line for line in run.said) == 1
@@ -189,7 +221,7 @@ def test_an_engine_that_fails_is_heard(monkeypatch):
 
 def test_a_candidate_that_is_refused_is_left_out(monkeypatch):
     run = Run(monkeypatch, SECONDS, refuses=("topk",))
-    run.steps(UNTIL_CHECKED + CHECK)
+    run.steps(UNTIL_CHOSEN)
     assert run.driver.plan["chosen"] == "qsgd"
     assert "topk is left out: it does not suit this run" in " ".join(run.said)
 
@@ -219,7 +251,7 @@ class Alike(Several):
 
 def settled(monkeypatch, **options):
     run = Run(monkeypatch, SECONDS, backend=Alike(), **options)
-    run.steps(UNTIL_CHECKED + CHECK + WATCH_FIRST)
+    run.steps(UNTIL_CHOSEN + WATCH_FIRST)
     assert run.using == "topk"
     return run
 
@@ -244,7 +276,7 @@ def test_a_slower_link_is_planned_for_within_5_seconds(monkeypatch):
     while run.using == "topk":
         run.steps(1)
     assert run.now - began < 5.0
-    run.steps(HELD + PLAIN + 4 * TURN + CHECK)
+    run.steps(HELD + PLAIN + TRIALS)
     assert run.driver.plan["chosen"] == "qsgd"
 
 
@@ -259,10 +291,10 @@ def test_steps_that_vary_are_no_slower_link(monkeypatch):
 
 def test_another_link_leads_to_another_plan(monkeypatch):
     run = Run(monkeypatch, SECONDS, replan=50)
-    run.steps(UNTIL_CHECKED + CHECK + 49)
+    run.steps(UNTIL_CHOSEN + 49)
     assert run.driver.plan["chosen"] == "topk"
     run.seconds = {"none": 0.01, "fp16": 0.02, "topk": 0.02, "qsgd": 0.02}
-    run.steps(1 + HELD + PLAIN + 4 * TURN)
+    run.steps(1 + HELD + PLAIN + TRIALS)
     assert run.driver.plan["chosen"] == "none"
 
 
@@ -279,7 +311,7 @@ def test_steps_with_several_exchanges_are_not_planned_by(monkeypatch):
 
 def test_a_settled_plan_goes_on(monkeypatch):
     run = Run(monkeypatch, SECONDS, replan=50)
-    run.steps(UNTIL_CHECKED + CHECK + 20)
+    run.steps(UNTIL_CHOSEN + 20)
     saved = {"plan": run.driver.document()}
     again = Run(monkeypatch, SECONDS, replan=50)
     found = again.driver.resumed_from(saved)
@@ -297,7 +329,7 @@ def test_what_was_only_tried_is_planned_anew(monkeypatch):
     again = Run(monkeypatch, run.seconds)
     again.switch(STRATEGIES["topk"])
     again.driver.resume(again.driver.resumed_from(saved))
-    again.steps(1 + HELD + PLAIN + 4 * TURN + CHECK)
+    again.steps(1 + HELD + PLAIN + TRIALS)
     assert again.used[:2] == ["topk", "none"]
     assert again.driver.plan["chosen"] == "topk"
 
@@ -316,14 +348,14 @@ def test_a_plan_for_another_cluster_is_left(monkeypatch):
     assert run.driver.resumed_from(None) is None
 
 
-@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + 1, UNTIL_CHECKED + CHECK + 1])
+@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + 1, UNTIL_CHOSEN + 1])
 def test_a_choice_by_hand_ends_planning(monkeypatch, count):
     run = Run(monkeypatch, SECONDS, replan=10)
     run.steps(count)
     saved = {"plan": run.driver.document()}
     run.driver.stop()
     said, using = list(run.said), run.using
-    run.steps(UNTIL_CHECKED)
+    run.steps(UNTIL_CHOSEN)
     assert (run.said, run.using, run.driver.plan) == (said, using, None)
     assert not run.driver.holds
     assert run.driver.document() == ""

@@ -61,7 +61,7 @@ def test_what_trials_chose_is_taken_and_measured_seconds_are_told(problem):
     assert plan.why.startswith("fp16: 15 ms measured against 20 ms uncompressed, 1.3x; its errors take at most ")
     plan = plan_of(problem, three(problem, none=0.100, fp16=0.098, qsgd=0.2), chosen="none")
     assert (plan.chosen.name, plan.compresses) == ("none", False)
-    assert plan.why == "do not compress: nothing is 3 % faster than 100 ms"
+    assert plan.why == "do not compress: nothing is 3 % faster than 100 ms by more than turns differ"
 
 
 @pytest.mark.parametrize(("part", "taken"), [(0.98, "none"), (0.96, "fp16")])
@@ -69,15 +69,6 @@ def test_it_must_be_faster_by_the_margin(problem, part, taken):
     plain, fp16, _ = three(problem)
     fp16 = replace(fp16, prediction=replace(plain.prediction, step=part * plain.prediction.step))
     assert plan_of(problem, [plain, fp16]).chosen.name == taken
-
-
-def test_what_decided_is_told_and_not_that_nothing_is_faster(problem):
-    note = "qsgd took 20 ms a step when it was checked, after 2 in its trial, and uncompressed sums 10"
-    plan = plan_of(problem, three(problem, none=0.010, fp16=0.003, qsgd=0.02), chosen="none", note=note)
-    assert not plan.compresses
-    assert plan.why == f"do not compress: {note}"
-    assert "nothing is 3 % faster" not in str(plan)
-    assert note in str(Plan.from_dict(json.loads(json.dumps(plan.to_dict()))))
 
 
 def test_what_loses_nothing_says_so(problem):

@@ -1,4 +1,4 @@
-"""Ranks that share cores: what is measured of codecs then."""
+"""Ranks that measure methods together, or share cores."""
 
 import os
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import grace
+from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
+from grace.errors import ConfigError
 from grace.planner import planning
 from grace.planner.codecs import MeasuredMethod
 from grace.planner.costs import CodecCost, Cost
@@ -40,13 +42,15 @@ def test_ranks_for_a_core_are_counted_node_by_node(three_ranks):
 
 
 def planned(node):
-    """How many methods this rank has measured, and what rank 0 takes fp16 for, which takes 1 ms alone."""
+    """How many methods this rank has measured, and what fp16 is taken for: alone it takes 1 ms on rank 0, 2 on rank
+    1."""
     backend, mine, seen = grace.init(), cores(), []
     names = [node.format(rank) for rank in range(backend.size)]
 
     def measure(choice, *ignored):
         seen.append(choice)
-        return MeasuredMethod(codec_key(choice), CodecCost(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0})
+        call = 1e-3 * (1 + backend.rank)
+        return MeasuredMethod(codec_key(choice), CodecCost(Cost(call=call), Cost(), Cost(element=1e-9)), {"w": 0.0})
 
     options = Choices(strategy="auto(methods=['fp16'])").auto_request()
     made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))])
@@ -54,25 +58,56 @@ def planned(node):
     os.sched_setaffinity(0, {mine[0]})
     try:
         made.measure_links(1e-3)
-        if backend.rank == 0:
-            made.candidates({"w": np.ones((64, 64), np.float32)}, Timeline({"w": 0.0}))
+        made.measure_methods({"w": np.ones((64, 64), np.float32)}, set(), Timeline({"w": 0.0}))
     finally:
         planning.measure = former
         os.sched_setaffinity(0, mine)
-    if backend.rank != 0:
-        return len(seen), None
     codec = made.problem.costs.codecs["allreduce, cast, none"]
     return len(seen), (codec.start.call, codec.finish.element)
 
 
-def test_one_measures_alone_and_the_others_turns_are_added(two_ranks):
+def test_one_measures_alone_where_ranks_share_a_core_and_the_others_turns_are_added(two_ranks):
     (count, codec), other = two_ranks.run(planned, "here")
-    assert count > 1
+    assert count == 3
     assert codec == (2e-3, 2e-9)
-    assert other == (0, None)
+    assert other == (0, codec)
 
 
-def test_ranks_with_cores_of_their_own_wait_for_no_other(two_ranks):
-    (_, codec), other = two_ranks.run(planned, "node{}")
-    assert codec == (1e-3, 1e-9)
-    assert other == (0, None)
+def test_ranks_with_cores_of_their_own_measure_at_once_and_the_slowest_counts(two_ranks):
+    one, other = two_ranks.run(planned, "node{}")
+    assert one == other == (3, (2e-3, 1e-9))
+
+
+def measured(late):
+    """The exchanges of this rank while two methods are measured, one after the other, each by a rank that is late."""
+    backend, seen = grace.init(), []
+
+    def measure(choice, *ignored):
+        seen.append(choice.compressor.spec)
+        if backend.rank == late:
+            raise ConfigError("too small")
+        return MeasuredMethod(codec_key(choice), CodecCost(), {})
+
+    former, planning.measure = planning.measure, measure
+    gather, backend.allgather_object = backend.allgather_object, lambda value: seen.append("all meet") or gather(value)
+    try:
+        choices = [build_communicator(spec, None, None) for spec in ("fp16", "qsgd")]
+        found, left_out = planning.measure_methods(backend, choices, {}, 2, 0.01)
+    finally:
+        planning.measure = former
+        del backend.allgather_object
+    return seen, list(found), set(left_out.values())
+
+
+def test_the_ranks_meet_after_each_method(two_ranks):
+    for seen, found, left_out in two_ranks.run(measured, None):
+        assert seen == ["cast", "all meet", "qsgd", "all meet"]
+        assert len(found) == 2
+        assert not left_out
+
+
+def test_a_method_that_one_rank_cannot_measure_is_left_out_by_all(two_ranks):
+    for seen, found, left_out in two_ranks.run(measured, 1):
+        assert seen == ["cast", "all meet", "qsgd", "all meet"]
+        assert found == []
+        assert left_out == {"too small"}

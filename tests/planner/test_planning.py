@@ -9,6 +9,7 @@ from grace.backends.simulated import SimulatedRanks
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner import planning
+from grace.planner.codecs import is_table
 from grace.planner.network import Links
 from grace.planner.planning import Planning
 from grace.planner.problem import offers
@@ -45,7 +46,8 @@ def planned(gradients, strategy="auto", timeline=TIMELINE, skew=0.0, links=None,
     made.measure_links(4e-3)
     if links is not None:
         made.network = links
-    made.candidates(gradients, timeline, skew)
+    made.measure_methods(gradients, {name for name, x in gradients.items() if is_table(x)}, timeline)
+    made.candidates(skew)
     return made
 
 
@@ -73,13 +75,13 @@ def test_rows_are_measured_by_the_all_gather_too_where_it_can_carry_a_method(gra
 
 def test_what_could_not_be_measured_is_told(gradients):
     made = planned(gradients, "auto(methods=['fp16', 'powersgd(rank=200)'])")
-    plan, _ = made.explained("none", "", {"none": 4e-3})
+    plan, _ = made.explained("none", {"none": 4e-3})
     assert any("powersgd(rank=200)" in remark and "smaller" in remark for remark in plan["remarks"])
 
 
 def test_ranks_that_compute_longer_are_told(gradients):
     made = planned(gradients, timeline=replace(TIMELINE, forward=0.5), skew=0.49)
-    plan, _ = made.explained("none", "", {})
+    plan, _ = made.explained("none", {})
     assert any("the slowest rank computes 502 ms a step, the fastest 12" in remark for remark in plan["remarks"])
     assert made.found[0].prediction.step == pytest.approx(0.502, rel=0.05)  # waiting for it is no time of the network
 
@@ -117,14 +119,14 @@ def test_one_rank_has_nothing_to_exchange():
 def test_what_trials_took_is_in_the_plan(gradients):
     made = planned(gradients)
     took = {one.name: 1e-3 * (i + 1) for i, one in enumerate(made.found)}
-    plan, line = made.explained(made.found[0].name, "", took)
+    plan, line = made.explained(made.found[0].name, took)
     assert [one["measured"] for one in plan["candidates"]] == list(took.values())
     assert line.startswith(f"{made.found[0].name}: 1 ms measured") or made.found[0].baseline
 
 
 def test_the_line_names_an_outer_plan_that_would_be_much_faster(gradients):
     made = planned(gradients, links=Links(1e3, 1e-3))
-    plan, line = made.explained(made.found[0].name, "", {})
+    plan, line = made.explained(made.found[0].name, {})
     (remark,) = (remark for remark in plan["remarks"] if "outer=" in remark)
     assert line.endswith(f"; {remark}")
     assert "it changes training, see docs/outer.md" in line

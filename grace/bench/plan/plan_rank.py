@@ -2,14 +2,15 @@
 
 Usage: python -m grace.bench.plan.plan_rank FOLDER MODEL, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
-    {"blocks": n}           how many blocks of steps follow
-    {"times_ms"}            a block
+    {"blocks": n}           how many turns follow at most
+    {"times_ms"}            the steps of a turn
     {"scenario": {...}}     all of it: facts, and plans with what was predicted and measured
 """
 
 import os
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,15 +25,17 @@ from grace.planner.error_budget import SLACK, allows, class_of
 from grace.planner.explain import Plan, largest_share
 from grace.planner.greedy import find_candidates
 from grace.planner.problem import Problem
-from grace.planner.step_timer import undisturbed
 from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy.plan import Strategy
 
 LR = 1e-4
-SLOW = 0.7
-"""Seconds of a step from which on fewer are made: what disturbs them is short beside them."""
-MOST = 10
-"""Steps of a block."""
+SHORT = 0.35
+"""Seconds of a step up to which one is made before those that count, to fill caches."""
+MOST, LEAST = 10, 2
+"""Steps of a turn at most, and turns of each plan at least."""
+NEAR = 0.3
+"""The part of the step of the fastest plan that ``auto`` may choose by which others may be longer, and have all turns:
+between them noise could decide."""
 
 
 class AutoTrainer:
@@ -87,12 +90,15 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     if backend.rank == 0:
         planning = _planning_seconds(planner.problem)
         rows, missing = _plans(settings, planner.problem, plan)
-    strategies: list[Strategy] = backend.allgather_object([row.pop("strategy") for row in rows])[0]
-    runs = [PlanRun(trainer, strategy, number) for number, strategy in enumerate(strategies)]
+    given: list[tuple[Strategy, bool, bool]] = backend.allgather_object(
+        [(row.pop("strategy"), row["allowed"], row["chosen"]) for row in rows]
+    )[0]
+    runs = [PlanRun(trainer, number, *each) for number, each in enumerate(given)]
     _take_turns(runs, settings, trainer, emit)
     if backend.rank == 0:
         for row, run in zip(rows, runs, strict=True):
-            row["measured_ms"] = 1e3 * run.slowest
+            row["measured_ms"] = 1e3 * median(run.turns)
+            row["turns_ms"] = [round(1e3 * seconds, 4) for seconds in run.turns]
         about: Event = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
         about["seconds"] = time.perf_counter() - began
         about["plan"] = str(plan)
@@ -146,8 +152,8 @@ def _allowed(problem: Problem, strategy: Strategy) -> bool:
 class PlanRun:
     """Plan that is ready to train by, with memories of its own. Runners of later plans are made beside the first's."""
 
-    def __init__(self, trainer: AutoTrainer, strategy: Strategy, number: int):
-        self.session = trainer.session
+    def __init__(self, trainer: AutoTrainer, number: int, strategy: Strategy, allowed: bool, chosen: bool):
+        self.session, self.allowed, self.chosen = trainer.session, allowed, chosen
         if number == 0:
             trainer.optimizer.use_strategy(strategy)
             self.runner, self.plan = self.session.runner, self.session.plan
@@ -155,34 +161,31 @@ class PlanRun:
             self.runner, self.plan = self.session.build_runner(strategy)
         self.activate()
         self.seconds = max(trainer.backend.allgather_object([trainer.step(), trainer.step()][-1]))
-        self.blocks: list[list[list[float]]] = []
-        """Seconds of its steps, by block and rank."""
+        self.turns: list[float] = []
+        """The median seconds of each turn's steps, each on the rank that took longest for it."""
 
     def activate(self) -> None:
         """Let the next steps use this plan."""
         self.session.switch_runner(self.runner, self.plan)
 
-    @property
-    def slowest(self) -> float:
-        """Seconds of a step of the rank whose steps are longest; the lower quartile."""
-        ranks = range(len(self.blocks[0]))
-        return max(undisturbed([s for block in self.blocks for s in block[rank]]) for rank in ranks)
-
 
 def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, trainer: AutoTrainer, emit: Emit) -> None:
-    """Measure plans in turns, one round after the other, backwards in every other one."""
+    """Measure plans in turns, one round after the other, backwards in every other one; after two rounds the chosen one
+    and those that are near the best alone."""
     emit({"blocks": settings.rounds * len(runs)})
-    for number in range(settings.rounds):
+    for number in range(max(LEAST, settings.rounds)):
+        if number >= LEAST:
+            least = min(median(run.turns) for run in runs if run.allowed)
+            runs = [run for run in runs if run.chosen or median(run.turns) <= (1 + NEAR) * least]
         for run in runs if number % 2 == 0 else runs[::-1]:
-            if number * run.seconds > max(settings.seconds, SLOW):  # it has had its share
-                continue
             run.activate()
-            if run.seconds < SLOW / 2:
+            if run.seconds < SHORT:
                 trainer.step()
             trainer.backend.allgather_object(None)  # nobody starts before what came earlier is done
             steps = min(MOST, max(1, round(settings.seconds / settings.rounds / run.seconds)))
-            run.blocks.append(trainer.backend.allgather_object([trainer.step() for _ in range(steps)]))
-            emit({"times_ms": [1e3 * seconds for seconds in run.blocks[-1][0]]})
+            took = trainer.backend.allgather_object([trainer.step() for _ in range(steps)])
+            run.turns.append(median(map(max, zip(*took, strict=True))))
+            emit({"times_ms": [1e3 * seconds for seconds in took[0]]})
 
 
 def main(folder: str, model: str) -> None:

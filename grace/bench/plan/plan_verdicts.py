@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
@@ -45,7 +45,7 @@ class PlanVerdict:
     Attributes:
         pairs, right: numbers of pairs of plans that differ, and of those whose order was predicted.
         chosen: the name of the plan that ``auto`` has taken.
-        regret: its step over that of the best plan within the bounds, minus 1.
+        regret: its step over that of the best plan within the bounds, minus 1 (:func:`to_fastest`).
         to_plain: its step over that of plain sums.
         to_single: its step over that of the best single method within the bounds.
         settled, uncompressed: steps until the choice, and those of them before anything was tried.
@@ -89,20 +89,37 @@ def order(plans: Sequence[Plan]) -> tuple[int, int]:
     return right, pairs
 
 
+def to_fastest(mine: Plan, others: Sequence[Plan]) -> float:
+    """Return a plan's step over that of the fastest of others.
+
+    Every other round tells which one is the fastest, and the rest how much faster it is, and the other way round: of
+    equal plans one is always fastest by chance, and that would be taken for regret. Turns of one round are compared
+    with each other, so that what disturbs for a while disturbs both.
+
+    >>> mine, other, noisy = ({"turns_ms": turns} for turns in ([4.0, 4.0], [2.0, 2.0], [1.0, 3.0]))
+    >>> to_fastest(mine, [other]), round(to_fastest(mine, [mine, other, noisy]), 3)
+    (2.0, 1.667)
+    """
+    found = []
+    for half in (0, 1):
+        fastest = min(others, key=lambda plan: median(plan["turns_ms"][half::2]))
+        turns = zip(mine["turns_ms"][1 - half :: 2], fastest["turns_ms"][1 - half :: 2], strict=False)
+        found.append(median(one / other for one, other in turns))
+    return fmean(found)
+
+
 def judge(scenario: Scenario) -> PlanVerdict:
     """Return the verdict on a scenario."""
     plans = scenario["plans"]
     plain = next(plan for plan in plans if plan["name"] == "none")
     chosen = next((plan for plan in plans if plan["chosen"]), plain)
-    allowed = [plan["measured_ms"] for plan in plans if plan["allowed"] or plan is plain]
-    single = [plan["measured_ms"] for plan in plans if plan is plain or (plan["allowed"] and plan["single"])]
-    mine = chosen["measured_ms"]
+    allowed = [plan for plan in plans if plan["allowed"] or plan is plain]
     return PlanVerdict(
         *order(plans),
         chosen["name"],
-        max(0.0, mine / min(allowed) - 1),
-        mine / plain["measured_ms"],
-        mine / min(single),
+        max(0.0, to_fastest(chosen, allowed) - 1),
+        to_fastest(chosen, [plain]),
+        to_fastest(chosen, [plan for plan in allowed if plan["single"] or plan is plain]),
         scenario["settled"],
         scenario["uncompressed"],
         scenario["planning"],

@@ -7,11 +7,14 @@ import tensorflow as tf
 import grace
 from grace.communicators import Allgather
 from grace.communicators.choice import build_communicator
+from tests.support.drawing import THOROUGH
 from tests.support.training import KINDS, made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 SHAPES = {"matrix": (20, 30), "vector": (700,)}
+SPECS = KINDS if THOROUGH else ("bf16", "topk(ratio=0.1)", "powersgd(rank=2)")
+"""test_engines.py traces the others for optimizers."""
 
 
 def both_ways(specs):
@@ -34,8 +37,8 @@ def both_ways(specs):
 
 
 def test_graphs_give_what_eager_steps_do(horovod):
-    first, second = horovod.run(both_ways, KINDS)
-    for spec in KINDS:
+    first, second = horovod.run(both_ways, SPECS)
+    for spec in SPECS:
         eager, graph = first[spec, False], first[spec, True]
         assert eager[1] == graph[1] == 4
         for mine, traced, others in zip(eager[0], graph[0], second[spec, True][0], strict=True):

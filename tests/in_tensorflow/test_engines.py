@@ -23,7 +23,7 @@ METHODS = (
     *(*BUILTIN, "bf16", "block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)"),
     *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
 )
-STEPS = 3
+STEPS = 2
 MULTIPLIED = ("powersgd",)
 """Methods whose matrix products each framework rounds in its own way."""
 
@@ -83,9 +83,9 @@ RUNS = {
     ("mpirun-mpi", 2, "eager"): drawn(LEGAL),
     ("mpirun-mpi", 2, "tensors"): KINDS[::2],
     ("mpirun-mpi", 2, "graph"): KINDS[::3],
-    ("mpirun-mpi", 3, "eager"): KINDS,
+    ("mpirun-mpi", 3, "eager"): KINDS[::2],
     ("mpirun-horovod", 2, "eager"): KINDS[1::3],
-    ("horovodrun-gloo", 2, "graph"): KINDS,
+    ("horovodrun-gloo", 2, "graph"): KINDS[1::2],
 }
 if THOROUGH:  # to trace a graph takes longer than all steps, and a method computes in it as it does eagerly
     GRAPHS = [(engine, size, "graph") for engine in ("mpirun-mpi", "horovodrun-gloo") for size in (2, 3)]

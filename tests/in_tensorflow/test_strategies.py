@@ -21,7 +21,9 @@ from tests.support.strategies import BUILDERS, spec_for
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 LR = 0.1
-STEPS = 4
+STEPS = 2
+LATE = 5
+"""Steps where means come two steps later."""
 
 
 def mixed():
@@ -139,14 +141,14 @@ def test_compressed_both_ways_all_ranks_have_the_same_bits(engine, graph, method
 def stale(graph, staleness):
     model = mixed()
     optimizer = distributed(communicator=f"reduce_broadcast(staleness={staleness}, destination=1)")
-    history = trained(model, optimizer, range(STEPS + 1), graph)
+    history = trained(model, optimizer, range(LATE), graph)
     optimizer.state()  # waits for what is on its way
     return history
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 def test_the_mean_of_a_step_is_applied_later(two, graph):
-    wanted = on_the_mean(2, STEPS + 1, staleness=2)
+    wanted = on_the_mean(2, LATE, staleness=2)
     for history in two.run(stale, graph, 2):
         for got, expected in zip(history, wanted, strict=True):
             for value, other in zip(got, expected, strict=True):

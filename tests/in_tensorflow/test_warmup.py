@@ -142,16 +142,16 @@ def stopped(folder):
     """In the middle of the warm-up: by Keras's own backup, and by a model that was saved."""
     found, make = [], lambda: compiled(sgd("topk(ratio=0.1)", lr=0.1, momentum=0.9), run_eagerly=True)
     backup = lambda: keras.callbacks.BackupAndRestore(f"{folder}/{grace.rank()}", delete_checkpoint=False)  # noqa: E731
-    for callbacks in ([], [backup(), StopBefore(2)], [backup()]):
+    for callbacks in ([], [backup(), StopBefore(1)], [backup()]):
         model = make()
         with contextlib.suppress(KeyboardInterrupt):
-            fit(model, range(5), [callback(warmup_epochs=3.5), *callbacks])
+            fit(model, range(3), [callback(warmup_epochs=1.5), *callbacks])
         found.append(digest(model.variables))
     model = make()
-    fit(model, range(2), [callback(warmup_epochs=3.5)])
+    fit(model, range(1), [callback(warmup_epochs=1.5)])
     grace.tensorflow.save_model(model, f"{folder}/half.keras")
     model = grace.tensorflow.load_model(f"{folder}/half.keras")
-    fit(model, range(2, 5), [callback(warmup_epochs=3.5)])
+    fit(model, range(1, 3), [callback(warmup_epochs=1.5)])
     return [*found, digest(model.variables)]
 
 

@@ -177,6 +177,13 @@ def test_bars_are_as_long_as_what_was_measured_and_long_ones_are_cut():
     assert axes.get_xlim() == (0, 20)
 
 
+def test_names_that_are_alike_when_short_stay_whole():
+    names = [f"topk(ratio=0.01, chunk={size}) | qsgd(levels=127, norm=max)" for size in (1024, 1025)]
+    axes = Figure().subplots()
+    Bars("ms", "", {name: [1.0] for name in names}).draw(axes)
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"{name}  1.00" for name in names]
+
+
 def test_texts_of_files_stay_text(tmp_path):
     some = [small(kind) for kind in KINDS]
     for each in some:

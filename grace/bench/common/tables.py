@@ -63,12 +63,12 @@ def _of_first(cell: Callable[[Any], str], row: Any) -> str:
 
 
 def markdown(rows: Iterable[Any], columns: Columns) -> str:
-    """Return a table in Markdown.
+    r"""Return a table in Markdown.
 
-    >>> print(markdown([9], {"plan": lambda ms: "none", "ms": str}))
+    >>> print(markdown([9], {"plan": lambda ms: "topk | qsgd", "ms": str}))
     | plan | ms |
     | --- | --- |
-    | none | 9 |
+    | topk \| qsgd | 9 |
     """
     lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -5,6 +5,7 @@ import dataclasses
 import html
 import io
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -92,7 +93,8 @@ class Bars(Panel):
             lengths = [row[i] for row in self.rows.values()]
             axes.barh(range(len(lengths)), lengths, left=left, color=color, label=part)
             left = [start + length for start, length in zip(left, lengths, strict=True)]
-        names = [f"{short(name)}  {digits(sum(lengths))}" for name, lengths in self.rows.items()]
+        forms = labels_of(self.rows)
+        names = [f"{forms[name]}  {digits(sum(lengths))}" for name, lengths in self.rows.items()]
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         if self.end:
@@ -110,9 +112,10 @@ class Lines(Panel):
 
     def draw_data(self, axes: Axes) -> None:
         style: Look = {"linestyle": "-" if self.joined else "", "markersize": 4}
+        forms = labels_of(self.looks)  # of all panels, which have one legend
         for name, points in self.series.items():
             if points:
-                axes.plot(*zip(*sorted(points), strict=True), **self.looks[name], **style, label=short(name))
+                axes.plot(*zip(*sorted(points), strict=True), **self.looks[name], **style, label=forms[name])
         axes.set(**{f"{axis}scale": "log" for axis in self.log})
         for axis in [{"x": axes.xaxis, "y": axes.yaxis}[name] for name in self.log]:
             low, high = axis.get_view_interval()
@@ -193,6 +196,19 @@ def series_of(rows: Sequence[Row], x: str, y: str, log: str = "") -> dict[str, l
         if None not in point and all(value > 0 for axis, value in zip("xy", point, strict=True) if axis in log):  # type: ignore[operator]
             found.setdefault(identity(row), []).append(point)  # type: ignore[arg-type]
     return found
+
+
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """Return a short form of each name, or the whole one where two would be alike.
+
+    >>> list(labels_of(["topk(ratio=0.01)", "a method whose first name is long"]).values())
+    ['topk(ratio=0.01)', 'a method whose… name is long']
+    >>> list(labels_of(["a method whose first name is long", "a method whose other name is long"]).values())
+    ['a method whose first name is long', 'a method whose other name is long']
+    """
+    forms = {name: short(name) for name in names}
+    count = Counter(forms.values())
+    return {name: form if count[form] == 1 else clean(name) for name, form in forms.items()}
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class TensorFlowHorovodBackend(HorovodBackend):
     _functions: dict[tuple[str, str, int, tf.DType], Callable[[tf.Tensor], tf.Tensor]] | None = None
     """Functions of operations that one of several threads runs, by the operations' names; None in the main thread."""
 
-    def __init__(self, process_set: ProcessSet | None = None, owns: bool = False):
+    def __init__(self, process_set: "ProcessSet | None" = None, owns: bool = False):
         _refuse_elastic()
         super().__init__(process_set, owns)
         if not self.included:

@@ -26,7 +26,7 @@ class ReduceOp:
             are added in float32, and not divided.
     """
 
-    op: Any = "average"
+    op: str | int = "average"
     predivide: float = 1.0
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class ReduceOp:
             self.op = self.op.lower()
             return
         for module in ("horovod.torch", "horovod.tensorflow"):
-            horovod: Any = sys.modules.get(module)
+            horovod = sys.modules.get(module)
             if horovod is not None:
                 constants = {horovod.Average: "average", horovod.Sum: "sum", horovod.Adasum: "adasum"}
                 self.op = constants.get(self.op, self.op)
@@ -61,7 +61,7 @@ class ReduceOp:
         return float(size) if self.op == "sum" and not votes else 1.0
 
 
-def reduction(op: Any, average: Any) -> str:
+def reduction(op: str | int | None, average: bool | None) -> str:
     """Return "average" or "sum" for the ``op`` and ``average`` that Horovod's allreduce takes.
 
     Raises:
@@ -74,7 +74,7 @@ def reduction(op: Any, average: Any) -> str:
         raise ConfigError("op= and average= are two ways to say the same: give one of them")
     chosen = ReduceOp(("average" if average or average is None else "sum") if op is None else op)
     chosen.check()
-    return chosen.op
+    return str(chosen.op)
 
 
 @dataclass

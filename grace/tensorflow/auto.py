@@ -5,15 +5,17 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
+from grace.core.compressor import Tensor
 from grace.core.variable import Variable
 from grace.exchange.sparse_rows import SparseRows
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.tensorflow.graph_exchange import HostRun
 from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
-from grace.tensorflow.sharding import Pair
+from grace.tensorflow.sharding import Gradient, Pair
 from grace.tensorflow.switching import check_current, switch
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
@@ -26,28 +28,29 @@ ADAPTIVE = ("beta_1", "rho", "initial_accumulator_value")
 class PlannedRun(HostRun):
     """A step whose buckets may be others in the next one. They begin when all gradients are there."""
 
-    def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
+    def run(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Run the step at once, eagerly; a value is None where no rank had a gradient."""
         auto = self.session.auto
         if auto.left:
             for name in self.place:
                 auto.ready(name)
-        auto.computed(lambda: self._copies(given))
-        pairs = super().run(given, rate)
+        auto.computed(lambda: self._copies(gradients))
+        pairs = super().run(gradients, rate)
         auto.exchanged()
         auto.stepped()
         return pairs
 
-    def _copies(self, given: Sequence[Any]) -> dict[str, Any]:
+    def _copies(self, gradients: Sequence[Gradient]) -> dict[str, Tensor]:
+        """Return copies of the dense gradients that this rank has, by name: the planner measures methods on them."""
         with self.session.medium.computing():
-            inside = {name: self.session.inside(given[i]) for name, i in self.place.items() if self.present[i]}
+            inside = {name: self.session.inside(gradients[i]) for name, i in self.place.items() if self.present[i]}
             return {name: x + 0 for name, x in inside.items() if not isinstance(x, SparseRows)}
 
-    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+    def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Return the results of an operation that runs the step when the graph runs."""
-        variables, like, traced, late = self.runner.variables, list(given), self.runner, self.session.late
+        variables, like, traced, late = self.runner.variables, list(gradients), self.runner, self.session.late
 
-        def step(*tensors: Any) -> list[tf.Tensor]:
+        def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
             session = self.session
             # The graph has these around the step.
             if session.runner.outer_rounds or traced.outer_rounds or session.late != late:
@@ -62,7 +65,7 @@ class PlannedRun(HostRun):
         return [pairs[variable.name] for variable in variables]
 
 
-def _flat(variable: Variable, value: Any) -> list[tf.Tensor]:
+def _flat(variable: Variable, value: Gradient | None) -> list[tf.Tensor]:
     """Return a variable's result as the tensors that :func:`dtypes_of` lists."""
     found = flags()[value is not None]
     value = zeros(variable) if value is None else value
@@ -71,7 +74,7 @@ def _flat(variable: Variable, value: Any) -> list[tf.Tensor]:
     return [tf.cast(value, variable.dtype), found]
 
 
-def is_adaptive(optimizer: Any) -> bool:
+def is_adaptive(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return True if an optimizer divides each element by its history: Adam, RMSprop, Adagrad and their like."""
     return any(hasattr(optimizer, name) for name in ADAPTIVE)
 
@@ -85,4 +88,4 @@ def driver_of(session: Any) -> "Driver":
     def do(strategy: Strategy) -> None:
         switch(me, StrategyPlan(strategy))
 
-    return build_driver(session.asked, session.runner, session.strategy, do, session.adaptive)
+    return build_driver(session.auto_request, session.runner, session.strategy, do, session.adaptive)

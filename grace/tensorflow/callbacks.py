@@ -3,7 +3,6 @@
 import contextlib
 import math
 from numbers import Real
-from typing import Any
 
 import keras
 
@@ -13,7 +12,11 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import distributed_in
+from grace.tensorflow.session import Session
 from grace.tensorflow.variables import broadcast_named, broadcast_variables, names_of_slots
+
+Logs = dict[str, float]
+"""Numbers of a batch, epoch or evaluation by name, which Keras's callbacks read and change."""
 
 
 class OnRanks(keras.callbacks.Callback):
@@ -32,7 +35,7 @@ class OnRanks(keras.callbacks.Callback):
         """Engine of the ranks."""
         return current() if self.backend is None else self.backend
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Check the model that Keras hands over, before anything else.
 
         Raises:
@@ -60,7 +63,7 @@ class BroadcastCallback(OnRanks):
         self.root = root
         self.unbuilt = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Broadcast the model and the optimizer, before the first batch.
 
         Raises:
@@ -74,7 +77,7 @@ class BroadcastCallback(OnRanks):
         self.unbuilt = not self.model.built
         self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Broadcast the variables that the first batch has built, after it."""
         if self.unbuilt:
             self.unbuilt = False
@@ -106,19 +109,19 @@ class MetricAverageCallback(OnRanks):
     tested: float | None = None
     """Number of examples of the last evaluation."""
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Forget the examples of the former epoch: Keras begins to count."""
         self.trained = None
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Note the epoch's examples so far: Keras is about to begin to count anew."""
         self.trained = self._examples()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Average the epoch's metrics."""
         self._average(logs, self._examples() if self.trained is None else self.trained)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs | None = None) -> None:
         """Average an evaluation's metrics."""
         self.tested = self._examples()
         self._average(logs, self.tested)
@@ -128,7 +131,7 @@ class MetricAverageCallback(OnRanks):
         means = [metric for metric in self.model.metrics if isinstance(metric, keras.metrics.Mean)]
         return next((float(mean.count) for mean in means if mean.name == "loss"), None)
 
-    def _average(self, logs: dict[str, Any] | None, examples: float | None) -> None:
+    def _average(self, logs: Logs | None, examples: float | None) -> None:
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)}
         mine = {name: (value, self.tested if name.startswith("val_") else examples) for name, value in numbers.items()}
         everyone = self.ranks.allgather_object(mine)
@@ -155,11 +158,11 @@ class TrafficCallback(keras.callbacks.Callback):
             optimizer, or all distributed ones in it, if left out.
     """
 
-    def __init__(self, source: Any = None):
+    def __init__(self, source: "Session | keras.optimizers.Optimizer | None" = None):
         super().__init__()
         self.source = source
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin to count.
 
         Raises:
@@ -173,12 +176,12 @@ class TrafficCallback(keras.callbacks.Callback):
             )
         self._numbers()  # drops what was counted before
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Log the epoch's numbers."""
         if logs is not None:
             logs.update({f"grace_{name}": value for name, value in self._numbers().items()})
 
-    def _sources(self) -> list[Any]:
+    def _sources(self) -> "list[Session | keras.optimizers.Optimizer]":
         return distributed_in(self.model.optimizer) if self.source is None else [self.source]
 
     def _numbers(self) -> dict[str, float]:
@@ -202,7 +205,7 @@ class AnchorCallback(keras.callbacks.Callback):
         super().__init__()
         self._anchored = contextlib.ExitStack()
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Check the model's optimizer.
 
         Raises:
@@ -214,23 +217,23 @@ class AnchorCallback(keras.callbacks.Callback):
                 "distributed: compile it with grace.DistributedOptimizer(..., outer=...)"
             )
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Take the anchors before an evaluation."""
         self._enter()
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs | None = None) -> None:
         """Return to this rank's variables after an evaluation."""
         self._anchored.close()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Take the anchors, which later callbacks save."""
         self._enter()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Return to this rank's variables, which training goes on with."""
         self._anchored.close()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Run a last round."""
         self._anchored.close()
         for optimizer in distributed_in(self.model.optimizer):

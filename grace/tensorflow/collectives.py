@@ -2,7 +2,7 @@
 one begins."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Union
 
 import tensorflow as tf
 
@@ -12,19 +12,21 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 from grace.session.settings import reduction
-from grace.tensorflow.variables import value_of
+from grace.tensorflow.variables import AnyVariable, value_of
 
+Function = Callable[[tf.Tensor], tf.Tensor]
+Shape = Union["tf.TensorShape", Sequence[int | None]]
 SUMMED = (tf.float32, tf.float64, tf.int32, tf.int64)
 """Dtypes that every engine sums; tensors of other dtypes are widened."""
 
 
 @do_not_convert
 def allreduce(
-    tensor: Any,
+    tensor: "tf.Tensor | AnyVariable",
     average: bool | None = None,
     name: str | None = None,
     *,
-    op: Any = None,
+    op: str | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
@@ -64,7 +66,7 @@ def allreduce(
 
 
 @do_not_convert
-def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
+def allgather(tensor: "tf.Tensor | AnyVariable", name: str | None = None) -> tf.Tensor:
     """Concatenate all ranks' tensors along their first dimension. Every rank must call it.
 
     Args:
@@ -100,7 +102,7 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
         return tf.split(mean, counts)[backend.rank]
 
     @tf.custom_gradient
-    def called(x: tf.Tensor) -> Any:
+    def called(x: tf.Tensor) -> tuple[tf.Tensor, Function]:
         counts = _run_eagerly(count, [x], tf.int64, [backend.size])  # a tensor: one traced call may run several times
 
         def gradient(dy: tf.Tensor) -> tf.Tensor:
@@ -112,7 +114,7 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
 
 
 @do_not_convert
-def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
+def broadcast(tensor: "tf.Tensor | AnyVariable", root_rank: int, name: str | None = None) -> tf.Tensor:
     """Give every rank the root's tensor. Every rank must call it.
 
     Args:
@@ -153,18 +155,21 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor
     return _differentiable(run, gradient, tensor)
 
 
-def _differentiable(run: Callable, gradient: Callable, tensor: Any) -> tf.Tensor:
+def _differentiable(run: Function, gradient: Function, tensor: "tf.Tensor | AnyVariable") -> tf.Tensor:
     """Return ``run(tensor)``, of the same dtype and shape, through which gradients flow by ``gradient``."""
 
     @tf.custom_gradient
-    def called(x: tf.Tensor) -> Any:
+    def called(x: tf.Tensor) -> tuple[tf.Tensor, Function]:
         return _run_eagerly(run, [x], x.dtype, x.shape), gradient
 
     return called(tf.convert_to_tensor(value_of(tensor)))
 
 
 def _run_eagerly(
-    function: Callable[..., tf.Tensor], tensors: list[tf.Tensor], dtype: tf.DType, shape: Any
+    function: Callable[..., tf.Tensor],
+    tensors: list[tf.Tensor],
+    dtype: tf.DType,
+    shape: Shape,
 ) -> tf.Tensor:
     """Return ``function(*tensors)``, which computes eagerly; in a graph when it runs, in the order of the program."""
     if tf.executing_eagerly():
@@ -214,7 +219,7 @@ def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
     return kernels_of(tensor).to_bytes(_as_sendable(tensor))
 
 
-def _from_bytes(raw: tf.Tensor, dtype: tf.DType, shape: Any) -> tf.Tensor:
+def _from_bytes(raw: tf.Tensor, dtype: tf.DType, shape: "tf.TensorShape | list[int]") -> tf.Tensor:
     if dtype == tf.bool:
         return tf.cast(tf.reshape(raw, shape), tf.bool)
     return kernels_of(raw).from_bytes(raw, dtype.name, tuple(shape))

@@ -1,7 +1,6 @@
 """Refusal of tf.distribute's strategies, which exchange gradients in their own way."""
 
 import re
-from typing import Any
 
 import tensorflow as tf
 
@@ -35,7 +34,7 @@ def refusal(name: str) -> ConfigError:
     )
 
 
-def refuse_distribute(*made: Any) -> None:
+def refuse_distribute(*made: "tf.distribute.Strategy | None") -> None:
     """Raise under a strategy's scope, or for models and optimizers that were made under one.
 
     Args:
@@ -50,6 +49,6 @@ def refuse_distribute(*made: Any) -> None:
             raise refusal(type(strategy).__name__)
 
 
-def strategy_of(variable: Any) -> Any:
+def strategy_of(variable: "tf.Variable | tf.Tensor") -> "tf.distribute.Strategy | None":
     """Return the strategy that a variable was made under, if the strategy has copied it to its devices; else None."""
     return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None

@@ -5,8 +5,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from grace.backends.horovod import Operation
+from grace.core.compressor import Tensor
 from grace.core.waits import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange.bucket import Bucket, Outcome
@@ -16,10 +19,11 @@ from grace.exchange.sparse_rows import SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.sharding import Shard
-from grace.session.step_runner import StepRunner
+from grace.session.step_runner import AnyRoundTrip, StepRunner
 from grace.tensorflow.graph_sums import GraphSums, all_sums
 from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flags, packed, split_by_counts, zeros
-from grace.tensorflow.sharding import Pair, cut, joined
+from grace.tensorflow.reductions import graph_engine
+from grace.tensorflow.sharding import Gradient, Pair, cut, joined
 from grace.tensorflow.switching import check_current
 
 SMALL = 1 << 20
@@ -44,22 +48,22 @@ class StepRun:
         self.shards = [shard for shard in runner.shards.values() if not shard.period]
         self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
 
-    def bucket_gradients(self, bucket: Bucket, gradients: Sequence[Any]) -> list[Any]:
+    def bucket_gradients(self, bucket: Bucket, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients of a bucket's shards, cut from the variables' gradients."""
         shards = [self.runner.shards[variable.name] for variable in bucket.variables]
         return [cut(shard, gradients[self.place[shard.whole.name]]) for shard in shards]
 
-    def begin(self, bucket: Bucket, shards: Sequence[Any], rate: Any) -> Any:
+    def begin(self, bucket: Bucket, shards: Sequence[Gradient], rate: tf.Tensor) -> AnyRoundTrip:
         """Start the exchange of a bucket, with eager tensors."""
         wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
         return self.session.start(bucket, shards, [self.present[self.place[name]] for name in wholes], rate)
 
-    def wholes(self, pairs: dict[str, Pair], gradients: Sequence[Any]) -> list[Pair]:
+    def wholes(self, pairs: dict[str, Pair], gradients: Sequence[Gradient]) -> list[Pair]:
         """Return the mean of each variable, joined from the means of its shards.
 
         Args:
             pairs: aggregates by the names of shards.
-            given: this rank's gradients, for shards that are not exchanged.
+            gradients: this rank's gradients, for shards that are not exchanged.
         """
 
         def own_gradient(shard: Shard) -> Pair:
@@ -69,13 +73,13 @@ class StepRun:
         pairs = {name: (self._scaled(name, value), found) for name, (value, found) in pairs.items()}
         return [joined(self.runner.shards_of[v.name], pairs, own_gradient) for v in self.runner.variables]
 
-    def _scaled(self, name: str, value: Any) -> Any:
+    def _scaled(self, name: str, value: Gradient | None) -> Gradient | None:
         """Return the aggregate of a shard, scaled to a mean or a sum, as the user chose."""
         votes = self.runner.shards[name].communicator.compressor.votes
         factor = self.session.settings.reduction.factor(votes, self.runner.backend.size)
         return None if value is None else scaled(value, factor)
 
-    def outs(self, bucket: Bucket) -> list[Any]:
+    def outs(self, bucket: Bucket) -> "list[np.ndarray | None]":
         """Return the arrays that the aggregates of a bucket are written to."""
         return self.session.medium.outs(bucket)
 
@@ -94,18 +98,18 @@ class StepRun:
     def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
         """Return the tensors that a Python function returns to the graph: each variable's value (and rows), and a flag
         that is True if any rank had a gradient; see :func:`dtypes_of`."""
-        flat: list[Any] = []
+        flat: list[tf.Tensor] = []
         for outcome in outcomes:
             variable, found = outcome.variable, outcome.value is not None
-            value: Any = self.outside(outcome.value) if found else zeros(variable)
-            if variable.sparse:
+            value = self.outside(outcome.value) if found else zeros(variable)
+            if isinstance(value, SparseRows):
                 flat += [value.values, tf.cast(value.rows, tf.int32)]
             else:
                 flat.append(value if value.dtype.name == variable.dtype else tf.cast(value, variable.dtype))
             flat.append(flags()[found])
         return flat
 
-    def outside(self, value: Any) -> Any:
+    def outside(self, value: Tensor | SparseRows) -> Gradient:
         """Convert a result of the exchange to tensors."""
         outside = self.session.medium.outside
         return SparseRows(*map(outside, value)) if isinstance(value, SparseRows) else outside(value)
@@ -114,7 +118,7 @@ class StepRun:
 class HostRun(StepRun):
     """Exchange by an engine that Python drives: buckets start one after the other, in one order on all ranks."""
 
-    def run(self, gradients: Sequence[Any], rate: Any) -> list[Pair]:
+    def run(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Exchange at once, eagerly, and return the means; a value is None where no rank had a gradient."""
         with self.computing():
             for bucket in self.runner.buckets:
@@ -125,13 +129,15 @@ class HostRun(StepRun):
         }
         return self.wholes(pairs, gradients)
 
-    def in_graph(self, gradients: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+    def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Add the operations to a graph that exchange when it runs, and return the means."""
         token: list[tf.Tensor] = []  # keeps the order in which buckets start, which is the same on all ranks
         for bucket in self.runner.buckets:
             shard_gradients = self.bucket_gradients(bucket, gradients)
 
-            def start(*tensors: Any, bucket: Bucket = bucket, shard_gradients: list[Any] = shard_gradients) -> int:
+            def start(
+                *tensors: tf.Tensor, bucket: Bucket = bucket, shard_gradients: list[Gradient] = shard_gradients
+            ) -> int:
                 self.session.start_equal()
                 with self.computing():
                     self.begin(bucket, tf.nest.pack_sequence_as(shard_gradients, tensors[:-1]), tensors[-1])
@@ -159,17 +165,22 @@ class GraphRun(StepRun):
     The routes of buckets say which collectives the graph has: one operation for each leg.
     """
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, session: Any, runner: StepRunner, present: Sequence[bool]):
+        super().__init__(session, runner, present)
+        engine = graph_engine(runner.backend)
+        assert engine is not None  # other engines are driven by HostRun
+        self.engine = engine
         recorder.note(waits="TensorFlow's graph")
         self.lock = threading.Lock()
-        self.running: dict[int, Any] = {}
-        self.operations: dict[int, list[Any]] = {}
+        self.running: dict[int, AnyRoundTrip] = {}
+        """Round trips under way, by the buckets' numbers."""
+        self.operations: dict[int, list[Operation]] = {}
+        """Collectives of the legs that were started last, by the buckets' numbers."""
         self.outcomes: list[Outcome] = []
         self.single_group = False
         """True if there is one group of buckets, whose end is the end of the step."""
 
-    def in_graph(self, gradients: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+    def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Add the operations to a graph that exchange when it runs, and return the means."""
         if all_sums(self.runner):
             self.single_group = True
@@ -187,7 +198,7 @@ class GraphRun(StepRun):
         return [(value, found) for value, (_, found) in zip(values, wholes, strict=True)]
 
     def _add_sums(
-        self, sums: GraphSums, gradients: Sequence[Any], rate: tf.Tensor
+        self, sums: GraphSums, gradients: Sequence[Gradient], rate: tf.Tensor
     ) -> tuple[dict[str, Pair], tf.Tensor]:
         """Add the operations of buckets of plain sums, and return their pairs and a tensor that is computed when the
         step has ended."""
@@ -218,23 +229,22 @@ class GraphRun(StepRun):
         has_carried_over = tf.py_function(finish_step, [received], tf.bool)
         return sums.add_carried_over(pairs, has_carried_over), has_carried_over
 
-    def _add_group(self, buckets: Sequence[Bucket], gradients: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
+    def _add_group(self, buckets: Sequence[Bucket], gradients: Sequence[Gradient], rate: tf.Tensor) -> dict[str, Pair]:
         """Add the operations of buckets that share their Python functions, and return their pairs: each call costs as
         much as to compress a small variable."""
-        backend: Any = self.runner.backend
         with tf.init_scope():
             plans = [[] if bucket.communicator.delayed else self._operations_of(bucket) for bucket in buckets]
         shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in buckets]
         variables = [variable for bucket in buckets for variable in bucket.variables]
-        inputs: list[Any] = [*tf.nest.flatten(shard_gradients), rate]
+        inputs: list[tf.Tensor] = [*tf.nest.flatten(shard_gradients), rate]
 
-        def start(*tensors: Any) -> list[tf.Tensor]:
+        def start(*tensors: tf.Tensor) -> list[tf.Tensor]:
             gradients = tf.nest.pack_sequence_as(shard_gradients, tensors[:-1])
             return concatenated(
                 self._start(bucket, own, tensors[-1]) for bucket, own in zip(buckets, gradients, strict=True)
             )
 
-        def start_and_finish(*tensors: Any) -> list[tf.Tensor]:
+        def start_and_finish(*tensors: tf.Tensor) -> list[tf.Tensor]:
             start(*tensors)
             return self._finish_function(buckets, [0])()
 
@@ -253,7 +263,7 @@ class GraphRun(StepRun):
                 for j, operation in enumerate(plans[n][i]):
                     tensor = next(sent)
                     tensor.set_shape([None])
-                    received[n].append(backend.run(operation, tensor, f"{buckets[n].label}.{i}.{j}"))
+                    received[n].append(self.engine.run(operation, tensor, f"{buckets[n].label}.{i}.{j}"))
             remaining = [n for n in active if len(plans[n]) > i + 1]
             inputs = concatenated(received[n] for n in remaining)
             function = self._advance_function([buckets[n] for n in remaining], [len(received[n]) for n in remaining])
@@ -262,16 +272,17 @@ class GraphRun(StepRun):
 
     # -- what the graph calls ----------------------------------------------------------------------------
 
-    def _start(self, bucket: Bucket, gradients: list[Any], rate: Any) -> list[tf.Tensor]:
+    def _start(self, bucket: Bucket, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[tf.Tensor]:
         with self.lock:
             if self.runner.under_way(bucket):  # the step before failed before it ended
                 self.runner.abandon()
                 self.outcomes = []
             self.session.start_equal()
-            backend: Any = self.runner.backend
-            with self.computing(), backend.recording() as operations:
+            with self.computing(), self.engine.recording() as operations:
                 self.running[bucket.index] = self.begin(bucket, gradients, rate)
-            waits.setdefault(id(self), Wait(self.running[bucket.index].describe_wait, backend.timeout, backend.give_up))
+            waits.setdefault(
+                id(self), Wait(self.running[bucket.index].describe_wait, self.engine.timeout, self.engine.give_up)
+            )
             self.operations[bucket.index] = operations
             return self._wires(operations)
 
@@ -289,12 +300,12 @@ class GraphRun(StepRun):
         return advance
 
     def _advance(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        backend: Any = self.runner.backend
         self._receive(bucket, received)
-        with self.computing(), backend.recording() as operations:
-            self.running[bucket.index].advance()
-            if self.running[bucket.index].error:  # as on all ranks
-                raise self.running[bucket.index].error
+        trip = self.running[bucket.index]
+        with self.computing(), self.engine.recording() as operations:
+            trip.advance()
+            if trip.error:  # as on all ranks
+                raise trip.error
         self.operations[bucket.index] = operations
         return self._wires(operations)
 
@@ -307,12 +318,12 @@ class GraphRun(StepRun):
                 group_outcomes: list[Outcome] = []
                 for bucket, own in zip(buckets, split_by_counts(received, counts), strict=True):
                     self._receive(bucket, own)
-                    exchange = self.running[bucket.index]
-                    if exchange.advance():
+                    trip = self.running[bucket.index]
+                    if trip.advance():
                         raise ExchangeError(
                             f"the exchange of {bucket.describe()} takes more collectives than it did before"
                         )
-                    outcomes = exchange.finish(self.outs(bucket))
+                    outcomes = trip.finish(self.outs(bucket))
                     self.runner.add_carried_over(outcomes)
                     group_outcomes += outcomes
                 self.outcomes += group_outcomes
@@ -326,7 +337,7 @@ class GraphRun(StepRun):
         for operation, tensor in zip(self.operations[bucket.index], received, strict=True):
             operation.received = self.session.medium.inside(tensor)
 
-    def _wires(self, operations: Sequence[Any]) -> list[tf.Tensor]:
+    def _wires(self, operations: Sequence[Operation]) -> list[tf.Tensor]:
         return [self.session.medium.outside(operation.tensor) for operation in operations]
 
     def _end_step(self, *flags: tf.Tensor) -> int:
@@ -346,21 +357,20 @@ class GraphRun(StepRun):
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 
-    def _operations_of(self, bucket: Bucket) -> list[list[Any]]:
+    def _operations_of(self, bucket: Bucket) -> list[list[Operation]]:
         """Return the engine's operations for each leg of a bucket's route; nothing is sent."""
-        backend: Any = self.runner.backend
-        sent = backend.sent_bytes
+        sent_bytes = self.engine.sent_bytes
         bucket.compares = True  # digests are compared at every step: a graph has the same operations each time
         program = self._program_of(bucket)
-        found = []
+        operations_of_legs: list[list[Operation]] = []
         like = values_of(self.session.inside(zeros(bucket.variables[0])))
         for leg, dtype, length in program.buffers():
             buffer = program.kernels.zeros((length,), dtype, like)
-            with backend.recording() as operations:
-                leg.collective.start(backend, buffer, leg.root)
-            found.append(operations)
-        backend.sent_bytes = sent
-        return found
+            with self.engine.recording() as operations:
+                leg.collective.start(self.engine, buffer, leg.root)
+            operations_of_legs.append(operations)
+        self.engine.sent_bytes = sent_bytes  # nothing was sent
+        return operations_of_legs
 
     def _program_of(self, bucket: Bucket) -> BucketProgram:
         """Return a bucket's program with known layouts; methods that do not declare sizes encode zeros once, to find

@@ -2,18 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from grace.communicators import Allreduce
 from grace.compressors.none import NoCompression
+from grace.core.compressor import Tensor
 from grace.exchange.bucket import Bucket
 from grace.exchange.tracing import recorder
 from grace.kernels.tensorflow.graph_numbers import number
 from grace.session.step_runner import StepRunner
+from grace.tensorflow.reductions import graph_engine
 from grace.tensorflow.sharding import Pair
+
+DensePairs = dict[str, tuple[tf.Tensor, tf.Tensor]]
+"""Mean and flag of each variable, by name."""
 
 
 def all_sums(runner: StepRunner) -> bool:
@@ -49,7 +53,7 @@ class GraphSums:
         self.stamp_bucket = dataclasses.replace(first, variables=[empty])
         """Bucket of the exchange that carries the step stamps."""
         self.empty = [np.zeros(0, np.float32)]
-        self.carried_over: dict[str, Any] = {}
+        self.carried_over: dict[str, Tensor] = {}
         """Means of a checkpoint's run that were not applied yet, by name."""
 
     def count_traffic(self) -> None:
@@ -67,21 +71,22 @@ class GraphSums:
 
     def run(
         self, gradients: Sequence[Sequence[tf.Tensor]], present: Sequence[Sequence[bool]], stamps: tf.Tensor
-    ) -> Any:
+    ) -> tuple[tf.Tensor, DensePairs]:
         """Add the operations to the graph.
 
         Args:
-            given: each bucket's gradients.
+            gradients: each bucket's gradients.
             present: True for each of them that this rank has.
             stamps: the wire of the step stamps' exchange, which has begun.
 
         Returns:
             The received wire of step stamps, and the pairs of all shards by name.
         """
-        backend: Any = self.runner.backend
+        horovod = graph_engine(self.runner.backend)
+        assert horovod is not None  # GraphRun exchanges over no other engine
         predivide = self.runner.context.predivide
         stamps.set_shape([None])
-        received, pairs = None, dict[str, Pair]()
+        received, pairs = None, DensePairs()
         for i, bucket in enumerate(self.buckets):
             like = gradients[i][0]
             parts = [self._divide(tf.reshape(gradient, [-1]), predivide) for gradient in gradients[i]]
@@ -92,9 +97,9 @@ class GraphSums:
                 parts.append(stamps)
             buffer = tf.concat(parts, 0)
             label = f"{bucket.label}.sum"
-            total = backend.run_allreduce(buffer, label)
+            total = horovod.run_allreduce(buffer, label)
             if i == 0 and not rides:
-                received = backend.run_allreduce(stamps, f"{label}.places")
+                received = horovod.run_allreduce(stamps, f"{label}.places")
             sizes = [variable.numel for variable in bucket.variables]
             total_numel, count = sum(sizes), len(sizes)
             if rides:
@@ -115,7 +120,7 @@ class GraphSums:
         self.carried_over = {v.name: owed.pop(v.name) for v in self.variables if v.name in owed}
         return bool(self.carried_over)
 
-    def add_carried_over(self, pairs: dict[str, Pair], has_carried_over: tf.Tensor) -> dict[str, Pair]:
+    def add_carried_over(self, pairs: DensePairs, has_carried_over: tf.Tensor) -> dict[str, Pair]:
         """Add the operations that add carried-over means, if there are any, to this step's means."""
         values = [pairs[variable.name][0] for variable in self.variables]
         found = [pairs[variable.name][1] for variable in self.variables]

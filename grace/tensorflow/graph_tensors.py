@@ -3,15 +3,18 @@
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
+from grace.core.variable import Variable
 from grace.exchange.sparse_rows import SparseRows
-from grace.tensorflow.sharding import Pair
+from grace.tensorflow.sharding import Gradient, Pair
+
+T = TypeVar("T")
 
 
-def concatenated(lists: Iterable[Sequence[Any]]) -> list[Any]:
+def concatenated(lists: Iterable[Sequence[T]]) -> list[T]:
     """Return the items of all lists as one list.
 
     >>> concatenated([[1], [2, 3]])
@@ -20,7 +23,7 @@ def concatenated(lists: Iterable[Sequence[Any]]) -> list[Any]:
     return [item for some in lists for item in some]
 
 
-def split_by_counts(items: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+def split_by_counts(items: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
     """Split items into lists of these lengths.
 
     >>> split_by_counts([1, 2, 3], [1, 2])
@@ -35,14 +38,14 @@ def flags() -> list[tf.Tensor]:
     return [tf.constant(False), tf.constant(True)]
 
 
-def zeros(variable: Any) -> Any:
+def zeros(variable: Variable) -> Gradient:
     """Return zeros of a variable's shape; no rows for a sparse variable."""
     if variable.sparse:
         return SparseRows(tf.zeros([0, *variable.shape[1:]], tf.float32), tf.zeros([0], tf.int64))
     return tf.zeros(variable.shape, variable.dtype)
 
 
-def dtypes_of(variables: Sequence[Any]) -> list[tf.DType]:
+def dtypes_of(variables: Sequence[Variable]) -> list[tf.DType]:
     """Return the dtypes of what a Python function returns to the graph for these variables: each variable's value (and
     rows), in float32 or its own dtype, and a flag that is True if any rank had a gradient."""
     kinds: list[tf.DType] = []
@@ -52,18 +55,19 @@ def dtypes_of(variables: Sequence[Any]) -> list[tf.DType]:
     return kinds
 
 
-def packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> dict[str, Pair]:
+def packed(variables: Sequence[Variable], flat: Sequence[tf.Tensor]) -> dict[str, Pair]:
     """Return the tensors that such a function returned to the graph, as pairs by the variables' names."""
     rest, pairs = iter(flat), {}
     for variable in variables:
-        value: Any = next(rest)
+        tensor = next(rest)
+        value: Gradient = tensor
         if variable.sparse:
-            value.set_shape([None, *variable.shape[1:]])
+            tensor.set_shape([None, *variable.shape[1:]])
             rows = next(rest)
             rows.set_shape([None])
-            value = SparseRows(value, rows)
+            value = SparseRows(tensor, rows)
         else:
-            value.set_shape(variable.shape)
+            tensor.set_shape(variable.shape)
         found = next(rest)
         found.set_shape([])
         pairs[variable.name] = (value, found)

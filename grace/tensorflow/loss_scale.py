@@ -1,8 +1,9 @@
 """Loss scaling: all ranks decide together whether a gradient overflowed."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
 
 from grace.tensorflow.optimizer_state import distributed_in
 
@@ -18,7 +19,7 @@ def patch_check_finite() -> None:
     if getattr(plain, "everywhere", False):  # patched already
         return
 
-    def check_finite(self: Any, grads: Any) -> Any:
+    def check_finite(self: keras.optimizers.LossScaleOptimizer, grads: "Sequence[tf.Tensor | None]") -> tf.Tensor:
         finite = plain(self, grads)
         inside = distributed_in(self.inner_optimizer)
         return inside[0]._grace.all_true(finite) if inside else finite

@@ -6,15 +6,17 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import keras
 import tensorflow as tf
 
-from grace.backends.horovod import Once, compressor_for
+from grace.backends.horovod import Compression, Once, compressor_for
 from grace.core.api_names import KERAS
 from grace.core.arguments import accept_grace_argument, keras_backend, keras_backend_error, optimizer_type_error
 from grace.core.backend import Backend
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.outer import OuterArg
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import warn_own_state
@@ -22,17 +24,24 @@ from grace.session.hyperparameters import facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
 from grace.session.switching import returns_to_step
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyArg
+from grace.strategy.plan import Strategy
+from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import patch_check_finite
 from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import check_momentum, delayed_variables_left_out, not_exchanged, refuse_multi_optimizer
-from grace.tensorflow.session import Mean, Session
+from grace.tensorflow.session import Mean, Session, TapeGradient
+from grace.tensorflow.sharding import Flag
 from grace.tensorflow.switching import use_strategy
-from grace.tensorflow.variables import broadcast_variables, is_overwritten, value_of
+from grace.tensorflow.variables import AnyVariable, broadcast_variables, is_overwritten, value_of
 
-if TYPE_CHECKING:  # the planner is loaded only by who asks for it
+if TYPE_CHECKING:  # Horovod need not be installed; the planner is loaded only by who asks for it
+    from horovod.common.process_sets import ProcessSet
+    from keras.src.saving.saving_lib import H5IOStore
+
     from grace.planner.explain import Plan
 
 
@@ -47,15 +56,15 @@ class _Step:
     """
 
     absent: Set[int] = frozenset()
-    variables: list[Any] = field(default_factory=list)
-    found: dict[int, Any] = field(default_factory=dict)
+    variables: "list[keras.Variable]" = field(default_factory=list)
+    found: dict[int, Flag] = field(default_factory=dict)
 
 
 LEAST = float("-inf")
 """Value, in a maximum over ranks, of a rank that has no gradient."""
 
 
-def _key(variable: Any) -> int:
+def _key(variable: AnyVariable) -> int:
     return id(value_of(variable))
 
 
@@ -72,12 +81,12 @@ class DistributedMixin(Once):
     _reached: bool
     grace_state: Remembered
     built: bool
-    learning_rate: Any
-    iterations: Any
-    _trainable_variables: list[Any]
+    learning_rate: "tf.Tensor | keras.Variable"
+    iterations: "tf.Tensor | keras.Variable"
+    _trainable_variables: "list[keras.Variable]"
 
     @tf.autograph.experimental.do_not_convert
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[TapeGradient, AnyVariable]]) -> "tf.Variable":
         """Exchange the gradients, and update the variables with their means."""
         return self._call_checked("apply_gradients", super().apply_gradients, grads_and_vars)  # type: ignore[misc]
 
@@ -90,7 +99,9 @@ class DistributedMixin(Once):
         return result
 
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply(
+        self, grads: Sequence[TapeGradient], trainable_variables: "Sequence[keras.Variable] | None" = None
+    ) -> None:
         """Exchange the gradients, and update the variables with their means."""
         if self._grace.runner is not None:
             check_momentum(self._grace.runner.communicators, self, later=True)
@@ -120,22 +131,24 @@ class DistributedMixin(Once):
         finally:
             object.__setattr__(self, "_step", _Step())
 
-    def _missing_gradient(self, variable: Any) -> Any:
+    def _missing_gradient(self, variable: keras.Variable) -> tf.Tensor:
         """Return the tensor that stands for a gradient that this rank does not have."""
         return tf.fill(variable.shape, tf.cast(LEAST if is_overwritten(variable) else 0.0, variable.dtype))
 
-    def _overwrite_variables_directly_with_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
+    def _overwrite_variables_directly_with_gradients(
+        self, grads: Sequence[TapeGradient], vars: "Sequence[keras.Variable]"
+    ) -> "tuple[Sequence[TapeGradient], Sequence[keras.Variable]]":
         """Overwrite variables as Keras does, with the largest of all ranks' values: Keras takes the largest of several
         batches', too."""
-        found: list[Any] = list(grads)
+        own: list[TapeGradient] = list(grads)
         overwritten = [i for i, variable in enumerate(vars) if is_overwritten(variable)]
         if overwritten:
-            largest = self._grace.largest([found[i] for i in overwritten])
+            largest = self._grace.largest([own[i] for i in overwritten])
             with tf.control_dependencies(largest):  # the order of collectives: the exchange follows, on every rank
-                found = tf.nest.map_structure(tf.identity, found, expand_composites=True)
+                own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
             for i, value in zip(overwritten, largest, strict=True):
-                found[i] = tf.where(value == self._missing_gradient(vars[i]), vars[i].value, value)
-        grads, vars = super()._overwrite_variables_directly_with_gradients(found, vars)  # type: ignore[misc]
+                own[i] = tf.where(value == self._missing_gradient(vars[i]), vars[i].value, value)
+        grads, vars = super()._overwrite_variables_directly_with_gradients(own, vars)  # type: ignore[misc]
         self._reached = self._reached or not grads
         return grads, vars
 
@@ -143,11 +156,13 @@ class DistributedMixin(Once):
         self._reached = True  # gradients are accumulated, and exchanged in a later step
         super()._backend_increment_gradient_accumulators(*args)  # type: ignore[misc]
 
-    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+    def _backend_apply_gradients(
+        self, grads: Sequence[TapeGradient], trainable_variables: "Sequence[keras.Variable]"
+    ) -> None:
         self._step.variables = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    def _clip_gradients(self, grads: list[Any]) -> list[Any]:
+    def _clip_gradients(self, grads: list[TapeGradient]) -> list[TapeGradient]:
         self._reached = True
         step = self._step
         variables = [v for v in self._trainable_variables if not is_overwritten(v)]
@@ -162,7 +177,7 @@ class DistributedMixin(Once):
         step.found = {key: means[key].found for key in means if key in step.absent | self._grace.late}
         return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
-    def _update_if_found(self, variable: Any, update: Any) -> None:
+    def _update_if_found(self, variable: keras.Variable, update: Callable[[], object]) -> None:
         """Update a variable, unless no rank had a gradient for it."""
         found = self._step.found.get(_key(variable), True)
         if tf.is_tensor(found):
@@ -170,18 +185,18 @@ class DistributedMixin(Once):
         elif found:
             update()
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient: TapeGradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
         """Update a variable by the user's optimizer, if some rank had a gradient for it."""
         parent: Any = super()
         self._update_if_found(variable, lambda: parent.update_step(gradient, variable, learning_rate))
 
-    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+    def _apply_weight_decay(self, variables: "Sequence[keras.Variable]") -> None:
         parent: Any = super()
         certain = [v for v in variables if _key(v) not in self._step.found]
         parent._apply_weight_decay(certain)
         for variable in variables:
             if _key(variable) in self._step.found:
-                self._update_if_found(variable, lambda variable=variable: parent._apply_weight_decay([variable]))
+                self._update_if_found(variable, functools.partial(parent._apply_weight_decay, [variable]))
 
     def close(self) -> None:
         """End the exchange, and make this the plain optimizer again that it was, with its momenta and settings.
@@ -196,12 +211,12 @@ class DistributedMixin(Once):
             object.__delattr__(self, name)
         self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: "H5IOStore") -> None:
         """Save the optimizer's variables, alone or with the model. Called by Keras."""
         super().save_own_variables(store)  # type: ignore[misc]
         self.grace_state.save_beside(store)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: "H5IOStore") -> None:
         """Load the optimizer's variables. Called by Keras."""
         super().load_own_variables(store)  # type: ignore[misc]
         self.grace_state.load_beside(store)
@@ -215,13 +230,13 @@ class DistributedMixin(Once):
         if Path(dir_path, FILE).exists():
             self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
         """Return the parts of a copy or a pickle: as Keras's, an optimizer of these settings that has made no step, and
         without the exchange."""
         return type(self).__bases__[-1].from_config, (self.get_config(),)  # type: ignore[attr-defined]
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> Strategy | None:
         """:class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all, or before the
         first exchange."""
         return self._grace.strategy
@@ -237,7 +252,7 @@ class DistributedMixin(Once):
 
         return Plan.from_dict(auto.plan)
 
-    def use_strategy(self, strategy: Any, resources: Any = None) -> None:
+    def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Continue with another strategy. Memories are kept; a residual that the new strategy has no memory for is
         applied, as its mean over ranks, at the next step. Outer rounds end with a last one; if their variables are
         exchanged in every step from now on, all ranks continue with the state of rank 0's optimizer (its momenta).
@@ -314,24 +329,24 @@ class DistributedMixin(Once):
         self._grace.restore(state, memory)
 
 
-def _mean_or_zeros(mean: Mean, variable: Any) -> Any:
+def _mean_or_zeros(mean: Mean, variable: keras.Variable) -> "tf.Tensor | tf.IndexedSlices":
     return tf.zeros(variable.shape, variable.dtype) if mean.value is None else mean.value
 
 
 @accept_grace_argument
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
-    compressor: Any = None,
-    memory: Any = None,
-    communicator: Any = None,
+    compressor: CompressorArg | None = None,
+    memory: MemoryArg | None = None,
+    communicator: CommunicatorArg | None = None,
     *,
-    outer: Any = None,
+    outer: OuterArg | None = None,
     period: int | None = None,
-    strategy: Any = None,
-    resources: Any = None,
-    op: Any = "average",
+    strategy: StrategyArg | None = None,
+    resources: ResourcesArg | None = None,
+    op: str | int = "average",
     gradient_predivide_factor: float = 1.0,
-    process_set: Any = None,
+    process_set: "ProcessSet | None" = None,
     backend: Backend | None = None,
     sparse_as_dense: bool = False,
     broadcast: bool = True,
@@ -340,8 +355,8 @@ def DistributedOptimizer(
     seed: int = 0,
     bucket_bytes: int | None = None,
     group_bytes: int | None = None,
-    compression: Any = None,
-) -> Any:
+    compression: Compression | None = None,
+) -> keras.optimizers.Optimizer:
     """Make a Keras 3 optimizer exchange its gradients, compressed, before it applies them.
 
     The optimizer is changed in place and returned: it still is of its class. It goes into ``model.compile``, or
@@ -404,15 +419,17 @@ def DistributedOptimizer(
         raise keras_backend_error(keras_backend())
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise optimizer_type_error(optimizer)
-    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
     refuse_multi_optimizer(inner)
     compressor = compressor_for(inner, compression, compressor)
     refuse_distribute(inner._distribution_strategy)
     backend = engine_of(process_set, backend)
-    optimizer_ref: Any = weakref.ref(inner)  # the optimizer holds the session: no circle
-    cls: Any = type(inner)
+    optimizer_ref: Callable[[], keras.optimizers.Optimizer] = weakref.ref(
+        inner
+    )  # the optimizer holds the session: no circle
+    cls: type = type(inner)
     session = Session(
         Choices(compressor, memory, communicator, strategy, resources, outer, period),
         backend,

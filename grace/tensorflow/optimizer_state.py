@@ -5,7 +5,8 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -14,6 +15,9 @@ import tensorflow as tf
 from grace.session.checkpoint import warn_own_state
 from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, damage_error
 from grace.tensorflow.variables import is_overwritten
+
+if TYPE_CHECKING:
+    from keras.src.saving.saving_lib import H5IOStore
 
 FILE = "grace_state.npz"
 """Name of the state's file in the archive that Keras saves, among the assets of the optimizer."""
@@ -85,7 +89,7 @@ class Remembered(tf.train.experimental.PythonState):
     def __init__(self, session: Any):
         super().__init__()
         self.session = session
-        self.everyone: Any = None
+        self.everyone: dict[str, Any] | None = None
         self.warned = False
 
     def serialize(self) -> bytes:
@@ -103,7 +107,7 @@ class Remembered(tf.train.experimental.PythonState):
         if decoded["state"] is not None:
             self.session.restore(decoded["state"])
 
-    def save_beside(self, store: Any) -> None:
+    def save_beside(self, store: "H5IOStore") -> None:
         """Write this rank's state into the file of the optimizer's variables, for Keras's BackupAndRestore.
 
         Plain Keras does not read that part of the file. Other callers that save weights alone are warned, once, that
@@ -121,13 +125,13 @@ class Remembered(tf.train.experimental.PythonState):
             self.warned = True
             warnings.warn(WEIGHTS_ALONE, stacklevel=3)
 
-    def load_beside(self, store: Any) -> None:
+    def load_beside(self, store: "H5IOStore") -> None:
         """Continue from the state that :meth:`save_beside` wrote, if the file has one.
 
         Raises:
             ConfigError: that part of the file is damaged.
         """
-        file: Any = getattr(store, "h5_file", ())
+        file: Mapping[str, np.ndarray] = getattr(store, "h5_file", {})  # a store of another format has none
         if BESIDE in file:
             decoded = decode(bytes(file[BESIDE]))
             BESIDE_WEIGHTS(decoded, "")
@@ -137,7 +141,7 @@ class Remembered(tf.train.experimental.PythonState):
 def _saver_of_weights() -> str:
     """Return the name of the function on the stack that saves weights without the rest of a model: that of Keras's
     BackupAndRestore, or save_weights; empty if there is none."""
-    frame: Any = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     found = ""
     while frame is not None:
         name = frame.f_code.co_name
@@ -148,7 +152,7 @@ def _saver_of_weights() -> str:
     return found
 
 
-def variables_to_broadcast(optimizer: Any) -> list[Any]:
+def variables_to_broadcast(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
     """Return the variables that all ranks must begin with equal values of, besides those that gradients are exchanged
     for.
 
@@ -171,10 +175,10 @@ def register_as(made: type, cls: type) -> None:
         keras.saving.get_custom_objects()[name] = cls
 
 
-def distributed_in(optimizer: Any) -> list[Any]:
+def distributed_in(optimizer: keras.optimizers.Optimizer) -> "list[keras.optimizers.Optimizer]":
     """Return the distributed optimizers that this is, or that are in it: in a LossScaleOptimizer, a MultiOptimizer, or
     a wrapper of the user's."""
-    found: list[Any] = []
+    found: list[keras.optimizers.Optimizer] = []
     waiting, seen = [optimizer], set()
     while waiting:
         value = waiting.pop()
@@ -191,7 +195,7 @@ def distributed_in(optimizer: Any) -> list[Any]:
     return found
 
 
-def distributed(optimizer: Any) -> Any:
+def distributed(optimizer: keras.optimizers.Optimizer) -> "keras.optimizers.Optimizer | None":
     """Return the optimizer if it is distributed, or else the distributed one inside this LossScaleOptimizer; None if
     there is none.
     """

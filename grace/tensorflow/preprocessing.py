@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import keras
 import numpy as np
 
 from grace.core.backend import Backend
@@ -13,7 +14,7 @@ MADE = ("mean", "variance", "bin_boundaries")
 DIFFERENT = "the ranks' models have other layers that are adapted to data; the first difference: "
 
 
-def broadcast_adapted_layers(model: Any, root: int, backend: Backend) -> None:
+def broadcast_adapted_layers(model: keras.Model, root: int, backend: Backend) -> None:
     """Give layers that were adapted to data the state of the root's layers. Their variables were broadcast before.
 
     Functions of the model that were traced with a layer's former state are dropped.
@@ -40,7 +41,7 @@ def broadcast_adapted_layers(model: Any, root: int, backend: Backend) -> None:
         model.test_function = model.predict_function = None
 
 
-def _state(layer: Any) -> dict[str, Any]:
+def _state(layer: keras.layers.Layer) -> dict[str, Any]:
     """Return the state, other than variables, that a layer computes with; empty if it is not known."""
     if hasattr(layer, "lookup_table"):
         words = [word.item() if isinstance(word, np.generic) else word for word in layer.get_vocabulary()]
@@ -51,7 +52,7 @@ def _state(layer: Any) -> dict[str, Any]:
     return {name: None if value is None else np.array(value).tolist() for name, value in values.items()}
 
 
-def _apply_state(layer: Any, state: dict[str, Any]) -> None:
+def _apply_state(layer: keras.layers.Layer, state: dict[str, Any]) -> None:
     """Let a layer compute with a state that :func:`_state` returned."""
     if "vocabulary" in state:
         layer.set_vocabulary(**state)

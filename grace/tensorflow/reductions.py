@@ -1,7 +1,7 @@
 """The engine, and sums and maxima over ranks outside of the exchange, eagerly and in graphs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -9,8 +9,13 @@ from grace.backends.runtime import check_group, current
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 
+if TYPE_CHECKING:  # Horovod need not be installed
+    from horovod.common.process_sets import ProcessSet
 
-def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backend:
+    from grace.backends.horovod_tensorflow import TensorFlowHorovodBackend
+
+
+def engine_of(process_set: "ProcessSet | None" = None, backend: Backend | None = None) -> Backend:
     """Return the backend of a process set, or the given backend; that of ``grace.init()`` if neither is given."""
     if process_set is None:
         return current() if backend is None else backend
@@ -22,22 +27,35 @@ def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backen
     return TensorFlowHorovodBackend(process_set)
 
 
-def summed(backend: Any, tensor: tf.Tensor, label: str) -> tf.Tensor:
+def graph_engine(backend: Backend) -> "TensorFlowHorovodBackend | None":
+    """Return Horovod's backend, whose operations are part of a graph and find each other by name; None for an engine
+    that Python drives."""
+    if not backend.pairs_by_name:
+        return None
+    from grace.backends.horovod_tensorflow import TensorFlowHorovodBackend
+
+    assert isinstance(backend, TensorFlowHorovodBackend)  # a session refuses torch's
+    return backend
+
+
+def summed(backend: Backend, tensor: tf.Tensor, label: str) -> tf.Tensor:
     """Return the sum over ranks of a tensor.
 
     Args:
         label: the operation's name, where the engine pairs operations by name.
     """
-    if backend.pairs_by_name:
-        return backend.run_allreduce(tensor, label)
+    horovod = graph_engine(backend)
+    if horovod is not None:
+        return horovod.run_allreduce(tensor, label)
     return _on_host(lambda own: backend.allreduce(tf.identity(own)).wait(), tensor)
 
 
-def largest(backend: Any, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor]:
+def largest(backend: Backend, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor]:
     """Return the maximum over ranks of each element of each tensor."""
     flat = tf.concat([tf.cast(tf.reshape(tensor, [-1]), tf.float64) for tensor in tensors], 0)
-    if backend.pairs_by_name:
-        everyone = backend.run_allgather(flat, label)
+    horovod = graph_engine(backend)
+    if horovod is not None:
+        everyone = horovod.run_allgather(flat, label)
     else:
         everyone = _on_host(lambda own: tf.concat(backend.allgather(tf.identity(own)).wait(), 0), flat)
     parts = tf.split(

@@ -1,7 +1,6 @@
 """Checks of optimizers that cannot be distributed as they are, with the reasons."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
@@ -10,7 +9,7 @@ from grace.errors import ConfigError
 from grace.session.momentum import double_momentum_error, momentum_owners
 
 
-def refuse_multi_optimizer(optimizer: Any) -> None:
+def refuse_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise for Keras's MultiOptimizer, which only passes gradients to the optimizers in it.
 
     Raises:
@@ -25,7 +24,7 @@ def refuse_multi_optimizer(optimizer: Any) -> None:
         )
 
 
-def not_exchanged(optimizer: Any, method: str) -> ConfigError:
+def not_exchanged(optimizer: keras.optimizers.Optimizer, method: str) -> ConfigError:
     """Return the error for a class whose method updates variables without passing the place where gradients are
     exchanged."""
     name = type(optimizer).__name__
@@ -38,7 +37,7 @@ def not_exchanged(optimizer: Any, method: str) -> ConfigError:
     )
 
 
-def delayed_variables_left_out(optimizer: Any) -> ConfigError:
+def delayed_variables_left_out(optimizer: keras.optimizers.Optimizer) -> ConfigError:
     """Return the error for a class whose ``apply`` applies some gradients only, where means come a step later."""
     name = type(optimizer).__name__
     return ConfigError(
@@ -48,7 +47,9 @@ def delayed_variables_left_out(optimizer: Any) -> ConfigError:
     )
 
 
-def check_momentum(communicators: Iterable[Communicator], optimizer: Any, later: bool = False) -> None:
+def check_momentum(
+    communicators: Iterable[Communicator], optimizer: keras.optimizers.Optimizer, later: bool = False
+) -> None:
     """Refuse a memory or compressor that applies momentum, for an optimizer that does so too.
 
     Raises:

@@ -26,19 +26,19 @@ from grace.session.step_runner import StepRunner
 class Tensors:
     """Medium of an exchange that computes with tensors."""
 
-    def computing(self) -> Any:
+    def computing(self) -> contextlib.AbstractContextManager[None]:
         """Return the context that the exchange runs in."""
         return contextlib.nullcontext()
 
-    def inside(self, value: Any) -> Any:
+    def inside(self, value: "tf.Tensor | np.ndarray") -> "tf.Tensor | np.ndarray":
         """Convert a tensor, or a saved array, to the tensor that the exchange computes with."""
         return tf.constant(value) if isinstance(value, np.ndarray) else value
 
-    def outside(self, value: Any) -> tf.Tensor:
+    def outside(self, value: "tf.Tensor | np.ndarray") -> tf.Tensor:
         """Return the tensor of a result of the exchange."""
         return value
 
-    def outs(self, bucket: Bucket) -> list[Any]:
+    def outs(self, bucket: Bucket) -> list[np.ndarray | None]:
         """Return the arrays that a bucket's aggregates are written to; None where the exchange allocates the result."""
         return [None] * len(bucket.variables)
 
@@ -58,15 +58,15 @@ class Arrays(Tensors):
         with arrays_by(host_kernels()), np.errstate(all="ignore"):
             yield
 
-    def inside(self, value: Any) -> Any:
+    def inside(self, value: "tf.Tensor | np.ndarray") -> np.ndarray:
         if isinstance(value, np.ndarray):  # tested first: tf.is_tensor takes long to deny an array
             return value
         return as_array(value) if tf.is_tensor(value) else value
 
-    def outside(self, value: Any) -> tf.Tensor:
+    def outside(self, value: "tf.Tensor | np.ndarray") -> tf.Tensor:
         return as_tensor(value)
 
-    def outs(self, bucket: Bucket) -> list[Any]:
+    def outs(self, bucket: Bucket) -> list[np.ndarray | None]:
         exact = bucket.communicator.compressor.traits.exact
         return [None if v.sparse else self._out(v, v.dtype if exact else "float32") for v in bucket.variables]
 
@@ -108,6 +108,6 @@ def medium_for(components: Iterable[Component]) -> Tensors:
     return Arrays() if ours and not missing() and not tf.config.list_logical_devices("GPU") else Tensors()
 
 
-def _is_ours(component: Any) -> bool:
+def _is_ours(component: Component) -> bool:
     parts = [part for part in vars(component).values() if isinstance(part, Component)]
     return type(component).__module__.startswith("grace.") and all(map(_is_ours, parts))

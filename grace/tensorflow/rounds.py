@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from grace.core.compressor import Tensor
 from grace.kernels import kernels_of
 from grace.session.outer_rounds import OuterRounds
 from grace.session.sharding import Shard
@@ -31,17 +32,17 @@ def connect(session: Any) -> None:
     session.runner.outer_rounds.write = partial(_write, me)
 
 
-def _read(session: Any, shard: Shard) -> Any:
+def _read(session: Any, shard: Shard) -> Tensor:
     with tf.init_scope():  # a state may be loaded while a graph is traced
         return session.inside(cut(shard, tf.convert_to_tensor(_variable(session, shard.whole.name))))
 
 
-def _write(session: Any, shard: Shard, value: Any) -> None:
+def _write(session: Any, shard: Shard, value: Tensor) -> None:
     with tf.init_scope():
         put(shard, _variable(session, shard.whole.name), session.medium.outside(value))
 
 
-def _variable(session: Any, name: str) -> Any:
+def _variable(session: Any, name: str) -> tf.Variable:
     return value_of(session.variables[session.names.index(name)])
 
 
@@ -67,12 +68,12 @@ def _act(session: Any, due: Callable[[], bool], act: Callable[[OuterRounds], Non
     tf.cond(tf.py_function(due, [], tf.bool), run, lambda: 0)
 
 
-def _run(session: Any, act: Callable[[OuterRounds], None], values: dict[str, Any]) -> list[tf.Tensor]:
+def _run(session: Any, act: Callable[[OuterRounds], None], values: dict[str, tf.Tensor]) -> list[tf.Tensor]:
     """Call a method of the rounds, and return the variables' values after it."""
     rounds = session.runner.outer_rounds
     whole = {name: session.inside(value) for name, value in values.items()}
 
-    def write(shard: Shard, value: Any) -> None:
+    def write(shard: Shard, value: Tensor) -> None:
         before = whole[shard.whole.name]
         k = kernels_of(before)
         value = k.cast(value, k.dtype(before))

@@ -1,6 +1,7 @@
 """Models in one file, with the memories of all ranks."""
 
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ def save_model(model: keras.Model, path: str | Path) -> None:
 
 
 def load_model(
-    path: str | Path, *choices: Any, memory_state: str = "strict", custom_objects: Any = None, **options: Any
-):
+    path: str | Path,
+    *choices: Any,
+    memory_state: str = "strict",
+    custom_objects: dict[str, Any] | None = None,
+    **options: Any,
+) -> keras.Model:
     """Load a model that was saved with a distributed optimizer, make its optimizer distributed again, and continue.
 
     Every rank must call it. A file that one rank refuses is refused on all ranks.
@@ -71,8 +76,13 @@ def load_model(
 
 
 def _loaded(
-    path: str | Path, saved: Any, choices: Any, memory_state: str, custom_objects: Any, options: dict[str, Any]
-) -> Any:
+    path: str | Path,
+    saved: dict[str, Any] | None,
+    choices: Sequence[Any],
+    memory_state: str,
+    custom_objects: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> keras.Model:
     """Load the model and continue from its saved state.
 
     Args:
@@ -94,7 +104,9 @@ def _loaded(
         options = {**{key: value for key, value in saved["options"].items() if key not in chosen}, **options}
     DistributedOptimizer(model.optimizer, *choices, **options)
     if saved is not None and saved["state"] is not None:
-        distributed(model.optimizer)._grace.restore(saved["state"], memory_state)
+        optimizer = distributed(model.optimizer)
+        assert optimizer is not None
+        optimizer._grace.restore(saved["state"], memory_state)
     return model
 
 

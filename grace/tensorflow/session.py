@@ -6,7 +6,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 import tensorflow as tf
@@ -28,18 +28,21 @@ from grace.session.hierarchy import advise_hierarchy
 from grace.session.metrics import metrics
 from grace.session.settings import Settings
 from grace.session.setup import build_step_runner
-from grace.session.step_runner import StepRunner
+from grace.session.step_runner import AnyRoundTrip, StepRunner
 from grace.session.switching import build_replacement
 from grace.session.versions import public
-from grace.strategy.choices import Choices
+from grace.strategy.choices import AutoRequest, Choices
 from grace.strategy.execution import StrategyPlan
+from grace.strategy.plan import Strategy
 from grace.tensorflow import rounds
 from grace.tensorflow.auto import PlannedRun, driver_of
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
 from grace.tensorflow.reductions import largest, summed
 from grace.tensorflow.representation import Tensors, inside, medium_of
+from grace.tensorflow.sharding import Flag, Gradient, Pair
 from grace.tensorflow.variables import (
+    AnyVariable,
     broadcast_initial,
     describe_variable,
     names_as_saved,
@@ -48,6 +51,11 @@ from grace.tensorflow.variables import (
     value_of,
 )
 
+if TYPE_CHECKING:  # the planner is loaded only by who asks for it
+    from grace.planner.driver import Driver
+
+TapeGradient = Union["tf.Tensor", "tf.IndexedSlices", None]
+"""Gradient as tapes and optimizers give it; None for a variable that this rank has no gradient of."""
 _sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Number of sessions that began over each set of ranks: the operations of two sessions must have different names."""
 
@@ -59,8 +67,8 @@ class Mean(NamedTuple):
     tensor or tf.IndexedSlices) is zeros if no rank had one, or None where that is known.
     """
 
-    value: Any
-    found: Any
+    value: "tf.Tensor | tf.IndexedSlices | None"
+    found: Flag
 
 
 class Session:
@@ -88,7 +96,7 @@ class Session:
         *,
         check: Callable[[Communicator], None] = lambda communicator: None,
         averages: bool = False,
-        beside: Callable[[], Sequence[Any]] = lambda: (),
+        beside: Callable[[], Sequence[AnyVariable]] = lambda: (),
         facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
         adaptive: bool = False,
     ):
@@ -108,19 +116,21 @@ class Session:
         self.lr = 1.0
         predivide = settings.reduction.predivide
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
-        self.variables: list[Any] = []
+        self.variables: list[AnyVariable] = []
         self.names: list[str] = []
         self.runner: StepRunner | None = None
         self.closed = False
-        self.saved: tuple[Any, str] | None = None
+        self.saved: tuple[dict[str, Any] | None, str] | None = None
+        """State to load at the first exchange, and how memories are treated."""
         self.plan: ExchangePlan | None = None
-        self.asked: Any = None
-        self.auto: Any = None
+        self.auto_request: AutoRequest | None = None
+        self.auto: Driver | None = None
         self.late: set[int] = set()
         """Ids of variables whose means are delayed: a step may bring no mean of them yet."""
         self.missing_everywhere: list[bool] = []
         """True for each variable that no rank had a gradient for when the exchange began."""
-        self._function: Any = None
+        self._function: Callable[..., list[Mean]] | None = None
+        """The step as a graph, for engines whose eager operations block one another."""
         self.needs_broadcast = settings.broadcast
         """True until all ranks have started from rank 0's values."""
         self.needs_lr = False
@@ -136,7 +146,7 @@ class Session:
 
     # -- start -----------------------------------------------------------------------------------------
 
-    def _prepare(self, variables: Sequence[Any], gradients: Sequence[Any]) -> StepRunner:
+    def _prepare(self, variables: Sequence[AnyVariable], gradients: Sequence[TapeGradient]) -> StepRunner:
         if self.runner is None:
             with tf.init_scope():  # eagerly, also while a graph is traced: the collectives of the start run once
                 try:
@@ -147,7 +157,7 @@ class Session:
         assert self.runner is not None
         return self.runner
 
-    def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def _build(self, variables: Sequence[AnyVariable], gradients: Sequence[TapeGradient]) -> None:
         names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
         sparse_too = not self.settings.sparse_as_dense
         own_flags = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
@@ -188,7 +198,7 @@ class Session:
         assert self.plan is not None
         self.use_runner(runner, self.plan)
         runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]  # for errors about ranks that differ
-        self.auto = driver_of(self) if self.asked else None
+        self.auto = driver_of(self) if self.auto_request else None
         if self.saved is None:  # another rank may have loaded a checkpoint: all refuse together
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
         else:
@@ -224,14 +234,16 @@ class Session:
         rounds.connect(self)
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
-        wanted = self.asked = self.choices.auto_request()
-        if wanted:
+        request = self.auto_request = self.choices.auto_request()
+        choices = self.choices
+        if request is not None:
             self.settings.check_auto()
-        facts += [("the strategy", wanted.options.spec)] if wanted else []
-        self.plan = (wanted.starting_choices(self.choices) if wanted else self.choices).plan(self.settings.limits)
+            facts += [("the strategy", request.options.spec)]
+            choices = request.starting_choices(choices)
+        self.plan = choices.plan(self.settings.limits)
         return self.plan
 
-    def _load(self, saved: Any, memory: str) -> None:
+    def _load(self, saved: dict[str, Any] | None, memory: str) -> None:
         former, auto = self.runner, self.auto
         assert former is not None
         if auto is None:
@@ -281,7 +293,11 @@ class Session:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(
-        self, gradients: Sequence[Any], variables: Sequence[Any], lr: Any = None, updates: Any = None
+        self,
+        gradients: Sequence[TapeGradient],
+        variables: Sequence[AnyVariable],
+        lr: "tf.Tensor | float | None" = None,
+        updates: "tf.Tensor | tf.Variable | None" = None,
     ) -> list[Mean]:
         """Exchange the gradients of all ranks. Every call takes the same variables in the same order.
 
@@ -315,7 +331,7 @@ class Session:
         means = self._function(converted, present, rate)
         return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
 
-    def _in_graph(self, converted: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
+    def _in_graph(self, converted: list[Gradient], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.runner is not None
         driven = HostRun if self.auto is None else PlannedRun
         run = driven if self._starts_from_python(self.runner) else GraphRun
@@ -330,7 +346,7 @@ class Session:
         # A graph has the same collectives at every step; these communicators have others in some steps.
         return any(c.moves_payloads or c.compress_after for c in runner.communicators)
 
-    def _to_exchange(self, i: int, gradient: Any) -> Any:
+    def _to_exchange(self, i: int, gradient: TapeGradient) -> Gradient:
         """Return a gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""
         assert self.runner is not None
         variable = self.runner.variables[i]
@@ -344,12 +360,12 @@ class Session:
             return tf.zeros(variable.shape, variable.dtype)
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
 
-    def _to_means(self, outcomes: list[tuple[Any, Any]]) -> list[Mean]:
+    def _to_means(self, outcomes: list[Pair]) -> list[Mean]:
         return [
             Mean(None, False) if v is None else Mean(*self._to_own_dtype(i, v, f)) for i, (v, f) in enumerate(outcomes)
         ]
 
-    def _to_own_dtype(self, i: int, value: Any, found: Any) -> tuple[Any, Any]:
+    def _to_own_dtype(self, i: int, value: Gradient | None, found: Flag) -> "tuple[tf.Tensor | tf.IndexedSlices, Flag]":
         assert self.runner is not None
         variable = self.runner.variables[i]
         if isinstance(value, SparseRows):
@@ -405,7 +421,9 @@ class Session:
             self.needs_broadcast = False
             broadcast_initial(self.variables, self.beside(), self.backend)
 
-    def start(self, bucket: Bucket, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
+    def start(
+        self, bucket: Bucket, gradients: Sequence[Gradient], present: Sequence[bool], rate: tf.Tensor
+    ) -> AnyRoundTrip:
         """Start the exchange of one bucket, with eager tensors."""
         assert self.runner is not None
         self.check_open()
@@ -422,7 +440,7 @@ class Session:
         return inside(self.medium, value)
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> Strategy | None:
         """Strategy that is executed; None if there is one method for all, or before the first exchange."""
         return None if self.plan is None else self.plan.strategy
 
@@ -445,7 +463,7 @@ class Session:
     def options(self) -> dict[str, Any]:
         """Return the user's choices as arguments of :func:`~grace.tensorflow.DistributedOptimizer`."""
         plan = self.plan or self.choices.plan(self.settings.limits)
-        chosen = plan.options() if self.asked is None else {"strategy": self.asked.options.spec}
+        chosen = plan.options() if self.auto_request is None else {"strategy": self.auto_request.options.spec}
         return {**chosen, **self.settings.arguments()}
 
     def state(self, everyone: bool = False) -> dict[str, Any] | None:

@@ -1,18 +1,22 @@
 """Shards of TensorFlow's tensors, and tensors joined from shards."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Union
 
 import tensorflow as tf
 
 from grace.exchange.sparse_rows import SparseRows
 from grace.session.sharding import Shard
 
-Pair = tuple[Any, Any]
-"""Mean of one variable or shard, and a flag that is True if any rank had a gradient."""
+Gradient = Union["tf.Tensor", SparseRows]
+"""Gradient, or mean, of a variable or shard as the exchange takes it: dense, or rows."""
+Flag = Union[bool, "tf.Tensor"]
+"""True if any rank had a gradient: a bool, or a scalar tensor where a graph computes it."""
+Pair = tuple[Gradient | None, Flag]
+"""Mean of one variable or shard, and the flag; the mean is None where no rank had a gradient."""
 
 
-def cut(shard: Shard, value: Any) -> Any:
+def cut(shard: Shard, value: Gradient) -> Gradient:
     """Return a shard of a variable's tensor, or of its rows.
 
     >>> from grace.communicators import Allreduce
@@ -29,7 +33,7 @@ def cut(shard: Shard, value: Any) -> Any:
     return shard.slice_of(value)
 
 
-def put(shard: Shard, variable: Any, value: tf.Tensor) -> None:
+def put(shard: Shard, variable: tf.Variable, value: tf.Tensor) -> None:
     """Write a shard of a variable."""
     if shard.axis is not None:
         before, _, behind = tf.split(
@@ -53,16 +57,16 @@ def joined(shards: Sequence[Shard], pairs: dict[str, Pair], own: Callable[[Shard
     if shards[0].axis is None:
         return got[0]
     flags = [found for _, found in got]
-    found: Any = any(flags) if all(isinstance(flag, bool) for flag in flags) else tf.reduce_any(tf.stack(flags))
+    found = any(flags) if all(isinstance(flag, bool) for flag in flags) else tf.reduce_any(tf.stack(flags))
     if all(value is None for value, _ in got):
         return None, False
     if shards[0].whole.sparse:
         parts = [shard.to_whole(value) for shard, (value, _) in zip(shards, got, strict=True) if value is not None]
         rows = tf.concat([tf.cast(part.rows, tf.int32) for part in parts], 0)
         return SparseRows(tf.concat([part.values for part in parts], 0), rows), found
-    some = next(value for value, _ in got if value is not None)
+    dtype = next(value.dtype for value, _ in got if value is not None and not isinstance(value, SparseRows))
     values = [
-        tf.zeros(shard.variable.shape, some.dtype) if value is None else tf.cast(value, some.dtype)
+        tf.zeros(shard.variable.shape, dtype) if value is None else tf.cast(value, dtype)
         for shard, (value, _) in zip(shards, got, strict=True)
     ]
     return tf.concat(values, shards[0].axis), found

@@ -4,12 +4,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from grace.core.compressor import Tensor
 from grace.errors import ConfigError, ExchangeError
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.session.switching import switch_plan
 from grace.strategy.choices import Choices
-from grace.strategy.execution import StrategyPlan
+from grace.strategy.execution import StrategyArg, StrategyPlan
+from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.representation import inside, medium_of
 
 
@@ -21,7 +23,7 @@ def switch(session: Any, plan: ExchangePlan) -> None:
     """
     variables = {variable.name: variable for variable in session.runner.variables}
 
-    def like(name: str) -> Any:
+    def like(name: str) -> Tensor:
         return session.inside(tf.zeros(variables[name].shape, "float32"))
 
     def convert(made: StepRunner, value: Any) -> Any:
@@ -32,7 +34,7 @@ def switch(session: Any, plan: ExchangePlan) -> None:
         session.use_runner(made, plan)
 
 
-def use_strategy(session: Any, strategy: Any, resources: Any = None) -> None:
+def use_strategy(session: Any, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
     """Implement :meth:`grace.tensorflow.optimizer.DistributedMixin.use_strategy`."""
     if not tf.executing_eagerly():
         raise ConfigError("use_strategy is called between two steps: call it outside of tf.function")
@@ -48,7 +50,7 @@ def use_strategy(session: Any, strategy: Any, resources: Any = None) -> None:
     switch(session, StrategyPlan(strategy, resources=resources))
     if session.auto is not None:
         session.auto.stop()
-        session.asked = None
+        session.auto_request = None
 
 
 def check_current(session: Any, runner: StepRunner) -> None:

@@ -8,13 +8,16 @@ from grace.backends.horovod import compressor_for
 from grace.backends.runtime import current
 from grace.core.arguments import accept_grace_argument
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError, ExchangeError
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyArg
+from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import Remembered
 from grace.tensorflow.session import Mean, Session
-from grace.tensorflow.variables import value_of
+from grace.tensorflow.variables import AnyVariable, value_of
 
 
 class GradientExchange(Session):
@@ -41,13 +44,13 @@ class GradientExchange(Session):
 
     def __init__(
         self,
-        compressor: Any = None,
-        memory: Any = None,
-        communicator: Any = None,
+        compressor: CompressorArg | None = None,
+        memory: MemoryArg | None = None,
+        communicator: CommunicatorArg | None = None,
         *,
-        strategy: Any = None,
-        resources: Any = None,
-        op: Any = "average",
+        strategy: StrategyArg | None = None,
+        resources: ResourcesArg | None = None,
+        op: str | int = "average",
         gradient_predivide_factor: float = 1.0,
         backend: Backend | None = None,
         sparse_as_dense: bool = False,
@@ -75,7 +78,7 @@ class GradientExchange(Session):
         )
         self.grace_state = Remembered(self)
 
-    def mean_or_none(self, i: int, mean: Mean) -> Any:
+    def mean_or_none(self, i: int, mean: Mean) -> "tf.Tensor | tf.IndexedSlices | None":
         """Return, in a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when
         the exchange began. The graph then raises ExchangeError if a rank has one later."""
         if not self.missing_everywhere[i]:
@@ -94,7 +97,7 @@ class GradientExchange(Session):
         return None
 
 
-def _check(communicator: Any) -> None:
+def _check(communicator: Communicator) -> None:
     memory = communicator.memory
     if memory.needs_lr:
         raise ConfigError(
@@ -124,7 +127,7 @@ class _Distributed(tf.GradientTape):
         ]
         return tf.nest.pack_sequence_as(gradients, values)
 
-    def _grace_session(self, variables: list[Any]) -> GradientExchange:
+    def _grace_session(self, variables: list[AnyVariable]) -> GradientExchange:
         exchange, options = self._grace
         if exchange is not None:
             return exchange
@@ -139,8 +142,12 @@ class _Distributed(tf.GradientTape):
 
 @accept_grace_argument
 def DistributedGradientTape(
-    tape: tf.GradientTape, compressor: Any = None, *, exchange: GradientExchange | None = None, **options: Any
-) -> Any:
+    tape: tf.GradientTape,
+    compressor: CompressorArg | None = None,
+    *,
+    exchange: GradientExchange | None = None,
+    **options: Any,
+) -> tf.GradientTape:
     """Make a tape whose ``gradient`` returns the mean over ranks, exchanged compressed.
 
     The tape is changed in place and returned. It may be made before or after the forward pass, once per step;
@@ -172,6 +179,5 @@ def DistributedGradientTape(
     if exchange is not None and (compressor is not None or options):
         raise ConfigError("the exchange holds its compressor and options; do not pass them as well")
     tape.__class__ = type(type(tape).__name__, (_Distributed, type(tape)), {})
-    distributed: Any = tape
-    distributed._grace = exchange, {"compressor": compressor, **options}
+    tape._grace = exchange, {"compressor": compressor, **options}
     return tape

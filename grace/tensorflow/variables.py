@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Union
 
 import keras
 import numpy as np
@@ -22,8 +22,11 @@ from grace.session.agreement import first_difference, gather_or_raise
 from grace.tensorflow.distribute import refuse_distribute, strategy_of
 from grace.tensorflow.preprocessing import broadcast_adapted_layers
 
+AnyVariable = Union["keras.Variable", "tf.Variable"]
+"""Variable of Keras, which holds TensorFlow's, or TensorFlow's own."""
 
-def value_of(variable: Any) -> Any:
+
+def value_of(variable: "AnyVariable | tf.Tensor") -> "tf.Variable | tf.Tensor":
     """Return the tf.Variable of a Keras variable; a tf.Variable or a tensor is returned as it is.
 
     Keras computes ``iterations``, as a tensor, where it accumulates gradients.
@@ -31,12 +34,12 @@ def value_of(variable: Any) -> Any:
     return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
 
 
-def is_overwritten(variable: Any) -> bool:
+def is_overwritten(variable: AnyVariable) -> bool:
     """Return True if a gradient is the variable's next value, as for the scales and histories of maxima of float8."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def names_of(variables: Sequence[Any]) -> list[str]:
+def names_of(variables: Sequence[AnyVariable]) -> list[str]:
     """Return a name for each variable: a Keras variable's path, a tf.Variable's name; repeated ones get a number.
 
     A first part that all paths share is the model's name, which Keras numbers anew in every process; it is left out.
@@ -81,7 +84,7 @@ def names_match(names: Sequence[str], others: Sequence[str]) -> bool:
     return True
 
 
-def names_as_saved(names: list[str], variables: Sequence[Any], saved: dict[str, Any] | None) -> list[str]:
+def names_as_saved(names: list[str], variables: Sequence[AnyVariable], saved: dict[str, Any] | None) -> list[str]:
     """Return the names that a checkpoint has for these variables, if :func:`names_match` and the shapes are equal; else
     ``names``.
     """
@@ -104,7 +107,7 @@ def names_as_saved(names: list[str], variables: Sequence[Any], saved: dict[str, 
     return list(before)
 
 
-def describe_variable(name: str, variable: Any, sparse: bool) -> Variable:
+def describe_variable(name: str, variable: AnyVariable, sparse: bool) -> Variable:
     """Return the exchange's description of a variable.
 
     Raises:
@@ -120,7 +123,7 @@ def describe_variable(name: str, variable: Any, sparse: bool) -> Variable:
 
 
 def broadcast_variables(
-    variables: "Iterable[Any] | keras.Model",  # the site is built with a stand-in for keras
+    variables: "Iterable[AnyVariable] | keras.Model",  # the site is built with a stand-in for keras
     root: int = 0,
     backend: Backend | None = None,
     *,
@@ -155,7 +158,7 @@ def broadcast_variables(
             broadcast_adapted_layers(model, root, backend)
 
 
-def broadcast_named(names: list[str], variables: Sequence[Any], root: int, backend: Backend) -> None:
+def broadcast_named(names: list[str], variables: Sequence[AnyVariable], root: int, backend: Backend) -> None:
     """Give every rank the root's values of variables, in place; the ranks compare them under these names."""
     found = [value_of(variable) for variable in variables]
     refuse_distribute(*map(strategy_of, found))
@@ -177,7 +180,7 @@ def broadcast_named(names: list[str], variables: Sequence[Any], root: int, backe
                 variable.assign(k.from_bytes(received, name, tuple(value.shape)))
 
 
-def broadcast_initial(variables: Sequence[Any], beside: Sequence[Any], backend: Backend) -> None:
+def broadcast_initial(variables: Sequence[AnyVariable], beside: Sequence[AnyVariable], backend: Backend) -> None:
     """Give every rank rank 0's values, in place, of a model's variables, and of those further variables that differ.
 
     Most of an optimizer's variables begin as zeros everywhere, so hashes of them are compared first.
@@ -194,7 +197,7 @@ def broadcast_initial(variables: Sequence[Any], beside: Sequence[Any], backend: 
         broadcast_named(names_of_slots(different), different, 0, backend)
 
 
-def names_of_slots(variables: Iterable[Any]) -> list[str]:
+def names_of_slots(variables: "Iterable[keras.Variable]") -> list[str]:
     """Return the names of an optimizer's variables, without the optimizer's own name."""
     return [variable.path.split("/")[-1] for variable in variables]
 
@@ -205,7 +208,7 @@ def _compare(names: list[str], kinds: list[str], root: int, backend: Backend) ->
     first = received[0]
     if all(first[::2] == other[::2] and names_match(first[1], other[1]) for other in received):
         return
-    facts: list[Any] = [
+    facts: list[Sequence[tuple[str, str]]] = [
         [("root", str(r)), *((f"the variable {n}", k) for n, k in zip(*both, strict=True))] for r, *both in received
     ]
     remedy = "Make the same model and optimizer on every rank"

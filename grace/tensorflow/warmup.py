@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 import keras
 
 from grace.core.backend import Backend
 from grace.errors import ConfigError, RankError
 from grace.session.agreement import first_difference, gather_or_raise
-from grace.tensorflow.callbacks import OnRanks
+from grace.tensorflow.callbacks import Logs, OnRanks
 
 
 class LearningRateWarmupCallback(OnRanks):
@@ -75,7 +74,7 @@ class LearningRateWarmupCallback(OnRanks):
         progress = min(1.0, (done + 1) / (self.warmup_epochs * steps))
         return self.initial_lr * (1 + (ranks - 1) * progress) / ranks
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Check the model that Keras hands over.
 
         Raises:
@@ -92,7 +91,7 @@ class LearningRateWarmupCallback(OnRanks):
                 "its own (keras.optimizers.schedules.CosineDecay has warmup_target and warmup_steps)"
             )
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Compare the ranks' numbers, since all must have the same learning rate in a step.
 
         Raises:
@@ -109,22 +108,24 @@ class LearningRateWarmupCallback(OnRanks):
         own = [(name, f"{getattr(self, name)}") for name in ("initial_lr", "warmup_epochs", "momentum_correction")]
         everyone = gather_or_raise(self.ranks, "a warm-up", [*own, ("steps_per_epoch", f"{steps}")], error)
         if any(other != everyone[0] for other in everyone):
-            facts: list[Any] = [[(f"{name} =", value) for name, value in other] for other in everyone]
+            facts: list[Sequence[tuple[str, str]]] = [
+                [(f"{name} =", value) for name, value in other] for other in everyone
+            ]
             raise RankError(first_difference(facts, DIFFERENT, number_of=self.ranks.number_of))
         self.steps = steps
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the number of the epoch."""
         self.epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set the learning rate, as long as it warms up."""
         done = self.epoch * self.steps + batch
         if done < self.warmup_epochs * self.steps:
             self.warming = True
             self._set(self.rate(done, self.ranks.size, self.steps))
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Log the learning rate, and print it at the end of the warm-up."""
         if self.warming and epoch + 1 >= self.warmup_epochs:
             self.warming = False
@@ -135,7 +136,7 @@ class LearningRateWarmupCallback(OnRanks):
             logs["learning_rate"] = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
 
     @property
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> keras.optimizers.Optimizer:
         optimizer = getattr(self.model, "optimizer", None)
         return getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
 
@@ -149,7 +150,7 @@ class LearningRateWarmupCallback(OnRanks):
                 velocity.assign(velocity * (after / before))
 
 
-def _velocities(optimizer: Any) -> Sequence[Any]:
+def _velocities(optimizer: keras.optimizers.Optimizer) -> "Sequence[keras.Variable]":
     """Return momenta that contain the learning rate: v <- momentum * v - lr * g. Others are sums of gradients."""
     if isinstance(optimizer, keras.optimizers.SGD):
         return getattr(optimizer, "momentums", ())

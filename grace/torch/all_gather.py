@@ -1,16 +1,18 @@
 """Compressed all-gather of FSDP2's weights: every rank computes with the same decoded weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.api_names import REDUCE_SCATTER
-from grace.core.compressor import Payload
+from grace.core.compressor import Compressor, Payload, Shape
 from grace.core.context import Context
 from grace.core.memory import Memory
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.header import OVERFLOW, PRESENT
@@ -31,7 +33,7 @@ class SentWeights(Memory):
 
     name = "sent"
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: Shape) -> Shape:
         return shape
 
 
@@ -59,10 +61,10 @@ class AllGatherState(ShardGroupState):
         self.unhook = subscribe_to_steps(self, params)
         self.former_comms = [fsdp_param_groups(layout.module)[0]._all_gather_comm for layout in layouts]
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: an optimizer is about to change the weights."""
 
-    def after_step(self, optimizer: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the steps, which random numbers of stochastic rounding follow. Called after an optimizer's step."""
         self.context.step += 1
 
@@ -85,7 +87,7 @@ class AllGatherState(ShardGroupState):
             RankError: another rank refused its state, or loads that of another save.
         """
 
-        def read() -> Any:
+        def read() -> dict[str, Any] | None:
             """Return the state to load for this rank."""
             own = self.own_entry(given)
             if own is None and memory != "reset":
@@ -118,7 +120,7 @@ class AllGatherState(ShardGroupState):
         for layout, former in zip(self.layouts, self.former_comms, strict=True):
             layout.module.set_custom_all_gather(former)
 
-    def compresses(self, layout: ModuleLayout, shard: torch.Tensor, group: Any) -> bool:
+    def compresses(self, layout: ModuleLayout, shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
         """Return True if a module's weights are gathered compressed, and False if by torch's own collective.
 
         Args:
@@ -136,7 +138,9 @@ class AllGatherState(ShardGroupState):
         )
 
     @torch.no_grad()
-    def gather(self, layout: ModuleLayout, shard: torch.Tensor, output: torch.Tensor, plainly: Any) -> None:
+    def gather(
+        self, layout: ModuleLayout, shard: torch.Tensor, output: torch.Tensor, plainly: Callable[[], object]
+    ) -> None:
         """Write the decoded weights of all ranks' shards into ``output``, of which ``shard`` may be a view.
 
         Args:
@@ -235,8 +239,12 @@ class CompressedAllGather:
         return buffer
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> Any:
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
         if not self.grace_state.compresses(self.layout, input_tensor, group):
             return self.former(output_tensor, input_tensor, group, async_op)
         self.grace_state.gather(
@@ -246,7 +254,12 @@ class CompressedAllGather:
 
 
 def compress_all_gather(
-    model: Any, block: Any = None, *, delta: bool = False, evaluation: bool = False, seed: int = 0
+    model: torch.nn.Module,
+    block: Spec | Compressor | None = None,
+    *,
+    delta: bool = False,
+    evaluation: bool = False,
+    seed: int = 0,
 ) -> AllGatherState:
     """Compress the all-gather of weights within the shard groups of a sharded model: two thirds of FSDP2's bytes.
 

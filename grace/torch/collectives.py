@@ -20,7 +20,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     *,
-    op: Any = None,
+    op: str | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
@@ -125,7 +125,7 @@ class _AllReduce(torch.autograd.Function):
         return _reduced(tensor, op, backend)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         return _gradient(gradient, ctx.op, ctx.backend), None, None
 
 
@@ -139,7 +139,7 @@ class _AllGather(torch.autograd.Function):
         return _gathered(rows, counts, backend)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         rank = ctx.backend.rank
         counts = ctx.counts
         mean = _gradient(gradient, "average", ctx.backend)
@@ -159,7 +159,7 @@ class _Broadcast(torch.autograd.Function):
         return sent
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         mean = _gradient(gradient, "average", ctx.backend)
         return mean if ctx.backend.rank == ctx.root else torch.zeros_like(mean), None, None
 
@@ -205,7 +205,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _described(tensor: Any, name: str | None, rows: bool = False) -> str:
+def _described(tensor: torch.Tensor, name: str | None, rows: bool = False) -> str:
     """Return a description of a tensor that must be the same on all ranks.
 
     Args:
@@ -223,7 +223,7 @@ def _described(tensor: Any, name: str | None, rows: bool = False) -> str:
     return f"of {str(tensor.dtype).removeprefix('torch.')}[{', '.join(shape)}]{named(name)}"
 
 
-def _described_sum(tensor: Any, average: Any, name: str | None, op: Any) -> str:
+def _described_sum(tensor: torch.Tensor, average: bool | None, name: str | None, op: str | int | None) -> str:
     """Return a description of a tensor and a reduction that must be the same on all ranks."""
     described = _described(tensor, name)
     if tensor.dtype is torch.bool or tensor.dtype.is_complex:

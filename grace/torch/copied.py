@@ -34,7 +34,7 @@ def plain_copy(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def refuse_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> NoReturn:
+def refuse_step(optimizer: torch.optim.Optimizer, *ignored: object) -> NoReturn:
     """Refuse a step of a copied optimizer. This is a hook of its steps."""
     raise ConfigError(
         f"this {type(optimizer).__name__} is a copy of a distributed optimizer, and exchanges nothing: make it "

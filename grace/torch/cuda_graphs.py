@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grace.core.communicator import Communicator
 from grace.core.state import State
 from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 from grace.exchange.round_trip import RoundTrip
+from grace.session.step_runner import StepRunner
 from grace.torch.optimizer import HookedSession
 
 WARM_UP = 3
@@ -25,7 +27,7 @@ COMMUNICATORS = ("allreduce", "allgather")
 MEMORIES = ("none", "residual")
 
 
-def capture(optimizer: Any, step: Callable[[], Any], warm_up: int = WARM_UP) -> "CapturedStep":
+def capture(optimizer: torch.optim.Optimizer, step: Callable[[], Any], warm_up: int = WARM_UP) -> "CapturedStep":
     """Capture a training step as a CUDA graph. Call the returned object for each step.
 
     Args:
@@ -100,7 +102,7 @@ def check_capturable(session: Any) -> None:
         raise ConfigError(f"this step cannot be captured as a CUDA graph: {reason}. Call optimizer.step() instead")
 
 
-def _refusal_reason(communicator: Any) -> str:
+def _refusal_reason(communicator: Communicator) -> str:
     """Return the reason why the exchange of a communicator cannot be captured; empty if it can."""
     compressor = communicator.compressor
     memory = communicator.memory
@@ -132,7 +134,7 @@ def ending_on_device(session: HookedSession, device_step: torch.Tensor | None) -
         context.device_step = None
 
 
-def _resolve_on_device(runner: Any, device_step: torch.Tensor | None, trips: Sequence[RoundTrip]) -> None:
+def _resolve_on_device(runner: StepRunner, device_step: torch.Tensor | None, trips: Sequence[RoundTrip]) -> None:
     """Commit the state of memories on the device if the means of all round trips are in range, else keep the old state.
 
     Raises:

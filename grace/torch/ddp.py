@@ -6,9 +6,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.context import Context
 from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
@@ -29,6 +33,7 @@ from grace.session.sharding import Shard, cut_into_buckets
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyArg
 from grace.torch.copied import InertState
 from grace.torch.ddp_buckets import (
     bucket_gradients,
@@ -56,7 +61,7 @@ from grace.torch.wrappers import check_not_sharded, check_unwrapped, unwrap_comp
 class EarlyState:
     """Stand-in for a hook's state, which a framework registers before ``register_ddp_hook`` is called for the model."""
 
-    state: Any = None
+    state: "DDPState | None" = None
 
     def __reduce__(self) -> Any:
         """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
@@ -81,7 +86,7 @@ def grace_hook(state, bucket):  # DDP checks the annotations, which must be real
     return state.exchange(bucket)
 
 
-def fill_early_states(model: Any, state: Any) -> bool:
+def fill_early_states(model: DistributedDataParallel, state: "DDPState") -> bool:
     """Give the state to the stand-ins that the model was registered with; return True if there are any."""
     stand_ins = [hook_state for _, hook_state in model._comm_hooks if isinstance(hook_state, EarlyState)]
     for stand_in in stand_ins:
@@ -132,7 +137,7 @@ class DDPState(PythonReducerMixin):
         parameters: Mapping[str, torch.nn.Parameter],
         runner: StepRunner,
         optimizer: Any,
-        grad_scaler: Any,
+        grad_scaler: torch.amp.GradScaler | None,
         bucket_bytes: int | None,
     ):
         self.runner = runner
@@ -153,7 +158,7 @@ class DDPState(PythonReducerMixin):
         self.open = False
         """True if gradients were exchanged whose changes to state are not committed yet."""
         self.closed = False
-        self.watched: list[Any] = []
+        self.watched: list[RemovableHandle] = []
         """Handles of the parameters' hooks that record arriving gradients; empty with the Python reducer."""
         self.uses = GradientUses(parameters, optimizer, self.registered_by)
         self.seen: set[str] = set()
@@ -200,18 +205,18 @@ class DDPState(PythonReducerMixin):
         checkpoint.warn_own_state(self.runner, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.runner)
 
-    def full_state_dict(self, packed: bool = False) -> Any:
+    def full_state_dict(self, packed: bool = False) -> dict[str, Any] | bytes:
         """Return the state of all ranks' memories and compressors. Every rank must call it. If ``packed``, the result
         is one value, bytes, which ``torch.distributed.checkpoint`` loads whole."""
         saved = checkpoint.gather(self.runner, self._close_settled_step)
         return pack_state(saved) if packed else saved
 
-    def load_state_dict(self, state: Any, memory: str = "strict") -> None:
+    def load_state_dict(self, state: dict[str, Any] | bytes | None, memory: str = "strict") -> None:
         """Restore a saved state; :mod:`grace.session.checkpoint` documents the rules and the values of ``memory``.
         Every rank must call it."""
         parameters = {name: p for p, name in self.names.items()}
 
-        def read() -> Any:
+        def read() -> dict[str, Any] | None:
             """Return the state to load, unpacked."""
             self._close_settled_step()
             return unpack_state(state)
@@ -223,17 +228,19 @@ class DDPState(PythonReducerMixin):
         checkpoint.check_settled(self)
         self.close_step()
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer is about to use the gradients. Called before its ``step()``. With the Python
         reducer, the next gradient then begins another step."""
         self.uses.begin_step(optimizer)
         self.seen.clear()  # the next gradient of the Python reducer is the first of its step
 
-    def after_step(self, optimizer: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has used the gradients. Called after its ``step()``."""
         self.uses.end_step(optimizer)
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool) -> None:
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool
+    ) -> None:
         """Update the counters and the digest of hyperparameters that the next exchange compares."""
         if inner:  # a step() that calls super().step() is one step
             return
@@ -331,7 +338,7 @@ class DDPState(PythonReducerMixin):
         """Return Grace's buckets for one of DDP's: compressed variables, and dense ones by dtype. A bucket of DDP's
         first one carries the ranks' step stamps."""
         if (first, names) not in self.plans:  # DDP rebuilds its buckets after the first step
-            kinds: dict[Any, list[Shard]] = {}
+            kinds: dict[tuple[int, str], list[Shard]] = {}
             for name in names:
                 for shard in self.runner.shards_of[name]:
                     kinds.setdefault((id(shard.communicator), shard.variable.dtype), []).append(shard)
@@ -361,7 +368,7 @@ class DDPState(PythonReducerMixin):
             check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
             self._count_updates()
             self.open = True
-            if self.runner.follows_scaler():
+            if self.grad_scaler is not None and self.runner.follows_scaler():
                 self.runner.rescale(self.grad_scaler.get_scale())
         if recorder.run is not None:
             recorder.run.gradient()
@@ -393,7 +400,7 @@ class DDPState(PythonReducerMixin):
             if grad_bucket.is_last():
                 self._finish_begun()
             return future
-        works: list[Any] = []
+        works: list[dist.Work] = []
         for trip in trips:
             assert isinstance(trip, RoundTrip)
             # Reading headers would wait for the device: they are read when the step is closed.
@@ -427,7 +434,7 @@ class DDPState(PythonReducerMixin):
             for _, exchange in begun:
                 waits.pop(exchange.wait_key, None)
 
-    def _complete_bucket(self, exchange: BucketTrips, done: Any) -> torch.Tensor:
+    def _complete_bucket(self, exchange: BucketTrips, done: torch.futures.Future) -> torch.Tensor:
         """Write the means into a bucket of DDP's when its collectives are done, and return the bucket's buffer.
 
         Args:
@@ -506,14 +513,14 @@ def check_no_rounds(runner: StepRunner, what: str) -> None:
 
 
 def register_ddp_hook(
-    model: Any,
-    compressor: Any = None,
-    memory: Any = None,
-    communicator: Any = None,
+    model: DistributedDataParallel,
+    compressor: CompressorArg | None = None,
+    memory: MemoryArg | None = None,
+    communicator: CommunicatorArg | None = None,
     *,
-    strategy: Any = None,
+    strategy: StrategyArg | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    grad_scaler: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     hierarchical: bool = False,
     compress_after: int = 0,
     seed: int = 0,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
@@ -10,7 +11,7 @@ from grace.session.bucketing import Limits
 from grace.session.step_runner import StepRunner
 
 
-def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+def trainable_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a DDP model that need gradients, by name, without those that DDP was told to ignore."""
     ignored = (
         model.parameters_to_ignore
@@ -23,7 +24,7 @@ def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return dict(zip(unwrap_names([name for name, _ in pairs]), (p for _, p in pairs), strict=True))
 
 
-def check_no_join(model: Any) -> None:
+def check_no_join(model: DistributedDataParallel) -> None:
     """Refuse DDP's ``join()``. All ranks that still have batches come here with their first bucket.
 
     Raises:

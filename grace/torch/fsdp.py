@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Contribution, Outcome, Traffic
@@ -22,6 +25,7 @@ from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyArg
 from grace.torch.ddp import DDPState, check_no_rounds
 from grace.torch.fsdp_layout import (
     ModuleLayout,
@@ -50,8 +54,8 @@ class FSDPState(DDPState):
         self,
         shard_group: ShardGroup,
         runner: StepRunner,
-        optimizer: Any,
-        grad_scaler: Any,
+        optimizer: torch.optim.Optimizer | None,
+        grad_scaler: torch.amp.GradScaler | None,
     ):
         params = {
             name: param.sharded_param
@@ -86,7 +90,7 @@ class FSDPState(DDPState):
     def _count_updates(self) -> None:
         """Do nothing: the optimizer's steps are seen by hooks."""
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so
         the step is closed when no gradient is unused."""
         self.uses.begin_step(optimizer)
@@ -141,7 +145,7 @@ class FSDPState(DDPState):
         """
         return {self.shard_group.part: self.full_state_dict(packed=True)}
 
-    def load_state_dict(self, state: Any, memory: str = "strict") -> None:
+    def load_state_dict(self, state: dict[str, Any] | bytes | None, memory: str = "strict") -> None:
         """Restore a result of :meth:`state_dict`, on as many shards, and any number of replicas;
         :mod:`grace.session.checkpoint` documents the rules and the values of ``memory``. Every rank must call it.
 
@@ -151,7 +155,7 @@ class FSDPState(DDPState):
         """
         parameters = {name: p for p, name in self.names.items()}
 
-        def read() -> Any:
+        def read() -> dict[str, Any] | None:
             """Return this rank's entry of the state to load."""
             self._close_settled_step()
             part = self.shard_group.part
@@ -187,7 +191,7 @@ class FSDPState(DDPState):
         if first:
             check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
             self.open = True
-            if self.runner.follows_scaler():
+            if self.grad_scaler is not None and self.runner.follows_scaler():
                 self.runner.rescale(self.grad_scaler.get_scale())
         if recorder.run is not None:
             recorder.run.gradient()
@@ -223,15 +227,15 @@ def _do_nothing(flat: torch.Tensor) -> None:
 
 
 def register_fsdp_hook(
-    model: Any,
-    mesh: Any = None,
-    compressor: Any = None,
-    memory: Any = None,
-    strategy: Any = None,
+    model: torch.nn.Module,
+    mesh: DeviceMesh | None = None,
+    compressor: CompressorArg | None = None,
+    memory: MemoryArg | None = None,
+    strategy: StrategyArg | None = None,
     *,
-    communicator: Any = None,
+    communicator: CommunicatorArg | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    grad_scaler: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     compress_after: int = 0,
     seed: int = 0,
 ) -> FSDPState:
@@ -327,7 +331,7 @@ class Hook:
         self.grace_state.exchange_module(self.layout, flat)
 
 
-def _replicate_group(mesh: Any, own: Sequence[int]) -> Any:
+def _replicate_group(mesh: DeviceMesh | None, own: Sequence[int]) -> dist.ProcessGroup | None:
     """Return the process group of the replicate axis; None for all ranks.
 
     Args:

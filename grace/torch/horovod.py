@@ -38,7 +38,7 @@ class HorovodSession(Session):
         own = self.runner.hyperparameters
         me = weakref.proxy(self)
 
-        def hyperparameters() -> Any:
+        def hyperparameters() -> list[tuple[str, str]]:
             """Return the facts to compare: hyperparameters, and the name of the state that this rank resumed from."""
             return [*own(), ("gone on from what is called", me.runner.run)]
 
@@ -254,7 +254,7 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
     the graph, so it must not keep the optimizer alive, and does nothing once the optimizer was closed."""
     session = weakref.ref(self._grace)
 
-    def hook(*ignore: Any) -> None:
+    def hook(*ignore: torch.Tensor) -> None:
         """Run Horovod's hook if the optimizer is open and not paused."""
         alive = session()
         if alive is None or not alive.hooks:

@@ -4,6 +4,8 @@ from typing import Any
 
 from grace.exchange.bucket import Traffic
 from grace.session.metrics import metrics
+from grace.strategy.execution import StrategyArg
+from grace.strategy.resources import ResourcesArg
 
 
 class OutsideMixin:
@@ -30,5 +32,5 @@ class OutsideMixin:
         own = {key: value for key, value in state_dict.items() if key != "grace"}
         super().load_state_dict(own)  # type: ignore[misc]
 
-    def use_strategy(self, strategy: Any, resources: Any = None) -> None:
+    def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Do nothing: only the ranks in the set switch to the strategy."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from grace.torch.hooks import gradient_hook, register_session
+from grace.torch.uses import GradientUses
 
 
 class SingleGradientBucket:
@@ -44,8 +45,8 @@ class PythonReducerMixin:
     when it is ready, within a compiled graph too, and the mean replaces it before it is used."""
 
     names: Mapping[torch.nn.Parameter, str]
-    exchange: Callable[[Any], Any]
-    uses: Any
+    exchange: Callable[[SingleGradientBucket], torch.futures.Future]
+    uses: GradientUses
     model: Any
     seen: set[str]
 

@@ -15,7 +15,10 @@ from grace.backends.topology import two_hops
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.api_names import REDUCE_SCATTER
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator, MemoryArg
+from grace.core.compressor import Compressor, Payload
 from grace.core.context import Context, SubgroupContext
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.header import OVERFLOW, PRESENT
@@ -44,7 +47,13 @@ class ReduceScatterState(ShardGroupState):
     :func:`register_fsdp_hook`'s exchange.
     """
 
-    def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner, grad_scaler: Any, inside: Any = None):
+    def __init__(
+        self,
+        layouts: Sequence[ModuleLayout],
+        runner: StepRunner,
+        grad_scaler: torch.amp.GradScaler | None,
+        inside: Spec | Compressor | None = None,
+    ):
         super().__init__(layouts, runner)
         self.grad_scaler = grad_scaler
         self.stateful_parts = list(self.communicator.stateful_parts.values())
@@ -54,7 +63,7 @@ class ReduceScatterState(ShardGroupState):
         """Backend over the ranks that compressed parts are exchanged with."""
         self.peer_ranks = list(range(self.backend.size)) if self.hops is None else self.hops.peer_ranks
         """Numbers in the shard group of the ranks of ``peers``."""
-        self.inside: Any = None
+        self.inside: Compressor | None = None
         """Method of the sums inside nodes; None if they are exact."""
         if self.hops is not None and inside is not None:
             node = self.hops.node
@@ -69,14 +78,14 @@ class ReduceScatterState(ShardGroupState):
         self.unhook = subscribe_to_steps(self, params.values())
         self.former_comms = [fsdp_param_groups(layout.module)[0]._reduce_scatter_comm for layout in layouts]
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so
         the step is closed when no gradient is unused."""
         self.uses.begin_step(optimizer)
         if not self.uses.waiting:
             self.close_step()
 
-    def after_step(self, optimizer: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has used the gradients. Called after its ``step()``."""
         self.uses.end_step(optimizer)
 
@@ -196,7 +205,7 @@ class ReduceScatterState(ShardGroupState):
         """Write the sum (or mean) over the shard group of this rank's part into ``output``."""
         if name in self.seen:  # a module's second gradients begin another step
             self.close_step()
-        if not self.seen and self.runner.follows_scaler():
+        if not self.seen and self.grad_scaler is not None and self.runner.follows_scaler():
             self.runner.rescale(self.grad_scaler.get_scale())
         self.seen.add(name)
         self.uses.record_exchange(self.trained[name])
@@ -252,8 +261,8 @@ class ReduceScatterState(ShardGroupState):
         key: str,
         parts: Sequence[torch.Tensor],
         finite: bool,
-        compressor: Any,
-        encode: Callable[[int, torch.Tensor, bool], tuple[Any, Any]],
+        compressor: Compressor,
+        encode: Callable[[int, torch.Tensor, bool], tuple[Payload, Any]],
     ) -> tuple[torch.Tensor, bool]:
         """Send each rank of a backend its part, compressed.
 
@@ -292,15 +301,15 @@ class ReduceScatterState(ShardGroupState):
                 total = compressor.accumulate(payload, ctx, total)
         return total, finite
 
-    def _encode_between(self, name: str, peer: int, part: torch.Tensor, finite: bool) -> tuple[Any, Any]:
+    def _encode_between(self, name: str, peer: int, part: torch.Tensor, finite: bool) -> tuple[Payload, Any]:
         """Compensate and compress a module's part for one of the peers."""
         return self._encode(f"{name}/to_{self.peer_ranks[peer]}", part, finite)
 
-    def _encode_inside(self, name: str, number: int, part: torch.Tensor, finite: bool) -> tuple[Any, Any]:
+    def _encode_inside(self, name: str, number: int, part: torch.Tensor, finite: bool) -> tuple[Payload, Any]:
         """Compress a module's parts for one rank of this node and its peers."""
         x = part if finite else torch.zeros_like(part)
-        encoded: tuple[Any, Any] = self.inside.compress(x, f"{name}/in_{number}")
-        return encoded
+        assert self.inside is not None  # else sums inside nodes are exact
+        return self.inside.compress(x, f"{name}/in_{number}")
 
     def _reduce_uncompressed(self, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
         """Reduce and scatter by torch's own collective, before the compression begins."""
@@ -317,7 +326,7 @@ class ReduceScatterState(ShardGroupState):
         for parameter in self.trained[name]:
             self.uses.record_mean(parameter, nonzero)
 
-    def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Any, Any]:
+    def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Payload, Any]:
         """Compensate and compress the part for one receiver, and update its residual."""
         if not finite:  # receivers set their sums to NaN, because its status is OVERFLOW
             payload, ctx = self.compressor.compress(torch.zeros_like(row), key)
@@ -398,7 +407,12 @@ class CompressedReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp.RedOpType,
+        async_op: bool = False,
     ) -> None:
         if op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ConfigError(
@@ -409,12 +423,12 @@ class CompressedReduceScatter:
 
 
 def compress_reduce_scatter(
-    model: Any,
-    block: Any = "block(bits=8)",
-    memory: Any = None,
+    model: torch.nn.Module,
+    block: Spec | Compressor = "block(bits=8)",
+    memory: MemoryArg | None = None,
     *,
-    inside: Any = None,
-    grad_scaler: Any = None,
+    inside: Spec | Compressor | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     compress_after: int = 0,
     seed: int = 0,
 ) -> ReduceScatterState:
@@ -491,7 +505,7 @@ def compress_reduce_scatter(
     return state
 
 
-def _build_method(block: Any, memory: Any, size: int) -> Any:
+def _build_method(block: Spec | Compressor, memory: MemoryArg | None, size: int) -> Communicator:
     """Return the method and its memory, as a communicator that has both.
 
     Raises:
@@ -509,7 +523,7 @@ def _build_method(block: Any, memory: Any, size: int) -> Any:
     return built
 
 
-def _build_inside(inside: Any, size: int) -> Any:
+def _build_inside(inside: Spec | Compressor, size: int) -> Any:
     """Return the method of sums inside nodes, as a communicator that has it, without a memory.
 
     Raises:

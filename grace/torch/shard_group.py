@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 
 from grace.communicators.choice import build_communicator
+from grace.core.communicator import Communicator, MemoryArg
+from grace.core.compressor import Compressor
+from grace.core.specs import Spec
 from grace.errors import ConfigError
 from grace.exchange.layout import Layout
 from grace.session import checkpoint
@@ -38,7 +41,7 @@ class ShardGroupState:
         self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
         """Layout and buffer of each module's wire: sizes follow from shapes, so one of each serves all steps."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
         """Return the parts of a copy or a pickle, which is inert."""
         return InertState, ()
 
@@ -94,7 +97,9 @@ def from_file_format(packed: Any) -> Any:
     return saved
 
 
-def build_method(block: Any, memory: Any, size: int, what: str, instead: str) -> Any:
+def build_method(
+    block: Spec | Compressor, memory: MemoryArg | None, size: int, what: str, instead: str
+) -> Communicator:
     """Return the method and its memory, as a communicator that has both.
 
     Args:

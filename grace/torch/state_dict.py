@@ -5,7 +5,8 @@ import io
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 
@@ -14,8 +15,11 @@ from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.session import checkpoint, state_schema
 from grace.session.metrics import metrics
+from grace.session.step_runner import StepRunner
 from grace.session.switching import returns_to_step
-from grace.strategy.execution import StrategyPlan
+from grace.strategy.execution import StrategyArg, StrategyPlan
+from grace.strategy.plan import Strategy
+from grace.strategy.resources import ResourcesArg
 from grace.torch.copied import plain_copy
 from grace.torch.parameters import broadcast_optimizer_state
 from grace.torch.session import Session
@@ -48,7 +52,7 @@ class StateMixin:
             "exchanged together"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Return the parts of a copy or a pickle: the user's own optimizer and its state, without the exchange."""
         return plain_copy, (type(self).__bases__[-1],), super().__getstate__()  # type: ignore[misc]
 
@@ -132,7 +136,7 @@ class StateMixin:
         self._grace.on_state_loaded()
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> Strategy | None:
         """The :class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all
         variables."""
         return self._grace.strategy
@@ -148,7 +152,7 @@ class StateMixin:
 
         return Plan.from_dict(auto.plan)
 
-    def use_strategy(self, strategy: Any, resources: Any = None) -> None:
+    def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Switch to another strategy. Memories go along; a residual for which the new strategy has no memory is
         applied, as its mean over ranks, at the next step. Outer rounds end with a last one; if their variables are
         exchanged in every step from now on, all ranks continue with the state of rank 0's optimizer (its momenta).
@@ -203,7 +207,7 @@ class StateMixin:
         return metrics(self._grace.runner, self.traffic)
 
 
-def check_not_saved_directly(runner: Any, what: str) -> None:
+def check_not_saved_directly(runner: StepRunner, what: str) -> None:
     """Refuse to be saved by ``torch.distributed.checkpoint`` directly, which would keep one rank's memories.
 
     Raises:
@@ -223,7 +227,11 @@ def rank_state(optimizer: Any) -> dict[str, Any]:
 
 
 def load_state(
-    optimizer: Any, state_dict: Any, memory: str, alone: bool = False, other_groups: Sequence[Backend] = ()
+    optimizer: Any,
+    state_dict: Any,
+    memory: str,
+    alone: bool = False,
+    other_groups: Sequence[Backend] = (),
 ) -> None:
     """Restore a state completely, or change nothing.
 
@@ -311,12 +319,12 @@ def unpack_state(saved: Any) -> Any:
         raise state_schema.damage_error(f"it is packed, and cannot be read: {str(error)[:200]}") from error
 
 
-def _key(runner: Any) -> str:
+def _key(runner: StepRunner) -> str:
     """Return the key of this rank's memories."""
     return f"{KEY}{runner.backend.rank}" + (f".{runner.part}" if runner.part else "")
 
 
-def _split_state(state_dict: Any, runner: Any) -> tuple[dict[str, Any], Any]:
+def _split_state(state_dict: Any, runner: StepRunner) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return a state dict as torch knows it, and Grace's part of it: this rank's, if there are several."""
     if not isinstance(state_dict, dict):
         raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")
@@ -337,16 +345,16 @@ def _split_state(state_dict: Any, runner: Any) -> tuple[dict[str, Any], Any]:
     return plain, unpack_state(saved)
 
 
-def _dcp_caller() -> Any:
+def _dcp_caller() -> FrameType | None:
     """Return the frame of the function of ``torch.distributed.checkpoint`` that called the optimizer's method; None if
     no such function did."""
-    frame: Any = sys._getframe(2)
-    if frame.f_code.co_name in (
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_code.co_name in (
         "state_dict",
         "load_state_dict",
     ):  # a class between calls it by super(), as under Horovod
         frame = frame.f_back
-    return frame if frame.f_globals.get("__name__") == DCP else None
+    return frame if frame is not None and frame.f_globals.get("__name__") == DCP else None
 
 
 def _device_of(key: Any, parameters: dict[str, torch.nn.Parameter], default: Any) -> Any:

@@ -9,9 +9,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from grace.torch.step_hooks import is_stepping
 
@@ -36,7 +36,9 @@ class GradientUses:
         call: name of the function to which the optimizer may be given, for messages.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, call: str):
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None, call: str
+    ):
         self.parameters = dict(parameters)
         self.call = call
         self.names = {id(p): name for name, p in self.parameters.items()}
@@ -61,12 +63,12 @@ class GradientUses:
         self.means: dict[str, torch.Tensor] = {}
         """The means by name; for a mean that shares the gradient's memory, a flag that it was not 0."""
 
-    def _names_held_by(self, optimizer: Any) -> set[str]:
+    def _names_held_by(self, optimizer: torch.optim.Optimizer) -> set[str]:
         """Return the names of the parameters that an optimizer holds."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name for key, name in self.names.items() if key in held}
 
-    def register_arrival_hooks(self) -> list[Any]:
+    def register_arrival_hooks(self) -> list[RemovableHandle]:
         """Register hooks that run before a gradient is added to the existing one; return their handles."""
         return [p.register_hook(_ArrivalHook(self, name)) for name, p in self.parameters.items()]
 
@@ -99,7 +101,7 @@ class GradientUses:
         else:
             self.means[name] = mean.any() if shared else mean
 
-    def begin_step(self, optimizer: Any) -> None:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer uses the gradients that exist. Called before its ``step()``."""
         held = self._names_held_by(optimizer)
         self.held_parameters |= held
@@ -110,7 +112,7 @@ class GradientUses:
                 self.discarded.add(name)
             del self.waiting[name]
 
-    def end_step(self, optimizer: Any) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has used the gradients. Called after its ``step()``."""
         self.stepping.pop(id(optimizer), None)
 

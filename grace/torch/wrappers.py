@@ -5,7 +5,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -57,7 +57,7 @@ class SilentDDP(DistributedDataParallel):
         """Return the context in which the optimizer's gradients only accumulate."""
         return self.optimizer().no_sync()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Return the parts of a copy or a pickle: a model that exchanges gradients itself."""
         return copyreg.__newobj__, (type(self).__bases__[-1],), super().__getstate__()  # type: ignore[attr-defined]
 
@@ -94,7 +94,7 @@ def live_instances(kinds: type | tuple[type, ...]) -> list[Any]:
     return [thing for thing in objects if type(thing) in found] if found else []
 
 
-def unwrap_compiled(model: Any) -> Any:
+def unwrap_compiled(model: torch.nn.Module) -> Any:
     """Return a model without the wrapper of ``torch.compile``."""
     return getattr(model, "_orig_mod", model)
 
@@ -149,7 +149,7 @@ def check_unwrapped(parameters: Mapping[str, torch.nn.Parameter]) -> None:
         )
 
 
-def _wrappers_of(parameters: Collection[torch.nn.Parameter]) -> list[tuple[Any, torch.nn.Parameter]]:
+def _wrappers_of(parameters: Collection[torch.nn.Parameter]) -> list[tuple[torch.nn.Module, torch.nn.Parameter]]:
     """Return the wrappers that exchange one of the parameters, each with the first such parameter."""
     sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DistributedDataParallel)
     held = []

@@ -416,7 +416,7 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         recorder.run.update_ends()
     session = optimizer._grace
     session.after_step()
-    if session.rounds is not None:
+    if session.outer_rounds is not None:
         session.run_rounds()
     if recorder.run is not None:
         recorder.run.end_step()
@@ -430,7 +430,7 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     if initializing(optimizer):
         return None
     session = optimizer._grace
-    if session.rounds is not None:
+    if session.outer_rounds is not None:
         session.before_update()
     stepping, *arguments = args  # torch passes step()'s arguments to the hook with the optimizer first
     closure = kwargs.get("closure", arguments[0] if arguments else None)

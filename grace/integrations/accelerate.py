@@ -10,8 +10,11 @@ import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.outer import OuterArg
 from grace.errors import ConfigError
 from grace.integrations.wrapped import NOTHING, Wrapped, wrap
+from grace.strategy.execution import StrategyArg
 from grace.torch.wrappers import unwrap_compiled
 
 WAY = "Start the program without FSDP, DeepSpeed and Megatron-LM"
@@ -43,12 +46,12 @@ class Registered:
 def prepare(
     accelerator: Accelerator,
     *objects: Any,
-    compressor: Any = None,
-    memory: Any = None,
-    communicator: Any = None,
-    outer: Any = None,
+    compressor: CompressorArg | None = None,
+    memory: MemoryArg | None = None,
+    communicator: CommunicatorArg | None = None,
+    outer: OuterArg | None = None,
     period: int | None = None,
-    strategy: Any = None,
+    strategy: StrategyArg | None = None,
     hierarchical: bool = False,
     compress_after: int = 0,
     seed: int = 0,

@@ -124,7 +124,7 @@ class GraceCallback(Chosen, Callback):
             return
         checkpoint.update(self.wrapped.state_dict())
 
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *ignored: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *ignored: object) -> None:
         """Log numbers of the exchange, as often as Lightning logs."""
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self.wrapped is not None and every and step != self.logged and step % every == 0:

@@ -4,10 +4,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
@@ -55,7 +56,9 @@ class GraceCallback(Chosen, TrainerCallback):
     trainer: Any = None
     model: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Register the hook, unless this model has it from the last ``train()``, and load the state that a checkpoint
         holds."""
         trainer, checkpoint = _calling_trainer(self)
@@ -88,14 +91,16 @@ class GraceCallback(Chosen, TrainerCallback):
         if checkpoint is not None:
             self._load(Path(checkpoint, FILE))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Run a last outer round, unless all ranks have loaded the best checkpoint."""
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self.end_training(flush=not best)
         if best and self.wrapped is not None and self.wrapped.rounds:
             self.model = None  # another train() begins anew, from the best parameters
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put the state of all ranks into the checkpoint's folder."""
         if self.wrapped is None or args.save_only_model or state.is_hyper_param_search:
             return
@@ -109,7 +114,14 @@ class GraceCallback(Chosen, TrainerCallback):
 
         self._on_all_ranks(write, f"could not save {path}")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Log numbers of the exchange beside the loss."""
         if self.wrapped is None or not logs or "loss" not in logs:
             return
@@ -118,7 +130,7 @@ class GraceCallback(Chosen, TrainerCallback):
             self.trainer.log(metrics)
 
     def _load(self, path: Path) -> None:
-        def read() -> Any:
+        def read() -> dict[str, Any]:
             try:
                 return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
             except Exception as error:  # torch's zip reader and its unpickler raise errors of many kinds
@@ -148,13 +160,13 @@ def _progress(trainer: Trainer) -> dict[str, int]:
     return {"global_step": trainer.state.global_step}
 
 
-def _calling_trainer(callback: GraceCallback) -> tuple[Any, str | None]:
+def _calling_trainer(callback: GraceCallback) -> tuple[Trainer, str | None]:
     """Return the Trainer whose training begins, and the folder that it resumes from.
 
     A callback gets neither as an argument, nor by an attribute; but one of the Trainer's own methods, which has both,
     is on the stack.
     """
-    frame: Any = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, Trainer) and "resume_from_checkpoint" in frame.f_locals:

@@ -21,9 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grace.backends.alone import check_trainer
 from grace.core.api_names import TORCH
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.outer import OuterArg
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
+from grace.strategy.execution import StrategyArg
 from grace.torch.ddp import RoundsError, register_ddp_hook
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.state_dict import INNER, StateMixin, load_state
@@ -149,13 +152,13 @@ class Chosen:
 
     def __init__(
         self,
-        compressor: Any = None,
-        memory: Any = None,
-        communicator: Any = None,
+        compressor: CompressorArg | None = None,
+        memory: MemoryArg | None = None,
+        communicator: CommunicatorArg | None = None,
         *,
-        outer: Any = None,
+        outer: OuterArg | None = None,
         period: int | None = None,
-        strategy: Any = None,
+        strategy: StrategyArg | None = None,
         hierarchical: bool = False,
         compress_after: int = 0,
         seed: int = 0,

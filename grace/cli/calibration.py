@@ -174,7 +174,8 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     except ConfigError as error:
         said = str(error)
         raise ConfigError(f"{said if said.startswith(str(path)) else f'{path}: {said}'}. {AGAIN}") from None
-    if key is not None and (difference := found.key.differs(key)):
+    difference = "" if key is None else found.key.differs(key)
+    if difference:
         raise ConfigError(f"{path}: is for another run: it has {difference}. {AGAIN}")
     age = (time.time() if now is None else now) - found.made
     if max_age is not None and age > max_age:

@@ -58,7 +58,8 @@ def optimizer_type_error(value: Any) -> ConfigError:
     said, hint = f"an object of {_name(type(value))}", ""
     held = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
     inner = next((part for part in held if _is_instance(part, "torch", "optim.Optimizer")), None)
-    if _is_instance(value, "keras", "optimizers.Optimizer") and (on := keras_backend()) != "tensorflow":
+    on = keras_backend() if _is_instance(value, "keras", "optimizers.Optimizer") else "tensorflow"
+    if on != "tensorflow":
         return keras_backend_error(on)
     if value is None:
         said = "None"

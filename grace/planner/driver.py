@@ -189,13 +189,13 @@ class Driver:
         while True:
             yield steps
             self.watch, self.trying, self.settled = None, False, False
-            self._switched(BASELINE)
+            self._switch_to(BASELINE)
             try:
                 yield from self._plan()
                 self.watch = LinkWatch() if self.backend.size > 1 else None
             except PlanningError as error:
                 self.gradients, self.holds = {}, False
-                self._switched(BASELINE)
+                self._switch_to(BASELINE)
                 self.print_line(f"grace: auto: planning failed, and training goes on uncompressed: {error}")
             self.settled = True
             steps = self.replan
@@ -211,7 +211,7 @@ class Driver:
         self.strategies = {BASELINE: self.strategies[BASELINE], **found}
         self.results, self.trying = {}, True
         chosen = yield from self._race([BASELINE, *found])
-        if not self._switched(chosen):
+        if not self._switch_to(chosen):
             chosen = self.current
         self.plan, line = self._agree("a plan", lambda: self.planner.explained(chosen, self.results))
         self.print_line(f"grace: auto: {line}")
@@ -268,7 +268,7 @@ class Driver:
         that all ranks have timed."""
         took: dict[str, float] = {}
         for name in names:
-            if not self._switched(name):
+            if not self._switch_to(name):
                 continue
             yield SETTLED + TIMED
             if seconds := self.timer.seconds():
@@ -276,7 +276,7 @@ class Driver:
         everyone = gather_or_raise(self.backend, "what trials took", took)
         return {name: max(one[name] for one in everyone) for name in names if all(name in one for one in everyone)}
 
-    def _switched(self, name: str) -> bool:
+    def _switch_to(self, name: str) -> bool:
         """Return True if all ranks go on by a candidate; else they go on by what they had before."""
         if name == self.current:
             return True

@@ -137,8 +137,8 @@ class OuterRounds:
         self.read: Callable[[Shard], Any]
         self.write: Callable[[Shard, Any], None]
         self.read_buffers: Callable[[], Mapping[str, Any]] = dict
-        self.write_buffers: Callable[[Mapping[str, Any]], None] = lambda values: None
-        self.sync_buffers: Callable[[], Any] = lambda: None
+        self.write_buffers: Callable[[Mapping[str, Any]], object] = dict
+        self.sync_buffers: Callable[[], object] = dict
         """Averages the model's buffers over ranks. Called after a round of the last fragment."""
         self.any_overflow: Callable[[bool], bool] = bool
         """Returns True if its argument is, on this rank or on one that has other parts of the same parameters."""

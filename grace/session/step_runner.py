@@ -99,7 +99,7 @@ class StepRunner:
         self.settings: list[tuple[str, str]] = []
         self.compress_after = 0
         """Number of first steps that are exchanged uncompressed, unless a strategy sets it."""
-        self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
+        self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = tuple
         """Returns the hyperparameters of the last step, as facts; the context has their digest."""
         recorder.begin(backend, shards)
         self.numel = sum(variable.numel for variable in self.variables)
@@ -119,9 +119,9 @@ class StepRunner:
         """True if a warning said that a state holds this rank's memories only."""
         self.part = ""
         """Name of the parts that this rank has if parameters are sharded, for checkpoints."""
-        self.planned: Callable[[], str] = lambda: ""
+        self.planned: Callable[[], str] = str
         """Returns the document of the planner's choice, for checkpoints; empty if the user chose."""
-        self.follows_scaler: Callable[[], bool] = lambda: False
+        self.follows_scaler: Callable[[], bool] = bool
         """Returns True if :meth:`rescale` is called at each step, with the loss scale of a gradient scaler."""
 
     def _bind(self, backend: Backend) -> None:

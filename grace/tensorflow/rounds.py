@@ -73,6 +73,9 @@ def _run(session: Any, act: Callable[[OuterRounds], None], values: dict[str, tf.
     rounds = session.runner.outer_rounds
     whole = {name: session.inside(value) for name, value in values.items()}
 
+    def read(shard: Shard) -> Any:
+        return shard.slice_of(whole[shard.whole.name])
+
     def write(shard: Shard, value: Tensor) -> None:
         before = whole[shard.whole.name]
         k = kernels_of(before)
@@ -84,7 +87,7 @@ def _run(session: Any, act: Callable[[OuterRounds], None], values: dict[str, tf.
         whole[shard.whole.name] = value
 
     reading, writing = rounds.read, rounds.write
-    rounds.read = lambda shard: shard.slice_of(whole[shard.whole.name])
+    rounds.read = read
     rounds.write = write
     try:
         with session.medium.computing():

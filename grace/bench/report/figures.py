@@ -192,9 +192,12 @@ def series_of(rows: Sequence[Row], x: str, y: str, log: str = "") -> dict[str, l
     """Return the points of the rows that have both figures, by the rows' names; on a logarithmic axis above 0 only."""
     found = dict[str, list[tuple[float, float]]]()
     for row in rows:
-        point = number(row.get(x)), number(row.get(y))
-        if None not in point and all(value > 0 for axis, value in zip("xy", point, strict=True) if axis in log):  # type: ignore[operator]
-            found.setdefault(identity(row), []).append(point)  # type: ignore[arg-type]
+        across, up = number(row.get(x)), number(row.get(y))
+        if across is None or up is None:
+            continue
+        drawable = all(value > 0 for axis, value in (("x", across), ("y", up)) if axis in log)
+        if drawable:
+            found.setdefault(identity(row), []).append((across, up))
     return found
 
 

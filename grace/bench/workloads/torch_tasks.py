@@ -157,7 +157,7 @@ class DigitsCNN(Digits):
 # -- text ------------------------------------------------------------------------------------------------------------
 
 LSTM_HIDDEN, LSTM_EMBEDDING = 128, 32
-"""Of an embedding, one LSTM layer and a linear layer over the characters."""
+"""Widths of the model of characters: an embedding, one LSTM layer, a linear layer."""
 WINDOW, GPT_WINDOW = 32, 64
 TRAINING, GPT_TRAINING, TEST = 200_000, 440_000, 20_000
 """Characters."""

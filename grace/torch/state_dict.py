@@ -329,7 +329,7 @@ def _split_state(state_dict: Any, runner: StepRunner) -> tuple[dict[str, Any], d
     if not isinstance(state_dict, dict):
         raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")
     inner = state_dict.get(INNER, ())
-    if len(inner) == runner.backend.size:
+    if runner.outer_rounds and len(inner) == runner.backend.size:  # ranks in step need equal states: the saving rank's
         state_dict = {**state_dict, **unpack_state(inner[runner.backend.rank])}
     plain = {key: value for key, value in state_dict.items() if key not in ("grace", INNER)}
     groups = []

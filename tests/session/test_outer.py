@@ -563,14 +563,18 @@ def test_another_strategy_goes_on_from_a_last_round():
     return before, digest(weights(model))
 
 
-@pytest.mark.parametrize("in_one_file", [True, False])
+@pytest.mark.parametrize(("in_one_file", "each_alone"), [(True, False), (True, True), (False, False)])
 @on_ranks(2)
-def test_a_run_in_step_that_loads_ranks_which_trained_alone_keeps_them_together(in_one_file):
+def test_a_run_in_step_that_loads_ranks_which_trained_alone_keeps_them_together(in_one_file, each_alone):
+    """Over Horovod each rank loads alone."""
     run = Run({"outer": "nesterov", "period": 4})
     run.train(range(6))
     states = run.optimizer.full_state_dict() if in_one_file else run.optimizer.state_dict()
+    if each_alone:
+        states = grace.broadcast_object(copied(states), 0)
     run.optimizer.flush()
     later = Run({"compressor": "none"}, seed=9)
+    later.optimizer._grace.ranks_load_alone = each_alone
     later.model.load_state_dict(run.model.state_dict())
     with pytest.warns(UserWarning, match="dropped"):
         later.optimizer.load_state_dict(copied(states), memory="keep")

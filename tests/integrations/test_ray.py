@@ -35,6 +35,7 @@ QUIET = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process less
     "RAY_prestart_worker_first_driver": "0",  # only workers that are used
     "RAY_enable_worker_prestart": "0",
+    "RAY_worker_niceness": "0",  # beside a busy program workers at 15, Ray's default, get no time at all
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
     "OMP_NUM_THREADS": "1",

@@ -43,10 +43,6 @@ class TrainSettings:
     Raises:
         ConfigError: a value cannot work.
         MissingExtraError: a package is not installed.
-
-    >>> TrainSettings(methods=["topq"])
-    Traceback (most recent call last):
-    grace.errors.ConfigError: unknown compressor 'topq' (did you mean 'topk'?); known: ...
     """
 
     task: str = option(

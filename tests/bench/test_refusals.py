@@ -78,6 +78,7 @@ REFUSED = {
         (["--methods", "topq"], "did you mean 'topk'"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
         (["--out", "kept.jsonl", "--resume"], "kept.jsonl, line 1, is no scenario of a benchmark"),
+        (["--out", "bytes.jsonl", "--resume"], "bytes.jsonl: is not UTF-8 text"),
     ],
     "pipeline": [
         (["--models", ""], "no models"),
@@ -100,6 +101,7 @@ CASES = [
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, says):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "kept.jsonl").write_text("{}\n")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\n")
     out = [] if "--out" in args or command == "link" else ["--out", "new"]
     code, said, err = grace_command("bench", command, *args, *out, folder=tmp_path)
     assert (code, said) == (2, "")

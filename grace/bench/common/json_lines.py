@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grace.core import documents
 from grace.errors import ConfigError
 
 Scenario = dict[str, Any]
@@ -19,13 +20,13 @@ def open_scenarios(file: Path, resume: bool) -> list[Scenario]:
     """Return the scenarios in the file, if the benchmark continues from them; else empty the file.
 
     Raises:
-        ConfigError: a line is no scenario.
+        ConfigError: the file cannot be read, or a line is no scenario.
     """
     if not (resume and file.exists()):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
     found = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+    for number, line in enumerate(documents.read(file).splitlines(), start=1):
         try:
             scenario = json.loads(line)
             scenario["model"]

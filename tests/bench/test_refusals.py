@@ -7,8 +7,13 @@ from tests.support.command import grace_command
 
 MINE = """
 import torch
+from grace.bench.workloads import InTorch
 
 def number(): return 7
+
+class Few(InTorch):
+    about, metric, lr, epochs, batch, count = "few examples", "error", 0.1, 1, 8, 7
+    network = loss = quality = None
 """
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 REFUSED = {
@@ -67,6 +72,8 @@ REFUSED = {
         (["--task", "mine:Lines"], "mine has no function 'Lines'"),
         (["--task", "nothere:Line"], "cannot import nothere"),
         (["--task", "mine:torch.nn"], "mine has no function"),
+        (["--task", "mine:Few"], "mine:Few() has 7 examples, and a batch has 8"),
+        (["-n", "65"], "--ranks 65: a batch of digits has 64 samples to share"),
         (["--task", "mine:number"], "must return a grace.bench.workloads.Task, not int"),
         (["--task", "lines"], "known: chargpt, charlm, digits, digits-cnn, recommender, or module:function"),
         (["--methods", "auto(quality=best)"], "quality must be one of 'exact', 'half', 'unbiased', 'feedback'"),

@@ -45,6 +45,8 @@ def _own(name: str, function: Callable[[], Any]) -> Task:
     task = function()
     if not isinstance(task, Task):
         raise ConfigError(f"{name}() must return a grace.bench.workloads.Task, not {type(task).__name__}")
+    if task.count < task.batch:
+        raise ConfigError(f"{name}() has {task.count} examples, and a batch has {task.batch}")
     return task
 
 

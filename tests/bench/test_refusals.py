@@ -92,6 +92,7 @@ REFUSED = {
         (["--models", "vgg"], "unknown model 'vgg'"),
         (["--methods", "zip"], "zip"),
         (["-n", "1"], "--ranks must be between 2 and 1000"),
+        (["-n", "4", "--stages", "2,4"], "--stages is a whole number, or any, not '2,4'"),
         (["-n", "4", "--stages", "3"], "--stages must divide the 4 ranks"),
         (["--schedule", "zbv"], "gpipe or 1f1b"),
         (["--blocks", "0"], "--blocks must be at least 1"),

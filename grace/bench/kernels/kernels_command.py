@@ -197,7 +197,7 @@ def _measure_on_gpu(running: BenchmarkRun, elements: int, kind: str, progress: S
         left_out = f"{elements:,} elements: {free / 1e9:.0f} GB of {needed / 1e9:.0f} GB are free"
         settings.setdefault("skipped", {})[f"{elements:,}"] = left_out
         return
-    x = KINDS[kind](matrix(elements), 1)[0].to("cuda")
+    x = KINDS[kind](matrix(elements), 1)[0].to(settings["device"])
     clock, show_part = DeviceClock(), functools.partial(_show_part, progress, kind, 0.0)
     rows = measure(settings["methods"], x, settings["repeats"], settings["memory"], clock, show_part, whole=True)
     _add_rows(running, f"{kind}, {elements:,}", rows, x.nbytes)

@@ -170,11 +170,6 @@ def compare_results(a: Results, b: Results) -> Comparison:
 
     Raises:
         ConfigError: they are of different kinds, lack keys that identify rows, or have no row in common.
-
-    >>> a = Results("kernels", {}, [{"tensor": "gaussian", "method": "topk", "encode_ms": 4, "decode_ms": 1}])
-    >>> b = Results("kernels", {}, [{"tensor": "gaussian", "method": "topk", "encode_ms": 2, "decode_ms": 1}])
-    >>> compare_results(a, b).rows["gaussian", "topk"][0]
-    Change(a=5.0, b=3.0, verdict='better')
     """
     if a.kind != b.kind:
         raise ConfigError(f"results of different kinds cannot be compared: the first are of {a.kind}, not of {b.kind}")

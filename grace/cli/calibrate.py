@@ -1,19 +1,20 @@
 """``grace calibrate``: seconds of collectives and methods on this cluster, measured once and kept in a file."""
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from rich.markup import escape
 
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
 from grace.bench.common.options import methods as parse_methods
+from grace.bench.common.options import option, with_options
 from grace.bench.common.progress import ShowProgress, progress_bar
 from grace.cli.calibration import Calibration, Key, read
 from grace.cli.calibration_tables import print_calibration
@@ -39,39 +40,33 @@ FAILED = "could not calibrate"
 FRAMEWORKS = (*runtime.FRAMEWORKS, "numpy")
 
 
-def calibrate(
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Compressors to measure, separated by commas, or all. topk/none is top-k with the memory none; "
-            "without a slash a compressor has its default memory."
-        ),
-    ] = "all",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="module:function of a function that returns a model. Methods are then measured on gradients of its "
-            "variables' shapes.",
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("calibration.json"),
-    framework: Annotated[
-        str | None,
-        typer.Option(
-            help="Framework whose tensors are measured: torch, tensorflow or numpy.", show_default="the first installed"
-        ),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Measure each method for a shorter time, and with its default communicator only."),
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the gradients, and of methods that draw random numbers.")] = 0,
-    shown: Annotated[
-        Path | None,
-        typer.Option("--show", metavar="FILE", help="Show a file that was written earlier, and measure nothing."),
-    ] = None,
-) -> None:
+@dataclasses.dataclass
+class CalibrateOptions:
+    """Options of ``grace calibrate``."""
+
+    methods: str = option(
+        "all",
+        "Compressors to measure, separated by commas, or all. topk/none is top-k with the memory none; without a slash "
+        "a compressor has its default memory.",
+    )
+    model: str | None = option(
+        None,
+        "module:function of a function that returns a model. Methods are then measured on gradients of its variables' "
+        "shapes.",
+    )
+    out: Path = option(Path("calibration.json"), "File to write.", "--out", "-o")
+    framework: str | None = option(
+        None, "Framework whose tensors are measured: torch, tensorflow or numpy.", show_default="the first installed"
+    )
+    quick: bool = option(
+        False, "Measure each method for a shorter time, and with its default communicator only.", "--quick"
+    )
+    seed: int = option(0, "Seed of the gradients, and of methods that draw random numbers.")
+    show: Path | None = option(None, "Show a file that was written earlier, and measure nothing.", metavar="FILE")
+
+
+@with_options(CalibrateOptions)
+def calibrate(given: dict[str, Any]) -> None:
     """Measure the times of this cluster's network and of compression methods, and keep them in a file for planning.
 
     Do it once for each cluster and engine. Start it as you start training, with as many ranks and threads:
@@ -84,24 +79,24 @@ def calibrate(
     --calibration, which takes it for this framework and these versions only,
     and for 30 days. strategy="auto" measures by itself.
     """
-    console = standard_output(120)
-    if shown is not None:
-        found = read(shown, max_age=None)
+    console, asked = standard_output(120), CalibrateOptions(**given)
+    if asked.show is not None:
+        found = read(asked.show, max_age=None)
         print_calibration(found, console, max(0.0, time.time() - found.made))
         return
-    backend = runtime.init("auto", framework if framework in runtime.FRAMEWORKS else None)
+    backend = runtime.init("auto", asked.framework if asked.framework in runtime.FRAMEWORKS else None)
     began = time.monotonic()
     with _all_or_none(backend, "begin"):
-        choices = parse_choices(methods, backend.size, quick)
+        choices = parse_choices(asked.methods, backend.size, asked.quick)
         installed = filter(runtime._installed, FRAMEWORKS)
-        bench = Workbench(framework or backend.framework or next(installed), seed + backend.rank)
-        gradients = bench.gradients(model)
+        bench = Workbench(asked.framework or backend.framework or next(installed), asked.seed + backend.rank)
+        gradients = bench.gradients(asked.model)
     names = backend.allgather_object(node_name())
     key = Key.of(backend, names, bench.framework, bench.threads)
     with _all_or_none(backend, "find room for the file"):
         if backend.rank == 0:
-            check_writable(output)
-    network_seconds, method_seconds = QUICK_SECONDS if quick else SECONDS
+            check_writable(asked.out)
+    network_seconds, method_seconds = QUICK_SECONDS if asked.quick else SECONDS
     shared = oversubscription(backend, names)
     with progress_bar(console, backend.rank == 0) as progress:
         network, inside = _measure_links(backend, names, bench, network_seconds, shared > 1, progress)
@@ -112,7 +107,7 @@ def calibrate(
             backend.size,
             method_seconds,
             shared,
-            seed,
+            asked.seed,
             lambda method, done: progress(method, 0.5 + done / 2),
         )
         progress("done", 1.0)
@@ -127,7 +122,7 @@ def calibrate(
     )
     with _all_or_none(backend, "write"):
         if backend.rank == 0:
-            calibration.write(output)
+            calibration.write(asked.out)
     if backend.rank == 0:
         print_calibration(calibration, console)
         for method, why in left_out.items():
@@ -138,7 +133,7 @@ def calibrate(
                 "torchrun --nproc-per-node 4 --no-python grace calibrate",
                 soft_wrap=True,
             )
-        console.print(f"Wrote {escape(str(output))} in {time.monotonic() - began:.0f} s.", soft_wrap=True)
+        console.print(f"Wrote {escape(str(asked.out))} in {time.monotonic() - began:.0f} s.", soft_wrap=True)
     runtime.shutdown()
 
 

@@ -57,11 +57,6 @@ class Key:
             nodes: the name of each rank's node.
             framework: "torch", "tensorflow" or "numpy".
             threads: number of threads that a rank computes with.
-
-        >>> from grace.core.backend import LocalBackend
-        >>> key = Key.of(LocalBackend(), ["here"], "numpy", 1)
-        >>> key.engine, key.hosts, key.ranks
-        ('local', {'here': 1}, 1)
         """
         version = public(str(getattr(sys.modules.get(framework), "__version__", "")))
         hosts = {name: list(nodes).count(name) for name in sorted(set(nodes))}
@@ -93,11 +88,6 @@ class Calibration:
         codecs: what methods compute, by :func:`grace.planner.exchange_costs.codec_key`.
         by_ring: True if the engine's sums go round a ring.
         concatenates: True if the engine gathers payloads of unequal sizes itself.
-
-    >>> key = Key({"here": 1}, "local", "numpy", ranks=1, threads=1)
-    >>> made = Calibration(key, made=0.0, codecs={"allreduce, none, none": CodecCost()})
-    >>> Calibration.from_dict(made.to_dict()) == made
-    True
     """
 
     key: Key

@@ -223,12 +223,7 @@ def _compressors() -> list[tuple[str, Any]]:
 
 
 def _cost(communicator: Any) -> str:
-    """Return the cost of an exchange per rank, with a word on its growth with the number of ranks.
-
-    >>> classes = known("communicator")
-    >>> _cost(classes["allgather"]), _cost(classes["scatter_reduce"])
-    ('(W-1)p, which grows with the number of ranks', '~2p, whatever the number of ranks')
-    """
+    """Return the cost of an exchange per rank, with a word on its growth with the number of ranks."""
     if not communicator.cost:
         return "?"
     grows = "which grows with" if "W" in communicator.cost else "whatever"
@@ -248,11 +243,6 @@ def _bits_line(compressor: Any, shape: tuple[int, ...]) -> str:
 
 
 def _trait_sentences(compressor: Any) -> list[str]:
-    """Return the traits as sentences.
-
-    >>> _trait_sentences(make("compressor", "topk"))[:2]
-    ['category: sparsification', 'biased: E[C(x)] differs from x']
-    """
     t = compressor.traits
     sentences = {
         f"category: {t.category}": True,

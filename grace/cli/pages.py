@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from grace.bench.common.text import digits, of_bytes, short
-from grace.bench.report.figures import Bars, Figure, Lines, Look, Panel, height_of, looks_of
+from grace.bench.report.figures import Bars, Figure, Lines, Look, Panel, looks_of
 from grace.bench.report.page import recorded, section, write_page
 from grace.bench.report.scaling import Line, over_ranks, over_rates
 from grace.core.quantities import byte_unit
@@ -51,7 +51,6 @@ def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console
                 f"{short(name, 44)}: {digits(1e3 * step.step)} ms": Gantt("ms of a step", "", step)
                 for name, step in {"plain all-reduce": problem.predict(plan.plain.strategy), **steps}.items()
             },
-            height=2.0,
         ),
         Figure(
             "Step time against ranks and against bandwidth",
@@ -70,7 +69,6 @@ def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console
             "Bytes that exchanges keep on the rank that keeps most: residuals, buffers that travel, and what comes "
             "from other ranks.",
             {"": Bars("MB on a rank", "", {name: [step.memory / 1e6] for name, step in memory.items()})},
-            height_of(len(memory)),
         ),
     ]
     title = f"{'A plan' if plan.compresses else 'No compression'} for {ranks} ranks"
@@ -82,6 +80,10 @@ class Gantt(Panel):
     """Computation and communication over the time of a step."""
 
     step: Prediction
+
+    @property
+    def height(self) -> float:
+        return 2.0
 
     def draw_data(self, axes: Axes) -> None:
         for kind, _, begin, end in self.step.events:
@@ -118,7 +120,7 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
         caption += " The dashed line is there." if near else ""
         ranks = {f"rank {rank}": [nbytes / size] for rank, nbytes in enumerate(plan.memory)}
         panel = Bars(unit, "", ranks, along={"--": plan.limit / size if near and plan.limit is not None else None})
-        drawn.append(Figure("Memory by rank", caption, {"": panel}, height_of(len(ranks))))
+        drawn.append(Figure("Memory by rank", caption, {"": panel}))
     return write_page(path, "Grace pipeline plan", [section(title, {}, recorded(show), drawn)])
 
 

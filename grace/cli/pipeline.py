@@ -32,6 +32,7 @@ from grace.planner.network import Links
 app = typer.Typer(no_args_is_help=True, help="Plan pipelines, show them and check them.")
 
 RANGE = "a number, several with commas, or a range as 2-4"
+LONGEST_RANGE = 10_000
 Profile = Annotated[
     Path | None,
     typer.Option(
@@ -54,13 +55,18 @@ def parse_numbers(text: str, name: str) -> set[int]:
     ({4}, {1, 2}, {2, 3, 4})
     """
     found: set[int] = set()
-    for part in _split_numbers(text, name, r"\d+(-\d+)?"):
+    for part in _split_numbers(text, name, r"\d{1,9}(-\d{1,9})?"):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
+        numbers = range(int(first), int(last or first) + 1)
+        if not 1 <= len(numbers) <= LONGEST_RANGE:
+            raise ConfigError(
+                f"{name}: the range {part} has {len(numbers):,} numbers, and may have 1 to {LONGEST_RANGE:,}"
+            )
+        found.update(numbers)
     return found
 
 
-def _split_numbers(text: str, name: str, form: str = r"\d+") -> list[str]:
+def _split_numbers(text: str, name: str, form: str = r"\d{1,9}") -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(form, part, re.ASCII) for part in parts):
         raise ConfigError(f"{name} must be {RANGE}, not {text!r}")

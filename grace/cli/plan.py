@@ -12,18 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grace.bench.common.options import split
+from grace.bench.common.options import with_options
 from grace.bench.common.progress import progress_bar
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
-from grace.cli.plan_inputs import CODECS, PARTS, build_problem, choose_cluster, load_model, read_calibration
+from grace.cli.plan_inputs import PlanRequest, build_problem, choose_cluster, load_model, read_calibration
 from grace.cli.terminal import check_writable, standard_output
 from grace.core.atomic_files import atomic_write
-from grace.core.quantities import parse_seconds
 from grace.core.version import __version__
-from grace.errors import ConfigError
-from grace.planner.builders.auto import Auto
-from grace.planner.error_budget import REFERENCE
 from grace.planner.explain import HEADINGS, Plan, plan_of
 from grace.planner.greedy import find_candidates
 from grace.planner.outer_plans import outer_plans
@@ -35,7 +31,9 @@ OUTER_FIGURES = ("step", "compute", "codec", "exposed", "sent", "memory")
 """Figures of outer plans in that file."""
 
 
+@with_options(PlanRequest)
 def plan(
+    given: dict[str, Any],
     model: Annotated[
         str,
         typer.Option(
@@ -44,67 +42,6 @@ def plan(
             "the loss of one batch, or the model alone; or the name of a model of grace bench step, as resnet.",
         ),
     ],
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks", "-n", min=1, help="Number of ranks, on one machine. For several machines use --resources."
-        ),
-    ] = None,
-    resources: Annotated[
-        Path | None,
-        typer.Option(
-            "--resources", "-r", help="A file that describes the cluster: its nodes, and the bandwidth of each."
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Bandwidth of each rank's link, as in 100mbit or 2.5gbit.", show_default="10gbit")
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="Time that one message takes over the link, as in 50us.", show_default="50us")
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="A file that grace calibrate wrote: the links and methods are as it measured them."),
-    ] = None,
-    forward: Annotated[
-        str | None, typer.Option(help="Time of a step's forward pass, as in 12ms.", show_default="measured here")
-    ] = None,
-    backward: Annotated[
-        str | None, typer.Option(help="Time of a step's backward pass.", show_default="measured here")
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="Time of the optimizer's step.", show_default="measured here")
-    ] = None,
-    codecs: Annotated[
-        str | None,
-        typer.Option(
-            help="Source of the times of compressing and decompressing: measure (on this machine, with this model's "
-            "gradients) or usual (typical figures of another machine).",
-            show_default="the calibration's, or measure",
-        ),
-    ] = None,
-    quality: Annotated[
-        str,
-        typer.Option(
-            help="How much compression may change gradients. exact: not at all; half: they become 16-bit floats; "
-            "unbiased: they are right on average; feedback: what is left out is added in later steps."
-        ),
-    ] = "feedback",
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--methods",
-            help="Compressors to choose from, separated by commas; may be repeated.",
-            show_default="those that offer themselves",
-        ),
-    ] = None,
-    reference: Annotated[
-        str,
-        typer.Option(
-            help="A method that is known to train well. On a matrix, no other method may have a larger error than it."
-        ),
-    ] = REFERENCE,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of methods that draw random numbers.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write the strategy to, for grace launch --strategy.")
     ] = None,
@@ -137,29 +74,21 @@ def plan(
     With strategy="auto", a training run makes its own plan, and tries it.
     """
     console = standard_output(150)
-    specs = [spec for text in methods or () for spec in split(text)] or None
-    if codecs not in (None, *CODECS):
-        raise ConfigError(f"--codecs is {' or '.join(CODECS)}, not {codecs!r}")
-    given = {
-        part: parse_seconds(text, f"--{part} is a time with its unit, as in 12ms or 0.5s")
-        for part, text in zip(PARTS, (forward, backward, optimizer), strict=True)
-        if text is not None
-    }
-    auto = Auto(quality=quality, methods=specs, reference=reference, bandwidth=bandwidth, latency=latency, seed=seed)
+    request = PlanRequest(**given)
     for path in filter(None, (output, json_file, report)):
         check_writable(path, make_folder=False)
-    if calibration is None:
-        choose_cluster(ranks, resources, None)  # it may refuse, before a model is made
+    if request.calibration is None:
+        choose_cluster(request, None)  # it may refuse, before a model is made
     trained = load_model(model)
-    measurements = None if calibration is None else read_calibration(calibration, trained.framework)
-    cluster = choose_cluster(ranks, resources, measurements)
+    calibration = None if request.calibration is None else read_calibration(request.calibration, trained.framework)
+    cluster = choose_cluster(request, calibration)
     with progress_bar(console) as progress:
-        problem, sources = build_problem(trained, auto, cluster, measurements, calibration, given, codecs, progress)
+        problem, sources = build_problem(trained, request, cluster, calibration, progress)
         candidates = find_candidates(problem)
         found = plan_of(problem, candidates)
     outer = outer_plans(problem)
     print_plan(found, sources, console, outer)
-    builder = auto.strategy((), cluster).builder
+    builder = request.auto.strategy((), cluster).builder
     strategy = dataclasses.replace(found.chosen.strategy, builder=builder)
     written = []
     if output is not None:

@@ -1,13 +1,15 @@
 """Inputs of ``grace plan``: the cluster, its links, the model's times, and costs and errors of methods."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from grace.backends.topology import Topology
+from grace.bench.common.options import option, split
 from grace.bench.common.progress import ShowProgress
 from grace.bench.common.text import of_bytes, of_rate
 from grace.cli.calibration import AGAIN, Calibration, Key, read
@@ -21,11 +23,13 @@ from grace.cli.inputs import (
 )
 from grace.cli.local_steps import LocalSteps, run_steps
 from grace.core.backend import LocalBackend
+from grace.core.quantities import parse_seconds
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto, timeline
 from grace.planner.codecs import is_table
 from grace.planner.costs import DefaultCodecs
+from grace.planner.error_budget import REFERENCE
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import links_of
 from grace.planner.planning import measured
@@ -35,6 +39,90 @@ from grace.strategy.builder import Cluster, OneNode, bandwidths
 
 CODECS = ("measure", "usual")
 PARTS = ("forward", "backward", "optimizer")
+
+
+def _seconds(option: str, text: str) -> float:
+    return parse_seconds(text, f"{option} is a time with its unit, as in 12ms or 0.5s")
+
+
+def _specs(texts: list[str]) -> list[str] | None:
+    return [spec for text in texts for spec in split(text)] or None
+
+
+@dataclass
+class PlanRequest:
+    """Options of ``grace plan`` that say what is planned for.
+
+    Attributes:
+        auto: the builder that the options of links and methods make.
+        times: the seconds of forward, backward and optimizer, as far as the user gave them.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    ranks: int | None = option(
+        None, "Number of ranks, on one machine. For several machines use --resources.", "--ranks", "-n", least=1
+    )
+    resources: Path | None = option(
+        None, "A file that describes the cluster: its nodes, and the bandwidth of each.", "--resources", "-r"
+    )
+    bandwidth: str | None = option(
+        None, "Bandwidth of each rank's link, as in 100mbit or 2.5gbit.", show_default="10gbit"
+    )
+    latency: str | None = option(None, "Time that one message takes over the link, as in 50us.", show_default="50us")
+    calibration: Path | None = option(
+        None, "A file that grace calibrate wrote: the links and methods are as it measured them."
+    )
+    forward: float | None = option(
+        None,
+        "Time of a step's forward pass, as in 12ms.",
+        parse=partial(_seconds, "--forward"),
+        show_default="measured here",
+    )
+    backward: float | None = option(
+        None, "Time of a step's backward pass.", parse=partial(_seconds, "--backward"), show_default="measured here"
+    )
+    optimizer: float | None = option(
+        None, "Time of the optimizer's step.", parse=partial(_seconds, "--optimizer"), show_default="measured here"
+    )
+    codecs: str | None = option(
+        None,
+        "Source of the times of compressing and decompressing: measure (on this machine, with this model's gradients) "
+        "or usual (typical figures of another machine).",
+        show_default="the calibration's, or measure",
+    )
+    quality: str = option(
+        "feedback",
+        "How much compression may change gradients. exact: not at all; half: they become 16-bit floats; unbiased: they "
+        "are right on average; feedback: what is left out is added in later steps.",
+    )
+    methods: list[str] | None = option(
+        None,
+        "Compressors to choose from, separated by commas; may be repeated.",
+        parse=_specs,
+        repeated=True,
+        show_default="those that offer themselves",
+    )
+    reference: str = option(
+        REFERENCE,
+        "A method that is known to train well. On a matrix, no other method may have a larger error than it.",
+    )
+    seed: int = option(0, "Seed of methods that draw random numbers.", least=0)
+
+    def __post_init__(self) -> None:
+        if self.codecs not in (None, *CODECS):
+            raise ConfigError(f"--codecs is {' or '.join(CODECS)}, not {self.codecs!r}")
+        given = {part: getattr(self, part) for part in PARTS}
+        self.times: dict[str, float] = {part: seconds for part, seconds in given.items() if seconds is not None}
+        self.auto = Auto(
+            quality=self.quality,
+            methods=self.methods,
+            reference=self.reference,
+            bandwidth=self.bandwidth,
+            latency=self.latency,
+            seed=self.seed,
+        )
 
 
 class TrainedModel(NamedTuple):
@@ -75,12 +163,13 @@ def load_model(spec: str) -> TrainedModel:
     return TrainedModel(model, loss, variables, framework_of(model))
 
 
-def choose_cluster(ranks: int | None, resources: Path | None, calibration: Calibration | None) -> Cluster:
+def choose_cluster(request: PlanRequest, calibration: Calibration | None) -> Cluster:
     """Return the cluster of a file, so many ranks on one node, or the cluster of a calibration.
 
     Raises:
         ConfigError: none is given, two are, or there is one rank only.
     """
+    ranks, resources = request.ranks, request.resources
     if ranks is not None and resources is not None:
         raise ConfigError(f"{resources} says how many ranks there are; -n is for planning without a cluster's file")
     if resources is None and calibration is not None:
@@ -113,9 +202,7 @@ def _calibrated_cluster(ranks: int | None, calibration: Calibration) -> Cluster:
 def read_calibration(path: Path, framework: str) -> Calibration:
     """Read a calibration that is of the last 30 days, of these versions, and of the model's framework.
 
-    Args:
-        path: the file.
-        framework: the model's framework; "numpy" takes any.
+    The framework "numpy" takes any.
 
     Raises:
         ConfigError: the calibration is another; the message names the file and the difference.
@@ -126,20 +213,15 @@ def read_calibration(path: Path, framework: str) -> Calibration:
     return read(path, replace(key, framework=expected, grace=here.grace, python=here.python))
 
 
-def choose_costs(auto: Auto, cluster: Cluster, calibration: Calibration | None, path: Path | None) -> tuple[Costs, str]:
+def choose_costs(request: PlanRequest, cluster: Cluster, calibration: Calibration | None) -> tuple[Costs, str]:
     """Return the costs of exchanges and codecs, and the source of those of the links, in words.
 
     Costs are the calibration's as far as it has them, except for links that are described.
 
-    Args:
-        auto: the description of links by the user.
-        cluster: the ranks and their nodes.
-        calibration: measurements of the links, the codecs, or both.
-        path: the file of the calibration.
-
     Raises:
         ConfigError: the calibration is of links between other nodes, or of none.
     """
+    auto, path = request.auto, request.calibration
     nodes = len(set(cluster.ranks))
     measured = calibration is not None and calibration.network is not None
     described = auto.bandwidth is not None or (bandwidths(cluster) is not None and not measured)
@@ -174,13 +256,7 @@ def choose_costs(auto: Auto, cluster: Cluster, calibration: Calibration | None, 
 
 
 def choose_timeline(model: TrainedModel, given: Mapping[str, float], steps: LocalSteps | None) -> tuple[Timeline, str]:
-    """Return the times of the model's step, and their source in words.
-
-    Args:
-        model: the model.
-        given: seconds of forward, backward and optimizer, as far as the user gave them.
-        steps: steps that were measured, if there are any.
-    """
+    """Return the times of the model's step, given or measured by some steps, and their source in words."""
     base = timeline(model.variables, given.get("backward", 0.0)) if steps is None else steps.timeline
     seconds = {part: given.get(part, getattr(base, part)) for part in PARTS}
     ratio = seconds["backward"] / base.backward if base.backward else 0.0
@@ -196,40 +272,29 @@ def choose_timeline(model: TrainedModel, given: Mapping[str, float], steps: Loca
 
 def build_problem(
     model: TrainedModel,
-    auto: Auto,
+    request: PlanRequest,
     cluster: Cluster,
     calibration: Calibration | None,
-    path: Path | None,
-    given: Mapping[str, float],
-    codecs: str | None,
     progress: ShowProgress,
 ) -> tuple[Problem, dict[str, str]]:
     """Measure what is not known yet, and return the problem, and the source of each kind of figures in words.
 
-    Args:
-        model: the model.
-        auto: the wishes of the user.
-        cluster: the ranks and their nodes.
-        calibration: measurements of the cluster, if there are any.
-        path: their file.
-        given: seconds of forward, backward and optimizer, as far as the user gave them.
-        codecs: one of :data:`CODECS`; None for those of the calibration, or to measure them where there is none.
-        progress: called with the operation, and the part of all that is done.
+    ``progress`` is called with the operation, and the part of all that is done.
 
     Raises:
         ConfigError: the inputs do not go together, or the model's steps fail.
     """
-    costs, links = choose_costs(auto, cluster, calibration, path)
-    measures = codecs == "measure" or (codecs is None and calibration is None)
+    costs, links = choose_costs(request, cluster, calibration)
+    measures = request.codecs == "measure" or (request.codecs is None and calibration is None)
     steps = None
-    if model.loss is not None and (measures or len(given) < len(PARTS)):
+    if model.loss is not None and (measures or len(request.times) < len(PARTS)):
         steps = run_steps(
             model.model, model.loss, model.variables, lambda operation, done: progress(operation, 0.2 * done)
         )
-    step_times, compute = choose_timeline(model, given, steps)
+    step_times, compute = choose_timeline(model, request.times, steps)
     gradients = {} if steps is None else steps.gradients
-    problem = replace(auto.problem(model.variables, cluster), timeline=step_times)
-    source = f"as measured by grace calibrate, {path}"
+    problem = replace(request.auto.problem(model.variables, cluster), timeline=step_times)
+    source = f"as measured by grace calibrate, {request.calibration}"
     errors = "as expected of synthetic gradients"
     if measures:
         known = costs.codecs if calibration is not None else {}
@@ -239,7 +304,7 @@ def build_problem(
         costs = replace(costs, codecs={**known, **problem.costs.codecs})
         source = f"as measured here, on {'the' if gradients else 'random'} gradients of this model"
         errors = "as measured on the gradients" if gradients else errors
-    elif codecs == "usual":
+    elif request.codecs == "usual":
         costs = replace(costs, codecs=DefaultCodecs())
         source = "as measured elsewhere"
     problem = replace(problem, costs=replace(costs, rows={} if steps is None else steps.rows))
@@ -258,11 +323,7 @@ def build_problem(
 def measure_methods(problem: Problem, framework: str, gradients: Mapping[str, Any], progress: ShowProgress) -> Problem:
     """Return the problem with the codecs of all methods, and their errors, measured on gradients.
 
-    Args:
-        problem: the problem.
-        framework: the framework of gradients.
-        gradients: gradients by name; without any, codecs are measured on random ones, whose errors do not count.
-        progress: called with the method, and the part that is done.
+    Without gradients, codecs are measured on random ones of the framework, whose errors do not count.
 
     Raises:
         ConfigError: all gradients are sparse, and none is known.

@@ -176,16 +176,15 @@ def _differences(first: Strategy, second: Strategy) -> Iterator[str]:
     for fact in ("world_size", "nodes"):
         if getattr(first, fact) != getattr(second, fact):
             yield f"cluster.{fact}: {getattr(first, fact)} | {getattr(second, fact)}"
-    ours, theirs = ({plan.variable.name: plan.to_dict() for plan in s.plans} for s in (first, second))
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
+    ours, theirs = ({plan.variable.name: dict(_flat(plan.to_dict())) for plan in s.plans} for s in (first, second))
+    for name in dict.fromkeys([*ours, *theirs]):
         if name not in theirs or name not in ours:
             yield f"{name}: only in the {'first' if name in ours else 'second'}"
             continue
-        flat = [dict(_flat(document[name])) for document in (ours, theirs)]
-        for key in [*flat[0], *(key for key in flat[1] if key not in flat[0])]:
-            values = [document.get(key, "-") for document in flat]
-            if values[0] != values[1]:
-                yield f"{name}.{key}: {values[0]} | {values[1]}"
+        for key in dict.fromkeys([*ours[name], *theirs[name]]):
+            one, other = (variables[name].get(key, "-") for variables in (ours, theirs))
+            if one != other:
+                yield f"{name}.{key}: {one} | {other}"
     if list(ours) != list(theirs) and sorted(ours) == sorted(theirs):
         yield "variables: in another order"
 

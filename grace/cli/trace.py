@@ -3,13 +3,13 @@
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from grace.bench.common.options import option, with_options
 from grace.cli.terminal import check_writable, standard_output
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
@@ -36,7 +36,26 @@ class WithProgram(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@dataclasses.dataclass
+class TraceOptions:
+    """Options of ``grace trace``: first those of what it writes, then those of a program that it runs."""
+
+    out: Path = option(Path("trace.json"), "File to write the timeline to: .json, or .json.gz.", "--out", "-o")
+    top: int = option(10, "Number of variables, and of groups, in the tables.", least=1)
+    ranks: int | None = option(None, "Number of ranks that run the program.", "--ranks", "-n", show_default="1")
+    engine: str | None = option(
+        None, "Engine of the ranks: horovod, torch or mpi.", show_default="the first that is installed"
+    )
+    strategy: Path | None = option(None, "A strategy's file, as for grace launch.", show_default="none")
+    steps: int | None = option(None, "Number of steps to record.", show_default=str(recorder.DEFAULT_STEPS), least=1)
+    skip: int | None = option(
+        None, "Number of steps before them that are not recorded.", show_default=str(recorder.DEFAULT_SKIP), least=0
+    )
+
+
+@with_options(TraceOptions)
 def trace(
+    given: dict[str, Any],
     context: typer.Context,
     folder: Annotated[
         Path | None,
@@ -44,29 +63,6 @@ def trace(
             help="Folder with the files that ranks wrote, with GRACE_TRACE=folder. Without it, end with -- and a "
             "program.",
             metavar="FOLDER",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write the timeline to: .json, or .json.gz.")] = Path(
-        "trace.json"
-    ),
-    top: Annotated[int, typer.Option(min=1, help="Number of variables, and of groups, in the tables.")] = 10,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="Number of ranks that run the program.", show_default="1")
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(help="Engine of the ranks: horovod, torch or mpi.", show_default="the first that is installed"),
-    ] = None,
-    strategy: Annotated[
-        Path | None, typer.Option(help="A strategy's file, as for grace launch.", show_default="none")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Number of steps to record.", show_default=str(recorder.DEFAULT_STEPS))
-    ] = None,
-    skip: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Number of steps before them that are not recorded.", show_default=str(recorder.DEFAULT_SKIP)
         ),
     ] = None,
 ) -> None:
@@ -91,23 +87,24 @@ def trace(
             "give a folder that ranks have left their traces in, or after -- a program to run, as in: "
             "grace trace -n 2 -- python train.py"
         )
+    options = TraceOptions(**given)
     if folder is not None:
-        options = {"--ranks": ranks, "--engine": engine, "--strategy": strategy, "--steps": steps, "--skip": skip}
-        for name, value in options.items():
-            if value is not None:
-                raise ConfigError(f"{name} is for a program that is run, which comes after --; the folder is recorded")
-        _summarize(folder, out, top)
+        for name in ("ranks", "engine", "strategy", "steps", "skip"):
+            if name in given:
+                raise ConfigError(
+                    f"--{name} is for a program that is run, which comes after --; the folder is recorded"
+                )
+        _summarize(folder, options.out, options.top)
         return
-    check_writable(out)  # before the program runs for nothing
+    check_writable(options.out)  # before the program runs for nothing
     with tempfile.TemporaryDirectory(prefix="grace-trace-") as made:
-        variables = {recorder.FOLDER: made, recorder.STEPS: steps, recorder.SKIP: skip}
-        end = _run(program or [], variables, ranks, engine, strategy)
+        end = _run(program or [], made, options)
         if end.code:
             print(f"grace trace: {end.message}", file=sys.stderr)
         try:
             if not any(Path(made).iterdir()):
                 raise ConfigError("the program left no trace: it made no optimizer, tape or hook of Grace's")
-            _summarize(Path(made), out, top)
+            _summarize(Path(made), options.out, options.top)
         except ConfigError as error:
             if not end.code:
                 raise
@@ -116,18 +113,14 @@ def trace(
         raise typer.Exit(end.code)
 
 
-def _run(
-    program: list[str],
-    variables: Mapping[str, Any],
-    ranks: int | None,
-    engine: str | None,
-    strategy: Path | None,
-) -> supervisor.End:
-    """Run a program on ranks that have further environment variables, except those that are None."""
+def _run(program: list[str], folder: str, options: TraceOptions) -> supervisor.End:
+    """Run a program on ranks that record their steps in a folder."""
     from grace.launch.cluster import Resources
 
+    variables = {recorder.FOLDER: folder, recorder.STEPS: options.steps, recorder.SKIP: options.skip}
     more = {name: str(value) for name, value in variables.items() if value is not None}
-    commands = command(Resources.load(None, ranks), engine or default_engine(), program, strategy)
+    engine = options.engine or default_engine()
+    commands = command(Resources.load(None, options.ranks), engine, program, options.strategy)
     supervisor.check_program(program[0])
     check_script(program)
     return supervisor.run([dataclasses.replace(each, environment={**each.environment, **more}) for each in commands])

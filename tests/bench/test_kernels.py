@@ -119,15 +119,6 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path):
     assert err.splitlines()[-1] == f"grace bench kernels: interrupted; what is finished is in {tmp_path}"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_a_gpu_is_measured(tmp_path):
-    command = [*GRACE, "--size", "1M", "--device", "cuda", "--methods", "fp16,topk", "--out", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=HANGS)
-    fp16, *_ = record.load(tmp_path).rows
-    assert fp16["device"] == "cuda"
-    assert fp16["peak_extra_bytes"] >= 2_000_000
-
-
 @pytest.mark.parametrize("text", ["", "0", "-5", "1.5", "25MB", "1e", "nan", "0x10", "²M", "1e-3M"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match="as in 4096"):

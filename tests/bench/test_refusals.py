@@ -7,8 +7,13 @@ from tests.support.command import grace_command
 
 MINE = """
 import torch
+from grace.bench.workloads import InTorch
 
 def number(): return 7
+
+class Few(InTorch):
+    about, metric, lr, epochs, batch, count = "few examples", "error", 0.1, 1, 8, 7
+    network = loss = quality = None
 """
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 REFUSED = {
@@ -67,6 +72,8 @@ REFUSED = {
         (["--task", "mine:Lines"], "mine has no function 'Lines'"),
         (["--task", "nothere:Line"], "cannot import nothere"),
         (["--task", "mine:torch.nn"], "mine has no function"),
+        (["--task", "mine:Few"], "mine:Few() has 7 examples, and a batch has 8"),
+        (["-n", "65"], "--ranks 65: a batch of digits has 64 samples to share"),
         (["--task", "mine:number"], "must return a grace.bench.workloads.Task, not int"),
         (["--task", "lines"], "known: chargpt, charlm, digits, digits-cnn, recommender, or module:function"),
         (["--methods", "auto(quality=best)"], "quality must be one of 'exact', 'half', 'unbiased', 'feedback'"),
@@ -78,12 +85,14 @@ REFUSED = {
         (["--methods", "topq"], "did you mean 'topk'"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
         (["--out", "kept.jsonl", "--resume"], "kept.jsonl, line 1, is no scenario of a benchmark"),
+        (["--out", "bytes.jsonl", "--resume"], "bytes.jsonl: is not UTF-8 text"),
     ],
     "pipeline": [
         (["--models", ""], "no models"),
         (["--models", "vgg"], "unknown model 'vgg'"),
         (["--methods", "zip"], "zip"),
         (["-n", "1"], "--ranks must be between 2 and 1000"),
+        (["-n", "4", "--stages", "2,4"], "--stages is a whole number, or any, not '2,4'"),
         (["-n", "4", "--stages", "3"], "--stages must divide the 4 ranks"),
         (["--schedule", "zbv"], "gpipe or 1f1b"),
         (["--blocks", "0"], "--blocks must be at least 1"),
@@ -100,6 +109,7 @@ CASES = [
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, says):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "kept.jsonl").write_text("{}\n")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\n")
     out = [] if "--out" in args or command == "link" else ["--out", "new"]
     code, said, err = grace_command("bench", command, *args, *out, folder=tmp_path)
     assert (code, said) == (2, "")

@@ -29,6 +29,10 @@ def wide():  # 1 M parameters that cost next to nothing to compute
     model = torch.nn.Linear(2000, 500)
     return model, lambda model: model(torch.ones(2, 2000)).square().mean(), 2
 
+def rows():
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+    return model, lambda model: model(torch.tensor([[1, 2]])).square().mean()
+
 def number(): return 7
 def pair(): return torch.nn.Linear(2, 2), 3
 """
@@ -183,6 +187,12 @@ def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
     payload = sum(fidelity.sent_bytes("topk", torch.randn(shape)) for shape in ((500, 2000), (500,)))
     assert sent == pytest.approx(2 * payload, rel=0.1)  # it gathers: each rank sends to every other
     assert "mine:wide, 3 ranks on loopback" in out
+
+
+def test_sparse_gradients_are_exchanged_too(folder):
+    args = ["--model", "mine:rows", "--methods", "none", "--baselines", "none", "--rounds", "1"]
+    *_, results = run(folder, *args)
+    assert [row["name"] for row in results.rows] == [BOUND, "none"]
 
 
 def test_steps_between_which_ranks_train_alone_are_averaged_over_whole_periods(folder):

@@ -15,7 +15,7 @@ from grace.bench.train import training_runs
 from grace.bench.train.train_settings import METHODS, TrainSettings
 from grace.bench.workloads import torch_tasks
 from grace.bench.workloads.tasks import TASKS, task_class
-from grace.bench.workloads.torch_tasks import CharacterModel, Trainer
+from grace.bench.workloads.torch_tasks import CharacterModel, InTorch, Trainer
 from grace.core.registry import known
 from tests.support.bench_runs import bench
 from tests.support.drawing import THOROUGH
@@ -316,6 +316,29 @@ def test_a_trainer_learns(name, alone):
     after = trainer.quality()
     trainer.step(task.shares(1, 0, seed=0, epoch=1)[0])
     assert trainer.quality() == after
+
+
+class Rows(InTorch):
+    """A task whose gradients are sparse."""
+
+    about, metric, lr, epochs, batch, count = "rows", "error", 0.1, 1, 8, 16
+
+    def network(self, seed):
+        layers = torch.nn.Embedding(16, 2, sparse=True), torch.nn.Flatten(), torch.nn.Linear(2, 1)
+        return torch.nn.Sequential(*layers)
+
+    def loss(self, model, share):
+        return model(share[:, None]).square().mean()
+
+    def quality(self, model):
+        return float(self.loss(model, torch.arange(16)).detach())
+
+
+def test_sparse_gradients_are_trained_with_too(alone):
+    trainer = Trainer(Rows(), "none", 0, 0.1, 0.0)
+    before = trainer.quality()
+    trainer.step(torch.arange(16))
+    assert trainer.quality() < before
 
 
 def test_held_out_text_is_not_trained_on():

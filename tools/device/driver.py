@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from grace.bench.ranks.rank_program import write_event
+from grace.bench.common.json_lines import append_line
 from grace.core.atomic_files import atomic_write
 from grace.launch.processes import end, guarded, signals_raise
 from tools.device import tables
@@ -88,7 +88,7 @@ class Worker:
             died = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self._fail(died)
         if len(self.events()) == self.begun:  # nor would another get further
-            write_event(
+            append_line(
                 self.file, {"item": f"the start of {self.part.name}", "state": "failed", "error": self._last_words()}
             )
             self.done = True
@@ -109,7 +109,7 @@ class Worker:
         item = self.under_way
         if item is not None:
             event = {"item": item["item"], "state": "failed", "at": time.time()}
-            write_event(self.file, {**event, "error": f"{self._last_words()}\n{why}"})
+            append_line(self.file, {**event, "error": f"{self._last_words()}\n{why}"})
 
     def _last_words(self) -> str:
         return self.said.read_text(errors="replace")[-LONGEST:]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.bench.ranks.rank_program import write_event
+from grace.bench.common.json_lines import append_line
 from tools.device import place
 
 LONGEST = 6000
@@ -59,7 +59,7 @@ class Log:
         """This process's share of a part's items, but for those that were begun before."""
         mine = list(items)[self.number :: self.count]
         if new := [item for item in mine if item not in self.planned]:
-            write_event(self.file, {"planned": new})
+            append_line(self.file, {"planned": new})
             self.planned.update(new)
         return [item for item in mine if item not in self.seen]
 
@@ -67,14 +67,14 @@ class Log:
         """Tell that an item begins."""
         self.seen.add(item)
         self.since = time.monotonic()
-        write_event(self.file, {"item": item, "state": "begun", "at": time.time()})
+        append_line(self.file, {"item": item, "state": "begun", "at": time.time()})
         faulthandler.dump_traceback_later(self.limit, file=self.stderr)
 
     def end(self, item: str, state: str, **facts: Any) -> None:
         """Tell how it ended, and what it found."""
         faulthandler.cancel_dump_traceback_later()
         self.failed |= {item} if state == "failed" else set()
-        write_event(self.file, {"item": item, "state": state, "seconds": time.monotonic() - self.since, **facts})
+        append_line(self.file, {"item": item, "state": state, "seconds": time.monotonic() - self.since, **facts})
 
     @contextlib.contextmanager
     def item(self, name: str) -> Iterator[dict[str, Any]]:

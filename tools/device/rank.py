@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grace.bench.ranks.rank_program import write_event
+from grace.bench.common.json_lines import append_line
 from grace.bench.step import step_rank
 from tools.device import place
 
@@ -23,7 +23,7 @@ def main(folder: str, engine: str) -> None:
         dist.init_process_group("gloo")
     step_rank.main(folder, engine)
     if first and torch.cuda.is_available():
-        write_event(Path(folder, "events.jsonl"), {"scenario": {"peak_bytes": torch.cuda.max_memory_allocated()}})
+        append_line(Path(folder, "events.jsonl"), {"scenario": {"peak_bytes": torch.cuda.max_memory_allocated()}})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from grace.errors import ConfigError
+
 WARM_UP = 3
 """Calls before work is captured: they compile kernels, and allocate buffers that stay."""
 FLUSHED = 4
@@ -119,13 +121,18 @@ def device_facts() -> dict[str, str]:
 
 
 def missing() -> str:
-    """Return the reason why nothing can be measured on a GPU here; empty if it can.
-
-    >>> missing() == "" or "torch sees no GPU here" in missing()
-    True
-    """
+    """Return the reason why nothing can be measured on a GPU here; empty if it can."""
     if torch.cuda.is_available():
         return ""
     built = torch.version.cuda or torch.version.hip
     why = "its driver or the GPU is missing" if built else f"torch {torch.__version__} is built for CPUs only"
     return f"torch sees no GPU here (torch.cuda.is_available() is False: {why})"
+
+
+def check_device(device: str) -> None:
+    """Raise a ConfigError if the value of ``--device`` is none, or there is no GPU to measure on."""
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is cpu or cuda, not {device!r}")
+    reason = missing() if device == "cuda" else ""
+    if reason:
+        raise ConfigError(f"--device cuda: {reason}; use --device cpu")

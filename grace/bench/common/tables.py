@@ -1,8 +1,7 @@
 """Tables of rows: for a terminal, and in Markdown."""
 
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from rich import box
 from rich.table import Table
@@ -10,6 +9,7 @@ from rich.text import Text
 
 from grace.bench.common.text import UNKNOWN, clean
 
+Row = TypeVar("Row", bound=Mapping[str, Any])
 Columns = dict[str, Callable[[Any], str]]
 """Columns of a table: titles, and functions that make a cell of a row."""
 
@@ -49,17 +49,16 @@ def table(
     return made
 
 
-def of_first(columns: Columns) -> Columns:
-    """Return the columns of rows whose first items these columns take.
+def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Return rows by the values of some keys, None of those that a row lacks, in their order.
 
-    >>> of_first({"ms": str})["ms"]((9, "none"))
-    '9'
+    >>> grouped([{"ranks": 4}, {"ranks": 2}, {"ranks": 4, "bandwidth": 1e9}], "ranks", "bandwidth")
+    {(4, None): [{'ranks': 4}], (2, None): [{'ranks': 2}], (4, 1000000000.0): [{'ranks': 4, 'bandwidth': 1000000000.0}]}
     """
-    return {title: partial(_of_first, cell) for title, cell in columns.items()}
-
-
-def _of_first(cell: Callable[[Any], str], row: Any) -> str:
-    return cell(row[0])
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return found
 
 
 def markdown(rows: Iterable[Any], columns: Columns) -> str:

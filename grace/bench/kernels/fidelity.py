@@ -1,5 +1,6 @@
 """Errors of one rank's compression and of the aggregate, over repeated draws."""
 
+import contextlib
 import math
 import warnings
 from typing import Any
@@ -41,14 +42,14 @@ def encoded(method: str, gradients: list[torch.Tensor], seed: int = 0) -> tuple[
         pairs = [compressor.compress(x, NAME) for compressor, x in zip(ranks, gradients, strict=True)]
         return ranks[0], [payload for payload, _ in pairs], [ctx for _, ctx in pairs]
     rounds = [compressor.exchange(x, NAME) for compressor, x in zip(ranks, gradients, strict=True)]
-    payloads = [next(each) for each in rounds]
-    while True:
-        mean = [total / len(ranks) for total in _summed(payloads)]
-        sent = [_send(each, mean) for each in rounds]
-        if isinstance(sent[0], StopIteration):
-            payload, ctx = sent[0].value
-            return ranks[0], [payload], [ctx]
-        payloads = sent
+    mean = None
+    try:
+        while True:
+            payloads = [each.send(mean) for each in rounds]
+            mean = [total / len(ranks) for total in _summed(payloads)]
+    except StopIteration as end:  # of the first rank, whose result is that of all
+        payload, ctx = end.value
+        return ranks[0], [payload], [ctx]
 
 
 def aggregate(method: str, gradients: list[torch.Tensor], seed: int = 0) -> torch.Tensor:
@@ -127,19 +128,12 @@ def sent_bytes(method: str, x: torch.Tensor) -> int:
     if communicator.compressor.traits.rounds == 1:
         return sum(tensor.nbytes for tensor in communicator.compressor.compress(x, NAME)[0])
     rounds: Any = communicator.compressor.exchange(x, NAME)
-    payload, total = next(rounds), 0
-    while not isinstance(payload, StopIteration):
-        total += sum(tensor.nbytes for tensor in payload)
-        payload = _send(rounds, payload)
+    payload, total = None, 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            payload = rounds.send(payload)  # of one rank, whose mean it is
+            total += sum(tensor.nbytes for tensor in payload)
     return total
-
-
-def _send(rounds: Any, mean: list[torch.Tensor]) -> Any:
-    """Return the next payload of a method of several rounds, or the StopIteration that holds its result."""
-    try:
-        return rounds.send(mean)
-    except StopIteration as end:
-        return end
 
 
 def _summed(payloads: list[list[torch.Tensor]]) -> list[torch.Tensor]:

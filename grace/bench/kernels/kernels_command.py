@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import math
 import statistics
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from rich.console import Console
 from grace.bench.common import options
 from grace.bench.common.options import option
 from grace.bench.common.progress import ShowProgress, progress_bar
+from grace.bench.common.results import Row
 from grace.bench.common.settings_checks import check_at_least_1
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.report.kernel_tables import show
@@ -75,7 +75,7 @@ class KernelsSettings:
         if importlib.util.find_spec("torch") is None:
             raise missing_extra("torch", "torch")
 
-        from grace.bench.common.clocks import device_facts, missing
+        from grace.bench.common.clocks import check_device, device_facts
         from grace.bench.kernels.fidelity import communicator_of
         from grace.bench.kernels.gradients import KINDS, matrix
 
@@ -98,10 +98,7 @@ class KernelsSettings:
             raise missing_extra("scikit-learn", "bench")
         for name in methods:
             communicator_of(name, self.memory)
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"--device is cpu or cuda, not {self.device!r}")
-        if on_device and missing():
-            raise ConfigError(f"--device cuda: {missing()}; use --device cpu")
+        check_device(self.device)
         check_at_least_1(self, "threads", "repeats")
         repeats = (DEVICE_REPEATS if on_device else REPEATS)[quick] if self.repeats is None else self.repeats
         shape = matrix(max(sizes))
@@ -156,40 +153,63 @@ def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
 
 
 def _measure(running: BenchmarkRun, console: Console) -> None:
-    """Fill in the rows, tensor by tensor, and save; after each method, but on a GPU all take turns."""
+    """Fill in the rows, tensor by tensor, and save."""
     import torch
 
-    from grace.bench.common.clocks import DeviceClock, HostClock
+    settings = running.results.settings
+    torch.set_num_threads(settings["threads"])
+    measure_tensor = _measure_on_gpu if settings["device"] == "cuda" else _measure_on_cpu
+    for elements, kind in itertools.product(settings["sizes"], settings["tensors"]):
+        with progress_bar(console) as progress:
+            measure_tensor(running, elements, kind, progress)
+
+
+def _measure_on_cpu(running: BenchmarkRun, elements: int, kind: str, progress: ShowProgress) -> None:
+    """Measure the methods one after the other, with their errors and memory, and save after each."""
+    from grace.bench.common.clocks import HostClock
     from grace.bench.kernels.fidelity import errors
     from grace.bench.kernels.gradients import KINDS, matrix
-    from grace.bench.kernels.timing import HELD, extra_bytes, measure
+    from grace.bench.kernels.timing import extra_bytes, measure
 
-    results, settings = running.results, running.results.settings
-    on_device, memory = settings["device"] == "cuda", settings["memory"]
-    torch.set_num_threads(settings["threads"])
-    for elements, kind in itertools.product(settings["sizes"], settings["tensors"]):
-        free = torch.cuda.mem_get_info()[0] if on_device else math.inf
-        if free < HELD * 4 * elements:
-            left = f"{elements:,} elements: {free / 1e9:.0f} GB of {HELD * 4 * elements / 1e9:.0f} GB are free"
-            settings.setdefault("skipped", {})[f"{elements:,}"] = left
-            continue
-        x = KINDS[kind](matrix(elements), 1)[0].to(settings["device"])
-        clock = DeviceClock() if on_device else HostClock()
-        tensor = f"{kind}, {elements:,}" if on_device else kind
-        gradients = [] if on_device else KINDS[kind](tuple(settings["error_shape"]), RANKS)
-        turns = [settings["methods"]] if on_device else [[method] for method in settings["methods"]]
-        with progress_bar(console) as progress:
-            for number, methods in enumerate(turns):
-                show_part = functools.partial(_show_part, progress, kind, number / len(turns))
-                rows = measure(methods, x, settings["repeats"], memory, clock, show_part, whole=on_device)
-                for row in rows if not on_device else ():
-                    row |= errors(row["method"], gradients, settings["draws"])
-                    row["peak_extra_bytes"] = extra_bytes(row["method"], x, memory)
-                results.rows += [{"tensor": tensor, **row} for row in rows]
-                settings["copy_gbps"] = x.nbytes / statistics.median(row["copy_ms"] for row in rows) / 1e6
-                running.save()
-        if isinstance(clock, DeviceClock):
-            clock.forget()
+    settings = running.results.settings
+    methods, memory = settings["methods"], settings["memory"]
+    (x,) = KINDS[kind](matrix(elements), 1)
+    gradients = KINDS[kind](tuple(settings["error_shape"]), RANKS)
+    for number, method in enumerate(methods):
+        show_part = functools.partial(_show_part, progress, kind, number / len(methods))
+        (row,) = measure([method], x, settings["repeats"], memory, HostClock(), show_part)
+        row |= errors(method, gradients, settings["draws"])
+        row["peak_extra_bytes"] = extra_bytes(method, x, memory)
+        _add_rows(running, kind, [row], x.nbytes)
+
+
+def _measure_on_gpu(running: BenchmarkRun, elements: int, kind: str, progress: ShowProgress) -> None:
+    """Measure the times of all methods in turns, if the GPU has room for them."""
+    import torch
+
+    from grace.bench.common.clocks import DeviceClock
+    from grace.bench.kernels.gradients import KINDS, matrix
+    from grace.bench.kernels.timing import HELD, measure
+
+    settings = running.results.settings
+    free, needed = torch.cuda.mem_get_info()[0], HELD * 4 * elements
+    if free < needed:
+        left_out = f"{elements:,} elements: {free / 1e9:.0f} GB of {needed / 1e9:.0f} GB are free"
+        settings.setdefault("skipped", {})[f"{elements:,}"] = left_out
+        return
+    x = KINDS[kind](matrix(elements), 1)[0].to(settings["device"])
+    clock, show_part = DeviceClock(), functools.partial(_show_part, progress, kind, 0.0)
+    rows = measure(settings["methods"], x, settings["repeats"], settings["memory"], clock, show_part, whole=True)
+    _add_rows(running, f"{kind}, {elements:,}", rows, x.nbytes)
+    clock.forget()
+
+
+def _add_rows(running: BenchmarkRun, tensor: str, rows: list[Row], nbytes: int) -> None:
+    """Add the rows of a tensor of so many bytes to the results, and save them."""
+    running.results.rows += [{"tensor": tensor, **row} for row in rows]
+    copy_ms = statistics.median(row["copy_ms"] for row in rows)
+    running.results.settings["copy_gbps"] = nbytes / copy_ms / 1e6
+    running.save()
 
 
 def _show_part(progress: ShowProgress, kind: str, done: float, part: str) -> None:

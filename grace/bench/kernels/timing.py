@@ -8,8 +8,8 @@ of what the copy moves in the same run: 1 is as fast as the memory.
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ RESIDUAL = 8.0
 HELD = 40
 """Multiple of a tensor's bytes that its measurements on a GPU hold, roughly."""
 Works = dict[str, Callable[[], Any]]
+WorkName = TypeVar("WorkName", bound=Hashable)
 
 
 def measure(
@@ -96,27 +97,25 @@ def measure(
             about[name] = rivals.sent_bits(name, tuple(x.shape)), {}, ""
             add(name, own)
         show("measuring")
-        times = times_ms({f"{name}\0{part}": work for (name, part), work in works.items()}, repeats, clock)
+        times = times_ms(works, repeats, clock)
     rows = []
     for name, (sent, floor, kept) in about.items():
-        taken = {part: times[f"{owner}\0{part}"] for owner, part in works if owner in ("", name)}
+        taken = {part: times[owner, part] for owner, part in works if owner in ("", name)}
         row = row_of(name, taken, x.numel(), sent, floor)
         rows.append({**row, "device": x.device.type, "memory": kept, "eager": ", ".join(eager.get(name, []))})
     return rows
 
 
-def times_ms(works: Works, repeats: int, clock: HostClock | None = None) -> dict[str, float]:
+def times_ms(
+    works: Mapping[WorkName, Callable[[], Any]], repeats: int, clock: HostClock | None = None
+) -> dict[WorkName, float]:
     """Return median times of several functions, in ms, after one call of each that warms up.
 
     Functions take turns, so that other work of the machine disturbs all alike. Results are dropped within the measured
     time. On a GPU its own clock tells the time, and its cache is flushed before each.
-
-    >>> import time
-    >>> sorted(times_ms({"sleep": lambda: time.sleep(0.001), "nothing": int}, repeats=3))
-    ['nothing', 'sleep']
     """
     clock = clock or HostClock()
-    taken: dict[str, list[float]] = {name: [] for name in works}
+    taken: dict[WorkName, list[float]] = {name: [] for name in works}
     for turn in range(repeats + 1):
         for name, work in works.items():
             clock.synchronize()
@@ -270,12 +269,7 @@ def leave_unread(trips: Sequence[Any]) -> None:
 
 def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int | None:
     """Return the largest memory in bytes that two steps from a fresh start hold, beyond the gradient and its aggregate:
-    payload, scratch, and the state of compressor and memory. None where the system does not count.
-
-    >>> peak = extra_bytes("signsgd", torch.ones(1000, 1000))  # a bit per element
-    >>> peak is None or peak < 1e6
-    True
-    """
+    payload, scratch, and the state of compressor and memory. None where the system does not count."""
     out = torch.ones_like(x)
 
     def steps() -> None:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from grace.bench.common.jsonl_store import Scenario
-from grace.bench.common.tables import Columns, of_first, table
+from grace.bench.common.json_lines import Scenario
+from grace.bench.common.tables import Columns, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
 from grace.bench.pipeline.pipeline_settings import CHOSEN
@@ -45,14 +45,7 @@ def relative_error(cut: dict[str, Any]) -> float:
 
 
 def judge(scenario: Scenario) -> Verdict:
-    """Return the verdict on a scenario. A cut that has several names counts once: its steps are those of all of them.
-
-    >>> cuts = [("planned", ["b"], 9.0, 10.0), ("after a", ["a"], 9.0, 9.5), ("after b", ["b"], 9.0, 12.0)]
-    >>> keys = ("name", "ends", "predicted_ms", "measured_ms")
-    >>> found = judge({"cuts": [{**dict(zip(keys, cut)), "replicas": [1, 1]} for cut in cuts]})
-    >>> found.best["name"], round(found.planned, 3), round(found.regret, 3), round(found.error, 3)
-    ('after a', 10.0, 0.053, -0.1)
-    """
+    """Return the verdict on a scenario. A cut that has several names counts once."""
     cuts = merged(scenario["cuts"])
     by_name = {name: cut for cut in cuts for name in cut["names"]}
     planned = by_name[CHOSEN]
@@ -101,25 +94,27 @@ def verdict_words(scenario: Scenario) -> str:
 
 def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, one line each."""
-    found = [(scenario, judge(scenario), merged(scenario["cuts"])) for scenario in scenarios]
-
-    def planned(one: Any) -> str:
-        cut = next(cut for cut in one[2] if CHOSEN in cut["names"])
-        named = next((name for name in cut["names"] if name.startswith("after ")), "-".join(cut["ends"]))
-        return "-".join(map(str, cut["replicas"])) + (f", {named}" if cut["ends"] else "")
-
-    def by_hand(name: str, one: Any) -> str:
-        ms = one[1].by_hand[name]
-        return "-" if ms is None else f"{ms / one[1].planned:.2f}"
-
+    found = [{**scenario, "cuts": merged(scenario["cuts"]), "verdict": judge(scenario)} for scenario in scenarios]
     columns: Columns = {
-        **of_first(PLACE),
-        "compressor": lambda one: one[0]["compressor"],
-        "cuts": lambda one: str(len(one[2])),
-        "planned": planned,
-        "step ms": lambda one: digits(one[1].planned),
-        "predicted": lambda one: f"{one[1].error:+.0%}",
-        "regret": lambda one: f"{one[1].regret:.1%}",
-        **{name: partial(by_hand, name) for name in BY_HAND},
+        **PLACE,
+        "compressor": lambda row: row["compressor"],
+        "cuts": lambda row: str(len(row["cuts"])),
+        "planned": lambda row: _planned_cut(row["cuts"]),
+        "step ms": lambda row: digits(row["verdict"].planned),
+        "predicted": lambda row: f"{row['verdict'].error:+.0%}",
+        "regret": lambda row: f"{row['verdict'].regret:.1%}",
+        **{name: partial(_to_planned, name) for name in BY_HAND},
     }
     return markdown_table(found, columns)
+
+
+def _planned_cut(cuts: Sequence[dict[str, Any]]) -> str:
+    cut = next(cut for cut in cuts if CHOSEN in cut["names"])
+    named = next((name for name in cut["names"] if name.startswith("after ")), "-".join(cut["ends"]))
+    return "-".join(map(str, cut["replicas"])) + (f", {named}" if cut["ends"] else "")
+
+
+def _to_planned(name: str, row: Scenario) -> str:
+    """Return the step of a cut by hand over that of the planned one."""
+    ms = row["verdict"].by_hand[name]
+    return "-" if ms is None else f"{ms / row['verdict'].planned:.2f}"

@@ -20,7 +20,12 @@ QUICK = {"rounds": 2, "blocks": 4, "seconds": 0.3}
 
 def stage_count(text: str) -> int | None:
     """Parse a number of stages, or None for ``any``."""
-    return None if text == "any" else options.integers(text, "--stages")[0]
+    if text == "any":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--stages is a whole number, or any, not {text!r}") from None
 
 
 @dataclasses.dataclass

@@ -18,6 +18,7 @@ import torch
 import grace
 from grace.bench.plan.plan_settings import PlanSettings
 from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
+from grace.bench.step.contestants import Stepper, in_optimizer
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
@@ -28,7 +29,6 @@ from grace.planner.problem import Problem
 from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy.plan import Strategy
 
-LR = 1e-4
 SHORT = 0.35
 """Seconds of a step up to which one is made before those that count, to fill caches."""
 MOST, LEAST = 10, 2
@@ -45,17 +45,15 @@ class AutoTrainer:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         torch.manual_seed(0)
         work = workload(model, backend.rank)
-        self.model, self.loss, self.backend = work.model, work.loss, backend
-        plain = torch.optim.SGD(self.model.parameters(), lr=LR)
-        self.optimizer = grace.DistributedOptimizer(plain, self.model, strategy="auto")
+        self.backend = backend
+        self.stepper = Stepper(in_optimizer("auto", strategy="auto"), work.model, work.loss)
+        self.optimizer = self.stepper.exchange
         self.session: Any = self.optimizer._grace
 
     def step(self) -> float:
         """Make a step, and return its seconds."""
         began = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.loss(self.model).backward()
-        self.optimizer.step()
+        self.stepper()
         return time.perf_counter() - began
 
     def train_until_settled(self) -> tuple[int, int]:

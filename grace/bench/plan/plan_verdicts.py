@@ -4,38 +4,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from grace.bench.common.jsonl_store import Scenario
-from grace.bench.common.tables import Columns, of_first, table
+from grace.bench.common.json_lines import Scenario
+from grace.bench.common.tables import Columns, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
 from grace.bench.ranks.sweep import PLACE
 
 APART = 0.10
 """Relative difference of two plans from which on their order counts."""
-GOALS = {
-    "order": 0.95,
-    "regret": 0.05,
-    "to_plain": 1.03,
-    "to_single": 1.05,
-    "settled": 60,
-    "uncompressed": 15,
-    "planning": 2.0,
-}
-"""Least share of pairs in the right order, and most of all else."""
-WORDS = {
-    "order": "pairs in the right order",
-    "regret": "regret after trials, at most",
-    "to_plain": "step to plain sums', at most",
-    "to_single": "step to the best single method's, at most",
-    "settled": "steps until it is settled, at most",
-    "uncompressed": "steps of them before trials, at most",
-    "planning": "seconds of planning, at most",
-}
 Plan = dict[str, Any]
+
+
+class Goal(NamedTuple):
+    """Goal of a figure of :class:`PlanVerdict`: its words, and the least share of the order, or most of all else."""
+
+    words: str
+    limit: float
+
+
+GOALS = {
+    "order": Goal("pairs in the right order", 0.95),
+    "regret": Goal("regret after trials, at most", 0.05),
+    "to_plain": Goal("step to plain sums', at most", 1.03),
+    "to_single": Goal("step to the best single method's, at most", 1.05),
+    "settled": Goal("steps until it is settled, at most", 60),
+    "uncompressed": Goal("steps of them before trials, at most", 15),
+    "planning": Goal("seconds of planning, at most", 2.0),
+}
 
 
 @dataclass(frozen=True)
@@ -69,17 +68,12 @@ class PlanVerdict:
 
     def holds(self, goal: str) -> bool:
         """Return True if a goal of :data:`GOALS` is reached."""
-        found = getattr(self, goal)
-        return bool(found >= GOALS[goal] if goal == "order" else found <= GOALS[goal])
+        found, limit = getattr(self, goal), GOALS[goal].limit
+        return bool(found >= limit if goal == "order" else found <= limit)
 
 
 def order(plans: Sequence[Plan]) -> tuple[int, int]:
-    """Return how many pairs were predicted in the order in which they were measured, of those that differ by 10 %.
-
-    >>> rows = [{"predicted_ms": p, "measured_ms": m} for p, m in [(1, 1), (3, 2), (2, 3), (2.5, 3.1)]]
-    >>> order(rows)
-    (3, 5)
-    """
+    """Return how many pairs were predicted in the order in which they were measured, of those that differ by 10 %."""
     right = pairs = 0
     for one, other in combinations(plans, 2):
         faster, slower = sorted((one, other), key=lambda plan: plan["measured_ms"])
@@ -168,17 +162,17 @@ def verdict_words(scenario: Scenario) -> str:
 
 def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, and the worst of each figure beside its goal."""
-    found = [(scenario, judge(scenario)) for scenario in scenarios]
+    found = [{**scenario, "verdict": judge(scenario)} for scenario in scenarios]
     columns: Columns = {
-        **of_first(PLACE),
-        "plans": lambda one: str(len(one[0]["plans"])),
-        "order": lambda one: f"{one[1].right}/{one[1].pairs}",
-        "regret": lambda one: f"{one[1].regret:.1%}",
-        "to plain": lambda one: f"{one[1].to_plain:.2f}",
-        "to single": lambda one: f"{one[1].to_single:.2f}",
-        "settled": lambda one: str(one[1].settled),
-        "planned in": lambda one: f"{one[1].planning:.2g} s",
-        "taken": lambda one: one[1].chosen,
+        **PLACE,
+        "plans": lambda row: str(len(row["plans"])),
+        "order": lambda row: f"{row['verdict'].right}/{row['verdict'].pairs}",
+        "regret": lambda row: f"{row['verdict'].regret:.1%}",
+        "to plain": lambda row: f"{row['verdict'].to_plain:.2f}",
+        "to single": lambda row: f"{row['verdict'].to_single:.2f}",
+        "settled": lambda row: str(row["settled"]),
+        "planned in": lambda row: f"{row['planning']:.2g} s",
+        "taken": lambda row: row["verdict"].chosen,
     }
     worst, usual = totals(scenarios)
 
@@ -186,9 +180,9 @@ def markdown(scenarios: Sequence[Scenario]) -> str:
         return f"{getattr(worst, goal):.4g}" + ("" if worst.holds(goal) else " (missed)")
 
     goals: Columns = {
-        "of all scenarios": lambda goal: WORDS[goal],
+        "of all scenarios": lambda goal: GOALS[goal].words,
         "found": reached,
-        "goal": lambda goal: f"{'>=' if goal == 'order' else '<='} {GOALS[goal]:.4g}",
+        "goal": lambda goal: f"{'>=' if goal == 'order' else '<='} {GOALS[goal].limit:.4g}",
     }
     median_line = f"| regret after trials, median | {usual:.4g} | |"
     return f"{markdown_table(found, columns)}\n\n{markdown_table(GOALS, goals)}\n{median_line}"

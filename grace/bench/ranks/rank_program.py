@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grace
+from grace.bench.common.json_lines import append_line
 from grace.errors import GraceError
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
@@ -38,16 +39,10 @@ def join_run(folder: str, settings: Callable[..., Any], join: Callable[[Any], An
 
     def emit(event: Event) -> None:
         if grace.rank() == 0:
-            write_event(events, event)
+            append_line(events, event)
 
     yield rank_settings, joined, emit
     grace.shutdown()
-
-
-def write_event(file: Path, event: Event) -> None:
-    """Append an event to the file."""
-    with file.open("a") as lines:
-        lines.write(json.dumps(event) + "\n")
 
 
 def redirect_stderr(folder: Path) -> None:

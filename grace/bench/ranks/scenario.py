@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.common.ending import WorkerError
+from grace.bench.common.json_lines import EventReader
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise
@@ -39,7 +40,7 @@ def run_scenario(
         settings: a dataclass, or a dict.
         arguments: further arguments, after the folder.
         rate: bits per second of emulated links; None for loopback.
-        watch: called with each event.
+        watch: called with each event; the first one has the engine.
         nodes: the number of machines that a link joins; one for each rank if left out.
 
     Raises:
@@ -47,6 +48,7 @@ def run_scenario(
         WorkerError: a rank failed.
     """
     found: dict[str, Any] = {}
+    watch({"engine": engine})
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
         facts = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
@@ -62,34 +64,6 @@ def run_scenario(
         start = stack.enter_context(launcher(engine, ranks, link))
         run_ranks(start, [*program, str(folder), *arguments], folder, handle_new_events)
     return found
-
-
-class EventReader:
-    """Reader of a file of JSON objects, one a line, that grows.
-
-    >>> file = Path(tempfile.mkdtemp(), "events.jsonl")
-    >>> reader = EventReader(file)
-    >>> reader.read_new()
-    []
-    >>> _ = file.write_text('{"a": 1}\\n{"b"')
-    >>> reader.read_new(), reader.read_new()
-    ([{'a': 1}], [])
-    """
-
-    def __init__(self, file: Path):
-        self.file = file
-        self.position = 0
-
-    def read_new(self) -> list[dict[str, Any]]:
-        """Return the events that were written since the last call; an incomplete line is read by a later call."""
-        if not self.file.exists():
-            return []
-        with self.file.open("rb") as file:
-            file.seek(self.position)
-            written = file.read()
-        complete = written[: written.rfind(b"\n") + 1]
-        self.position += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
 
 
 def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, watch: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grace.bench.common.ending import Ending
-from grace.bench.common.jsonl_store import JsonlStore, Scenario
+from grace.bench.common.json_lines import Scenario, append_line, open_scenarios
 from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.tables import Columns
 from grace.bench.common.text import of_rate
@@ -58,14 +58,14 @@ class Sweep:
             typer.Exit: a rank or a network failed (1), or Ctrl-C (130); finished scenarios are shown and kept.
         """
         console = console or Console(quiet=True)
-        store = JsonlStore(out)
-        found = store.open(resume)
+        found = [] if out is None else open_scenarios(out, resume)
         known, ending = len(found), Ending(self.name)
         with ending.record_failure(), ScenarioBars(console) as bars:
             for scenario in settings.scenarios:
                 if not any(scenario.items() <= one.items() for one in found[:known]):
                     found.append(self._measure(settings, scenario, bars, console))
-                    store.add(found[-1])
+                    if out is not None:
+                        append_line(out, found[-1])
         if found:
             where = f", {known} of them measured before" if known else ""
             console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
@@ -78,7 +78,6 @@ class Sweep:
         model, *others = [value for key, value in scenario.items() if key not in ("ranks", "bandwidth")]
         name = ", ".join([model, scenario_name(ranks, rate), *others])
         began = time.monotonic()
-        bars.show(name, {"engine": "torch"})
         found = run_scenario(["-m", self.program], settings, [model, *others], ranks, rate, partial(bars.show, name))
         found = {**scenario, **found, "wall_seconds": time.monotonic() - began}
         console.print(f"\n[bold]{name}[/] ({found['wall_seconds']:.0f} s)", soft_wrap=True)

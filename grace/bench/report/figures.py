@@ -56,6 +56,11 @@ class Panel:
     along: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     ylim: tuple[float, float] | None = None
 
+    @property
+    def height(self) -> float:
+        """Height in inches."""
+        return 3.6
+
     def draw(self, axes: Axes) -> None:
         """Draw all of it."""
         axes.grid(alpha=0.3)
@@ -86,6 +91,10 @@ class Bars(Panel):
     rows: Mapping[str, Sequence[float]]
     parts: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"": "C0"})
     end: float = 0.0
+
+    @property
+    def height(self) -> float:
+        return 0.26 * len(self.rows) + 0.8
 
     def draw_data(self, axes: Axes) -> None:
         left = [0.0] * len(self.rows)
@@ -131,19 +140,19 @@ class Lines(Panel):
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Panels under one heading, by their titles; ``height`` is that of a panel, in inches."""
+    """Panels of one height under one heading, by their titles."""
 
     title: str
     caption: str
     panels: Mapping[str, Panel]
-    height: float = 3.6
 
     def html(self) -> str:
         """Return the figure as HTML that holds its picture."""
         columns = min(2, len(self.panels))
         rows = -(-len(self.panels) // columns)
+        height = rows * max(panel.height for panel in self.panels.values()) + 0.8
         with rc_context(STYLE):
-            drawing = Drawing(figsize=(6 * columns, self.height * rows + 0.8), layout="constrained")
+            drawing = Drawing(figsize=(6 * columns, height), layout="constrained")
             all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
             for axes in all_axes[len(self.panels) :]:
                 axes.remove()
@@ -161,11 +170,6 @@ class Figure:
         title, caption = (html.escape(clean(text)) for text in (self.title, self.caption))
         image = f'<img alt="{title}: {caption}" src="data:image/svg+xml;base64,{picture}">'
         return f"<h3>{title}</h3><figure>{image}<figcaption>{caption}</figcaption></figure>"
-
-
-def height_of(bars: int) -> float:
-    """Return the height of a panel of so many bars, in inches."""
-    return 0.26 * bars + 0.8
 
 
 def figures(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
@@ -246,7 +250,6 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
             "dashed line, plain training's time; nothing can end left of the dotted line, the same step without any "
             "communication. Longer bars are cut; the number behind the name counts.",
             times,
-            height_of(max((len(panel.rows) for panel in times.values()), default=0)),
         ),
         Figure(
             "Speedup against bandwidth",
@@ -370,6 +373,5 @@ def _kernels(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
             "How long a rank computes, as multiples of the time in which the same machine copies the tensor once. "
             "Longer bars are cut; the number behind the name counts.",
             times,
-            height_of(max((len(panel.rows) for panel in times.values()), default=0)),
         ),
     ]

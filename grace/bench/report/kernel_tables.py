@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grace.bench.common.results import Results, Row
-from grace.bench.common.tables import Columns, table
+from grace.bench.common.tables import Columns, grouped, table
 from grace.bench.common.text import UNKNOWN, digits, number, of_bytes
 from grace.core.registry import make
 from grace.errors import ConfigError
@@ -39,13 +39,11 @@ ON_DEVICE = (
 
 def show(console: Console, results: Results) -> None:
     """Show the tables of times, on a CPU also one of errors, what was left out, and how to read them."""
-    settings, tensors = results.settings, dict[str, list[Row]]()
+    settings, tensors = results.settings, grouped(results.rows, "tensor")
     on_device = settings.get("device") == "cuda"
-    for row in results.rows:
-        tensors.setdefault(row["tensor"], []).append(row)
     if on_device:
         console.print(results.gpu, markup=False)
-    for kind, rows in tensors.items():
+    for (kind,), rows in tensors.items():
         console.print(_times_on_device(kind, rows) if on_device else _times(kind, rows), "")
     for why in settings.get("skipped", {}).values():
         console.print(f"Left out: {why}", markup=False)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grace.bench.common.tables import grouped
 from grace.bench.common.text import number
 
 Row = Mapping[str, Any]
@@ -33,12 +34,12 @@ def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
     >>> list(cases([{"ranks": 4, "bandwidth": None}, {"ranks": 2, "bandwidth": 1e9}], "bandwidth", "ranks"))
     [(1000000000.0, 2), (None, 4)]
     """
-    found: dict[tuple, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
-    return dict(
-        sorted(found.items(), key=lambda item: [(v is None, 0 if isinstance(v, str) else v or 0) for v in item[0]])
-    )
+
+    def rank(values: tuple[Any, ...]) -> list[tuple[bool, float]]:
+        return [(value is None, 0 if isinstance(value, str) else value or 0) for value in values]
+
+    found = grouped(rows, *keys)
+    return {values: found[values] for values in sorted(found, key=rank)}
 
 
 def identity(row: Mapping[str, Any]) -> str:

@@ -26,15 +26,7 @@ def over_ranks(
     ranks: Sequence[int] = RANKS,
 ) -> dict[str, Line]:
     """Predict one method for all variables, and strategies as they are, for these numbers of ranks with equal links.
-    Methods of unknown costs, and strategies of several nodes, are left out.
-
-    >>> from grace.core.variable import Variable
-    >>> from grace.planner.builders.auto import Auto
-    >>> problem = Auto(bandwidth="1gbit").problem([Variable("w", (1000, 1000))], OneNode(2))
-    >>> lines = over_ranks(problem, ["none", "qsgd"], ranks=[2, 64])
-    >>> lines["qsgd"][1][1].step < lines["none"][1][1].step
-    True
-    """
+    Methods of unknown costs, and strategies of several nodes, are left out."""
     plans = {name: plan for name, plan in (plans or {}).items() if plan.nodes == 1}
 
     def predict(name: str, count: float) -> Prediction:

@@ -1,12 +1,10 @@
 """Tables and verdicts of ``grace bench step``."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from grace.bench.common.results import Results, Row
-from grace.bench.common.tables import Columns, table
+from grace.bench.common.tables import Columns, grouped, table
 from grace.bench.common.text import UNKNOWN, digits, number, of_bytes, scenario
 
 ROOMY = 100
@@ -26,9 +24,7 @@ OF_SHARDS = (
 
 def show(console: Console, results: Results) -> None:
     """Show a table and a verdict for each scenario, and how to read them."""
-    settings, scenarios = results.settings, dict[tuple[Any, Any], list[Row]]()
-    for row in results.rows:
-        scenarios.setdefault((row["ranks"], row["bandwidth"]), []).append(row)
+    settings, scenarios = results.settings, grouped(results.rows, "ranks", "bandwidth")
     sharded = settings.get("sharded", 0)
     for (ranks, rate), rows in scenarios.items():
         name = scenario(ranks, rate)

@@ -7,15 +7,13 @@ from rich.table import Table
 
 from grace.bench.common.quality import against_none, shown
 from grace.bench.common.results import Results, Row
-from grace.bench.common.tables import Columns, table
+from grace.bench.common.tables import Columns, grouped, table
 from grace.bench.common.text import digits, number, of_bytes, show_rate
 
 
 def show(console: Console, results: Results) -> None:
     """Show a table for each network and optimizer, and how to read them."""
-    tables = dict[tuple[Any, Any], list[Row]]()
-    for row in results.rows:
-        tables.setdefault((row["bandwidth"], row.get("optimizer")), []).append(row)
+    tables = grouped(results.rows, "bandwidth", "optimizer")
     rates, optimizers = {rate for rate, _ in tables}, {optimizer for _, optimizer in tables}
     for (rate, optimizer), rows in tables.items():
         where = ["loopback" if rate is None else show_rate(rate)] if rate is not None or len(rates) > 1 else []

@@ -80,7 +80,7 @@ def in_optimizer(name: str, method: str | None = None, **choices: Any) -> Contes
     variables."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), **choices)
+        optimizer = grace.DistributedOptimizer(optimizer, model, **choices)  # which finds its sparse embeddings
         return model, optimizer, optimizer
 
     return Contestant(name, "grace", build, method)

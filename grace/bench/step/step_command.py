@@ -65,7 +65,7 @@ def command(
     if quick or sharded:
         defaults["methods"] = list(step_settings.QUICK_METHODS)
     if device != "cpu":
-        check_device(device, here, given)
+        check_on_device(device, here, given)
         defaults = {**step_settings.ON_DEVICE, **defaults}
         given["baselines"] = []
     if here and sharded:
@@ -76,23 +76,20 @@ def command(
     (run_on_device if on_device else run)(settings, out, here).report_and_exit(Console(highlight=False))
 
 
-def check_device(device: str, here: bool, given: dict[str, Any]) -> None:
+def check_on_device(device: str, here: bool, given: dict[str, Any]) -> None:
     """Raise a ConfigError before anything starts if there is no GPU, or an option needs ranks."""
-    from grace.bench.common.clocks import missing
+    from grace.bench.common.clocks import check_device
 
-    if device != "cuda":
-        raise ConfigError(f"--device is cpu or cuda, not {device!r}")
     flags = {"ddp_hook": "--ddp-hook", "sharded": "--sharded", "reduce_scatter": "--reduce-scatter"}
     needs_ranks = [flag for field, flag in {**flags, "strategies": "--strategy"}.items() if given.get(field)]
     if given.get("engine", "torch") != "torch":
         needs_ranks.append(f"--engine {given['engine']}")
     needs_ranks += ["a launcher"] if here else []
-    if needs_ranks:
+    if device == "cuda" and needs_ranks:
         raise ConfigError(
             f"--device cuda pretends all ranks but one, over a simulated wire: leave out {needs_ranks[0]}"
         )
-    if missing():
-        raise ConfigError(f"--device cuda: {missing()}; use --device cpu")
+    check_device(device)
 
 
 def run_on_device(settings: StepSettings, out: Path, here: bool = False) -> BenchmarkRun:
@@ -143,7 +140,6 @@ def _measure(settings: StepSettings, results: Results, watch: Callable[[str, Eve
     for ranks, rate in settings.scenarios:
         rows = ScenarioRows(results, ranks, rate, settings.engines, watch)
         for engine in settings.engines:
-            rows.begin(engine)
             add = partial(rows.add, engine)
             run_scenario(program, settings, [engine], ranks, rate, add, engine, settings.nodes(ranks))
         rows.conclude()
@@ -157,10 +153,10 @@ def _measure_here(settings: StepSettings, results: Results, watch: Callable[[str
     backend = grace.init()
     settings = dataclasses.replace(settings, engine=backend.name, ranks=[backend.size], bandwidths=[None])
     results.settings = settings.about()
-    rows = ScenarioRows(results, backend.size, None, [backend.name], watch)
-    if backend.rank == 0:
-        rows.begin(backend.name)
-        measure(settings, backend, backend.name, partial(rows.add, backend.name))
-        rows.conclude()
-    else:
+    if backend.rank != 0:
         measure(settings, backend, backend.name, lambda event: None)
+        return
+    rows = ScenarioRows(results, backend.size, None, [backend.name], watch)
+    rows.add(backend.name, {"engine": backend.name})
+    measure(settings, backend, backend.name, partial(rows.add, backend.name))
+    rows.conclude()

@@ -71,10 +71,6 @@ class ScenarioRows:
         self.rows_before = list(self.results.rows)
         self.by_engine = {engine: EngineRows(engine, self.ranks, self.rate) for engine in self.engines}
 
-    def begin(self, engine: str) -> None:
-        """Tell that the ranks of an engine are started."""
-        self.watch(self.name, {"engine": engine})
-
     def add(self, engine: str, event: Event) -> None:
         """Add an event of the ranks of an engine."""
         self.by_engine[engine].add(event)

@@ -48,9 +48,6 @@ class StepSettings:
 
     >>> StepSettings(methods=["topk"], bandwidths=[1e9]).scenarios
     [(2, 1000000000.0)]
-    >>> StepSettings(rounds=0)
-    Traceback (most recent call last):
-    grace.errors.ConfigError: --rounds must be at least 1, not 0
     """
 
     model: str = option(

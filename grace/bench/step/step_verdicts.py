@@ -42,19 +42,6 @@ def verdict_text(rows: list[Row], engine: str, shortfalls: Mapping[str, float | 
 
     ``engine`` is that of Grace's methods. With the shortfalls of methods that were trained, the parts that they lack of
     what training gains without compression, only those that lack at most 3 % are recommended.
-
-    >>> def row(name, ms, kind="grace"):
-    ...     return {"name": name, "kind": kind, "step_ms": ms, "step_low_ms": ms, "step_high_ms": ms, "pays": ms < 190}
-    >>> bound, plain = row("no communication", 50.0, "bound"), row("DDP", 200.0, "baseline")
-    >>> print(verdict_text([bound, plain, row("topk", 80.0), row("qsgd", 250.0)], "torch"))
-    Compress: topk makes a step 2.5x as fast as DDP (80 ms instead of 200 ms). Slower than DDP: qsgd. Without any
-    communication it would be 4.0x.
-    >>> print(verdict_text([bound, plain, row("qsgd", 250.0)], "torch"))
-    Do not compress: no method is clearly faster than DDP (200 ms a step). Slower than DDP: qsgd. Without any
-    communication it would be 4.0x as fast.
-    >>> print(verdict_text([bound, plain, row("topk", 80.0), row("block", 90.0)], "torch", {"topk": 0.4, "block": 0.0}))
-    Compress: block makes a step 2.2x as fast as DDP (90 ms instead of 200 ms). Fast, but not recommended: topk (2.5x;
-    lacks 40 % of what training gains without compression). Without any communication it would be 4.0x.
     """
     plain = plain_row(rows, engine)
     bound = next((row for row in rows if row["kind"] == "bound"), None)

@@ -43,10 +43,6 @@ class TrainSettings:
     Raises:
         ConfigError: a value cannot work.
         MissingExtraError: a package is not installed.
-
-    >>> TrainSettings(methods=["topq"])
-    Traceback (most recent call last):
-    grace.errors.ConfigError: unknown compressor 'topq' (did you mean 'topk'?); known: ...
     """
 
     task: str = option(
@@ -108,6 +104,10 @@ class TrainSettings:
         self.optimizers = self.optimizers or [self.facts["optimizer"]]
         unique_lists(self, "methods", "seeds", "bandwidths", "optimizers")
         check_ranks(self.ranks, 1)
+        if self.ranks > self.facts["batch"]:
+            raise ConfigError(
+                f"--ranks {self.ranks}: a batch of {self.task} has {self.facts['batch']} samples to share"
+            )
         check_at_least_1(self, "epochs")
         if not all(0 <= seed < 2**32 for seed in self.seeds):
             raise ConfigError(f"seeds must be in [0, 2**32), not {self.seeds}")

@@ -44,7 +44,6 @@ def _train(
             results.rows = [*before, *summarize(runs, settings, rate)]
         watch(rate, event)
 
-    watch(rate, {"engine": "torch"})
     run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, receive)
 
 

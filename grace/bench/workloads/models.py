@@ -129,9 +129,6 @@ def workload(name: str, rank: int, device: str = "cpu") -> Workload:
     >>> small = workload("lstm", rank=0)
     >>> small.samples, sum(p.numel() for p in small.model.parameters())
     (8, 10576400)
-    >>> workload("vgg", rank=0)
-    Traceback (most recent call last):
-    grace.errors.ConfigError: unknown model 'vgg'; known: transformer, resnet, resnet50, ... or module:function
     """
     if name in MODELS:
         found = (ON_GPUS if device != "cpu" else {}).get(name, MODELS[name])(rank)

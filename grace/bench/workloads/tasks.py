@@ -27,12 +27,6 @@ def task_class(name: str, size: int | None = None) -> Callable[[], Task]:
 
     The name is one of ``TASKS``, or ``module:function``, whose function (or class) returns a Task. ``size`` is about
     how many parameters the model has. A ConfigError says that there is no such task, or that its model has one size.
-
-    >>> task_class("digits").metric
-    'accuracy'
-    >>> task_class("mnist")
-    Traceback (most recent call last):
-    grace.errors.ConfigError: unknown task 'mnist'; known: chargpt, charlm, digits, digits-cnn, recommender, or ...
     """
     if name in TASKS:
         from grace.bench.workloads import torch_tasks  # which needs torch
@@ -51,6 +45,8 @@ def _own(name: str, function: Callable[[], Any]) -> Task:
     task = function()
     if not isinstance(task, Task):
         raise ConfigError(f"{name}() must return a grace.bench.workloads.Task, not {type(task).__name__}")
+    if task.count < task.batch:
+        raise ConfigError(f"{name}() has {task.count} examples, and a batch has {task.batch}")
     return task
 
 

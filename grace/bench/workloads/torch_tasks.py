@@ -327,9 +327,7 @@ class Trainer:
             if optimizer == "sgd"
             else torch.optim.AdamW(parameters, lr=lr, betas=(momentum, ADAMW_BETA2))
         )
-        self.optimizer = grace.DistributedOptimizer(
-            made, self.model.named_parameters(), seed=seed, **in_optimizer(method)
-        )
+        self.optimizer = grace.DistributedOptimizer(made, self.model, seed=seed, **in_optimizer(method))
 
     @property
     def traffic(self) -> Traffic:

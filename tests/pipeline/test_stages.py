@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import ModelBlock
-from grace.pipeline.planning.coarsening import closed
+from grace.pipeline.planning.blocks import ModelBlock, units
 from grace.pipeline.planning.exchange_prediction import Exchanges
 from grace.pipeline.planning.predict import predicted, timeline
 from grace.pipeline.planning.rank_layout import Devices
@@ -32,7 +31,7 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=None):
     """A drawn graph, a block for each of its nodes, on drawn links."""
     draws = random.Random(seed)
     graph = drawn(seed, count)
-    made = [ModelBlock.of_nodes(graph, (graph.nodes[i].name for i in unit)) for unit in closed(graph)]
+    made = [ModelBlock.of_nodes(graph, names) for names in units(graph)]
     between, inside = (Links(draws.choice([1.0, 10.0, 1000.0]), draws.choice([0.0, 0.1])) for _ in range(2))
     costs = Costs(between, DefaultCodecs(), inside)
     ranks = Devices(tuple(rank * nodes // devices for rank in range(devices)), between, inside)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import ModelBlock, units
 from grace.pipeline.planning.exchange_prediction import Exchanges
+from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.predict import predicted, timeline
 from grace.pipeline.planning.rank_layout import Devices
 from grace.pipeline.planning.schedules import schedule_error
@@ -139,6 +140,13 @@ def test_finer_blocks_are_tried_before_memory_is_said_not_to_suffice():
         plan(graph, 2, 8, FAST, memory=30e6, **room)
     with pytest.raises(ConfigError, match="blocks=256 cuts finer"):
         plan(chain(1000, parameters=1e6, rows=8), 2, 8, FAST, memory=495 * 3e6, **room)
+
+
+def test_planning_ends_where_nodes_that_are_together_do_not_fit():
+    graph = chain(4, parameters=1e9, rows=8)
+    whole = Graph(graph.nodes, graph.inputs, graph.outputs, 8, (frozenset({"n0", "n3"}),))
+    with pytest.raises(ConfigError, match=r"\(n0 to n3\) needs 16.000 GB, .*: 5.000 GB are missing$"):
+        plan(whole, 2, 8, FAST, memory=11e9, memory_margin=0.0, microbatches=1)
 
 
 def test_memory_makes_it_recompute_or_cut():

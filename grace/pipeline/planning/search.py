@@ -198,7 +198,8 @@ def search_plan(
             found.append(search(space, options))
         except TooLittleMemory as error:
             refused = error
-            if error.nearly and not (found or tries or options.cuts) and space.count < MOST_BLOCKS:
+            can_be_finer = most <= space.count < MOST_BLOCKS  # fewer than asked for: each unit is a block already
+            if error.nearly and can_be_finer and not (found or tries or options.cuts):
                 tries = [(min(FINER * space.count, MOST_BLOCKS), devices)]
         except ConfigError as error:
             refused = error

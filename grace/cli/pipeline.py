@@ -178,11 +178,7 @@ def plan(
     print_plan(found, standard_output())
     if found.world_size < devices:
         print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
-    usable = None if asked.memory is None else asked.memory * (1 - asked.memory_margin)
-    choices = (asked.compressor, None, None, chosen)
-    space = space_of(
-        graph, devices, rows, costs, memory=usable, choices=choices, nodes=node_of_rank, state=asked.optimizer_state
-    )
+    space = space_of(graph, devices, rows, costs, replace(options, cuts=None))
     alone = baselines.data_parallel(space)
     if alone is not None and alone < found.seconds:
         less = 1 - alone / found.seconds

@@ -48,7 +48,8 @@ def test_cuts_by_hand_are_as_many_as_asked(name):
 @pytest.mark.parametrize("gbit", [1, 10])
 def test_plans_are_never_slower_than_cuts_by_hand(model, gbit):
     graph = read(PROFILES / f"{model}.json")
-    space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), memory=16e9)
+    options = SearchOptions(memory=16e9, memory_margin=0.0)
+    space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), options)
     found = search(space, SearchOptions())
     for how in BY_HAND.values():
         by_hand = cut_by_hand(space, how)
@@ -71,9 +72,10 @@ def test_data_parallelism_hides_exchanges_and_needs_the_memory():
     slow, fast = (space_of(graph, 2, 8, Links(bandwidth)) for bandwidth in (1e8, 1e12))
     assert data_parallel(fast) == pytest.approx(alone, rel=0.2)
     assert alone < data_parallel(slow) < alone + 4e8 / 1e8
-    some = space_of(graph, 2, 8, Links(1e12), memory=1.36e9, state=0.0)  # four micro-batches
-    assert data_parallel(some) == pytest.approx(alone, rel=0.2)
-    assert data_parallel(space_of(graph, 2, 8, Links(1e9), memory=1e9)) is None
+    tight = SearchOptions(memory=1.36e9, memory_margin=0.0, optimizer_state=0.0)  # four micro-batches
+    assert data_parallel(space_of(graph, 2, 8, Links(1e12), tight)) == pytest.approx(alone, rel=0.2)
+    too_tight = SearchOptions(memory=1e9, memory_margin=0.0)
+    assert data_parallel(space_of(graph, 2, 8, Links(1e9), too_tight)) is None
 
 
 def test_too_many_stages_are_refused():

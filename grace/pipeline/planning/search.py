@@ -181,19 +181,7 @@ def search_plan(
     refused = ConfigError("blocks= must be at least one number")
     while tries:
         most, used = tries.pop(0)
-        space = space_of(
-            graph,
-            used,
-            batch,
-            links,
-            memory=None if options.memory is None else options.memory * (1 - options.memory_margin),
-            choices=(options.compressor, options.residual, options.communicator, options.strategy),
-            nodes=None if options.nodes is None else options.nodes[:used],
-            cuts=options.cuts,
-            most=most,
-            state=options.optimizer_state,
-            update=options.optimizer_seconds,
-        )
+        space = space_of(graph, used, batch, links, options, most)
         try:
             found.append(search(space, options))
         except TooLittleMemory as error:
@@ -215,35 +203,33 @@ def space_of(
     devices: int,
     batch: int,
     links: Network | Costs,
-    *,
-    memory: float | None = None,
-    choices: tuple[Any, ...] = (),
-    nodes: Sequence[int] | None = None,
-    cuts: Sequence[str] | None = None,
-    most: int = 32,
-    state: float = 1.0,
-    update: float = 0.0,
+    options: SearchOptions | None = None,
+    most: int = BLOCKS[0],
 ) -> Space:
-    """Return the model in blocks, on the devices, as :func:`search_plan` searches it.
+    """Return the model in at most ``most`` blocks, or cut at ``options.cuts``, on the first devices, as
+    :func:`search_plan` searches it.
 
     Raises:
-        ConfigError: there is no device or row, ``nodes`` is of another number of ranks, or cuts are impossible.
+        ConfigError: there is no device or row, ``options.nodes`` is of fewer ranks, or cuts are impossible.
     """
+    options = options or SearchOptions()
     if devices < 1 or batch < 1:
         raise ConfigError(f"a plan needs at least one device and one row, not {devices} and {batch}")
-    if nodes is not None and len(nodes) != devices:
+    nodes = [0] * devices if options.nodes is None else options.nodes[:devices]
+    if len(nodes) != devices:
         raise ConfigError(f"nodes= tells the nodes of {len(nodes)} ranks, and there are {devices}")
     costs = links if isinstance(links, Costs) else Costs(links, DefaultCodecs())
-    ranks = Devices(tuple(nodes or [0] * devices), costs.network, costs.inside)
-    limit = math.inf if memory is None else memory
-    least = 1 / graph.rows  # a micro-batch has at least one row
+    ranks = Devices(tuple(nodes), costs.network, costs.inside)
+    exchanges = Exchanges(costs, options.compressor, options.residual, options.communicator, options.strategy)
+    limit = math.inf if options.memory is None else options.memory * (1 - options.memory_margin)
+    state = options.optimizer_state
 
     def fits(parameters: float, kept: float) -> bool:
-        """Return True if a block fits on a device."""
-        return parameters * (2 + state) + kept * least <= limit
+        """Return True if a block fits on a device, in micro-batches of one row."""
+        return parameters * (2 + state) + kept / graph.rows <= limit
 
-    made = blocks(graph, most, fits) if cuts is None else cut_at(graph, cuts)
-    return Space(graph, made, ranks, Exchanges(costs, *choices), batch, memory, state, update)
+    made = blocks(graph, most, fits) if options.cuts is None else cut_at(graph, options.cuts)
+    return Space(graph, made, ranks, exchanges, batch, limit, state, options.optimizer_seconds)
 
 
 class _Candidate(NamedTuple):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grace.pipeline.planning.blocks import ModelBlock, blocks, cut_at
+from grace.pipeline.planning.blocks import ModelBlock
 from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.rank_layout import Devices
@@ -73,7 +73,7 @@ class Space:
         devices: the devices.
         exchanges: predictor of the gradients' exchange.
         batch: rows of a step.
-        limit: bytes that a rank may use; None for no limit.
+        limit: bytes that a rank may use.
         state: bytes of optimizer state for each byte of parameters.
         update: seconds of the optimizer's step for each byte of parameters.
     """
@@ -85,7 +85,7 @@ class Space:
         devices: Devices,
         exchanges: Exchanges,
         batch: int,
-        limit: float | None = None,
+        limit: float = math.inf,
         state: float = 0.0,
         update: float = 0.0,
     ):
@@ -94,7 +94,7 @@ class Space:
         self.devices = devices
         self.exchanges = exchanges
         self.batch = batch
-        self.limit = math.inf if limit is None else limit
+        self.limit = limit
         self.state = state
         self.update = update
         self.count = len(self.blocks)
@@ -132,12 +132,9 @@ class Space:
         self.back = np.array([sum(graph.nbytes(n) for n in own if graph.differentiable(n)) for own in values])
         """Bytes of the gradients at each border."""
 
-    def recut(self, cuts: Sequence[str] | None, most: int = 32) -> "Space":
-        """Return this space with other blocks: between cuts (:func:`grace.pipeline.planning.blocks.cut_at`), or at most
-        ``most``."""
-        made = blocks(self.graph, most) if cuts is None else cut_at(self.graph, cuts)
-        limit = self.limit if math.isfinite(self.limit) else None
-        return Space(self.graph, made, self.devices, self.exchanges, self.batch, limit, self.state, self.update)
+    def with_blocks(self, made: Sequence[ModelBlock]) -> "Space":
+        """Return this space with other blocks."""
+        return Space(self.graph, made, self.devices, self.exchanges, self.batch, self.limit, self.state, self.update)
 
     # -- one stage: blocks i to j, on r replicas --------------------------------------------------------
 

@@ -13,7 +13,7 @@ from grace.bench.report.page import recorded, section, write_page
 from grace.bench.report.scaling import Line, over_ranks, over_rates
 from grace.core.quantities import byte_unit
 from grace.pipeline.planning import pipeline_plan
-from grace.pipeline.planning.predict import timeline
+from grace.pipeline.planning.simulation import simulate
 from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of
@@ -129,7 +129,8 @@ class Schedule(Panel):
     plan: pipeline_plan.Plan
 
     def draw_data(self, axes: Axes) -> None:
-        played, stages = timeline(self.plan), self.plan.stages
+        stages = self.plan.stages
+        played = simulate(self.plan.schedule, stages, self.plan.microbatches)
         groups = list(dict.fromkeys(stage.ranks for stage in stages))
         looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
         for event in played.events:

@@ -13,10 +13,11 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import ModelBlock, units
 from grace.pipeline.planning.exchange_prediction import Exchanges
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.predict import predicted, timeline
+from grace.pipeline.planning.predict import predicted
 from grace.pipeline.planning.rank_layout import Devices
 from grace.pipeline.planning.schedules import schedule_error
 from grace.pipeline.planning.search import SearchOptions, search
+from grace.pipeline.planning.simulation import simulate
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.costs import DefaultCodecs
@@ -82,7 +83,7 @@ def test_the_search_of_stages_with_as_many_replicas_equals_brute_force(data):
     made = predicted(space, setting, found)
     assert made.world_size == 4
     assert set(made.replicas) == {2}
-    assert timeline(made).seconds == pytest.approx(made.seconds - made.exposed)
+    assert simulate(made.schedule, made.stages, made.microbatches).seconds == pytest.approx(made.seconds - made.exposed)
 
 
 def test_a_uniform_chain_is_split_evenly():

@@ -271,7 +271,7 @@ def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Gr
             f"{model} must make (model, example inputs): a torch module, and a tensor, a tuple of arguments, or (tuple "
             f"of arguments, dict of keywords); it makes {f'({types})' if isinstance(result, tuple) else types}"
         )
-    from grace.pipeline.torch.dry_run import build_graph
+    from grace.pipeline.torch.node_costs import build_graph
 
     doing = "Estimating" if dry else "Measuring"
     with Console(stderr=True).status(f"{doing} what the parts of {model} take"):

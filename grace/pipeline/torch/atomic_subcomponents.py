@@ -1,7 +1,7 @@
 """Atomic subcomponents of a captured model: operations that depend on its inputs, with the constant operations that
 feed them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,16 @@ from torch.utils import _pytree as pytree
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.torch.capture import Captured, fake_values, is_random, node_kind, source_line, written_nodes
+from grace.pipeline.torch.batches import count_rows
+from grace.pipeline.torch.capture import (
+    Captured,
+    capture,
+    fake_values,
+    is_random,
+    node_kind,
+    source_line,
+    written_nodes,
+)
 
 
 class Atoms:
@@ -150,6 +159,47 @@ class Atoms:
         names = dict.fromkeys(name for node in self.dynamic for name in self.parameter_bytes(node))
         found = ((name, self.captured.attributes[name]) for name in names)
         return tuple(Variable(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in found)
+
+
+class CapturedBatch:
+    """A model captured for a batch.
+
+    Args:
+        model: the model, in training mode or not.
+        args, kwargs: arguments of a call with the batch.
+        whole: names of inputs that have no rows, whatever their shapes are.
+
+    Attributes:
+        captured: the model's graph.
+        atoms: its atomic subcomponents.
+        flat: the flat inputs.
+        whole: for each flat input, True if it has no rows.
+        rows: rows of the batch.
+
+    Raises:
+        ConfigError: the model cannot be captured, ``whole`` names no input, or the batch has no rows.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], whole: Collection[str] = ()
+    ):
+        self.model = model
+        self.captured = capture(model, args, kwargs)
+        self.atoms = Atoms(self.captured)
+        unknown = [name for name in whole if name not in self.captured.inputs]
+        if unknown:
+            raise ConfigError(
+                f"whole= names {unknown[0]!r}, which is no input of the model: {', '.join(self.captured.inputs)}"
+            )
+        self.whole_names = whole
+        self.whole = [name in whole for name in self.captured.inputs]
+        self.flat = self.captured.flat(args, kwargs)
+        self.rows = count_rows(self.flat, self.whole)
+
+    def with_inputs(self, flat: Sequence[Any]) -> "CapturedBatch":
+        """Return the model captured for other flat inputs."""
+        args, kwargs = pytree.tree_unflatten(list(flat), self.captured.in_spec)
+        return CapturedBatch(self.model, args, kwargs, self.whole_names)
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import grace
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
-from grace.pipeline.torch import dry_run, node_costs
+from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.plan_agreement import state_bytes
 from grace.planner.network import Links
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
@@ -153,7 +153,7 @@ def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
 def of_a_dry_run(file):
     model, (args, kwargs, target) = made("Residual"), batch("Residual")
     if grace.rank() == 0:
-        graph = dry_run.build_graph(model, (args, kwargs), dry=True)
+        graph = node_costs.build_graph(model, (args, kwargs), dry=True)
         search_plan(graph, 2, ROWS, Links(1e9), SearchOptions(stages=2, microbatches=2)).save(file)
     engine = model_of(plan=file)
     engine.step(*args, target)

@@ -1,4 +1,4 @@
-"""A user's own loop over a pipeline: a loss whose backward delivers gradients, and outputs that all ranks get."""
+"""Batches: the rows that a rank computes with, the tensors that rank 0 gives to all, and outputs that all ranks get."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,63 +7,78 @@ import torch
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
-from grace.pipeline.torch.mesh import Mesh
+from grace.pipeline.torch.mesh import Mesh, Placement
 from grace.session.agreement import gather_or_raise
 
 
-class _Loss(torch.autograd.Function):
-    """The loss as a value. Differentiating it delivers the gradients that were computed with it."""
+def count_rows(flat: Sequence[Any], whole: Sequence[bool] | None = None) -> int:
+    """Return the number of rows of a batch: the first dimension of its first tensor that has one.
 
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, deliver: Callable[[float], None]) -> torch.Tensor:  # type: ignore[override]
-        ctx.deliver = deliver
-        return value.clone()
+    Raises:
+        ConfigError: the batch has no such tensor.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.deliver(float(gradients[0]))
-        return None, None, None
+    >>> count_rows([2.5, torch.ones(6, 2)])
+    6
+    """
+    for i, one in enumerate(flat):
+        if isinstance(one, torch.Tensor) and one.ndim and not (whole and whole[i]):
+            return int(one.shape[0])
+    raise ConfigError(
+        "the model's inputs have no tensor with rows: a pipeline cuts its batch into micro-batches by rows"
+    )
 
 
-def accumulate_gradients(engine: Any, run: Callable[[], Any], later: bool = False) -> Any:
-    """Run a schedule while ``p.grad`` is empty, then add its gradients to the former ones: at once, or when the
-    returned loss is differentiated, times the incoming gradient.
+def slice_rows(flat: Sequence[Any], rows: int, low: int, high: int, whole: Sequence[bool] | None = None) -> list[Any]:
+    """Return rows ``low`` to ``high`` of all tensors that have as many rows as the batch; all other values as they are.
+
+    >>> [one.tolist() for one in slice_rows([torch.arange(4), torch.ones(2)], 4, 2, 4)]
+    [[2, 3], [1.0, 1.0]]
+    """
+    values = []
+    for i, one in enumerate(flat):
+        has_rows = isinstance(one, torch.Tensor) and one.ndim > 0 and one.shape[0] == rows and not (whole and whole[i])
+        values.append(one[low:high] if has_rows else one)
+    return values
+
+
+def micro_batches(
+    flat: Sequence[Any],
+    rows: int,
+    count: int,
+    placement: Placement,
+    is_global: bool,
+    whole: Sequence[bool] | None = None,
+) -> list[list[Any]]:
+    """Return this rank's rows of each micro-batch.
 
     Args:
-        engine: the pipeline.
-        run: a function that runs the schedule, leaves gradients in ``p.grad``, and returns the value to return.
-        later: True if the caller calls ``backward()`` of the returned loss.
+        flat: a batch's tensors and other values.
+        rows: rows of the batch.
+        count: number of micro-batches.
+        placement: this rank's placement; replica r of R has rows [r M/R, (r+1) M/R) of a micro-batch of M rows.
+        is_global: True if the batch is that of all replicas, False if it is this replica's.
+        whole: for each value of ``flat``, True if it has no rows whatever its shape is.
+
+    Raises:
+        ConfigError: the rows cannot be divided.
+
+    >>> [one[0].tolist() for one in micro_batches([torch.arange(8)], 8, 2, Placement((0, 1), 1), True)]
+    [[2, 3], [6, 7]]
     """
-    parameters = engine.parameters
-    former = {name: p.grad for name, p in parameters.items()}
-    for p in parameters.values():
-        p.grad = None
-    try:
-        value = run()
-        computed = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        pending = [{name: g.to_dense() if g.is_sparse else g for name, g in computed.items()}]
-    finally:
-        for name, p in parameters.items():
-            p.grad = former[name]
-
-    @torch.no_grad()
-    def deliver(factor: float) -> None:
-        """Add the schedule's gradients, times a factor, to ``p.grad``."""
-        if not pending:
-            raise ConfigError("loss.backward() was called before: a pipeline's loss can be differentiated once")
-        for name, gradient in pending.pop().items():  # popped, so that a loss that the program keeps frees them
-            p = parameters[name]
-            scaled = gradient if factor == 1.0 else gradient * factor
-            p.grad = scaled if p.grad is None else p.grad.add_(scaled)
-        engine.gradients.ready = True
-        engine.gradients.batches += 1
-
-    if not later:
-        deliver(1.0)
-        return value
-    scale = engine._scale
-    anchor = torch.zeros((), requires_grad=True)
-    return _Loss.apply(anchor, value, lambda factor: deliver(factor / scale))  # type: ignore[no-untyped-call]
+    replicas = len(placement.ranks) if is_global else 1
+    if rows % (count * replicas) or not rows:
+        raise ConfigError(
+            f"a batch of {rows} rows cannot be cut into {count} micro-batches"
+            + (f" for {replicas} replicas" if replicas > 1 else "")
+            + f": give a multiple of {count * replicas} rows (drop_last=True leaves a smaller last batch out)"
+        )
+    size = rows // count
+    own = size // replicas
+    batches = []
+    for chunk in range(count):
+        low = chunk * size + (placement.replica * own if is_global else 0)
+        batches.append(slice_rows(flat, rows, low, low + own, whole))
+    return batches
 
 
 def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], Any]) -> Any:

@@ -17,12 +17,11 @@ from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions
 from grace.pipeline.torch import node_costs, pipeline_state
-from grace.pipeline.torch.autograd import accumulate_gradients, broadcast_batch, gather_outputs
+from grace.pipeline.torch.atomic_subcomponents import CapturedBatch
+from grace.pipeline.torch.batches import broadcast_batch, count_rows, gather_outputs, micro_batches
 from grace.pipeline.torch.call_comparison import CallComparison
 from grace.pipeline.torch.capture import check_plain_model, split_call
-from grace.pipeline.torch.captured_batch import CapturedBatch
 from grace.pipeline.torch.mesh import Mesh, failing_together
-from grace.pipeline.torch.micro_batches import count_rows, micro_batches
 from grace.pipeline.torch.pipeline_state import StageTensors
 from grace.pipeline.torch.plan_agreement import (
     agree_on_plan,
@@ -31,9 +30,9 @@ from grace.pipeline.torch.plan_agreement import (
     state_bytes,
     update_seconds,
 )
-from grace.pipeline.torch.point_to_point import make_schedule, run_forward, run_schedule
+from grace.pipeline.torch.point_to_point import run_forward, run_schedule
 from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key
-from grace.pipeline.torch.stage_gradients import Gradients, check_options, chosen_strategy
+from grace.pipeline.torch.stage_gradients import Gradients, Loss, check_options, chosen_strategy
 from grace.torch.parameters import broadcast_parameters
 
 INPUTS = ("replica", "global", "rank0")
@@ -282,8 +281,7 @@ class Pipeline:
         of the batch."""
         assert self.plan is not None
         count = self.plan.microbatches
-        placement = self.mesh.placement(self.stage)
-        assert placement is not None
+        placement = self.mesh.placement
         captured = self._captured
         leaves = captured.flat(args, kwargs)
         spec = captured.in_spec
@@ -310,10 +308,7 @@ class Pipeline:
 
     def _make_loss(self, built: BuiltStage) -> Callable[[Any, Any], torch.Tensor]:
         """Return the loss function of the schedule, times the loss scale."""
-        scale = 1.0
-        if self.scaler is not None and self.scaler.is_enabled():
-            self.scaler.scale(torch.zeros((), device=self.device))  # a GradScaler makes its scale at its first loss
-            scale = self.scaler.get_scale()
+        scale = self.gradients.loss_scale
 
         def loss(flat: Any, target: Any) -> torch.Tensor:
             """Return the loss of a micro-batch, times the loss scale."""
@@ -323,7 +318,6 @@ class Pipeline:
                 raise ConfigError("the loss must be a tensor of one element, a mean over rows: give loss_fn=")
             return value * scale  # a new tensor: that of mse_loss keeps the memory of all errors
 
-        self._scale = scale
         return loss
 
     def _run_schedule(self, args: Any, kwargs: Any) -> float:
@@ -332,12 +326,8 @@ class Pipeline:
         assert self.plan is not None
         with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
             built, chunks, targets = self._begin_call(args, kwargs, True)
-        loss = self._make_loss(built)
-        if built.schedule is None:
-            built.schedule = make_schedule(self.plan.schedule, built.stage, self.plan.microbatches, loss)
-        built.schedule._loss_fn = loss
-        with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
-            losses = run_schedule(built.schedule, built.stage, chunks, targets)
+            self.gradients.start_loss_scale(self.device)
+            losses = run_schedule(self.plan.schedule, built.stage, chunks, targets, self._make_loss(built))
             self.comparison.end()  # in a plan of one stage nothing is sent, so nothing has awaited it yet
         self.steps += 1
         factor = self.gradients.factor(self.plan.microbatches)
@@ -345,7 +335,7 @@ class Pipeline:
             for p in self.parameters.values():
                 if p.grad is not None and factor != 1.0:
                     p.grad.mul_(factor)
-        shares = len(losses) * self.mesh.replicas[-1] * self._scale
+        shares = len(losses) * self.mesh.replicas[-1] * self.gradients.loss_scale
         return sum(float(one) for one in losses) / shares if losses else 0.0
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -364,7 +354,8 @@ class Pipeline:
             self._cut(self._split_target(args, kwargs)[0], kwargs)
         if not self._pending:
             self.gradients.zero_grad()
-        share = accumulate_gradients(self, lambda: self._run_schedule(args, kwargs))
+        share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
+        deliver(1.0)
         self._pending = not self._exchanging
         if self._exchanging:
             self.gradients.exchange()  # before the all-reduce of the loss: earlier stages still run their schedule
@@ -383,9 +374,11 @@ class Pipeline:
             return self.evaluate(*args, **kwargs)
         if self.plan is None:
             self._cut(self._split_target(args, kwargs)[0], kwargs)
-        return accumulate_gradients(
-            self, lambda: torch.tensor(self.mesh.all_reduce_sum(self._run_schedule(args, kwargs))), later=True
-        )
+        share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
+        scale = self.gradients.loss_scale
+        value = torch.tensor(self.mesh.all_reduce_sum(share))
+        anchor = torch.zeros((), requires_grad=True)  # makes autograd call the loss's backward
+        return Loss.apply(anchor, value, lambda factor: deliver(factor / scale))  # type: ignore[no-untyped-call]
 
     def _split_target(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """Return the model's arguments and the target of a call."""

@@ -289,8 +289,7 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
     long as the step gets shorter."""
     cut, best = candidate.cut, candidate.plan
     setting = candidate.search.setting
-    free = candidate.search.replicas is None and candidate.search.by_stage is None
-    ranks_move = free and not setting.equal_stages
+    ranks_move = candidate.search.replicas is None and not setting.equal_stages
 
     def improves(other: StageCut, under: Setting) -> bool:
         """Adopt another cut and setting if its step is shorter."""
@@ -324,40 +323,32 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
 
 def _searches(space: Space, options: SearchOptions) -> Iterator[StageSearch]:
     """Yield a search for each possible setting and number of stages."""
-    by_stage = options.replicas_by_stage
-    for setting, stages in settings(space, options):
-        wanted = options.stage_counts is None or stages in options.stage_counts
-        if wanted and (by_stage is None or stages == len(by_stage)):
-            yield StageSearch(space, setting, stages, options.replica_counts, by_stage)
+    counts, by_stage, every = options.stage_counts, options.replicas_by_stage, options.replica_counts
+    for setting, stages in _settings(space, options):
+        if (counts is None or stages in counts) and (by_stage is None or stages == len(by_stage)):
+            replicas = None if every is None else [every] * stages
+            yield StageSearch(space, setting, stages, [{r} for r in by_stage] if by_stage else replicas)
 
 
-def settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, int]]:
+def _settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, int]]:
     """Yield all possible settings with their numbers of stages."""
     count = space.devices.count
-    possible = _possible(options.microbatches)
-    for m in (m for m in range(1, space.batch + 1) if space.batch % m == 0):
-        wanted = m <= MOST_MICROBATCHES * count if possible is None else m in possible
-        if not wanted:
-            continue
-        recomputes = (False, True) if options.recompute is None else (options.recompute,)
-        for schedule, recompute in itertools.product(options.schedules, recomputes):
-            setting = Setting(schedule, m, recompute)
-            counts = [s for s in range(1, min(count, space.count) + 1) if not schedule_error(schedule, s, m)]
-            if count <= MOST_UNEQUAL and "replicas" in options.layouts:
-                for stages in counts:
-                    yield setting, stages
-            for stages in (s for s in counts if count % s == 0):
-                for layout in _layouts(space, options, stages):
-                    # unequal replicas include equal ones in the layout "replicas"
-                    if layout == "stages" or count > MOST_UNEQUAL:
-                        yield dataclasses.replace(setting, layout=layout, equal_stages=stages), stages
-
-
-def _layouts(space: Space, options: SearchOptions, stages: int) -> tuple[str, ...]:
-    """Return the layouts to try that differ."""
-    if space.devices.one_node or stages in (1, space.devices.count):
-        return options.layouts[:1]
-    return options.layouts
+    possible = _possible(options.microbatches) or range(1, MOST_MICROBATCHES * count + 1)
+    numbers = [m for m in range(1, space.batch + 1) if space.batch % m == 0 and m in possible]
+    recomputes = (False, True) if options.recompute is None else (options.recompute,)
+    for m, schedule, recompute in itertools.product(numbers, options.schedules, recomputes):
+        setting = Setting(schedule, m, recompute)
+        stage_counts = [s for s in range(1, min(count, space.count) + 1) if not schedule_error(schedule, s, m)]
+        if count <= MOST_UNEQUAL and "replicas" in options.layouts:
+            for stages in stage_counts:
+                yield setting, stages
+        for stages in (s for s in stage_counts if count % s == 0):
+            # layouts differ only if there are several stages of several replicas, on several nodes
+            alike = space.devices.one_node or stages in (1, count)
+            for layout in options.layouts[:1] if alike else options.layouts:
+                # unequal replicas include equal ones in the layout "replicas"
+                if layout == "stages" or count > MOST_UNEQUAL:
+                    yield dataclasses.replace(setting, layout=layout, equal_stages=stages), stages
 
 
 def _described(compressor: Any) -> str:
@@ -389,7 +380,7 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     """Return the error that names the missing memory, of the plan whose fullest rank has least."""
     best: tuple[float, StageSearch, StageCut] | None = None
     for one in searches:
-        by_memory = StageSearch(space, one.setting, one.stages, one.replicas, one.by_stage, by_memory=True)
+        by_memory = StageSearch(space, one.setting, one.stages, one.replicas, by_memory=True)
         cut = by_memory.cut()
         if cut is not None and (best is None or cut.longest < best[0]):
             best = cut.longest, by_memory, cut

@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import blocks, cut_at
 from grace.pipeline.planning.exchange_prediction import Exchanges
@@ -19,6 +20,7 @@ from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
+from grace.strategy.execution import StrategyArg
 
 BEST = 32
 """Number of cuts that are simulated."""
@@ -88,10 +90,10 @@ class SearchOptions:
     blocks: Numbers = None
     memory: float | None = None
     memory_margin: float = 0.1
-    compressor: Any = None
-    residual: Any = None
-    communicator: Any = None
-    strategy: Any = None
+    compressor: CompressorArg | None = None
+    residual: MemoryArg | None = None
+    communicator: CommunicatorArg | None = None
+    strategy: StrategyArg | None = None
     nodes: Sequence[int] | None = None
     optimizer_state: float = 1.0
     optimizer_seconds: float = 0.0
@@ -351,7 +353,7 @@ def _settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, i
                     yield dataclasses.replace(setting, layout=layout, equal_stages=stages), stages
 
 
-def _described(compressor: Any) -> str:
+def _described(compressor: CompressorArg | StrategyArg | None) -> str:
     """Return the description of a compressor or strategy in a plan."""
     if isinstance(compressor, dict) and "name" not in compressor:
         return "a strategy's"

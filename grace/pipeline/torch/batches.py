@@ -1,7 +1,7 @@
 """Batches: the rows that a rank computes with, the tensors that rank 0 gives to all, and outputs that all ranks get."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -10,8 +10,10 @@ from grace.errors import ConfigError
 from grace.pipeline.torch.mesh import Mesh, Placement
 from grace.session.agreement import gather_or_raise
 
+B = TypeVar("B")
 
-def count_rows(flat: Sequence[Any], whole: Sequence[bool] | None = None) -> int:
+
+def count_rows(flat: Sequence[object], whole: Sequence[bool] | None = None) -> int:
     """Return the number of rows of a batch: the first dimension of its first tensor that has one.
 
     Raises:
@@ -28,27 +30,32 @@ def count_rows(flat: Sequence[Any], whole: Sequence[bool] | None = None) -> int:
     )
 
 
-def slice_rows(flat: Sequence[Any], rows: int, low: int, high: int, whole: Sequence[bool] | None = None) -> list[Any]:
+def slice_rows(
+    flat: Sequence[object], rows: int, low: int, high: int, whole: Sequence[bool] | None = None
+) -> list[object]:
     """Return rows ``low`` to ``high`` of all tensors that have as many rows as the batch; all other values as they are.
 
     >>> [one.tolist() for one in slice_rows([torch.arange(4), torch.ones(2)], 4, 2, 4)]
     [[2, 3], [1.0, 1.0]]
     """
-    values = []
+    values = list[object]()
     for i, one in enumerate(flat):
-        has_rows = isinstance(one, torch.Tensor) and one.ndim > 0 and one.shape[0] == rows and not (whole and whole[i])
-        values.append(one[low:high] if has_rows else one)
+        is_whole = whole is not None and whole[i]
+        if isinstance(one, torch.Tensor) and one.ndim and one.shape[0] == rows and not is_whole:
+            values.append(one[low:high])
+        else:
+            values.append(one)
     return values
 
 
 def micro_batches(
-    flat: Sequence[Any],
+    flat: Sequence[object],
     rows: int,
     count: int,
     placement: Placement,
     is_global: bool,
     whole: Sequence[bool] | None = None,
-) -> list[list[Any]]:
+) -> list[list[object]]:
     """Return this rank's rows of each micro-batch.
 
     Args:
@@ -81,7 +88,7 @@ def micro_batches(
     return batches
 
 
-def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], Any]) -> Any:
+def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], B]) -> B:
     """Return rank 0's tensors in place of this rank's, which may be empty. Every rank must call it.
 
     Args:
@@ -93,7 +100,7 @@ def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], Any]) 
         ConfigError: this rank was given another number of tensors.
         RankError: another rank refused its arguments.
     """
-    leaves = list[Any]()
+    leaves = list[object]()
     spec, error = None, None
     try:
         leaves, spec = pytree.tree_flatten(given())
@@ -109,10 +116,11 @@ def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], Any]) 
         mesh.broadcast(t.contiguous() if mesh.rank == 0 else torch.empty(shape, dtype=dtype, device=device), 0)
         for t, (shape, dtype) in zip(tensors, known[0], strict=True)
     )
-    return pytree.tree_unflatten([next(filled) if isinstance(one, torch.Tensor) else one for one in leaves], spec)
+    batch: B = pytree.tree_unflatten([next(filled) if isinstance(one, torch.Tensor) else one for one in leaves], spec)
+    return batch
 
 
-def gather_outputs(outputs: Sequence[Any], mesh: Mesh, every: bool, by_replica: bool) -> list[Any]:
+def gather_outputs(outputs: Sequence[Sequence[object]], mesh: Mesh, every: bool, by_replica: bool) -> list[object]:
     """Gather the flat outputs of all micro-batches as those of one batch, on every rank.
 
     Args:
@@ -124,7 +132,7 @@ def gather_outputs(outputs: Sequence[Any], mesh: Mesh, every: bool, by_replica: 
     last = mesh.ranks[-1]
     every = every or len(set(mesh.replicas)) > 1
     if mesh.backend.size == 1:
-        known = [outputs]
+        known: Sequence[Sequence[Sequence[object]]] = [outputs]
     else:
         # broadcasts are collectives: every rank takes part in those of all replicas, one after the other
         known = [_broadcast_outputs(outputs, rank, mesh) for rank in last]
@@ -138,7 +146,7 @@ def gather_outputs(outputs: Sequence[Any], mesh: Mesh, every: bool, by_replica: 
     return [_concatenate([chunk[i] for chunk in order]) for i in range(len(order[0]))]
 
 
-def _broadcast_outputs(outputs: Sequence[Any], rank: int, mesh: Mesh) -> list[Any]:
+def _broadcast_outputs(outputs: Sequence[Sequence[Any]], rank: int, mesh: Mesh) -> list[list[object]]:
     """Return a rank's outputs, on all ranks."""
     is_source = mesh.rank == rank
     kinds = [
@@ -158,10 +166,10 @@ def _broadcast_outputs(outputs: Sequence[Any], rank: int, mesh: Mesh) -> list[An
     return all_outputs
 
 
-def _concatenate(parts: Sequence[Any]) -> Any:
-    """Concatenate the rows of all micro-batches; average values that have no rows."""
-    if not isinstance(parts[0], torch.Tensor):
+def _concatenate(parts: Sequence[object]) -> object:
+    """Concatenate the rows of all micro-batches; average values that have no rows. A value that is no tensor is the
+    same for all."""
+    tensors = [one for one in parts if isinstance(one, torch.Tensor)]
+    if not tensors:
         return parts[0]
-    if parts[0].ndim:
-        return torch.cat(list(parts))
-    return torch.stack(list(parts)).float().mean().to(parts[0].dtype)
+    return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors).float().mean().to(tensors[0].dtype)

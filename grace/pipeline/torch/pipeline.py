@@ -3,7 +3,9 @@ gradients."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from grace.backends.runtime import current
 from grace.backends.topology import Topology, node_name
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.search import SearchOptions
+from grace.pipeline.planning.search import Numbers, SearchOptions
 from grace.pipeline.torch import node_costs, pipeline_state
 from grace.pipeline.torch.atomic_subcomponents import CapturedBatch
 from grace.pipeline.torch.batches import broadcast_batch, count_rows, gather_outputs, micro_batches
@@ -33,9 +36,16 @@ from grace.pipeline.torch.plan_agreement import (
 from grace.pipeline.torch.point_to_point import run_forward, run_schedule
 from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key
 from grace.pipeline.torch.stage_gradients import Gradients, Loss, check_options, chosen_strategy
+from grace.planner.exchange_costs import Costs
+from grace.planner.network import Network
+from grace.strategy.execution import StrategyArg
 from grace.torch.parameters import broadcast_parameters
 
 INPUTS = ("replica", "global", "rank0")
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+Work = tuple[BuiltStage, list[list[object]], list[object]]
+"""This rank's stage, and for each micro-batch the inputs that the stage reads, and the target."""
 
 
 class Pipeline:
@@ -95,26 +105,26 @@ class Pipeline:
         loss_fn: Callable[..., torch.Tensor] | None = None,
         *,
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
-        compressor: Any = None,
-        residual: Any = None,
-        communicator: Any = None,
-        strategy: Any = None,
-        microbatches: Any = None,
-        stages: Any = None,
-        replicas: Any = None,
-        schedule: Any = None,
+        compressor: CompressorArg | None = None,
+        residual: MemoryArg | None = None,
+        communicator: CommunicatorArg | None = None,
+        strategy: StrategyArg | None = None,
+        microbatches: Numbers = None,
+        stages: Numbers = None,
+        replicas: Numbers = None,
+        schedule: str | Iterable[str] | None = None,
         recompute: bool | None = False,
         cuts: Sequence[str] | None = None,
-        blocks: Any = None,
+        blocks: Numbers = None,
         memory: float | None = None,
         memory_margin: float = 0.1,
-        links: Any = None,
-        plan: Any = None,
+        links: Network | Costs | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         inputs: str | None = None,
-        grad_scaler: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         whole: Sequence[str] = (),
-        profiles: Any = True,
-        init: Any = None,
+        profiles: bool | str | Path = True,
+        init: Callable[[torch.nn.Module], object] | None = None,
         **options: Any,
     ):
         if inputs not in (None, *INPUTS):
@@ -157,7 +167,7 @@ class Pipeline:
         """False within ``no_sync()``."""
         self._pending = False
         """True if gradients were accumulated that are not exchanged yet."""
-        self._built: dict[Any, BuiltStage] = {}
+        self._built: dict[Hashable, BuiltStage] = {}
         self.plan: Plan | None = None
         self.steps = 0
         self.init = init
@@ -168,7 +178,7 @@ class Pipeline:
 
     # -- the cut ------------------------------------------------------------------------------------------
 
-    def _cut(self, args: Any, kwargs: Any) -> None:
+    def _cut(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
         with failing_together(self.backend):
             check_optimizer_state_whole(self.make_optimizer)
@@ -183,7 +193,7 @@ class Pipeline:
         hosts = self.backend.allgather_object(node_name())
         on_meta = any(p.is_meta for p in self.model.parameters())
 
-        def measure() -> Any:
+        def measure() -> tuple[node_costs.Costs, float]:
             """Return measured costs of the model, or estimated ones on ``meta``, and seconds of the optimizer's
             update."""
             local_ranks = hosts.count(hosts[self.backend.rank])
@@ -192,7 +202,7 @@ class Pipeline:
                 return costs, 0.0
             return costs, update_seconds(self.make_optimizer, self.device)
 
-        def search(measured: Any) -> Plan:
+        def search(measured: tuple[node_costs.Costs, float]) -> Plan:
             """Search a plan with measured costs."""
             costs, update = measured
             strategy = chosen_strategy(self.options)
@@ -256,16 +266,16 @@ class Pipeline:
         self._check_planned()
         return self.mesh.replicas[self.stage]
 
-    def _begin_call(self, args: Any, kwargs: Any, targeted: bool) -> tuple[BuiltStage, list[Any], list[Any]]:
+    def _begin_call(self, args: Args, kwargs: Kwargs, targeted: bool) -> Work:
         """Prepare a call by :meth:`_split_batch`, and start the ranks' comparison of it. ``targeted`` is True if the
         last of ``args`` is the target, provided that there is a loss function."""
 
-        def read_arguments() -> Any:
+        def read_arguments() -> tuple[Args, Kwargs, object]:
             """Return the arguments and the target that this rank was given."""
             own, target = self._split_target(args, kwargs) if targeted else (args, None)
             return own, kwargs, target
 
-        def prepare() -> Any:
+        def prepare() -> tuple[Work, Hashable, Sequence[object]]:
             """Return the stage, inputs and targets, shapes for the comparison, and values for the comparison."""
             batch = (
                 broadcast_batch(self.mesh, self.device, read_arguments) if self.inputs == "rank0" else read_arguments()
@@ -274,9 +284,9 @@ class Pipeline:
             return prepared, shapes, [] if self.inputs == "rank0" else pytree.tree_leaves((args, kwargs))
 
         mode = (1 + self._exchanging) if self.training else 0
-        return self.comparison.begin(prepare, mode, self.gradients)  # type: ignore[no-any-return]
+        return self.comparison.begin(prepare, mode, self.gradients)
 
-    def _split_batch(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[BuiltStage, list[Any], list[Any]], Any]:
+    def _split_batch(self, args: Args, kwargs: Kwargs, target: object) -> tuple[Work, Hashable]:
         """Return this rank's stage for these shapes, and its inputs and the target of each micro-batch; and the shapes
         of the batch."""
         assert self.plan is not None
@@ -320,7 +330,7 @@ class Pipeline:
 
         return loss
 
-    def _run_schedule(self, args: Any, kwargs: Any) -> float:
+    def _run_schedule(self, args: Args, kwargs: Kwargs) -> float:
         """Run the schedule. It leaves only its own gradients in ``p.grad``, as means over micro-batches, times the loss
         scale. Return this rank's share of the loss, the mean over all rows."""
         assert self.plan is not None
@@ -380,7 +390,7 @@ class Pipeline:
         anchor = torch.zeros((), requires_grad=True)  # makes autograd call the loss's backward
         return Loss.apply(anchor, value, lambda factor: deliver(factor / scale))  # type: ignore[no-untyped-call]
 
-    def _split_target(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    def _split_target(self, args: Args, kwargs: Kwargs) -> tuple[Args, object]:
         """Return the model's arguments and the target of a call."""
         if self.loss_fn is None:
             return args, None

@@ -19,8 +19,13 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str
 
 
 @contextlib.contextmanager
-def failing_together(backend: Backend) -> Iterator[None]:
+def failing_together(backend: Backend, what: str = "a pipeline", failed: str = "refused to start") -> Iterator[None]:
     """Return a context in which an error on one rank is raised on all of them. Every rank must enter it.
+
+    Args:
+        backend: the ranks.
+        what: the thing that the context makes or reads, for messages.
+        failed: phrase for messages that says in which operation a rank failed.
 
     Raises:
         RankError: another rank failed.
@@ -30,7 +35,7 @@ def failing_together(backend: Backend) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    gather_or_raise(backend, "a pipeline", None, error)
+    gather_or_raise(backend, what, None, error, failed)
 
 
 Overlap = tuple[int, int, int]

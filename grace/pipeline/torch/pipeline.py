@@ -185,7 +185,7 @@ class Pipeline:
             self.model.train(True)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
         atoms, rows = batch.atoms, batch.rows
-        self._captured = batch.captured
+        self._example = batch
         unmeasured = atoms.graph(rows)
         unequal = len(set(self.search_options.replicas_by_stage or ())) > 1
         each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
@@ -292,10 +292,8 @@ class Pipeline:
         assert self.plan is not None
         count = self.plan.microbatches
         placement = self.mesh.placement
-        captured = self._captured
-        leaves = captured.flat(args, kwargs)
-        spec = captured.in_spec
-        whole = [name in self.whole for name in captured.inputs]
+        spec, whole = self._example.captured.in_spec, self._example.whole
+        leaves = self._example.captured.flat(args, kwargs)
         rows = count_rows(leaves, whole)
         cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", whole)
         first_args, first_kwargs = pytree.tree_unflatten(cut[0], spec)
@@ -308,10 +306,9 @@ class Pipeline:
             recompute, compare = self.plan.recompute, self.comparison.end
             self._built[key] = BuiltStage(micro_batch, nodes, self.mesh, self.device, recompute, compare)
         built = self._built[key]
-        flat = [built.captured.flat(*pytree.tree_unflatten(one, spec)) for one in cut]
         targets, target_spec = pytree.tree_flatten(target)
         parts = micro_batches(targets, rows, count, placement, self.inputs != "replica")
-        inputs = [built.inputs(one) for one in flat]
+        inputs = [built.inputs(one) for one in cut]
         return (built, inputs, [pytree.tree_unflatten(one, target_spec) for one in parts]), shape_key(leaves)
 
     # -- training -----------------------------------------------------------------------------------------

@@ -107,8 +107,7 @@ class Gradients:
         if not self.has_optimizer:  # a GradScaler must update here too
             self.optimizer = torch.optim.SGD([self.stand_in], lr=0.0)
             self.optimizer.register_step_pre_hook(self._before_step)
-            self.optimizer.__class__ = type("SGD", (_ExchangingOptimizer, torch.optim.SGD), {})
-            self.optimizer._pipeline = self
+            self._exchange_before_unscaling()
         else:
             self.optimizer = made
             if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -143,6 +142,10 @@ class Gradients:
         )
         # hooks would exchange the gradients of single micro-batches, before they are scaled
         self._session.paused = True
+        self._exchange_before_unscaling()
+
+    def _exchange_before_unscaling(self) -> None:
+        """Make the optimizer exchange before a GradScaler unscales."""
         cls = type(self.optimizer)
         self.optimizer.__class__ = type(cls.__name__, (_ExchangingOptimizer, cls), {"__module__": cls.__module__})
         self.optimizer._pipeline = self

@@ -37,18 +37,15 @@ def equal_time(graph: Graph, stages: int) -> list[str]:
     and backward alone, as GPipe balances (Huang et al., NeurIPS 2019)."""
     seconds = [node.forward + node.backward for node in graph.nodes]
     sums = [0.0, *itertools.accumulate(seconds)]
-    count = len(seconds)
     low, high = max(seconds), sums[-1]
-    best = _ends_within(sums, high, stages) or []
-    for _ in range(60):
+    for _ in range(60):  # as many as a float has bits
         middle = (low + high) / 2
-        found = _ends_within(sums, middle * (1 + 1e-12), stages)
-        if found is None:
-            low = middle
+        if len(_ends_within(sums, middle)) < stages:
+            high = middle
         else:
-            best, high = found, middle
-    ends = list(best)
-    for end in range(count - 1, 0, -1):  # a stage has a node at least
+            low = middle
+    ends = _ends_within(sums, high)
+    for end in range(len(seconds) - 1, 0, -1):  # a stage has a node at least
         if len(ends) < stages - 1 and end not in ends:
             ends.append(end)
     return [graph.nodes[end - 1].name for end in sorted(ends)]
@@ -74,16 +71,14 @@ def _even(graph: Graph, weights: Sequence[float], stages: int) -> list[str]:
     return [graph.nodes[end - 1].name for end in ends]
 
 
-def _ends_within(sums: Sequence[float], most: float, stages: int) -> list[int] | None:
-    """Return the ends of all stages but the last, none longer than ``most``; None if there are too few stages."""
+def _ends_within(sums: Sequence[float], most: float) -> list[int]:
+    """Return the ends of all stages but the last, if each has as many nodes as take no longer than ``most``, or one."""
     ends, start = [], 0
-    for i in range(1, len(sums)):
-        if sums[i] - sums[start] > most:
-            if i - 1 == start:
-                return None
-            ends.append(i - 1)
+    for i in range(2, len(sums)):
+        if sums[i] - sums[start] > most * (1 + 1e-12) and i - 1 > start:
             start = i - 1
-    return ends if len(ends) < stages else None
+            ends.append(start)
+    return ends
 
 
 def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:

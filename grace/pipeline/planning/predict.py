@@ -50,6 +50,7 @@ def _predicted_stage(
 ) -> Stage:
     """Return a stage of a cut, with the predicted seconds and bytes of a rank."""
     i, j = cut.bounds[stage]
+    names = [name for block in space.blocks[i:j] for name in block.nodes]
     forward, backward = space.seconds(i, j, space.rows(setting.microbatches, cut.replicas[stage]))
     sends: tuple[str, ...] = ()
     there = back = sent = returned = 0.0
@@ -60,7 +61,7 @@ def _predicted_stage(
         there = space.devices.crossing(groups[stage], groups[stage + 1], sent)
         back = space.devices.crossing(groups[stage + 1], groups[stage], returned)
     return Stage(
-        nodes=tuple(_node_names(space, i, j)),
+        nodes=tuple(sorted(names, key=space.graph.index.__getitem__)),
         ranks=groups[stage],
         sends=sends,
         forward=forward,
@@ -72,11 +73,6 @@ def _predicted_stage(
         parameters=float(space.parameters[i, j] + space.untrained[i, j]),
         exchange=_exchange_seconds(space, cut, groups, stage),
     )
-
-
-def _node_names(space: Space, i: int, j: int) -> list[str]:
-    """Return the names of the nodes of blocks i to j, in the graph's order."""
-    return sorted((name for block in space.blocks[i:j] for name in block.nodes), key=space.graph.index.__getitem__)
 
 
 def _exchange_seconds(space: Space, cut: StageCut, groups: Sequence[tuple[int, ...]], stage: int) -> float:

@@ -46,15 +46,6 @@ class SharedNetwork:
 
 
 @dataclass(frozen=True)
-class LinkLoad:
-    """Shares of a value's bytes, on its way from one stage to the next, that pass the busiest link of a rank within its
-    node, and the busiest link of a node to others."""
-
-    inside: float
-    between: float
-
-
-@dataclass(frozen=True)
 class Devices:
     """The devices of a pipeline, one for each rank.
 
@@ -97,10 +88,11 @@ class Devices:
         """Return the seconds of sending a value whose rows are distributed evenly over senders and over receivers."""
         if not nbytes or not senders or not receivers:
             return 0.0
-        load = _link_load(self.nodes, senders, receivers)
-        within = self.inner_network.seconds("broadcast", nbytes * load.inside, 2) if load.inside else 0.0
-        between = self.network.seconds("broadcast", nbytes * load.between, 2) if load.between else 0.0
-        return max(within, between)
+        inside, between = _link_load(self.nodes, senders, receivers)
+        return max(
+            self.inner_network.seconds("broadcast", nbytes * inside, 2) if inside else 0.0,
+            self.network.seconds("broadcast", nbytes * between, 2) if between else 0.0,
+        )
 
     def exchange(self, groups: Sequence[tuple[int, ...]], place: int) -> tuple[bool, int]:
         """Return True if the exchange of a stage's replicas leaves a node, and the number of groups whose exchanges
@@ -119,8 +111,9 @@ class Devices:
 
 
 @functools.lru_cache(maxsize=100_000)
-def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tuple[int, ...]) -> LinkLoad:
-    """Return the load of the busiest links. Each rank's and each node's link carries each direction on its own."""
+def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
+    """Return the shares of a value's bytes that pass the busiest link of a rank within its node, and the busiest link
+    of a node to others. Each link carries each direction on its own."""
     inside: dict[tuple[str, int], float] = {}
     between: dict[tuple[str, int], float] = {}
     for a, sender in enumerate(senders):
@@ -133,4 +126,4 @@ def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tupl
             for key in (("out", sender), ("in", receiver)) if same else (("out", ends[0]), ("in", ends[1])):
                 load = inside if same else between
                 load[key] = load.get(key, 0.0) + share
-    return LinkLoad(max(inside.values(), default=0.0), max(between.values(), default=0.0))
+    return max(inside.values(), default=0.0), max(between.values(), default=0.0)

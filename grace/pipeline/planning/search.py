@@ -400,8 +400,7 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     first, last = space.blocks[i].nodes[0], space.blocks[j - 1].nodes[-1]
     again = ", recomputing" if setting.recompute else ""
     missing = needed - space.limit
-    one_block = space.memory(cut.replicas[stage], setting.microbatches)
-    alone = one_block.static + one_block.saved
+    alone = space.needed_bytes(setting, cut.replicas[stage], in_flight=1)
     several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
     nearly = missing <= FINER * max(several, default=0.0)  # a border that moves within two blocks
     return TooLittleMemory(

@@ -349,17 +349,10 @@ def fake_values(
     """
     if flat is None:
         flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _keeping_random_state():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), torch.random.fork_rng([]):
         fresh = lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)  # noqa: E731
         own = [fresh(one) if isinstance(one, torch.Tensor) else one for one in flat]
         interpreter = _FakeInterpreter(captured, mode, context_of, on_value)
         interpreter.device = first_device(own)
         interpreter.run(*own, enable_io_processing=False)
         return interpreter.env
-
-
-@contextlib.contextmanager
-def _keeping_random_state() -> Iterator[None]:
-    """Return a context that restores the state of the user's random generators."""
-    with torch.random.fork_rng(devices=[]):
-        yield

@@ -176,9 +176,9 @@ def agree_on_plan(
             new.save(Path(plan))
         return new
 
-    chosen = from_root(given_plan) if backend.size > 1 else given_plan()
+    chosen = from_root(given_plan)
     if chosen is None:
         measured = measure()
-        chosen = from_root(make_and_save) if backend.size > 1 else make_and_save()
+        chosen = from_root(make_and_save)
     chosen.check(graph, backend.size, versions)
     return chosen

@@ -322,7 +322,7 @@ def run_schedule(
     stage.clear_runtime_states()
     schedule = SCHEDULES[name](stage, len(inputs), loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
     schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
-    return [loss.detach() for loss in losses]
+    return [one.detach() for one in losses]
 
 
 def run_forward(stage: PointToPointStage, inputs: list[list[object]]) -> list[tuple[Any, ...]]:

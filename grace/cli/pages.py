@@ -102,7 +102,7 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
     drawn = [
         Figure(
             "One step",
-            "What each place of the pipeline computes, and the gradients' exchange. What is empty is bubble, "
+            "What each stage of the pipeline computes, and the gradients' exchange. What is empty is bubble, "
             f"{100 * plan.bubble:.1f} % of the schedule, or waits for what crosses.",
             {plan.schedule: Schedule("ms", "", plan)},
         )

@@ -14,7 +14,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_of(layout: str, replicas: Sequence[int]) -> Groups:
-    """Return the ranks of each place in the pipeline, of its number of replicas.
+    """Return the ranks of each stage, of its number of replicas.
 
     Raises:
         ConfigError: the layout is unknown, or is "stages" though numbers of replicas differ.
@@ -29,8 +29,8 @@ def groups_of(layout: str, replicas: Sequence[int]) -> Groups:
         raise ConfigError(f"layout {layout!r} is unknown; there are {', '.join(LAYOUTS)}")
     if len(set(replicas)) > 1:
         raise ConfigError(f"the layout stages needs as many replicas of each stage, not {tuple(replicas)}")
-    places = len(replicas)
-    return tuple(tuple(range(place, places * replicas[0], places)) for place in range(places))
+    stages = len(replicas)
+    return tuple(tuple(range(stage, stages * replicas[0], stages)) for stage in range(stages))
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Devices:
             self.network.seconds("broadcast", nbytes * between, 2) if between else 0.0,
         )
 
-    def exchange(self, groups: Sequence[tuple[int, ...]], place: int) -> tuple[bool, int]:
+    def exchange(self, groups: Sequence[tuple[int, ...]], stage: int) -> tuple[bool, int]:
         """Return True if the exchange of a stage's replicas leaves a node, and the number of groups whose exchanges
         share the busiest link that it passes, when all exchange at once."""
-        own = {self.nodes[rank] for rank in groups[place]}
+        own = {self.nodes[rank] for rank in groups[stage]}
         if len(own) == 1:
             return False, 1
         leaving = [nodes for group in groups if len(nodes := {self.nodes[rank] for rank in group}) > 1]

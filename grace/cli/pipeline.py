@@ -282,11 +282,9 @@ def _versions(model: str | None) -> dict[str, str]:
     """Return the version of torch if a model was captured with it, for a plan to remember."""
     if model is None:
         return {}
-    import torch
+    from grace.pipeline.torch.plan_search import torch_version
 
-    from grace.session.versions import public
-
-    return {"torch": public(torch.__version__)}
+    return torch_version()
 
 
 def _ms(seconds: float | None) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from grace.backends.runtime import current
+from grace.backends.together import from_root
 from grace.backends.topology import Topology, node_name
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError
@@ -26,11 +27,12 @@ from grace.pipeline.torch.call_comparison import CallComparison
 from grace.pipeline.torch.capture import check_plain_model, split_call
 from grace.pipeline.torch.mesh import Mesh, failing_together
 from grace.pipeline.torch.pipeline_state import StageTensors
-from grace.pipeline.torch.plan_agreement import (
-    agree_on_plan,
+from grace.pipeline.torch.plan_search import (
     check_optimizer_state_whole,
+    given_plan,
     search_plan_by_throughput,
     state_bytes,
+    torch_version,
     update_seconds,
 )
 from grace.pipeline.torch.point_to_point import run_forward, run_schedule
@@ -184,46 +186,19 @@ class Pipeline:
             check_optimizer_state_whole(self.make_optimizer)
             self.model.train(True)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
-        atoms, rows = batch.atoms, batch.rows
         self._example = batch
-        unmeasured = atoms.graph(rows)
-        unequal = len(set(self.search_options.replicas_by_stage or ())) > 1
-        each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
-
-        hosts = self.backend.allgather_object(node_name())
-        on_meta = any(p.is_meta for p in self.model.parameters())
-
-        def measure() -> tuple[node_costs.Costs, float]:
-            """Return measured costs of the model, or estimated ones on ``meta``, and seconds of the optimizer's
-            update."""
-            local_ranks = hosts.count(hosts[self.backend.rank])
-            costs = node_costs.costs_by_rows(batch, file=self.profiles, local_ranks=local_ranks)
-            if on_meta:
-                return costs, 0.0
-            return costs, update_seconds(self.make_optimizer, self.device)
-
-        def search(measured: tuple[node_costs.Costs, float]) -> Plan:
-            """Search a plan with measured costs."""
-            costs, update = measured
-            strategy = chosen_strategy(self.options)
-            document = documented(strategy, dict(self.model.named_parameters()))
-            options = dataclasses.replace(
-                self.search_options,
-                strategy=document or strategy,
-                nodes=Topology(hosts).ranks,
-                optimizer_state=state_bytes(self.make_optimizer, self.model.parameters()),
-                optimizer_seconds=update,
-            )
-            return search_plan_by_throughput(atoms.graph(rows, costs), len(hosts), rows, each, self.links, options)
-
-        self.plan = plan = agree_on_plan(self.user_plan, measure, search, unmeasured, self.backend)
+        plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
+        if plan is None:
+            plan = self._search_plan(batch)
+        plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
+        self.plan = plan
         self.mesh = mesh = Mesh(plan, self.backend)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
         if self.inputs == "replica" and not mesh.equal_replicas:
             raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
         self.nodes = [stage.nodes for stage in plan.stages]
         self.comparison = CallComparison(mesh, self.inputs == "replica")
-        self.tensors = StageTensors(self.model, atoms, self.nodes, mesh)
+        self.tensors = StageTensors(self.model, batch.atoms, self.nodes, mesh)
         with failing_together(self.backend):
             self.tensors.materialize(self.init, self.device)
         self.parameters, self.buffers = self.tensors.parameters, self.tensors.buffers
@@ -234,6 +209,38 @@ class Pipeline:
         unequal_tensors = {**self.buffers, **({} if self.gradients.has_optimizer else self.parameters)}
         if unequal_tensors and mesh.stage_backend.size > 1:
             broadcast_parameters(unequal_tensors, 0, mesh.stage_backend)
+
+    def _search_plan(self, batch: CapturedBatch) -> Plan:
+        """Return a new plan, the same on all ranks, and write it to the user's file.
+
+        All ranks measure the model at once, as they will compute at once, which takes longer on one machine than alone.
+        """
+        hosts = self.backend.allgather_object(node_name())
+        local_ranks = hosts.count(hosts[self.backend.rank])
+        costs = node_costs.costs_by_rows(batch, file=self.profiles, local_ranks=local_ranks)
+        on_meta = any(p.is_meta for p in self.model.parameters())
+        update = 0.0 if on_meta else update_seconds(self.make_optimizer, self.device)
+
+        def search() -> Plan:
+            """Search a plan with rank 0's costs, and save it."""
+            strategy = chosen_strategy(self.options)
+            options = dataclasses.replace(
+                self.search_options,
+                strategy=documented(strategy, dict(self.model.named_parameters())) or strategy,
+                nodes=Topology(hosts).ranks,
+                optimizer_state=state_bytes(self.make_optimizer, self.model.parameters()),
+                optimizer_seconds=update,
+            )
+            graph = batch.atoms.graph(batch.rows, costs)
+            unequal = len(set(options.replicas_by_stage or ())) > 1
+            each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
+            plan = search_plan_by_throughput(graph, len(hosts), batch.rows, each, self.links, options)
+            plan = dataclasses.replace(plan, versions={**plan.versions, **torch_version()})
+            if isinstance(self.user_plan, (str, os.PathLike)):
+                plan.save(Path(self.user_plan))
+            return plan
+
+        return from_root(search)
 
     def _check_planned(self) -> None:
         """Refuse a call before the model was cut."""

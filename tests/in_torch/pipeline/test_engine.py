@@ -13,7 +13,7 @@ import grace
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.pipeline.torch import node_costs
-from grace.pipeline.torch.plan_agreement import state_bytes
+from grace.pipeline.torch.plan_search import state_bytes
 from grace.planner.network import Links
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
 from tests.support.pool import RankFailure

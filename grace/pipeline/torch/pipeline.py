@@ -186,7 +186,7 @@ class Pipeline:
             check_optimizer_state_whole(self.make_optimizer)
             self.model.train(True)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
-        self._example = batch
+        self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
         plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
         if plan is None:
             plan = self._search_plan(batch)
@@ -299,10 +299,10 @@ class Pipeline:
         assert self.plan is not None
         count = self.plan.microbatches
         placement = self.mesh.placement
-        spec, whole = self._example.captured.in_spec, self._example.whole
-        leaves = self._example.captured.flat(args, kwargs)
-        rows = count_rows(leaves, whole)
-        cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", whole)
+        spec = self._captured.in_spec
+        leaves = self._captured.flat(args, kwargs)
+        rows = count_rows(leaves, self._is_whole)
+        cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", self._is_whole)
         first_args, first_kwargs = pytree.tree_unflatten(cut[0], spec)
         key = (self.training, shape_key(cut[0]))
         if key not in self._built:

@@ -1,8 +1,10 @@
 """Pipelines from their making to their end."""
 
 import dataclasses
+import gc
 import json
 import os
+import weakref
 
 import pytest
 import torch
@@ -138,6 +140,16 @@ def test_stages_that_ranks_cannot_share_out_evenly_name_the_way_on():
 def ranged(settings):
     engine = model_of(**settings)
     return engine.plan.replicas, engine.plan.microbatches
+
+
+def test_an_example_is_let_go_once_the_model_is_cut(local):
+    x = torch.ones(4, 6)
+    example = weakref.ref(x)
+    engine = grace.torch.Pipeline(made("FewParameters"), x, loss_fn, optimizer=sgd, microbatches=2)
+    del x
+    gc.collect()
+    assert example() is None
+    assert engine.stage == 0
 
 
 def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):

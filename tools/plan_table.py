@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_parallel
+from grace.pipeline.planning.blocks import blocks
 from grace.pipeline.planning.profiles import read
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.pipeline.planning.stage_costs import Setting, Space
@@ -42,8 +43,9 @@ def table(
     for path, count, gbit in itertools.product(profiles, devices, gbits):
         graph = read(path)
         links, batch = Links(gbit * 1e9 / 8, LATENCY), graph.rows * count
-        space = space_of(graph, count, batch, links, memory=memory, choices=(compressor, None, None))
-        found = search(space, SearchOptions())
+        options = SearchOptions(compressor=compressor, memory=memory, memory_margin=0.0)
+        space = space_of(graph, count, batch, links, options)
+        found = search(space, options)
         by_hand = [cut_by_hand(space, how) for how in BY_HAND.values()]
         others = [data_parallel(space), *(None if plan is None else plan.seconds for plan in by_hand)]
         known = [plan.seconds for plan in by_hand if plan is not None]
@@ -59,7 +61,7 @@ def table(
 
 def _against_all(space: Space, most: int = 10) -> float:
     """Return the longest stage that the dynamic program finds over that of :func:`exhaustive`, with few blocks."""
-    few = space.recut(None, most)
+    few = space.with_blocks(blocks(space.graph, most))
     found = search(few, SearchOptions())
     setting = Setting(found.schedule, found.microbatches, found.recompute)
     stage_search = StageSearch(few, setting, len(found.stages))

@@ -13,7 +13,7 @@ from grace.bench.report.page import recorded, section, write_page
 from grace.bench.report.scaling import Line, over_ranks, over_rates
 from grace.core.quantities import byte_unit
 from grace.pipeline.planning import pipeline_plan
-from grace.pipeline.planning.predict import timeline
+from grace.pipeline.planning.simulation import simulate
 from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of
@@ -104,7 +104,7 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
     drawn = [
         Figure(
             "One step",
-            "What each place of the pipeline computes, and the gradients' exchange. What is empty is bubble, "
+            "What each stage of the pipeline computes, and the gradients' exchange. What is empty is bubble, "
             f"{100 * plan.bubble:.1f} % of the schedule, or waits for what crosses.",
             {plan.schedule: Schedule("ms", "", plan)},
         )
@@ -131,7 +131,8 @@ class Schedule(Panel):
     plan: pipeline_plan.Plan
 
     def draw_data(self, axes: Axes) -> None:
-        played, stages = timeline(self.plan), self.plan.stages
+        stages = self.plan.stages
+        played = simulate(self.plan.schedule, stages, self.plan.microbatches)
         groups = list(dict.fromkeys(stage.ranks for stage in stages))
         looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
         for event in played.events:

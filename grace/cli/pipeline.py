@@ -184,11 +184,7 @@ def plan(
     print_plan(found, standard_output())
     if found.world_size < devices:
         print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
-    usable = None if asked.memory is None else asked.memory * (1 - asked.memory_margin)
-    choices = (asked.compressor, None, None, chosen)
-    space = space_of(
-        graph, devices, rows, costs, memory=usable, choices=choices, nodes=node_of_rank, state=asked.optimizer_state
-    )
+    space = space_of(graph, devices, rows, costs, replace(options, cuts=None))
     alone = baselines.data_parallel(space)
     if alone is not None and alone < found.seconds:
         less = 1 - alone / found.seconds
@@ -281,7 +277,7 @@ def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Gr
             f"{model} must make (model, example inputs): a torch module, and a tensor, a tuple of arguments, or (tuple "
             f"of arguments, dict of keywords); it makes {f'({types})' if isinstance(result, tuple) else types}"
         )
-    from grace.pipeline.torch.dry_run import build_graph
+    from grace.pipeline.torch.node_costs import build_graph
 
     doing = "Estimating" if dry else "Measuring"
     with Console(stderr=True).status(f"{doing} what the parts of {model} take"):
@@ -292,11 +288,9 @@ def _versions(model: str | None) -> dict[str, str]:
     """Return the version of torch if a model was captured with it, for a plan to remember."""
     if model is None:
         return {}
-    import torch
+    from grace.pipeline.torch.plan_search import torch_version
 
-    from grace.session.versions import public
-
-    return {"torch": public(torch.__version__)}
+    return torch_version()
 
 
 def _ms(seconds: float | None) -> str:

@@ -58,7 +58,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Return a lazily imported name: ``elastic`` needs Horovod, and ``Pipeline`` imports much of torch."""
     if name == "Pipeline":
-        return importlib.import_module("grace.pipeline.torch.engine").Pipeline
+        return importlib.import_module("grace.pipeline.torch.pipeline").Pipeline
     if name == "elastic":
         return importlib.import_module("grace.torch.elastic")
     raise AttributeError(f"module 'grace.torch' has no attribute {name!r}")

@@ -8,19 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import ModelBlock, blocks
-from grace.pipeline.planning.coarsening import closed
+from grace.pipeline.planning.blocks import ModelBlock, blocks, units
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.profiles import read
-from tests.pipeline.graphs import chain, drawn, graphs
+from tests.pipeline.graphs import chain, graphs
 
 PROFILES = sorted((Path(__file__).parent / "profiles").glob("*.json"))
-
-
-def crossing(graph, found):
-    """What is passed on, in bytes, with gradients."""
-    passed = graph.passed_on([block.nodes for block in found])
-    return sum(graph.nbytes(name) * (1 + graph.differentiable(name)) for names in passed for name in names)
 
 
 def reachable(graph):
@@ -33,9 +26,9 @@ def reachable(graph):
 
 
 @settings(max_examples=150, deadline=None)
-@given(graph=graphs, most=st.integers(1, 12), uncoarsen=st.booleans())
-def test_blocks_are_convex_ordered_and_whole(graph, most, uncoarsen):
-    found = blocks(graph, most, uncoarsen=uncoarsen)
+@given(graph=graphs, most=st.integers(1, 12))
+def test_blocks_are_convex_ordered_and_whole(graph, most):
+    found = blocks(graph, most)
     assert 1 <= len(found) <= most
     graph.passed_on([block.nodes for block in found])  # each node once, values go forward, together honoured
     before = reachable(graph)
@@ -46,7 +39,7 @@ def test_blocks_are_convex_ordered_and_whole(graph, most, uncoarsen):
             assert not before[i] & own, "a path leaves the block and comes back"
     for total in ("forward", "backward", "kept"):
         assert sum(getattr(b, total) for b in found) == pytest.approx(sum(getattr(n, total) for n in graph.nodes))
-    assert found == blocks(graph, most, uncoarsen=uncoarsen)
+    assert found == blocks(graph, most)
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,21 +48,21 @@ def test_blocks_fit_in_memory_but_for_single_nodes(graph, limit):
     def fits(parameters, kept):
         return 3 * parameters + kept <= limit
 
-    units = {frozenset(graph.nodes[i].name for i in unit) for unit in closed(graph)}
+    alone = {frozenset(unit) for unit in units(graph)}
     for block in blocks(graph, 4, fits):
-        assert fits(block.parameters, block.kept * (1 - 1e-9)) or frozenset(block.nodes) in units
+        assert fits(block.parameters, block.kept * (1 - 1e-9)) or frozenset(block.nodes) in alone
 
 
 @settings(max_examples=60, deadline=None)
 @given(graph=graphs)
 def test_what_is_together_takes_what_lies_between(graph):
-    units = closed(graph)
+    found = units(graph)
     before = reachable(graph)
-    at = {i: u for u, members in enumerate(units) for i in members}
+    at = {graph.index[name]: u for u, names in enumerate(found) for name in names}
     for i, ancestors in enumerate(before):
         assert all(at[j] <= at[i] for j in ancestors)
     if not graph.together:
-        assert [[i] for i in range(len(graph.nodes))] == sorted(units)
+        assert [[node.name] for node in graph.nodes] == found
 
 
 def test_nodes_that_are_together_share_a_block():
@@ -80,25 +73,10 @@ def test_nodes_that_are_together_share_a_block():
     assert len(found) == 7
 
 
-def test_uncoarsening_lowers_what_crosses():
-    less = 0
-    for seed in range(20):
-        graph = drawn(seed, 200, 10)
-        with_, without = (crossing(graph, blocks(graph, 8, uncoarsen=on)) for on in (True, False))
-        less += with_ < without
-    assert less >= 16
-
-
 def test_a_chain_is_cut_evenly_and_a_heavy_node_stays_alone():
     assert [len(block.nodes) for block in blocks(chain(64), 8)] == [8] * 8
     heavy = chain(33, forward=[1.0] * 32 + [40.0])
     assert blocks(heavy, 8)[-1].nodes == ("n32",)
-
-
-def test_a_narrow_place_is_where_it_is_cut():
-    wide = [100.0] * 15 + [1.0] + [100.0] * 16
-    found = blocks(chain(32, nbytes=wide), 2)
-    assert [block.nodes[-1] for block in found] == ["n15", "n31"]
 
 
 def test_ten_thousand_nodes_are_few_blocks():

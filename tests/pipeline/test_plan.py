@@ -85,6 +85,7 @@ def test_damaged_plans_are_refused(made, change, says, tmp_path):
     ("ranks", "more", "says"),
     [
         ([(0, 1), (2,)], {"schedule": "zero_bubble"}, "unknown; there are gpipe, 1f1b"),
+        ([(rank,) for rank in range(5)], {}, "1f1b needs at least as many micro-batches as stages: 5, not 4"),
         ([(0,), (1,), (0,)], {}, "each in one stage"),
         ([(0, 0)], {}, "each once"),
         ([(0,), (2,)], {}, "0 to N - 1"),

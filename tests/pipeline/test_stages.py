@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import ModelBlock
-from grace.pipeline.planning.coarsening import closed
+from grace.pipeline.planning.blocks import ModelBlock, units
 from grace.pipeline.planning.exchange_prediction import Exchanges
-from grace.pipeline.planning.predict import predicted, timeline
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.predict import predicted
 from grace.pipeline.planning.rank_layout import Devices
 from grace.pipeline.planning.schedules import schedule_error
 from grace.pipeline.planning.search import SearchOptions, search
+from grace.pipeline.planning.simulation import simulate
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.costs import DefaultCodecs
@@ -28,11 +29,11 @@ from tools.plan_table import exhaustive
 FAST = Links(1e12)
 
 
-def space_of(seed, count, devices, batch=8, nodes=1, limit=None):
+def space_of(seed, count, devices, batch=8, nodes=1, limit=math.inf):
     """A drawn graph, a block for each of its nodes, on drawn links."""
     draws = random.Random(seed)
     graph = drawn(seed, count)
-    made = [ModelBlock.of_nodes(graph, (graph.nodes[i].name for i in unit)) for unit in closed(graph)]
+    made = [ModelBlock.of_nodes(graph, names) for names in units(graph)]
     between, inside = (Links(draws.choice([1.0, 10.0, 1000.0]), draws.choice([0.0, 0.1])) for _ in range(2))
     costs = Costs(between, DefaultCodecs(), inside)
     ranks = Devices(tuple(rank * nodes // devices for rank in range(devices)), between, inside)
@@ -45,7 +46,7 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=None):
 def test_the_search_equals_brute_force(data):
     seed, count = data.draw(st.integers(0, 2**32)), data.draw(st.integers(1, 10))
     devices = data.draw(st.integers(1, 5))
-    limit = data.draw(st.sampled_from([None, 30.0, 100.0, 300.0]))
+    limit = data.draw(st.sampled_from([math.inf, 30.0, 100.0, 300.0]))
     batch, nodes = data.draw(st.sampled_from([8, 48])), data.draw(st.integers(1, 2))
     space = space_of(seed, count, devices, batch, nodes, limit)
     schedule = data.draw(st.sampled_from(["gpipe", "1f1b"]))
@@ -65,8 +66,7 @@ def test_the_search_equals_brute_force(data):
             assert made is not None, "memory that the program counts is the rank's"
             space.graph.passed_on([stage.nodes for stage in made.stages])
             assert made.seconds >= max(1 * (s.forward + s.backward) * made.microbatches for s in made.stages) - 1e-9
-            if limit is not None:
-                assert max(made.memory) <= limit * (1 + 1e-9)
+            assert max(made.memory) <= limit * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,7 +83,7 @@ def test_the_search_of_stages_with_as_many_replicas_equals_brute_force(data):
     made = predicted(space, setting, found)
     assert made.world_size == 4
     assert set(made.replicas) == {2}
-    assert timeline(made).seconds == pytest.approx(made.seconds - made.exposed)
+    assert simulate(made.schedule, made.stages, made.microbatches).seconds == pytest.approx(made.seconds - made.exposed)
 
 
 def test_a_uniform_chain_is_split_evenly():
@@ -140,6 +140,13 @@ def test_finer_blocks_are_tried_before_memory_is_said_not_to_suffice():
         plan(graph, 2, 8, FAST, memory=30e6, **room)
     with pytest.raises(ConfigError, match="blocks=256 cuts finer"):
         plan(chain(1000, parameters=1e6, rows=8), 2, 8, FAST, memory=495 * 3e6, **room)
+
+
+def test_planning_ends_where_nodes_that_are_together_do_not_fit():
+    graph = chain(4, parameters=1e9, rows=8)
+    whole = Graph(graph.nodes, graph.inputs, graph.outputs, 8, (frozenset({"n0", "n3"}),))
+    with pytest.raises(ConfigError, match=r"\(n0 to n3\) needs 16.000 GB, .*: 5.000 GB are missing$"):
+        plan(whole, 2, 8, FAST, memory=11e9, memory_margin=0.0, microbatches=1)
 
 
 def test_memory_makes_it_recompute_or_cut():

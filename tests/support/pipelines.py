@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from grace.pipeline.torch import node_costs, plan_agreement
+from grace.pipeline.torch import node_costs, plan_search
 from grace.pipeline.torch.stage_builder import build_module, stage_specs
 
 ROWS = 8
-plan_agreement.TIMED_ELEMENTS = 1 << 12  # how long an update takes decides nothing of toys
+plan_search.TIMED_ELEMENTS = 1 << 12  # how long an update takes decides nothing of toys
 
 
 class FewParameters(nn.Module):

@@ -23,7 +23,7 @@ from grace.pipeline.planning.baselines import BY_HAND
 from grace.pipeline.planning.blocks import cut_at
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.search import space_of
-from grace.pipeline.torch.dry_run import build_graph
+from grace.pipeline.torch.node_costs import build_graph
 from grace.planner.network import Links
 from grace.planner.step_timer import undisturbed
 from grace.torch import Pipeline

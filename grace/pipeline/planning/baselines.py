@@ -1,14 +1,15 @@
 """Baselines that plans are compared with: cuts by hand, GPipe's balance, and data parallelism alone."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from grace.errors import ConfigError
+from grace.pipeline.planning.blocks import cut_at
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.predict import memory_of, predicted
-from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
-from grace.pipeline.planning.search import MOST_MICROBATCHES
+from grace.pipeline.planning.predict import memory_of
+from grace.pipeline.planning.search import SearchOptions, search
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut
 from grace.planner.step import Timeline
@@ -36,18 +37,15 @@ def equal_time(graph: Graph, stages: int) -> list[str]:
     and backward alone, as GPipe balances (Huang et al., NeurIPS 2019)."""
     seconds = [node.forward + node.backward for node in graph.nodes]
     sums = [0.0, *itertools.accumulate(seconds)]
-    count = len(seconds)
     low, high = max(seconds), sums[-1]
-    best = _ends_within(sums, high, stages) or []
-    for _ in range(60):
+    for _ in range(60):  # as many as a float has bits
         middle = (low + high) / 2
-        found = _ends_within(sums, middle * (1 + 1e-12), stages)
-        if found is None:
-            low = middle
+        if len(_ends_within(sums, middle)) < stages:
+            high = middle
         else:
-            best, high = found, middle
-    ends = list(best)
-    for end in range(count - 1, 0, -1):  # a stage has a node at least
+            low = middle
+    ends = _ends_within(sums, high)
+    for end in range(len(seconds) - 1, 0, -1):  # a stage has a node at least
         if len(ends) < stages - 1 and end not in ends:
             ends.append(end)
     return [graph.nodes[end - 1].name for end in sorted(ends)]
@@ -73,21 +71,20 @@ def _even(graph: Graph, weights: Sequence[float], stages: int) -> list[str]:
     return [graph.nodes[end - 1].name for end in ends]
 
 
-def _ends_within(sums: Sequence[float], most: float, stages: int) -> list[int] | None:
-    """Return the ends of all stages but the last, none longer than ``most``; None if there are too few stages."""
+def _ends_within(sums: Sequence[float], most: float) -> list[int]:
+    """Return the ends of all stages but the last, if each has as many nodes as take no longer than ``most``, or one."""
     ends, start = [], 0
-    for i in range(1, len(sums)):
-        if sums[i] - sums[start] > most:
-            if i - 1 == start:
-                return None
-            ends.append(i - 1)
+    for i in range(2, len(sums)):
+        if sums[i] - sums[start] > most * (1 + 1e-12) and i - 1 > start:
             start = i - 1
-    return ends if len(ends) < stages else None
+            ends.append(start)
+    return ends
 
 
 def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
     """Return the best plan of a rule for cuts, over every number of stages that divides the ranks, with as many
-    replicas each, every number of micro-batches, and gpipe or 1f1b; None if memory suffices for none of them.
+    replicas each, every number of micro-batches and schedule, and with and without recomputation; None if memory
+    suffices for none of them.
 
     Args:
         space: the model, devices, batch and memory; its blocks are not used.
@@ -96,12 +93,10 @@ def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | 
     found = []
     count, graph = space.devices.count, space.graph
     for stages in (s for s in range(2, min(count, len(graph.nodes)) + 1) if count % s == 0):
-        try:
-            own = space.recut(how(graph, stages))
-        except ConfigError:  # what must be together is not
-            continue
-        cut = StageCut(0.0, tuple(range(1, stages + 1)), (count // stages,) * stages)
-        found += list(_predicted_plans(own, cut, stages))
+        options = SearchOptions(stages=stages, replicas=count // stages, layout="replicas")
+        # the rule may cut nodes apart that must be together, or memory may not suffice
+        with contextlib.suppress(ConfigError):
+            found.append(search(space.with_blocks(cut_at(graph, how(graph, stages))), options))
     return min(found, key=lambda plan: plan.seconds, default=None)
 
 
@@ -125,17 +120,3 @@ def data_parallel(space: Space) -> float | None:
     network = space.devices.exchange_network(*space.devices.exchange([tuple(range(count))], 0))
     before = many * forward + (many - 1) * backward
     return space.exchanges.overlapped_step(variables, count, network, Timeline(ready, before, backward))
-
-
-def _predicted_plans(space: Space, cut: StageCut, stages: int) -> Iterator[Plan]:
-    """Yield the plans of a cut, over numbers of micro-batches, schedules and recomputation."""
-    most = MOST_MICROBATCHES * space.devices.count
-    for many in (m for m in range(1, min(space.batch, most) + 1) if space.batch % m == 0):
-        if not space.rows(many, cut.replicas[0]):
-            continue
-        for schedule, recompute in itertools.product(SCHEDULES, (False, True)):
-            if not schedule_error(schedule, stages, many):
-                setting = Setting(schedule, many, recompute, equal_stages=stages)
-                made = predicted(space, setting, cut)
-                if made is not None:
-                    yield made

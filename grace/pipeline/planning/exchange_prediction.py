@@ -9,6 +9,7 @@ from typing import Any
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
 from grace.core import documents
+from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.exchange_costs import Costs, works, works_of
@@ -18,7 +19,7 @@ from grace.planner.step import Timeline, Work, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
-from grace.strategy.execution import resolve
+from grace.strategy.execution import StrategyArg, resolve
 from grace.strategy.plan import Strategy
 
 LEAST = Variable("", (1,))
@@ -52,19 +53,24 @@ class Exchanges:
     """
 
     def __init__(
-        self, costs: Costs, compressor: Any = None, memory: Any = None, communicator: Any = None, strategy: Any = None
+        self,
+        costs: Costs,
+        compressor: CompressorArg | None = None,
+        memory: MemoryArg | None = None,
+        communicator: CommunicatorArg | None = None,
+        strategy: StrategyArg | None = None,
     ):
         self.costs, self.strategy = costs, strategy
-        self.ways: list[tuple[Any, Any, Any]] = [(compressor, memory, communicator)]
+        self.methods: list[Choices] = [Choices(compressor, memory, communicator)]
         auto = None if strategy is None else Choices(strategy=strategy).auto_request()
         if auto is not None:
             self.strategy = None
             usual = {"exact": [], "half": ["fp16"]}.get(auto.options.quality, [auto.options.reference])
             methods = methods_of(auto.options.methods or usual, auto.options.quality, 1)
-            self.ways = [(method.compressor, None, None) for method in methods]
-        for way in self.ways:
-            build_communicator(*way)
-        self._made: dict[Any, Any] = {}
+            self.methods = [Choices(method.compressor) for method in methods]
+        for method in self.methods:
+            build_communicator(method.compressor, method.memory, method.communicator)
+        self._made: dict[tuple[int, int], Communicator] = {}
 
     def seconds(self, variables: Sequence[Variable], replicas: int, network: Network) -> float:
         """Return the seconds of an exchange that begins when all gradients are there, while nothing is computed."""
@@ -96,14 +102,15 @@ class Exchanges:
             resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks
             return [works(resolve(own, variables, Topology(["here"] * replicas), resources=resources), costs)]
         found = []
-        for way in self.ways:
-            if (way, replicas) not in self._made:
-                self._made[way, replicas] = build_communicator(*way, replicas)
-            found.append(works_of(uniform(variables, self._made[way, replicas], Limits()), replicas, costs))
+        for number, method in enumerate(self.methods):
+            key = number, replicas
+            if key not in self._made:
+                self._made[key] = build_communicator(method.compressor, method.memory, method.communicator, replicas)
+            found.append(works_of(uniform(variables, self._made[key], Limits()), replicas, costs))
         return found
 
 
-def of_stage(strategy: Any, names: Collection[str]) -> Any:
+def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
     """Return the part of a strategy's document for one stage's variables, in their order. Its ranks are the stage's
     replicas.
 
@@ -117,7 +124,7 @@ def of_stage(strategy: Any, names: Collection[str]) -> Any:
     return {**kept, "variables": {name: known[name] for name in names if name in known}}
 
 
-def documented(strategy: Any, known: Collection[str]) -> dict[str, Any] | None:
+def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, Any] | None:
     """Return the document of a strategy; None if the strategy is a builder.
 
     Args:

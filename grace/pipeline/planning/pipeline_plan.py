@@ -13,7 +13,7 @@ from grace.core.quantities import show_bytes
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.schedules import SCHEDULES
+from grace.pipeline.planning.schedules import schedule_error
 
 VERSION = 1
 
@@ -97,8 +97,9 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("a plan has at least one stage")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule {self.schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
+        error = schedule_error(self.schedule, len(self.stages), self.microbatches)
+        if error:
+            raise ConfigError(error)
         if not (self.batch >= 1 and self.microbatches >= 1) or self.batch % self.microbatches:
             raise ConfigError(f"{self.microbatches} micro-batches do not divide a batch of {self.batch} rows")
         rows = self.batch // self.microbatches

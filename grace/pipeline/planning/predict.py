@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.pipeline.planning.rank_layout import groups_of
-from grace.pipeline.planning.schedules import SimulatedStep, StageTimes, micro_batches_in_flight, simulate
+from grace.pipeline.planning.schedules import micro_batches_in_flight
+from grace.pipeline.planning.simulation import simulate
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut
 
@@ -15,31 +16,11 @@ def predicted(space: Space, setting: Setting, cut: StageCut) -> Plan | None:
     if max(memory) > space.limit * (1 + 1e-12):
         return None
     groups = groups_of(setting.layout, cut.replicas)
-    times = _stage_times(space, setting, cut, groups)
-    simulated = simulate(setting.schedule, times, setting.microbatches)
+    stages = [_predicted_stage(space, setting, cut, groups, stage) for stage in range(len(groups))]
+    simulated = simulate(setting.schedule, stages, setting.microbatches)
     updates = [float(space.parameters[run]) * space.update for run in cut.bounds]
     done = [seconds + update for seconds, update in zip(simulated.done, updates, strict=True)]
-    exchanges = [_exchange_seconds(space, cut, groups, stage) for stage in range(len(groups))]
-    seconds = max(one + exchange for one, exchange in zip(done, exchanges, strict=True))
-    scale = space.batch / setting.microbatches / space.graph.rows
-    stages = []
-    for stage, (i, j) in enumerate(cut.bounds):
-        is_last = j == space.count
-        stages.append(
-            Stage(
-                nodes=tuple(_node_names(space, i, j)),
-                ranks=groups[stage],
-                sends=() if is_last else space.passed[j - 1],
-                forward=times[stage].forward,
-                backward=times[stage].backward,
-                crossing=times[stage].there,
-                returning=times[stage].back,
-                sent=0.0 if is_last else float(space.there[j]) * scale,
-                returned=0.0 if is_last else float(space.back[j]) * scale,
-                parameters=float(space.parameters[i, j] + space.untrained[i, j]),
-                exchange=exchanges[stage],
-            )
-        )
+    seconds = max(one + stage.exchange for one, stage in zip(done, stages, strict=True))
     by_rank = {rank: nbytes for nbytes, group in zip(memory, groups, strict=True) for rank in group}
     return Plan(
         space.graph.key,
@@ -56,12 +37,6 @@ def predicted(space: Space, setting: Setting, cut: StageCut) -> Plan | None:
     )
 
 
-def timeline(plan: Plan) -> SimulatedStep:
-    """Return the simulated schedule of a plan, with the plan's own times."""
-    times = [StageTimes(stage.forward, stage.backward, stage.crossing, stage.returning) for stage in plan.stages]
-    return simulate(plan.schedule, times, plan.microbatches)
-
-
 def memory_of(space: Space, setting: Setting, cut: StageCut) -> list[float]:
     """Return the bytes on a rank of each stage."""
     count = len(cut.ends)
@@ -70,24 +45,34 @@ def memory_of(space: Space, setting: Setting, cut: StageCut) -> list[float]:
     return [float(space.needed_bytes(setting, replicas, most)[run]) for run, replicas, most in each]
 
 
-def _stage_times(space: Space, setting: Setting, cut: StageCut, groups: Sequence[tuple[int, ...]]) -> list[StageTimes]:
-    """Return the seconds of each stage for a micro-batch."""
-    times = []
-    whole = space.batch / setting.microbatches / space.graph.rows
-    for stage, (i, j) in enumerate(cut.bounds):
-        forward, backward = space.seconds(i, j, space.rows(setting.microbatches, cut.replicas[stage]))
-        there = back = 0.0
-        if j < space.count:
-            here, behind = groups[stage], groups[stage + 1]
-            there = space.devices.crossing(here, behind, float(space.there[j]) * whole)
-            back = space.devices.crossing(behind, here, float(space.back[j]) * whole)
-        times.append(StageTimes(forward, backward + (forward if setting.recompute else 0.0), there, back))
-    return times
-
-
-def _node_names(space: Space, i: int, j: int) -> list[str]:
-    """Return the names of the nodes of blocks i to j, in the graph's order."""
-    return sorted((name for block in space.blocks[i:j] for name in block.nodes), key=space.graph.index.__getitem__)
+def _predicted_stage(
+    space: Space, setting: Setting, cut: StageCut, groups: Sequence[tuple[int, ...]], stage: int
+) -> Stage:
+    """Return a stage of a cut, with the predicted seconds and bytes of a rank."""
+    i, j = cut.bounds[stage]
+    names = [name for block in space.blocks[i:j] for name in block.nodes]
+    forward, backward = space.seconds(i, j, space.rows(setting.microbatches, cut.replicas[stage]))
+    sends: tuple[str, ...] = ()
+    there = back = sent = returned = 0.0
+    if j < space.count:
+        sends = space.passed[j - 1]
+        scale = space.batch / setting.microbatches / space.graph.rows
+        sent, returned = float(space.there[j]) * scale, float(space.back[j]) * scale
+        there = space.devices.crossing(groups[stage], groups[stage + 1], sent)
+        back = space.devices.crossing(groups[stage + 1], groups[stage], returned)
+    return Stage(
+        nodes=tuple(sorted(names, key=space.graph.index.__getitem__)),
+        ranks=groups[stage],
+        sends=sends,
+        forward=forward,
+        backward=backward + (forward if setting.recompute else 0.0),
+        crossing=there,
+        returning=back,
+        sent=sent,
+        returned=returned,
+        parameters=float(space.parameters[i, j] + space.untrained[i, j]),
+        exchange=_exchange_seconds(space, cut, groups, stage),
+    )
 
 
 def _exchange_seconds(space: Space, cut: StageCut, groups: Sequence[tuple[int, ...]], stage: int) -> float:

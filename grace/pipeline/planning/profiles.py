@@ -128,8 +128,8 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"{source} is no profile of PipeDream's: {type(error).__name__}: {error}") from None
     order = list(table)
-    place = {name: i for i, name in enumerate(order)}
-    if any(place[start] > place[end] for end, starts in reads.items() for start in starts):
+    position = {name: i for i, name in enumerate(order)}
+    if any(position[start] > position[end] for end, starts in reads.items() for start in starts):
         try:
             order = list(graphlib.TopologicalSorter(reads).static_order())
         except graphlib.CycleError as error:

@@ -14,7 +14,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_of(layout: str, replicas: Sequence[int]) -> Groups:
-    """Return the ranks of each place in the pipeline, of its number of replicas.
+    """Return the ranks of each stage, of its number of replicas.
 
     Raises:
         ConfigError: the layout is unknown, or is "stages" though numbers of replicas differ.
@@ -29,8 +29,8 @@ def groups_of(layout: str, replicas: Sequence[int]) -> Groups:
         raise ConfigError(f"layout {layout!r} is unknown; there are {', '.join(LAYOUTS)}")
     if len(set(replicas)) > 1:
         raise ConfigError(f"the layout stages needs as many replicas of each stage, not {tuple(replicas)}")
-    places = len(replicas)
-    return tuple(tuple(range(place, places * replicas[0], places)) for place in range(places))
+    stages = len(replicas)
+    return tuple(tuple(range(stage, stages * replicas[0], stages)) for stage in range(stages))
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,6 @@ class SharedNetwork:
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
         """Return the seconds of a collective; see :class:`grace.planner.network.Network`."""
         return self.network.seconds(kind, nbytes * self.groups, ranks)
-
-
-@dataclass(frozen=True)
-class LinkLoad:
-    """Shares of a value's bytes, on its way from one stage to the next, that pass the busiest link of a rank within its
-    node, and the busiest link of a node to others."""
-
-    inside: float
-    between: float
 
 
 @dataclass(frozen=True)
@@ -97,15 +88,16 @@ class Devices:
         """Return the seconds of sending a value whose rows are distributed evenly over senders and over receivers."""
         if not nbytes or not senders or not receivers:
             return 0.0
-        load = _link_load(self.nodes, senders, receivers)
-        within = self.inner_network.seconds("broadcast", nbytes * load.inside, 2) if load.inside else 0.0
-        between = self.network.seconds("broadcast", nbytes * load.between, 2) if load.between else 0.0
-        return max(within, between)
+        inside, between = _link_load(self.nodes, senders, receivers)
+        return max(
+            self.inner_network.seconds("broadcast", nbytes * inside, 2) if inside else 0.0,
+            self.network.seconds("broadcast", nbytes * between, 2) if between else 0.0,
+        )
 
-    def exchange(self, groups: Sequence[tuple[int, ...]], place: int) -> tuple[bool, int]:
+    def exchange(self, groups: Sequence[tuple[int, ...]], stage: int) -> tuple[bool, int]:
         """Return True if the exchange of a stage's replicas leaves a node, and the number of groups whose exchanges
         share the busiest link that it passes, when all exchange at once."""
-        own = {self.nodes[rank] for rank in groups[place]}
+        own = {self.nodes[rank] for rank in groups[stage]}
         if len(own) == 1:
             return False, 1
         leaving = [nodes for group in groups if len(nodes := {self.nodes[rank] for rank in group}) > 1]
@@ -119,8 +111,9 @@ class Devices:
 
 
 @functools.lru_cache(maxsize=100_000)
-def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tuple[int, ...]) -> LinkLoad:
-    """Return the load of the busiest links. Each rank's and each node's link carries each direction on its own."""
+def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
+    """Return the shares of a value's bytes that pass the busiest link of a rank within its node, and the busiest link
+    of a node to others. Each link carries each direction on its own."""
     inside: dict[tuple[str, int], float] = {}
     between: dict[tuple[str, int], float] = {}
     for a, sender in enumerate(senders):
@@ -133,4 +126,4 @@ def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tupl
             for key in (("out", sender), ("in", receiver)) if same else (("out", ends[0]), ("in", ends[1])):
                 load = inside if same else between
                 load[key] = load.get(key, 0.0) + share
-    return LinkLoad(max(inside.values(), default=0.0), max(between.values(), default=0.0))
+    return max(inside.values(), default=0.0), max(between.values(), default=0.0)

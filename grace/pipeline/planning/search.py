@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import blocks, cut_at
 from grace.pipeline.planning.exchange_prediction import Exchanges
@@ -19,6 +20,7 @@ from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
+from grace.strategy.execution import StrategyArg
 
 BEST = 32
 """Number of cuts that are simulated."""
@@ -88,10 +90,10 @@ class SearchOptions:
     blocks: Numbers = None
     memory: float | None = None
     memory_margin: float = 0.1
-    compressor: Any = None
-    residual: Any = None
-    communicator: Any = None
-    strategy: Any = None
+    compressor: CompressorArg | None = None
+    residual: MemoryArg | None = None
+    communicator: CommunicatorArg | None = None
+    strategy: StrategyArg | None = None
     nodes: Sequence[int] | None = None
     optimizer_state: float = 1.0
     optimizer_seconds: float = 0.0
@@ -181,24 +183,13 @@ def search_plan(
     refused = ConfigError("blocks= must be at least one number")
     while tries:
         most, used = tries.pop(0)
-        space = space_of(
-            graph,
-            used,
-            batch,
-            links,
-            memory=None if options.memory is None else options.memory * (1 - options.memory_margin),
-            choices=(options.compressor, options.residual, options.communicator, options.strategy),
-            nodes=None if options.nodes is None else options.nodes[:used],
-            cuts=options.cuts,
-            most=most,
-            state=options.optimizer_state,
-            update=options.optimizer_seconds,
-        )
+        space = space_of(graph, used, batch, links, options, most)
         try:
             found.append(search(space, options))
         except TooLittleMemory as error:
             refused = error
-            if error.nearly and not (found or tries or options.cuts) and space.count < MOST_BLOCKS:
+            can_be_finer = most <= space.count < MOST_BLOCKS  # fewer than asked for: each unit is a block already
+            if error.nearly and can_be_finer and not (found or tries or options.cuts):
                 tries = [(min(FINER * space.count, MOST_BLOCKS), devices)]
         except ConfigError as error:
             refused = error
@@ -214,35 +205,33 @@ def space_of(
     devices: int,
     batch: int,
     links: Network | Costs,
-    *,
-    memory: float | None = None,
-    choices: tuple[Any, ...] = (),
-    nodes: Sequence[int] | None = None,
-    cuts: Sequence[str] | None = None,
-    most: int = 32,
-    state: float = 1.0,
-    update: float = 0.0,
+    options: SearchOptions | None = None,
+    most: int = BLOCKS[0],
 ) -> Space:
-    """Return the model in blocks, on the devices, as :func:`search_plan` searches it.
+    """Return the model in at most ``most`` blocks, or cut at ``options.cuts``, on the first devices, as
+    :func:`search_plan` searches it.
 
     Raises:
-        ConfigError: there is no device or row, ``nodes`` is of another number of ranks, or cuts are impossible.
+        ConfigError: there is no device or row, ``options.nodes`` is of fewer ranks, or cuts are impossible.
     """
+    options = options or SearchOptions()
     if devices < 1 or batch < 1:
         raise ConfigError(f"a plan needs at least one device and one row, not {devices} and {batch}")
-    if nodes is not None and len(nodes) != devices:
+    nodes = [0] * devices if options.nodes is None else options.nodes[:devices]
+    if len(nodes) != devices:
         raise ConfigError(f"nodes= tells the nodes of {len(nodes)} ranks, and there are {devices}")
     costs = links if isinstance(links, Costs) else Costs(links, DefaultCodecs())
-    ranks = Devices(tuple(nodes or [0] * devices), costs.network, costs.inside)
-    limit = math.inf if memory is None else memory
-    least = 1 / graph.rows  # a micro-batch has at least one row
+    ranks = Devices(tuple(nodes), costs.network, costs.inside)
+    exchanges = Exchanges(costs, options.compressor, options.residual, options.communicator, options.strategy)
+    limit = math.inf if options.memory is None else options.memory * (1 - options.memory_margin)
+    state = options.optimizer_state
 
     def fits(parameters: float, kept: float) -> bool:
-        """Return True if a block fits on a device."""
-        return parameters * (2 + state) + kept * least <= limit
+        """Return True if a block fits on a device, in micro-batches of one row."""
+        return parameters * (2 + state) + kept / graph.rows <= limit
 
-    made = blocks(graph, most, fits) if cuts is None else cut_at(graph, cuts)
-    return Space(graph, made, ranks, Exchanges(costs, *choices), batch, memory, state, update)
+    made = blocks(graph, most, fits) if options.cuts is None else cut_at(graph, options.cuts)
+    return Space(graph, made, ranks, exchanges, batch, limit, state, options.optimizer_seconds)
 
 
 class _Candidate(NamedTuple):
@@ -302,8 +291,7 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
     long as the step gets shorter."""
     cut, best = candidate.cut, candidate.plan
     setting = candidate.search.setting
-    free = candidate.search.replicas is None and candidate.search.by_stage is None
-    ranks_move = free and not setting.equal_stages
+    ranks_move = candidate.search.replicas is None and not setting.equal_stages
 
     def improves(other: StageCut, under: Setting) -> bool:
         """Adopt another cut and setting if its step is shorter."""
@@ -337,43 +325,35 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
 
 def _searches(space: Space, options: SearchOptions) -> Iterator[StageSearch]:
     """Yield a search for each possible setting and number of stages."""
-    by_stage = options.replicas_by_stage
-    for setting, stages in settings(space, options):
-        wanted = options.stage_counts is None or stages in options.stage_counts
-        if wanted and (by_stage is None or stages == len(by_stage)):
-            yield StageSearch(space, setting, stages, options.replica_counts, by_stage)
+    counts, by_stage, every = options.stage_counts, options.replicas_by_stage, options.replica_counts
+    for setting, stages in _settings(space, options):
+        if (counts is None or stages in counts) and (by_stage is None or stages == len(by_stage)):
+            replicas = None if every is None else [every] * stages
+            yield StageSearch(space, setting, stages, [{r} for r in by_stage] if by_stage else replicas)
 
 
-def settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, int]]:
+def _settings(space: Space, options: SearchOptions) -> Iterator[tuple[Setting, int]]:
     """Yield all possible settings with their numbers of stages."""
     count = space.devices.count
-    possible = _possible(options.microbatches)
-    for m in (m for m in range(1, space.batch + 1) if space.batch % m == 0):
-        wanted = m <= MOST_MICROBATCHES * count if possible is None else m in possible
-        if not wanted:
-            continue
-        recomputes = (False, True) if options.recompute is None else (options.recompute,)
-        for schedule, recompute in itertools.product(options.schedules, recomputes):
-            setting = Setting(schedule, m, recompute)
-            counts = [s for s in range(1, min(count, space.count) + 1) if not schedule_error(schedule, s, m)]
-            if count <= MOST_UNEQUAL and "replicas" in options.layouts:
-                for stages in counts:
-                    yield setting, stages
-            for stages in (s for s in counts if count % s == 0):
-                for layout in _layouts(space, options, stages):
-                    # unequal replicas include equal ones in the layout "replicas"
-                    if layout == "stages" or count > MOST_UNEQUAL:
-                        yield dataclasses.replace(setting, layout=layout, equal_stages=stages), stages
+    possible = _possible(options.microbatches) or range(1, MOST_MICROBATCHES * count + 1)
+    numbers = [m for m in range(1, space.batch + 1) if space.batch % m == 0 and m in possible]
+    recomputes = (False, True) if options.recompute is None else (options.recompute,)
+    for m, schedule, recompute in itertools.product(numbers, options.schedules, recomputes):
+        setting = Setting(schedule, m, recompute)
+        stage_counts = [s for s in range(1, min(count, space.count) + 1) if not schedule_error(schedule, s, m)]
+        if count <= MOST_UNEQUAL and "replicas" in options.layouts:
+            for stages in stage_counts:
+                yield setting, stages
+        for stages in (s for s in stage_counts if count % s == 0):
+            # layouts differ only if there are several stages of several replicas, on several nodes
+            alike = space.devices.one_node or stages in (1, count)
+            for layout in options.layouts[:1] if alike else options.layouts:
+                # unequal replicas include equal ones in the layout "replicas"
+                if layout == "stages" or count > MOST_UNEQUAL:
+                    yield dataclasses.replace(setting, layout=layout, equal_stages=stages), stages
 
 
-def _layouts(space: Space, options: SearchOptions, stages: int) -> tuple[str, ...]:
-    """Return the layouts to try that differ."""
-    if space.devices.one_node or stages in (1, space.devices.count):
-        return options.layouts[:1]
-    return options.layouts
-
-
-def _described(compressor: Any) -> str:
+def _described(compressor: CompressorArg | StrategyArg | None) -> str:
     """Return the description of a compressor or strategy in a plan."""
     if isinstance(compressor, dict) and "name" not in compressor:
         return "a strategy's"
@@ -402,7 +382,7 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     """Return the error that names the missing memory, of the plan whose fullest rank has least."""
     best: tuple[float, StageSearch, StageCut] | None = None
     for one in searches:
-        by_memory = StageSearch(space, one.setting, one.stages, one.replicas, one.by_stage, by_memory=True)
+        by_memory = StageSearch(space, one.setting, one.stages, one.replicas, by_memory=True)
         cut = by_memory.cut()
         if cut is not None and (best is None or cut.longest < best[0]):
             best = cut.longest, by_memory, cut
@@ -420,8 +400,7 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     first, last = space.blocks[i].nodes[0], space.blocks[j - 1].nodes[-1]
     again = ", recomputing" if setting.recompute else ""
     missing = needed - space.limit
-    one_block = space.memory(cut.replicas[stage], setting.microbatches)
-    alone = one_block.static + one_block.saved
+    alone = space.needed_bytes(setting, cut.replicas[stage], in_flight=1)
     several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
     nearly = missing <= FINER * max(several, default=0.0)  # a border that moves within two blocks
     return TooLittleMemory(

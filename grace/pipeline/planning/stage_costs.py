@@ -15,11 +15,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from grace.pipeline.planning.blocks import ModelBlock, blocks, cut_at
+from grace.pipeline.planning.blocks import ModelBlock
 from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.rank_layout import Devices
@@ -44,26 +43,6 @@ class Setting:
     equal_stages: int = 0
 
 
-class StageMemory(NamedTuple):
-    """Bytes on a rank, of every run of blocks as a stage, at [first block, block behind the last].
-
-    Attributes:
-        static: bytes that do not depend on micro-batches in flight: parameters, gradients, optimizer state, buffers,
-            Grace's memories and wires, the batch, and the gradients that come back for one micro-batch.
-        received: bytes of the values of one micro-batch that the previous stage sent; kept from forward to backward.
-        saved: bytes of one micro-batch that forward keeps for backward.
-        working: bytes while one node is differentiated: gradients of its values and parameters.
-        returning: bytes of gradients that are sent to the previous stage while the next micro-batch is computed. GPipe
-            computes none then.
-    """
-
-    static: np.ndarray
-    received: np.ndarray
-    saved: np.ndarray
-    working: np.ndarray
-    returning: np.ndarray
-
-
 class Space:
     """The space of a search: a model in blocks, and devices.
 
@@ -73,7 +52,7 @@ class Space:
         devices: the devices.
         exchanges: predictor of the gradients' exchange.
         batch: rows of a step.
-        limit: bytes that a rank may use; None for no limit.
+        limit: bytes that a rank may use.
         state: bytes of optimizer state for each byte of parameters.
         update: seconds of the optimizer's step for each byte of parameters.
     """
@@ -85,7 +64,7 @@ class Space:
         devices: Devices,
         exchanges: Exchanges,
         batch: int,
-        limit: float | None = None,
+        limit: float = math.inf,
         state: float = 0.0,
         update: float = 0.0,
     ):
@@ -94,7 +73,7 @@ class Space:
         self.devices = devices
         self.exchanges = exchanges
         self.batch = batch
-        self.limit = math.inf if limit is None else limit
+        self.limit = limit
         self.state = state
         self.update = update
         self.count = len(self.blocks)
@@ -107,7 +86,7 @@ class Space:
         """Names of the parameters of each block."""
         self._variables = [[graph.variable(name) for name in own] for own in self.names]
         self._known_grace_bytes: dict[int, np.ndarray] = {}
-        self._known_memory: dict[tuple[int, int], StageMemory] = {}
+        self._known_working: dict[tuple[int, int], np.ndarray] = {}
         self._known_needed: dict[object, np.ndarray] = {}
         self._known_exchanges: dict[tuple[int, bool, int], tuple[float, np.ndarray]] = {}
         self._known_stages: dict[tuple[int, int, int, bool, int], float] = {}
@@ -132,12 +111,9 @@ class Space:
         self.back = np.array([sum(graph.nbytes(n) for n in own if graph.differentiable(n)) for own in values])
         """Bytes of the gradients at each border."""
 
-    def recut(self, cuts: Sequence[str] | None, most: int = 32) -> "Space":
-        """Return this space with other blocks: between cuts (:func:`grace.pipeline.planning.blocks.cut_at`), or at most
-        ``most``."""
-        made = blocks(self.graph, most) if cuts is None else cut_at(self.graph, cuts)
-        limit = self.limit if math.isfinite(self.limit) else None
-        return Space(self.graph, made, self.devices, self.exchanges, self.batch, limit, self.state, self.update)
+    def with_blocks(self, made: Sequence[ModelBlock]) -> "Space":
+        """Return this space with other blocks."""
+        return Space(self.graph, made, self.devices, self.exchanges, self.batch, self.limit, self.state, self.update)
 
     # -- one stage: blocks i to j, on r replicas --------------------------------------------------------
 
@@ -173,44 +149,40 @@ class Space:
         """Bytes of the trained parameters of every run of blocks."""
         return _bytes_of_runs([{name: self.graph.parameters[name] for name in own}] for own in self.names)
 
-    def memory(self, replicas: int, microbatches: int) -> StageMemory:
-        """Return the bytes of every run of blocks as a stage."""
-        key = replicas, microbatches
-        if key not in self._known_memory:
-            scale, grace_bytes = self.rows(microbatches, replicas) / self.graph.rows, self._grace_bytes(replicas)
-            static = self.parameters * (2 + self.state) + self.untrained + _of_runs(grace_bytes)
+    def needed_bytes(self, setting: Setting, replicas: int, in_flight: int) -> np.ndarray:
+        """Return the bytes that a rank needs for every run of blocks, with so many micro-batches in flight."""
+        key = setting.schedule, setting.microbatches, setting.recompute, replicas, in_flight
+        if key not in self._known_needed:
+            scale = self.rows(setting.microbatches, replicas) / self.graph.rows
+            received, returned = self.received[:, None] * scale, self.back * scale
+            # parameters with gradients and optimizer state, the batch, and the gradients that come back
+            needed = self.parameters * (2 + self.state) + self.untrained + _of_runs(self._grace_bytes(replicas))
+            needed = needed + self.given[:, None] * scale * setting.microbatches + returned[None, :]
+            needed = needed + self._working_bytes(setting.microbatches, replicas)
+            if setting.schedule != "gpipe":  # gradients are sent back while the next micro-batch is computed
+                needed = needed + returned[:, None]
             saved = _of_runs(self._kept[0]) + _of_runs(self._kept[1]) * scale
             saved[:, -1] += self.returned * scale
-            working = np.zeros_like(saved)
+            saved_at_once = np.full(self.count + 1, in_flight)
+            if setting.recompute:
+                saved_at_once[:-1] = 1  # the last stage keeps what it computes
+            self._known_needed[key] = needed + (received * in_flight + saved * saved_at_once[None, :])
+        return self._known_needed[key]
+
+    def _working_bytes(self, microbatches: int, replicas: int) -> np.ndarray:
+        """Return the bytes of gradients while one node is differentiated, of every run of blocks, and those of the
+        values that it sends, which stay until backward ends."""
+        key = microbatches, replicas
+        if key not in self._known_working:
+            scale = self.rows(microbatches, replicas) / self.graph.rows
+            working = np.zeros((self.count + 1, self.count + 1))
             most = [max(rows * scale + own * (microbatches > 1) for rows, own in block) for block in self._working]
             # backward of a block frees what later blocks kept
             freed = self._kept[0] + self._kept[1] * scale
             for i in range(self.count):
                 working[i, i + 1 :] = np.maximum.accumulate(most[i:] + freed[i + 1 :]) - freed[i + 1 :]
-            # values that are sent stay until backward ends
-            working += (self.received * scale)[None, :]
-            self._known_memory[key] = StageMemory(
-                static + self.given[:, None] * scale * microbatches + self.back[None, :] * scale,
-                np.broadcast_to((self.received * scale)[:, None], saved.shape),
-                saved,
-                working,
-                np.broadcast_to((self.back * scale)[:, None], saved.shape),
-            )
-        return self._known_memory[key]
-
-    def needed_bytes(self, setting: Setting, replicas: int, in_flight: int) -> np.ndarray:
-        """Return the bytes that a rank needs for every run of blocks, with so many micro-batches in flight."""
-        key = setting.schedule, setting.microbatches, setting.recompute, replicas, in_flight
-        if key not in self._known_needed:
-            memory = self.memory(replicas, setting.microbatches)
-            beside = memory.static + memory.working
-            if setting.schedule != "gpipe":
-                beside = beside + memory.returning
-            saved_at_once = np.full(self.count + 1, in_flight)
-            if setting.recompute:
-                saved_at_once[:-1] = 1  # the last stage keeps what it computes
-            self._known_needed[key] = beside + (memory.received * in_flight + memory.saved * saved_at_once[None, :])
-        return self._known_needed[key]
+            self._known_working[key] = working + (self.received * scale)[None, :]
+        return self._known_working[key]
 
     def _grace_bytes(self, replicas: int) -> np.ndarray:
         """Return the bytes of Grace's memories and wires, summed over blocks."""

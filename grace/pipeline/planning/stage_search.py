@@ -46,8 +46,7 @@ class StageSearch:
         space: blocks and devices.
         setting: the choices that are given.
         stages: number of stages; that of the setting if its stages have equally many replicas.
-        replicas: possible numbers of replicas of every stage; None for any.
-        by_stage: number of replicas of each stage, instead.
+        replicas: possible numbers of replicas of each stage; None for any.
         by_memory: True to minimize the largest memory instead of the longest stage.
     """
 
@@ -56,8 +55,7 @@ class StageSearch:
         space: Space,
         setting: Setting,
         stages: int,
-        replicas: Collection[int] | None = None,
-        by_stage: Sequence[int] | None = None,
+        replicas: Sequence[Collection[int]] | None = None,
         by_memory: bool = False,
     ):
         self.space = space
@@ -67,8 +65,7 @@ class StageSearch:
         self.devices = space.devices.count
         self.most = self.devices // setting.equal_stages if setting.equal_stages else self.devices
         """Largest number of replicas of a stage."""
-        self.replicas = None if replicas is None else set(replicas)
-        self.by_stage = by_stage
+        self.replicas = replicas
 
     def cost(self, left: int, ranks: int) -> np.ndarray:
         """Return the cost [i, j, r] of the first of the last ``left`` stages, for which ``ranks`` ranks are left."""
@@ -78,10 +75,9 @@ class StageSearch:
             start = stage if setting.layout == "stages" else stage * self.most
         in_flight = micro_batches_in_flight(setting.schedule, stage, self.stages, setting.microbatches)
         found = space.arrays(setting, start, self.most, in_flight)[self.by_memory]
-        allowed = self.replicas if self.by_stage is None else {self.by_stage[stage]}
-        if allowed is not None:
+        if self.replicas is not None:
             found = found.copy()
-            found[:, :, [r for r in range(self.most + 1) if r not in allowed]] = np.inf
+            found[:, :, [r for r in range(self.most + 1) if r not in self.replicas[stage]]] = np.inf
         return found
 
     def longest(self) -> float:

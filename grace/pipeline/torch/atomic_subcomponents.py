@@ -1,7 +1,7 @@
 """Atomic subcomponents of a captured model: operations that depend on its inputs, with the constant operations that
 feed them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,16 @@ from torch.utils import _pytree as pytree
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.torch.capture import Captured, fake_values, is_random, node_kind, source_line, written_nodes
+from grace.pipeline.torch.batches import count_rows
+from grace.pipeline.torch.capture import (
+    Captured,
+    capture,
+    fake_values,
+    is_random,
+    node_kind,
+    source_line,
+    written_nodes,
+)
 
 
 class Atoms:
@@ -96,20 +105,11 @@ class Atoms:
         own = dict.fromkeys(one for one in node.all_input_nodes if one.op == "placeholder" or one in self.dynamic)
         return list(own)
 
-    def parameter_bytes(self, node: fx.Node) -> dict[str, float]:
-        """Return the bytes of the trained parameters that feed a node, by name."""
-        return {name: float(t.nbytes) for name, t in self._stored(node).items() if _is_trained(t)}
-
-    def fixed_bytes(self, node: fx.Node) -> dict[str, float]:
-        """Return the bytes of the untrained tensors that feed a node, by name: frozen parameters, buffers,
-        constants."""
-        return {name: float(t.nbytes) for name, t in self._stored(node).items() if not _is_trained(t)}
-
-    def _stored(self, node: fx.Node) -> dict[str, torch.Tensor]:
-        """Return the stored tensors that feed a node, by name."""
+    def stored(self, node: fx.Node) -> dict[str, torch.Tensor]:
+        """Return the parameters, buffers and constants that feed a node, by name."""
         names = dict.fromkeys(str(one.target) for one in self.constants(node) if one.op == "get_attr")
         tensors = {name: self.captured.attributes[name] for name in names}
-        return {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
     def outputs(self) -> list[fx.Node]:
         """Return the nodes and inputs whose values the model returns, each once, without constants."""
@@ -124,15 +124,18 @@ class Atoms:
             measured: the fields "forward", "backward", "kept" and others of each node, by the node's name.
         """
         nodes = []
+        trained: dict[str, torch.Tensor] = {}
         for node in self.dynamic:
-            value = self.values[node]
+            value, stored = self.values[node], self.stored(node)
+            parameters = {name: tensor for name, tensor in stored.items() if _is_trained(tensor)}
+            trained |= parameters
             nodes.append(
                 GraphNode(
                     name=node.name,
                     inputs=tuple(one.name for one in self.reads(node)),
                     nbytes=_nbytes(value),
-                    parameters=self.parameter_bytes(node),
-                    held=self.fixed_bytes(node),
+                    parameters={name: float(tensor.nbytes) for name, tensor in parameters.items()},
+                    held={name: float(t.nbytes) for name, t in stored.items() if name not in parameters},
                     kind=node_kind(node),
                     line=source_line(node),
                     differentiable=any(t.requires_grad for t in tensor_leaves(value)),
@@ -141,15 +144,52 @@ class Atoms:
             )
         inputs = {one.name: _nbytes(self.values[one]) for one in self.order if one.op == "placeholder"}
         outputs = tuple(one.name for one in self.outputs())
-        return Graph(
-            tuple(nodes), inputs, outputs or (nodes[-1].name,), rows, tuple(self.inseparable), self._trained_variables()
+        variables = tuple(
+            Variable(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in trained.items()
         )
+        together = tuple(self.inseparable)
+        return Graph(tuple(nodes), inputs, outputs or (nodes[-1].name,), rows, together, variables)
 
-    def _trained_variables(self) -> tuple[Variable, ...]:
-        """Return the trained parameters as variables of an exchange."""
-        names = dict.fromkeys(name for node in self.dynamic for name in self.parameter_bytes(node))
-        found = ((name, self.captured.attributes[name]) for name in names)
-        return tuple(Variable(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in found)
+
+class CapturedBatch:
+    """A model captured for a batch.
+
+    Args:
+        model: the model, in training mode or not.
+        args, kwargs: arguments of a call with the batch.
+        whole: names of inputs that have no rows, whatever their shapes are.
+
+    Attributes:
+        captured: the model's graph.
+        atoms: its atomic subcomponents.
+        flat: the flat inputs.
+        whole: for each flat input, True if it has no rows.
+        rows: rows of the batch.
+
+    Raises:
+        ConfigError: the model cannot be captured, ``whole`` names no input, or the batch has no rows.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], whole: Collection[str] = ()
+    ):
+        self.model = model
+        self.captured = capture(model, args, kwargs)
+        self.atoms = Atoms(self.captured)
+        unknown = [name for name in whole if name not in self.captured.inputs]
+        if unknown:
+            raise ConfigError(
+                f"whole= names {unknown[0]!r}, which is no input of the model: {', '.join(self.captured.inputs)}"
+            )
+        self.whole_names = whole
+        self.whole = [name in whole for name in self.captured.inputs]
+        self.flat = self.captured.flat(args, kwargs)
+        self.rows = count_rows(self.flat, self.whole)
+
+    def with_inputs(self, flat: Sequence[Any]) -> "CapturedBatch":
+        """Return the model captured for other flat inputs."""
+        args, kwargs = pytree.tree_unflatten(list(flat), self.captured.in_spec)
+        return CapturedBatch(self.model, args, kwargs, self.whole_names)
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

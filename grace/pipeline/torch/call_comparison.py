@@ -14,11 +14,12 @@ all tensors of a batch differ and change from step to step: then the data are in
 
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import torch
 
+from grace.core.backend import Handle
 from grace.errors import StepError
 from grace.exchange.header import ADVICE, describe_ranks
 from grace.pipeline.torch.mesh import Mesh
@@ -33,11 +34,12 @@ MODES = "evaluates", "accumulates (no_sync)", "trains"
 FAILED, MODE, BATCHES, UPDATES, SHAPES, RATES, BATCH = range(7)
 """Positions of the numbers that a rank sends; -1 stands for a missing number. The last ones are the checksums of the
 batch's tensors, which are odd if all elements of a tensor are the same."""
+W = TypeVar("W")
 TENSORS = 8
 """Number of tensors of a batch that are compared."""
 
 
-def checksums(values: Sequence[Any]) -> list[int]:
+def checksums(values: Sequence[object]) -> list[int]:
     """Return for each tensor twice the CRC-32 of a sample of its numbers; plus 1 if all of them are the same number.
 
     >>> x = torch.arange(6.0)
@@ -53,7 +55,7 @@ def checksums(values: Sequence[Any]) -> list[int]:
     return sums
 
 
-def _describe(values: Sequence[Any]) -> str:
+def _describe(values: Sequence[object]) -> str:
     """Return a description of a batch, for messages."""
     return ", ".join(
         f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" if isinstance(one, torch.Tensor) else repr(one)
@@ -92,9 +94,9 @@ class CallComparison:
         """Learning rates of this rank's optimizer."""
         self.warned_rates = False
         self.calls = 0
-        self._begun: Any = None
+        self._begun: tuple[Handle, Sequence[object], Exception | None] | None = None
 
-    def begin(self, prepare: Callable[[], tuple[Any, Any, Sequence[Any]]], mode: int, gradients: Gradients) -> Any:
+    def begin(self, prepare: Callable[[], tuple[W, Hashable, Sequence[object]]], mode: int, gradients: Gradients) -> W:
         """Start to compare a call. Ranks without the first stage await the comparison at once, since they have to wait
         anyway.
 
@@ -110,21 +112,20 @@ class CallComparison:
         Raises:
             RankError, StepError: see :meth:`end`.
         """
-        work, error = None, None
+        channel = self.mesh.channel
+        if channel is None:  # there is no other rank
+            return prepare()[0]
+        work: W | None = None
+        error: Exception | None = None
         sums = -1
         batch = [-1] * TENSORS
-        values: Sequence[Any] = []
+        values: Sequence[object] = []
         try:
             work, shapes, values = prepare()
             sums = zlib.crc32(repr(shapes).encode())
             batch = checksums(values)
         except Exception as raised:
             error = raised
-        channel = self.mesh.channel
-        if channel is None:
-            if error is not None:
-                raise error
-            return work
         has_optimizer = gradients.has_optimizer  # the dummy's counts and rates are not compared
         self.rates = _rates(gradients.optimizer) if has_optimizer else []
         counts = gradients.batches, gradients.updates if has_optimizer else -1
@@ -133,6 +134,7 @@ class CallComparison:
         self._begun = channel.allgather(channel.tensor_of(stamp)), values, error
         if error is not None or self.mesh.stage != 0:
             self.end()
+        assert work is not None  # or the comparison has raised the error
         return work
 
     def end(self) -> None:
@@ -153,7 +155,7 @@ class CallComparison:
         self.calls += 1
         self.before[received[0][MODE]] = received
 
-    def _compare(self, received: list[list[int]], values: Sequence[Any]) -> None:
+    def _compare(self, received: list[list[int]], values: Sequence[object]) -> None:
         """Compare the numbers of all ranks."""
         mode = received[0][MODE]
         modes = {rank: MODES[one[MODE]] for rank, one in enumerate(received)}
@@ -237,6 +239,6 @@ class CallComparison:
         )
 
 
-def _rates(optimizer: Any) -> list[float]:
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return an optimizer's learning rates, in order."""
     return sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})

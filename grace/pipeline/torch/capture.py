@@ -45,8 +45,8 @@ class Captured:
     module: fx.GraphModule
     attributes: dict[str, Any]
     inputs: tuple[str, ...]
-    in_spec: Any
-    out_spec: Any
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
     outputs: tuple[Any, ...]
 
     @property
@@ -61,8 +61,7 @@ class Captured:
             ConfigError: the arguments have another structure than those that the model was captured with.
         """
         spec = self.in_spec
-        names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
-        ordered = {name: kwargs[name] for name in names if name in kwargs}
+        ordered = {name: kwargs[name] for name in spec.child(1).context if name in kwargs}
         flat, flat_spec = pytree.tree_flatten((tuple(args), ordered))
         if flat_spec != spec or len(ordered) != len(kwargs):
             raise ConfigError(
@@ -72,10 +71,9 @@ class Captured:
         return flat
 
 
-def _describe_spec(spec: Any) -> str:
+def _describe_spec(spec: pytree.TreeSpec) -> str:
     """Return a description of a call's arguments, for messages."""
-    args, kwargs = (spec.child(0), spec.child(1)) if hasattr(spec, "child") else spec.children_specs
-    return f"{args.num_children} arguments and {sorted(kwargs.context) or 'no keywords'}"
+    return f"{spec.child(0).num_children} arguments and {sorted(spec.child(1).context) or 'no keywords'}"
 
 
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
@@ -119,27 +117,30 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
                 "apart: write that line in operations on whole batches"
             )
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    # a tied tensor has several names; the graph uses the first, as state dicts and optimizers do
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    every = {
-        **dict(model.named_buffers(remove_duplicate=False)),
-        **dict(model.named_parameters(remove_duplicate=False)),
-    }
+    names = first_names(model)
     attributes: dict[str, Any] = {}
     for node in list(graph.nodes):
         if node.op == "get_attr":
             if not node.users:
                 graph.erase_node(node)
-                continue
-            found = every.get(node.target)
-            name = node.target if found is None else first[id(found)]
-            attributes[name] = operator.attrgetter(node.target)(module) if found is None else found
-            node.target = name
+            elif node.target in names:
+                node.target = names[node.target]
+                attributes[node.target] = tensors[node.target]
+            else:  # a constant of the graph
+                attributes[node.target] = operator.attrgetter(node.target)(module)
     _move_buffer_writes(graph)
     output = next(node for node in graph.nodes if node.op == "output")
     placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     flat = tuple(pytree.arg_tree_leaves(output.args[0]))
     return Captured(module, attributes, placeholders, module._in_spec, module._out_spec, flat)
+
+
+def first_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter and buffer, for each of its names. A tied tensor has several; state dicts
+    and optimizers use the first."""
+    first = {id(tensor): name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    every = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
+    return {name: first[id(tensor)] for name, tensor in every}
 
 
 def split_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -234,8 +235,7 @@ def _export_error(model: torch.nn.Module, error: Exception) -> str:
     if frames:
         where = f' at {frames[-1].filename}:{frames[-1].lineno} ("{frames[-1].line}")'
     else:
-        lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-        own = [(file, line) for file, line in lines if is_user_code(file)]
+        own = _user_lines(str(error))
         where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "constant's list" in reason:  # torch's message does not name the operations that it missed
@@ -248,9 +248,14 @@ def _export_error(model: torch.nn.Module, error: Exception) -> str:
 
 def source_line(node: fx.Node) -> str:
     """Return the line of the user's model that a node comes from, as "file:line"; "" if it is not known."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{Path(file).name}:{line}" for file, line in lines if is_user_code(file)]
-    return own[-1] if own else ""
+    own = _user_lines(node.meta.get("stack_trace") or "")
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+
+
+def _user_lines(trace: str) -> list[tuple[str, str]]:
+    """Return the files and lines of user code in a printed stack trace."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return [(file, line) for file, line in lines if is_user_code(file)]
 
 
 def node_kind(node: fx.Node) -> str:
@@ -344,17 +349,10 @@ def fake_values(
     """
     if flat is None:
         flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _keeping_random_state():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), torch.random.fork_rng([]):
         fresh = lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)  # noqa: E731
         own = [fresh(one) if isinstance(one, torch.Tensor) else one for one in flat]
         interpreter = _FakeInterpreter(captured, mode, context_of, on_value)
         interpreter.device = first_device(own)
         interpreter.run(*own, enable_io_processing=False)
         return interpreter.env
-
-
-@contextlib.contextmanager
-def _keeping_random_state() -> Iterator[None]:
-    """Return a context that restores the state of the user's random generators."""
-    with torch.random.fork_rng(devices=[]):
-        yield

@@ -11,17 +11,21 @@ import torch.distributed as dist
 
 from grace.core.backend import Backend
 from grace.core.waits import waiting
-from grace.errors import ConfigError
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.session.agreement import gather_or_raise
 
-_groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str, Any]] = weakref.WeakKeyDictionary()
 """Groups that were made over a process group. Later pipelines reuse them, since freeing one is a collective."""
 
 
 @contextlib.contextmanager
-def failing_together(backend: Backend) -> Iterator[None]:
+def failing_together(backend: Backend, what: str = "a pipeline", failed: str = "refused to start") -> Iterator[None]:
     """Return a context in which an error on one rank is raised on all of them. Every rank must enter it.
+
+    Args:
+        backend: the ranks.
+        what: the thing that the context makes or reads, for messages.
+        failed: phrase for messages that says in which operation a rank failed.
 
     Raises:
         RankError: another rank failed.
@@ -31,7 +35,11 @@ def failing_together(backend: Backend) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    gather_or_raise(backend, "a pipeline", None, error)
+    gather_or_raise(backend, what, None, error, failed)
+
+
+Overlap = tuple[int, int, int]
+"""Rows that this replica shares with a replica of another stage: the other's rank, first row, and number of rows."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,9 @@ class Placement:
     ranks: tuple[int, ...]
     replica: int = 0
 
-    def overlaps(self, other: "Placement", rows: int) -> list[tuple[int, int, int]]:
-        """Return the rows that this replica shares with each replica of another stage, as (rank of the other, first
-        row, number of rows).
+    def overlaps(self, other: "Placement | None", rows: int) -> list[Overlap]:
+        """Return the rows that this replica shares with each replica of another stage; none if there is no other
+        stage.
 
         Args:
             other: placement of the previous or the next stage.
@@ -53,6 +61,8 @@ class Placement:
         >>> Placement((0,)).overlaps(Placement((1, 2)), 8), Placement((1, 2), 1).overlaps(Placement((0,)), 4)
         ([(1, 0, 4), (2, 4, 4)], [(0, 0, 4)])
         """
+        if other is None:
+            return []
         whole = rows * len(self.ranks)
         first = rows * self.replica
         other_rows = whole // len(other.ranks)
@@ -82,18 +92,16 @@ class Mesh:
     """
 
     def __init__(self, plan: Plan, backend: Backend):
-        if plan.world_size != backend.size:
-            raise ConfigError(f"the plan is for {plan.world_size} ranks, and there are {backend.size}: plan again")
         self.backend = backend
         self.rank = backend.rank
         self.stage, self.replica = plan.stage_and_replica(backend.rank)
         self.replicas = plan.replicas
         self.ranks = [stage.ranks for stage in plan.stages]
         self.equal_replicas = len(set(self.replicas)) == 1
-        self.stage_backend: Any = backend
+        self.stage_backend = backend
         self.channel: Any = None
         if backend.size > 1:
-            self.groups: dict[Any, Any] = _groups.setdefault(backend.group or dist.group.WORLD, {})  # type: ignore
+            self.groups = _groups.setdefault(backend.group or dist.group.WORLD, {})  # type: ignore
             self.channel = self.groups.get("all") or backend.duplicate()
             self.groups["all"] = self.channel
             for ranks in self.ranks:
@@ -107,11 +115,14 @@ class Mesh:
             self.groups[ranks] = self.channel.split(list(ranks))
         return self.groups[ranks]
 
-    def placement(self, stage: int) -> Placement | None:
-        """Return the placement of a stage's ranks; None if there is no such stage."""
-        if not 0 <= stage < len(self.ranks):
-            return None
-        return Placement(self.ranks[stage], self.replica if stage == self.stage else 0)
+    @property
+    def placement(self) -> Placement:
+        """Placement of this rank."""
+        return Placement(self.ranks[self.stage], self.replica)
+
+    def placement_of(self, stage: int) -> Placement | None:
+        """Return the placement of the first replica of a stage; None if there is no such stage."""
+        return Placement(self.ranks[stage]) if 0 <= stage < len(self.ranks) else None
 
     @contextlib.contextmanager
     def naming_failed_rank(self, what: str) -> Iterator[None]:

@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grace.core.atomic_files import atomic_write
 from grace.core.user_cache import user_cache
-from grace.pipeline.torch.atomic_subcomponents import Atoms, storage_ids, tensor_leaves
-from grace.pipeline.torch.capture import fake_values, written_nodes
-from grace.pipeline.torch.captured_batch import CapturedBatch
-from grace.pipeline.torch.micro_batches import slice_rows
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.torch.atomic_subcomponents import Atoms, CapturedBatch, storage_ids, tensor_leaves
+from grace.pipeline.torch.batches import slice_rows
+from grace.pipeline.torch.capture import check_plain_model, fake_values, split_call, written_nodes
 
 REPEATS = 5
 """Least number of runs of a node."""
@@ -99,7 +99,7 @@ def costs_by_rows(
         dry: True to estimate costs (:func:`estimate_costs`), as for a model on ``meta``, instead of measuring them.
         file, local_ranks: see :func:`measure_costs`.
 
-    >>> from grace.pipeline.torch.captured_batch import CapturedBatch
+    >>> from grace.pipeline.torch.atomic_subcomponents import CapturedBatch
     >>> cost = costs_by_rows(CapturedBatch(torch.nn.Linear(256, 256), (torch.ones(64, 256),), {}))["linear"]
     >>> 0 <= cost["overhead"] <= cost["forward"], 0 <= cost["overhead_back"] <= cost["backward"]
     (True, True)
@@ -123,6 +123,29 @@ def costs_by_rows(
                 slope = max(0.0, cost[key] - smaller[name][key]) / (batch.rows - few)
                 cost[part] = max(0.0, cost[key] - slope * batch.rows)
     return costs
+
+
+def build_graph(
+    model: torch.nn.Module, example_inputs: Any, dry: bool = False, profiles: str | Path | None = None
+) -> Graph:
+    """Return a model's atomic subcomponents and their costs, as :class:`grace.torch.Pipeline` plans with on every rank.
+
+    Args:
+        model: any module that ``torch.export`` takes; it is put into training mode. One on ``meta`` is never run.
+        example_inputs: as :class:`grace.torch.Pipeline` takes them.
+        dry: estimate seconds from FLOPs and bytes, and run nothing.
+        profiles: the file of measured seconds; None measures anew.
+
+    Raises:
+        ConfigError: ``torch.export`` cannot take the model, or it is not a plain module.
+
+    >>> graph = build_graph(torch.nn.Linear(2, 3), torch.ones(4, 2), dry=True)
+    >>> graph.rows, [node.name for node in graph.nodes], graph.variable("weight").shape
+    (4, ['linear'], (3, 2))
+    """
+    check_plain_model(model)
+    batch = CapturedBatch(model.train(True), *split_call(example_inputs))
+    return batch.atoms.graph(batch.rows, costs_by_rows(batch, dry, profiles))
 
 
 def _read_profiles(file: str | Path | None) -> dict[str, list[float]]:

@@ -44,20 +44,20 @@ class AppliedFunction:
     Args:
         cls: the Function.
         args: its arguments, with None for each tensor.
-        places: positions of the tensors.
+        positions: positions of the tensors.
     """
 
-    def __init__(self, cls: Any, args: tuple[Any, ...], places: Sequence[int]):
+    def __init__(self, cls: Any, args: tuple[Any, ...], positions: Sequence[int]):
         self.cls = cls
         self.args = args
-        self.places = places
+        self.positions = positions
         self.__name__ = self.__qualname__ = cls.__name__
         self.__module__ = __name__
 
     def __call__(self, *tensors: Any) -> Any:
         args = list(self.args)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            args[place] = tensor
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            args[position] = tensor
         return self.cls.apply(*args)
 
     def __str__(self) -> str:
@@ -115,8 +115,8 @@ class CarriedFunctions:
                     f"the autograd.Function {_describe(cls)} is applied{_model_location()} to a list or dict of "
                     "tensors, which a pipeline does not carry: give each of them as an argument of its own"
                 )
-        places = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
-        tensors = [args[i] for i in places]
+        positions = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
+        tensors = [args[i] for i in positions]
         versions = [tensor._version for tensor in tensors]
         self.within = True
         try:
@@ -132,7 +132,7 @@ class CarriedFunctions:
         number = len(self.applied)
         proxies = [tracing.tracer.unwrap_proxy(tensor) for tensor in tensors]
         self.applied.append(
-            AppliedFunction(cls, tuple(None if i in places else one for i, one in enumerate(args)), places)
+            AppliedFunction(cls, tuple(None if i in positions else one for i, one in enumerate(args)), positions)
         )
         name = str(cls.__name__).lower()
         proxy = tracing.tracer.create_proxy("call_function", _placeholder, (number, *proxies), {}, name=name)

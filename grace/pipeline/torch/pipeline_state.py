@@ -9,12 +9,15 @@ import torch
 from grace.core.api_names import TORCH
 from grace.errors import ConfigError, RankError
 from grace.pipeline.torch.atomic_subcomponents import Atoms
-from grace.pipeline.torch.mesh import Mesh
+from grace.pipeline.torch.capture import first_names
+from grace.pipeline.torch.mesh import Mesh, failing_together
 from grace.pipeline.torch.stage_builder import stage_specs
 from grace.pipeline.torch.stage_gradients import Gradients
 from grace.session import checkpoint, state_schema
-from grace.session.agreement import gather_or_raise
 from grace.torch.state_dict import load_state
+
+_LocalState = tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]
+"""State of a stage's optimizer by parameter name, its groups, and its Grace state."""
 
 
 class StageTensors:
@@ -78,13 +81,6 @@ class StageTensors:
                 )
             write()
 
-    def _canonical_names(self) -> dict[str, str]:
-        """Return the name under which a tensor is known, for each name that it has in the model's state."""
-        every = dict(self.model.named_buffers(remove_duplicate=False))
-        every |= dict(self.model.named_parameters(remove_duplicate=False))
-        first = {id(t): name for name, t in [*self.model.named_buffers(), *self.model.named_parameters()]}
-        return {name: first[id(tensor)] for name, tensor in every.items()}
-
     def _source_rank(self, name: str) -> int:
         """Return the rank whose copy of a tensor counts: replica 0 of the first stage that has the tensor."""
         holders = {**self.parameter_holders, **self.buffer_holders}
@@ -102,14 +98,14 @@ class StageTensors:
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter or buffer, on every rank, from the rank that has it. Every rank must call it."""
-        name = self._canonical_names().get(name, name)
+        name = first_names(self.model).get(name, name)
         source = self._source_rank(name)
         like = dict([*self.model.named_buffers(), *self.model.named_parameters()])[name]
         return self._broadcast_copy({**self.parameters, **self.buffers}.get(name), like, source)
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter's gradient, zeros if there is none. Every rank must call it."""
-        name = self._canonical_names().get(name, name)
+        name = first_names(self.model).get(name, name)
         source = self._source_rank(name)
         if name in self.buffer_holders:
             raise ConfigError(f"{name!r} is a buffer, which has no gradient")
@@ -121,7 +117,7 @@ class StageTensors:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole model's state, as ``model.state_dict()`` does, on every rank. Buffers are replica 0's. Every
         rank must call it."""
-        names = self._canonical_names()
+        names = first_names(self.model)
         state = self.model.state_dict()
         fetched = dict[str, torch.Tensor]()
         for name in state:
@@ -136,18 +132,14 @@ class StageTensors:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a whole model's state. Every rank must call it, with the same state."""
         own: Mapping[str, Any] = self.model.state_dict()
-        names = self._canonical_names()
+        names = first_names(self.model)
         tensors = {**self.parameters, **self.buffers}
         targets = {name: tensors.get(names.get(name, name), one) for name, one in own.items()}
-        sums = list[int]()
-        error = None
-        try:
-            _check_model(targets, state)
-            sums = [_checksum(state[name]) for name, one in own.items() if isinstance(one, torch.Tensor)]
-        except Exception as raised:
-            error = raised
-        received = gather_or_raise(self.mesh.backend, "a model's state", sums, error, "did not load the model's state")
         compared = [name for name, one in own.items() if isinstance(one, torch.Tensor)]
+        with failing_together(self.mesh.backend, "a model's state", "did not load the model's state"):
+            _check_model(targets, state)
+            sums = [_checksum(state[name]) for name in compared]
+        received: list[list[int]] = self.mesh.backend.allgather_object(sums)
         for name, every in zip(compared, zip(*received, strict=True), strict=True):
             known = [(rank, one) for rank, one in enumerate(every) if one >= 0]
             odd = next((rank for rank, one in known if one != known[0][1]), None)
@@ -164,12 +156,9 @@ class StageTensors:
 def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> dict[str, Any]:
     """Return the optimizers' state of all stages as that of one optimizer; see
     :meth:`grace.torch.Pipeline.optimizer_state_dict`."""
-    local, error = None, None
-    try:
+    with failing_together(tensors.mesh.backend, "a state to save", "could not save"):
         local = _local_optimizer_state(tensors, gradients) if gradients.has_optimizer else None
-    except Exception as raised:
-        error = raised
-    every = gather_or_raise(tensors.mesh.backend, "a state to save", local, error, "could not save")
+    every: list[_LocalState | None] = tensors.mesh.backend.allgather_object(local)
     received = [one for one in every if one is not None]
     order = {name: i for i, (name, _) in enumerate(tensors.model.named_parameters())}
     merged: list[tuple[dict[str, Any], list[str]]] = []
@@ -192,9 +181,7 @@ def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> dict[st
     }
 
 
-def _local_optimizer_state(
-    tensors: StageTensors, gradients: Gradients
-) -> tuple[dict[str, Any], list[dict[str, Any]], Any] | None:
+def _local_optimizer_state(tensors: StageTensors, gradients: Gradients) -> _LocalState | None:
     """Return the state by name, the groups, and the Grace state, on replica 0 of this rank's stage; None on all
     others."""
     saved = gradients.optimizer.full_state_dict()  # a collective of all replicas

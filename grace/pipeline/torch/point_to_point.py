@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
-from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
-from grace.pipeline.torch.mesh import Mesh
+from grace.pipeline.torch.mesh import Mesh, Overlap
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """Schedules of torch, by their names in plans."""
@@ -21,6 +20,8 @@ KINDS = 2
 """Number of kinds of messages: values go forward, gradients back."""
 VALUES = 4096
 """Largest number of values between two stages."""
+Parts = list[torch.Tensor] | None
+"""The rows of a value that each peer sends; None if the value is not sent."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Crossing:
 class _MicroBatch:
     """The tensors of a micro-batch that are kept from forward to backward."""
 
-    inputs: list[Any]
+    inputs: list[torch.Tensor]
     outputs: tuple[Any, ...]
-    gradients: list[Any] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class PointToPointStage:
@@ -76,23 +77,19 @@ class PointToPointStage:
         recompute: bool = False,
         before_communication: Callable[[], None] | None = None,
     ):
-        placement = mesh.placement(mesh.stage)
-        before = mesh.placement(mesh.stage - 1)
-        after = mesh.placement(mesh.stage + 1)
-        assert placement is not None
         self.submod = module
         self.stage_index = mesh.stage  # the names of these attributes are those that torch's schedules read
         self.num_stages = len(mesh.ranks)
         self.device = device
         self.has_backward = True
-        self.output_chunks: list[Any] = []
+        self.output_chunks: list[tuple[Any, ...]] = []
         self.receives = receives
         self.sends = sends
         self.group = mesh.group
         self.recompute = recompute
         self.before_communication = before_communication
-        self.sources = [] if before is None else placement.overlaps(before, rows)
-        self.targets = [] if after is None else placement.overlaps(after, rows)
+        self.sources = mesh.placement.overlaps(mesh.placement_of(mesh.stage - 1), rows)
+        self.targets = mesh.placement.overlaps(mesh.placement_of(mesh.stage + 1), rows)
         self.clear_runtime_states()
 
     @property
@@ -108,23 +105,23 @@ class PointToPointStage:
     def clear_runtime_states(self) -> None:
         """Discard the micro-batches of the last run."""
         self.chunks: dict[int, _MicroBatch] = {}
-        self.received_values: dict[int, list[Any]] = {}
-        self.received_gradients: dict[int, list[Any]] = {}
+        self.received_values: dict[int, list[Parts]] = {}
+        self.received_gradients: dict[int, list[Parts]] = {}
         self.output_chunks.clear()
 
     # -- set-up, which schedules call once ---------------------------------------------------------------
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return no operations: connections need no set-up."""
         return []
 
-    def _prepare_forward_infra(self, *ignored: Any, **keywords: Any) -> None:
+    def _prepare_forward_infra(self, *ignored: object, **keywords: object) -> None:
         """Do nothing: shapes are known."""
 
-    def _prepare_backward_infra(self, *ignored: Any, **keywords: Any) -> None:
+    def _prepare_backward_infra(self, *ignored: object, **keywords: object) -> None:
         """Do nothing: shapes of gradients are known."""
 
-    def perform_reduce_grad(self, *ignored: Any) -> None:
+    def perform_reduce_grad(self, *ignored: object) -> None:
         """Do nothing: the exchange follows the schedule."""
 
     # -- messages ----------------------------------------------------------------------------------------
@@ -133,13 +130,14 @@ class PointToPointStage:
         """Return the tag of a message. Each message of a step has its own."""
         return ((chunk * self.num_stages + stage) * VALUES + value) * KINDS + kind
 
-    def _receive(self, values: Sequence[Crossing], peers: Any, stage: int, chunk: int, kind: int) -> Any:
-        """Return the receive operations, and the parts of each value that they fill; None for values that are not
-        sent."""
+    def _receive(
+        self, values: Sequence[Crossing], peers: Sequence[Overlap], stage: int, chunk: int, kind: int
+    ) -> tuple[list[dist.P2POp], list[Parts]]:
+        """Return the receive operations, and the parts of each value that they fill."""
         if self.before_communication is not None:
             self.before_communication()
         ops = list[dist.P2POp]()
-        parts = list[Any]()
+        parts = list[Parts]()
         for i, value in enumerate(values):
             if kind and not value.differentiable:
                 parts.append(None)
@@ -157,8 +155,14 @@ class PointToPointStage:
         return ops, parts
 
     def _send(
-        self, values: Sequence[Crossing], given: Sequence[Any], peers: Any, stage: int, chunk: int, kind: int
-    ) -> Any:
+        self,
+        values: Sequence[Crossing],
+        given: Sequence[torch.Tensor | None],
+        peers: Sequence[Overlap],
+        stage: int,
+        chunk: int,
+        kind: int,
+    ) -> list[dist.P2POp]:
         """Return the send operations for the parts of each value."""
         if self.before_communication is not None:
             self.before_communication()
@@ -176,14 +180,14 @@ class PointToPointStage:
                     ops.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=rank, tag=tag))
         return ops
 
-    def get_fwd_recv_ops(self, chunk: int) -> list[Any]:
+    def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         """Return the operations that receive the values of a micro-batch."""
         if self.is_first:
             return []
         ops, self.received_values[chunk] = self._receive(self.receives, self.sources, self.stage_index, chunk, 0)
-        return ops  # type: ignore[no-any-return]
+        return ops
 
-    def get_fwd_send_ops(self, chunk: int) -> list[Any]:
+    def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
         """Return the operations that send the values of a micro-batch."""
         if self.is_last:
             return []
@@ -191,43 +195,42 @@ class PointToPointStage:
         ops = self._send(self.sends, outputs, self.targets, self.stage_index + 1, chunk, 0)
         if not self.has_backward:
             del self.chunks[chunk]
-        return ops  # type: ignore[no-any-return]
+        return ops
 
-    def get_bwd_recv_ops(self, chunk: int) -> list[Any]:
+    def get_bwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch."""
         if self.is_last:
             return []
         ops, self.received_gradients[chunk] = self._receive(self.sends, self.targets, self.stage_index + 1, chunk, 1)
-        return ops  # type: ignore[no-any-return]
+        return ops
 
-    def get_bwd_send_ops(self, chunk: int) -> list[Any]:
+    def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch."""
         if self.is_first:
             return []
         gradients = self.chunks.pop(chunk).gradients
-        return self._send(self.receives, gradients, self.sources, self.stage_index, chunk, 1)  # type: ignore[no-any-return]
+        return self._send(self.receives, gradients, self.sources, self.stage_index, chunk, 1)
 
-    def _concatenate_parts(self, values: Sequence[Crossing], parts: Sequence[Any]) -> list[Any]:
+    def _concatenate_parts(self, values: Sequence[Crossing], parts: Sequence[Parts]) -> list[torch.Tensor | None]:
         """Return each value, concatenated of its received parts; None for values that were not sent."""
-        tensors: list[Any] = []
+        tensors: list[torch.Tensor | None] = []
         for value, own in zip(values, parts, strict=True):
             if own is None:
                 tensors.append(None)
-            elif len(own) > 1:
-                tensors.append(torch.cat(own, value.axis or 0))
             else:
-                tensors.append(own[0])
+                tensors.append(own[0] if len(own) == 1 else torch.cat(own, value.axis or 0))
         return tensors
 
     # -- computation --------------------------------------------------------------------------------------
 
     def forward_one_chunk(
-        self, chunk: int, args: Sequence[Any], kwargs: Any = None, save_forward_output: bool = True
-    ) -> Any:
+        self, chunk: int, args: Sequence[object], kwargs: None = None, save_forward_output: bool = True
+    ) -> tuple[Any, ...]:
         """Run forward of a micro-batch. ``args`` has the model's inputs that the stage reads."""
-        received = list[Any]()
+        received = list[torch.Tensor]()
         if not self.is_first:
-            received = self._concatenate_parts(self.receives, self.received_values.pop(chunk))
+            every = self._concatenate_parts(self.receives, self.received_values.pop(chunk))
+            received = [tensor for tensor in every if tensor is not None]  # values, unlike gradients, are all sent
             for value, tensor in zip(self.receives, received, strict=True):
                 tensor.requires_grad_(value.differentiable and self.has_backward)
         inputs = [*received, *args]
@@ -242,11 +245,11 @@ class PointToPointStage:
             self.output_chunks.append(outputs)
         return outputs
 
-    def _checkpointed_forward(self, inputs: list[Any]) -> Any:
+    def _checkpointed_forward(self, inputs: list[object]) -> Any:
         """Run forward so that only its inputs are kept for backward."""
         calls = 0
 
-        def forward(*values: Any) -> Any:
+        def forward(*values: object) -> Any:
             """Run the module. When forward runs again, for backward, buffers keep their values."""
             nonlocal calls
             calls += 1
@@ -255,16 +258,18 @@ class PointToPointStage:
 
         return checkpoint(forward, *inputs, use_reentrant=False)
 
-    def _backward_roots(self, chunk: int, loss: Any) -> tuple[list[Any], list[Any] | None]:
+    def _backward_roots(
+        self, chunk: int, loss: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """Return the tensors at which backward begins, and their gradients."""
-        if self.is_last:
+        if loss is not None:
             return ([loss], None) if loss.requires_grad else ([], None)
         gradients = self._concatenate_parts(self.sends, self.received_gradients.pop(chunk))
         pairs = zip(self.chunks[chunk].outputs, gradients, strict=True)
         ends = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
         return [one for one, _ in ends], [gradient for _, gradient in ends]
 
-    def backward_one_chunk(self, chunk: int, loss: Any = None, last_backward: bool = False) -> None:
+    def backward_one_chunk(self, chunk: int, loss: torch.Tensor | None = None, last_backward: bool = False) -> None:
         """Run backward of a micro-batch."""
         kept = self.chunks[chunk]
         ends, gradients = self._backward_roots(chunk, loss)
@@ -272,7 +277,7 @@ class PointToPointStage:
         with traced, torch.autocast(self.device.type, enabled=False):
             if ends:
                 torch.autograd.backward(ends, gradients)
-            if self.is_last and loss is not None:
+            if loss is not None:
                 loss.detach_()  # torch's schedules keep losses, and their graphs would keep received values
         kept.gradients = [one.grad for one in kept.inputs]
         for one in kept.inputs:
@@ -295,47 +300,32 @@ def _restoring_buffers(module: torch.nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def make_schedule(name: str, stage: PointToPointStage, microbatches: int, loss: Callable[[Any, Any], Any]) -> Any:
-    """Return a schedule of torch for a rank's stage, which leaves gradients as sums over micro-batches.
-
-    Args:
-        name: name of the schedule in a plan.
-        stage: this rank's stage.
-        microbatches: number of micro-batches.
-        loss: function of the last stage's output and a target.
-
-    Raises:
-        ConfigError: the schedule cannot run so many micro-batches.
-    """
-    try:
-        return SCHEDULES[name](stage, microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise ConfigError(
-            f"schedule {name!r} cannot run {microbatches} micro-batches over {stage.num_stages} stages: {error} "
-            "Choose another number of micro-batches, or schedule='gpipe'"
-        ) from error
-
-
 def run_schedule(
-    schedule: Any, stage: PointToPointStage, inputs: list[list[Any]], targets: list[Any]
+    name: str,
+    stage: PointToPointStage,
+    inputs: list[list[object]],
+    targets: list[Any],
+    loss: Callable[[Any, Any], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Run forward and backward of all micro-batches. Return the losses, if this rank has the last stage.
+    """Run forward and backward of all micro-batches. Gradients are sums over them. Return the losses, if this rank has
+    the last stage.
 
     Args:
-        schedule: the result of :func:`make_schedule`.
-        stage: the stage that the schedule was made for.
+        name: name of the schedule in the plan.
+        stage: this rank's stage.
         inputs: the model's inputs that the stage reads, for each micro-batch.
         targets: the target for each micro-batch.
+        loss: function of the last stage's output and a target.
     """
     losses: list[torch.Tensor] = []
     stage.has_backward = True
     stage.clear_runtime_states()
-    schedule._internal_losses.clear()
+    schedule = SCHEDULES[name](stage, len(inputs), loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
     schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
-    return [loss.detach() for loss in losses]
+    return [one.detach() for one in losses]
 
 
-def run_forward(stage: PointToPointStage, inputs: list[list[Any]]) -> list[Any]:
+def run_forward(stage: PointToPointStage, inputs: list[list[object]]) -> list[tuple[Any, ...]]:
     """Run forward of all micro-batches, without gradients. Return the last stage's outputs, for each micro-batch."""
     stage.has_backward = False
     stage.clear_runtime_states()

@@ -11,9 +11,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
-from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.atomic_subcomponents import Atoms, CapturedBatch
 from grace.pipeline.torch.capture import fake_values, source_line
-from grace.pipeline.torch.captured_batch import CapturedBatch
 from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.point_to_point import Crossing, PointToPointStage
 
@@ -132,9 +131,6 @@ class BuiltStage:
         device: device of this rank's stage.
         recompute, before_communication: see :class:`PointToPointStage`.
     """
-
-    schedule: Any = None
-    """torch's schedule of the stage, made at its first step."""
 
     def __init__(
         self,

@@ -107,8 +107,7 @@ class Gradients:
         if not self.has_optimizer:  # a GradScaler must update here too
             self.optimizer = torch.optim.SGD([self.stand_in], lr=0.0)
             self.optimizer.register_step_pre_hook(self._before_step)
-            self.optimizer.__class__ = type("SGD", (_ExchangingOptimizer, torch.optim.SGD), {})
-            self.optimizer._pipeline = self
+            self._exchange_before_unscaling()
         else:
             self.optimizer = made
             if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -143,6 +142,10 @@ class Gradients:
         )
         # hooks would exchange the gradients of single micro-batches, before they are scaled
         self._session.paused = True
+        self._exchange_before_unscaling()
+
+    def _exchange_before_unscaling(self) -> None:
+        """Make the optimizer exchange before a GradScaler unscales."""
         cls = type(self.optimizer)
         self.optimizer.__class__ = type(cls.__name__, (_ExchangingOptimizer, cls), {"__module__": cls.__module__})
         self.optimizer._pipeline = self
@@ -180,6 +183,48 @@ class Gradients:
                 self.parameters[name].copy_(value)
 
     # -- from the schedule --------------------------------------------------------------------------------
+
+    def start_loss_scale(self, device: torch.device) -> None:
+        """Set the scale of the losses of the next schedule: the GradScaler's, or 1."""
+        self.loss_scale = 1.0
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros((), device=device))  # a GradScaler makes its scale at its first loss
+            self.loss_scale = float(self.scaler.get_scale())
+
+    def collect(self, run: Callable[[], float]) -> tuple[float, Callable[[float], None]]:
+        """Run a schedule while ``p.grad`` is empty.
+
+        Args:
+            run: a function that runs the schedule, and leaves gradients in ``p.grad``.
+
+        Returns:
+            the result of ``run``; and a function that adds the schedule's gradients, times a factor, to the former
+            ones. It works once.
+        """
+        former = {name: p.grad for name, p in self.parameters.items()}
+        for p in self.parameters.values():
+            p.grad = None
+        try:
+            result = run()
+            computed = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        finally:
+            for name, p in self.parameters.items():
+                p.grad = former[name]
+        pending = [{name: g.to_dense() if g.is_sparse else g for name, g in computed.items()}]
+
+        @torch.no_grad()
+        def deliver(factor: float) -> None:
+            """Add the schedule's gradients, times a factor, to ``p.grad``."""
+            if not pending:
+                raise ConfigError("loss.backward() was called before: a pipeline's loss can be differentiated once")
+            for name, gradient in pending.pop().items():  # popped, so that a loss that the program keeps frees them
+                p = self.parameters[name]
+                scaled = gradient if factor == 1.0 else gradient * factor
+                p.grad = scaled if p.grad is None else p.grad.add_(scaled)
+            self.ready = True
+            self.batches += 1
+
+        return result, deliver
 
     def factor(self, microbatches: int) -> float:
         """Return the factor that turns the sum over micro-batches into the input of the mean over replicas."""
@@ -305,6 +350,21 @@ class Gradients:
 def chosen_strategy(options: Mapping[str, Any]) -> Any:
     """Return the user's strategy, or the one that the launcher names; None if one method serves all variables."""
     return options.get("strategy", os.environ.get(STRATEGY) or None)
+
+
+class Loss(torch.autograd.Function):
+    """The loss as a value. Differentiating it delivers the gradients that were computed with it, times the incoming
+    gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, deliver: Callable[[float], None]) -> torch.Tensor:  # type: ignore[override]
+        ctx.deliver = deliver
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        ctx.deliver(float(gradients[0]))
+        return None, None, None
 
 
 class _ExchangingOptimizer:

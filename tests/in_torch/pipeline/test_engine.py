@@ -1,8 +1,10 @@
 """Pipelines from their making to their end."""
 
 import dataclasses
+import gc
 import json
 import os
+import weakref
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import grace
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
-from grace.pipeline.torch import dry_run, node_costs
-from grace.pipeline.torch.plan_agreement import state_bytes
+from grace.pipeline.torch import node_costs
+from grace.pipeline.torch.plan_search import state_bytes
 from grace.planner.network import Links
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
 from tests.support.pool import RankFailure
@@ -140,6 +142,16 @@ def ranged(settings):
     return engine.plan.replicas, engine.plan.microbatches
 
 
+def test_an_example_is_let_go_once_the_model_is_cut(local):
+    x = torch.ones(4, 6)
+    example = weakref.ref(x)
+    engine = grace.torch.Pipeline(made("FewParameters"), x, loss_fn, optimizer=sgd, microbatches=2)
+    del x
+    gc.collect()
+    assert example() is None
+    assert engine.stage == 0
+
+
 def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(node_costs, "_memory", {})
@@ -153,7 +165,7 @@ def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
 def of_a_dry_run(file):
     model, (args, kwargs, target) = made("Residual"), batch("Residual")
     if grace.rank() == 0:
-        graph = dry_run.build_graph(model, (args, kwargs), dry=True)
+        graph = node_costs.build_graph(model, (args, kwargs), dry=True)
         search_plan(graph, 2, ROWS, Links(1e9), SearchOptions(stages=2, microbatches=2)).save(file)
     engine = model_of(plan=file)
     engine.step(*args, target)

@@ -9,7 +9,7 @@ import grace
 from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.atomic_subcomponents import Atoms
 from grace.pipeline.torch.capture import capture
-from grace.pipeline.torch.dry_run import build_graph
+from grace.pipeline.torch.node_costs import build_graph
 from tests.support.live import LiveBytes
 from tests.support.pools import ranks_of
 

@@ -3,40 +3,51 @@ gradients."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from grace.backends.runtime import current
+from grace.backends.together import from_root
 from grace.backends.topology import Topology, node_name
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.search import SearchOptions
+from grace.pipeline.planning.search import Numbers, SearchOptions
 from grace.pipeline.torch import node_costs, pipeline_state
-from grace.pipeline.torch.autograd import accumulate_gradients, broadcast_batch, gather_outputs
+from grace.pipeline.torch.atomic_subcomponents import CapturedBatch
+from grace.pipeline.torch.batches import broadcast_batch, count_rows, gather_outputs, micro_batches
 from grace.pipeline.torch.call_comparison import CallComparison
 from grace.pipeline.torch.capture import check_plain_model, split_call
-from grace.pipeline.torch.captured_batch import CapturedBatch
 from grace.pipeline.torch.mesh import Mesh, failing_together
-from grace.pipeline.torch.micro_batches import count_rows, micro_batches
 from grace.pipeline.torch.pipeline_state import StageTensors
-from grace.pipeline.torch.plan_agreement import (
-    agree_on_plan,
+from grace.pipeline.torch.plan_search import (
     check_optimizer_state_whole,
+    given_plan,
     search_plan_by_throughput,
     state_bytes,
+    torch_version,
     update_seconds,
 )
-from grace.pipeline.torch.point_to_point import make_schedule, run_forward, run_schedule
+from grace.pipeline.torch.point_to_point import run_forward, run_schedule
 from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key
-from grace.pipeline.torch.stage_gradients import Gradients, check_options, chosen_strategy
+from grace.pipeline.torch.stage_gradients import Gradients, Loss, check_options, chosen_strategy
+from grace.planner.exchange_costs import Costs
+from grace.planner.network import Network
+from grace.strategy.execution import StrategyArg
 from grace.torch.parameters import broadcast_parameters
 
 INPUTS = ("replica", "global", "rank0")
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+Work = tuple[BuiltStage, list[list[object]], list[object]]
+"""This rank's stage, and for each micro-batch the inputs that the stage reads, and the target."""
 
 
 class Pipeline:
@@ -96,26 +107,26 @@ class Pipeline:
         loss_fn: Callable[..., torch.Tensor] | None = None,
         *,
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
-        compressor: Any = None,
-        residual: Any = None,
-        communicator: Any = None,
-        strategy: Any = None,
-        microbatches: Any = None,
-        stages: Any = None,
-        replicas: Any = None,
-        schedule: Any = None,
+        compressor: CompressorArg | None = None,
+        residual: MemoryArg | None = None,
+        communicator: CommunicatorArg | None = None,
+        strategy: StrategyArg | None = None,
+        microbatches: Numbers = None,
+        stages: Numbers = None,
+        replicas: Numbers = None,
+        schedule: str | Iterable[str] | None = None,
         recompute: bool | None = False,
         cuts: Sequence[str] | None = None,
-        blocks: Any = None,
+        blocks: Numbers = None,
         memory: float | None = None,
         memory_margin: float = 0.1,
-        links: Any = None,
-        plan: Any = None,
+        links: Network | Costs | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         inputs: str | None = None,
-        grad_scaler: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         whole: Sequence[str] = (),
-        profiles: Any = True,
-        init: Any = None,
+        profiles: bool | str | Path = True,
+        init: Callable[[torch.nn.Module], object] | None = None,
         **options: Any,
     ):
         if inputs not in (None, *INPUTS):
@@ -158,7 +169,7 @@ class Pipeline:
         """False within ``no_sync()``."""
         self._pending = False
         """True if gradients were accumulated that are not exchanged yet."""
-        self._built: dict[Any, BuiltStage] = {}
+        self._built: dict[Hashable, BuiltStage] = {}
         self.plan: Plan | None = None
         self.steps = 0
         self.init = init
@@ -169,52 +180,25 @@ class Pipeline:
 
     # -- the cut ------------------------------------------------------------------------------------------
 
-    def _cut(self, args: Any, kwargs: Any) -> None:
+    def _cut(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
         with failing_together(self.backend):
             check_optimizer_state_whole(self.make_optimizer)
             self.model.train(True)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
-        atoms, rows = batch.atoms, batch.rows
-        self._captured = batch.captured
-        unmeasured = atoms.graph(rows)
-        unequal = len(set(self.search_options.replicas_by_stage or ())) > 1
-        each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
-
-        hosts = self.backend.allgather_object(node_name())
-        on_meta = any(p.is_meta for p in self.model.parameters())
-
-        def measure() -> Any:
-            """Return measured costs of the model, or estimated ones on ``meta``, and seconds of the optimizer's
-            update."""
-            local_ranks = hosts.count(hosts[self.backend.rank])
-            costs = node_costs.costs_by_rows(batch, file=self.profiles, local_ranks=local_ranks)
-            if on_meta:
-                return costs, 0.0
-            return costs, update_seconds(self.make_optimizer, self.device)
-
-        def search(measured: Any) -> Plan:
-            """Search a plan with measured costs."""
-            costs, update = measured
-            strategy = chosen_strategy(self.options)
-            document = documented(strategy, dict(self.model.named_parameters()))
-            options = dataclasses.replace(
-                self.search_options,
-                strategy=document or strategy,
-                nodes=Topology(hosts).ranks,
-                optimizer_state=state_bytes(self.make_optimizer, self.model.parameters()),
-                optimizer_seconds=update,
-            )
-            return search_plan_by_throughput(atoms.graph(rows, costs), len(hosts), rows, each, self.links, options)
-
-        self.plan = plan = agree_on_plan(self.user_plan, measure, search, unmeasured, self.backend)
+        self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
+        plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
+        if plan is None:
+            plan = self._search_plan(batch)
+        plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
+        self.plan = plan
         self.mesh = mesh = Mesh(plan, self.backend)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
         if self.inputs == "replica" and not mesh.equal_replicas:
             raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
         self.nodes = [stage.nodes for stage in plan.stages]
         self.comparison = CallComparison(mesh, self.inputs == "replica")
-        self.tensors = StageTensors(self.model, atoms, self.nodes, mesh)
+        self.tensors = StageTensors(self.model, batch.atoms, self.nodes, mesh)
         with failing_together(self.backend):
             self.tensors.materialize(self.init, self.device)
         self.parameters, self.buffers = self.tensors.parameters, self.tensors.buffers
@@ -225,6 +209,38 @@ class Pipeline:
         unequal_tensors = {**self.buffers, **({} if self.gradients.has_optimizer else self.parameters)}
         if unequal_tensors and mesh.stage_backend.size > 1:
             broadcast_parameters(unequal_tensors, 0, mesh.stage_backend)
+
+    def _search_plan(self, batch: CapturedBatch) -> Plan:
+        """Return a new plan, the same on all ranks, and write it to the user's file.
+
+        All ranks measure the model at once, as they will compute at once, which takes longer on one machine than alone.
+        """
+        hosts = self.backend.allgather_object(node_name())
+        local_ranks = hosts.count(hosts[self.backend.rank])
+        costs = node_costs.costs_by_rows(batch, file=self.profiles, local_ranks=local_ranks)
+        on_meta = any(p.is_meta for p in self.model.parameters())
+        update = 0.0 if on_meta else update_seconds(self.make_optimizer, self.device)
+
+        def search() -> Plan:
+            """Search a plan with rank 0's costs, and save it."""
+            strategy = chosen_strategy(self.options)
+            options = dataclasses.replace(
+                self.search_options,
+                strategy=documented(strategy, dict(self.model.named_parameters())) or strategy,
+                nodes=Topology(hosts).ranks,
+                optimizer_state=state_bytes(self.make_optimizer, self.model.parameters()),
+                optimizer_seconds=update,
+            )
+            graph = batch.atoms.graph(batch.rows, costs)
+            unequal = len(set(options.replicas_by_stage or ())) > 1
+            each = self.user_inputs == "replica" or (self.user_inputs is None and not unequal)
+            plan = search_plan_by_throughput(graph, len(hosts), batch.rows, each, self.links, options)
+            plan = dataclasses.replace(plan, versions={**plan.versions, **torch_version()})
+            if isinstance(self.user_plan, (str, os.PathLike)):
+                plan.save(Path(self.user_plan))
+            return plan
+
+        return from_root(search)
 
     def _check_planned(self) -> None:
         """Refuse a call before the model was cut."""
@@ -257,16 +273,16 @@ class Pipeline:
         self._check_planned()
         return self.mesh.replicas[self.stage]
 
-    def _begin_call(self, args: Any, kwargs: Any, targeted: bool) -> tuple[BuiltStage, list[Any], list[Any]]:
+    def _begin_call(self, args: Args, kwargs: Kwargs, targeted: bool) -> Work:
         """Prepare a call by :meth:`_split_batch`, and start the ranks' comparison of it. ``targeted`` is True if the
         last of ``args`` is the target, provided that there is a loss function."""
 
-        def read_arguments() -> Any:
+        def read_arguments() -> tuple[Args, Kwargs, object]:
             """Return the arguments and the target that this rank was given."""
             own, target = self._split_target(args, kwargs) if targeted else (args, None)
             return own, kwargs, target
 
-        def prepare() -> Any:
+        def prepare() -> tuple[Work, Hashable, Sequence[object]]:
             """Return the stage, inputs and targets, shapes for the comparison, and values for the comparison."""
             batch = (
                 broadcast_batch(self.mesh, self.device, read_arguments) if self.inputs == "rank0" else read_arguments()
@@ -275,21 +291,18 @@ class Pipeline:
             return prepared, shapes, [] if self.inputs == "rank0" else pytree.tree_leaves((args, kwargs))
 
         mode = (1 + self._exchanging) if self.training else 0
-        return self.comparison.begin(prepare, mode, self.gradients)  # type: ignore[no-any-return]
+        return self.comparison.begin(prepare, mode, self.gradients)
 
-    def _split_batch(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[BuiltStage, list[Any], list[Any]], Any]:
+    def _split_batch(self, args: Args, kwargs: Kwargs, target: object) -> tuple[Work, Hashable]:
         """Return this rank's stage for these shapes, and its inputs and the target of each micro-batch; and the shapes
         of the batch."""
         assert self.plan is not None
         count = self.plan.microbatches
-        placement = self.mesh.placement(self.stage)
-        assert placement is not None
-        captured = self._captured
-        leaves = captured.flat(args, kwargs)
-        spec = captured.in_spec
-        whole = [name in self.whole for name in captured.inputs]
-        rows = count_rows(leaves, whole)
-        cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", whole)
+        placement = self.mesh.placement
+        spec = self._captured.in_spec
+        leaves = self._captured.flat(args, kwargs)
+        rows = count_rows(leaves, self._is_whole)
+        cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", self._is_whole)
         first_args, first_kwargs = pytree.tree_unflatten(cut[0], spec)
         key = (self.training, shape_key(cut[0]))
         if key not in self._built:
@@ -300,20 +313,16 @@ class Pipeline:
             recompute, compare = self.plan.recompute, self.comparison.end
             self._built[key] = BuiltStage(micro_batch, nodes, self.mesh, self.device, recompute, compare)
         built = self._built[key]
-        flat = [built.captured.flat(*pytree.tree_unflatten(one, spec)) for one in cut]
         targets, target_spec = pytree.tree_flatten(target)
         parts = micro_batches(targets, rows, count, placement, self.inputs != "replica")
-        inputs = [built.inputs(one) for one in flat]
+        inputs = [built.inputs(one) for one in cut]
         return (built, inputs, [pytree.tree_unflatten(one, target_spec) for one in parts]), shape_key(leaves)
 
     # -- training -----------------------------------------------------------------------------------------
 
     def _make_loss(self, built: BuiltStage) -> Callable[[Any, Any], torch.Tensor]:
         """Return the loss function of the schedule, times the loss scale."""
-        scale = 1.0
-        if self.scaler is not None and self.scaler.is_enabled():
-            self.scaler.scale(torch.zeros((), device=self.device))  # a GradScaler makes its scale at its first loss
-            scale = self.scaler.get_scale()
+        scale = self.gradients.loss_scale
 
         def loss(flat: Any, target: Any) -> torch.Tensor:
             """Return the loss of a micro-batch, times the loss scale."""
@@ -323,21 +332,16 @@ class Pipeline:
                 raise ConfigError("the loss must be a tensor of one element, a mean over rows: give loss_fn=")
             return value * scale  # a new tensor: that of mse_loss keeps the memory of all errors
 
-        self._scale = scale
         return loss
 
-    def _run_schedule(self, args: Any, kwargs: Any) -> float:
+    def _run_schedule(self, args: Args, kwargs: Kwargs) -> float:
         """Run the schedule. It leaves only its own gradients in ``p.grad``, as means over micro-batches, times the loss
         scale. Return this rank's share of the loss, the mean over all rows."""
         assert self.plan is not None
         with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
             built, chunks, targets = self._begin_call(args, kwargs, True)
-        loss = self._make_loss(built)
-        if built.schedule is None:
-            built.schedule = make_schedule(self.plan.schedule, built.stage, self.plan.microbatches, loss)
-        built.schedule._loss_fn = loss
-        with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
-            losses = run_schedule(built.schedule, built.stage, chunks, targets)
+            self.gradients.start_loss_scale(self.device)
+            losses = run_schedule(self.plan.schedule, built.stage, chunks, targets, self._make_loss(built))
             self.comparison.end()  # in a plan of one stage nothing is sent, so nothing has awaited it yet
         self.steps += 1
         factor = self.gradients.factor(self.plan.microbatches)
@@ -345,7 +349,7 @@ class Pipeline:
             for p in self.parameters.values():
                 if p.grad is not None and factor != 1.0:
                     p.grad.mul_(factor)
-        shares = len(losses) * self.mesh.replicas[-1] * self._scale
+        shares = len(losses) * self.mesh.replicas[-1] * self.gradients.loss_scale
         return sum(float(one) for one in losses) / shares if losses else 0.0
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -364,7 +368,8 @@ class Pipeline:
             self._cut(self._split_target(args, kwargs)[0], kwargs)
         if not self._pending:
             self.gradients.zero_grad()
-        share = accumulate_gradients(self, lambda: self._run_schedule(args, kwargs))
+        share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
+        deliver(1.0)
         self._pending = not self._exchanging
         if self._exchanging:
             self.gradients.exchange()  # before the all-reduce of the loss: earlier stages still run their schedule
@@ -383,11 +388,13 @@ class Pipeline:
             return self.evaluate(*args, **kwargs)
         if self.plan is None:
             self._cut(self._split_target(args, kwargs)[0], kwargs)
-        return accumulate_gradients(
-            self, lambda: torch.tensor(self.mesh.all_reduce_sum(self._run_schedule(args, kwargs))), later=True
-        )
+        share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
+        scale = self.gradients.loss_scale
+        value = torch.tensor(self.mesh.all_reduce_sum(share))
+        anchor = torch.zeros((), requires_grad=True)  # makes autograd call the loss's backward
+        return Loss.apply(anchor, value, lambda factor: deliver(factor / scale))  # type: ignore[no-untyped-call]
 
-    def _split_target(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    def _split_target(self, args: Args, kwargs: Kwargs) -> tuple[Args, object]:
         """Return the model's arguments and the target of a call."""
         if self.loss_fn is None:
             return args, None

@@ -1,4 +1,4 @@
-"""The plan that a pipeline runs by: the user's, a file's, or one that is searched for."""
+"""The plan that a pipeline runs by: the user's, or one that is searched for with facts of the optimizer."""
 
 import contextlib
 import dataclasses
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grace.backends.together import from_root
-from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
@@ -142,43 +140,19 @@ def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> 
     return undisturbed(seconds) / p.nbytes
 
 
-def agree_on_plan(
-    plan: Any, measure: Callable[[], Any], make: Callable[[Any], Plan], graph: Graph, backend: Backend
-) -> Plan:
-    """Return the plan of all ranks, which is rank 0's: the user's, a file's, or a new one, which is written to the
-    file. Every rank must call it.
+def given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """Return the user's plan, or the plan of the user's file; None if there is none yet.
 
-    Args:
-        plan: a Plan, a file, or None.
-        measure: a function that measures the model's costs. All ranks call it at once, as they will compute at once,
-            which takes longer on one machine than alone.
-        make: a function that makes a plan of measured costs.
-        graph: the graph that the plan must fit.
-        backend: the backend of all ranks.
+    Raises:
+        ConfigError: the argument is neither a plan nor a file, or the file has no plan.
     """
-    versions = {"torch": public(torch.__version__)}
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, os.PathLike)):
+        raise ConfigError(f"plan= must be a file or a Plan, not {plan!r}")
+    return Plan.load(Path(plan)) if Path(plan).exists() else None
 
-    def given_plan() -> Plan | None:
-        """Return the user's plan, or the file's; None if there is none."""
-        if isinstance(plan, Plan):
-            return plan
-        if plan is not None and not isinstance(plan, (str, os.PathLike)):
-            raise ConfigError(f"plan= must be a file or a Plan, not {plan!r}")
-        if plan is not None and Path(plan).exists():
-            return Plan.load(Path(plan))
-        return None
 
-    def make_and_save() -> Plan:
-        """Return a new plan, and write it to the file."""
-        new = make(measured)
-        new = dataclasses.replace(new, versions={**new.versions, **versions})
-        if plan is not None:
-            new.save(Path(plan))
-        return new
-
-    chosen = from_root(given_plan) if backend.size > 1 else given_plan()
-    if chosen is None:
-        measured = measure()
-        chosen = from_root(make_and_save) if backend.size > 1 else make_and_save()
-    chosen.check(graph, backend.size, versions)
-    return chosen
+def torch_version() -> dict[str, str]:
+    """Return the version of torch, as a plan remembers it."""
+    return {"torch": public(torch.__version__)}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grace.core.communicator import Communicator
+from grace.core.communicator import Communicator, MeanCompression
 from grace.core.component import Component
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
@@ -47,9 +47,9 @@ class ScatterReduce(Communicator):
         return {**super().components, "shard_memory": self.shard_memory}
 
     @property
-    def second(self) -> tuple[Compressor, Memory, str]:
+    def mean_compression(self) -> MeanCompression:
         """The compression of means: the same method, with a memory of its own and random numbers of this rank."""
-        return self.compressor, self.shard_memory, f"mean_{self.context.rank}"
+        return MeanCompression(self.compressor, self.shard_memory, f"mean_{self.context.rank}")
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
         return [Leg(ALL_TO_ALL, Carries.GRADIENTS), Leg(ALL_GATHER, Carries.MEANS)]

@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
@@ -31,6 +31,20 @@ class RouteCost:
             return formula_of(cls().route_of_wire(math.inf, EngineTraits()))
         except ConfigError:  # it does not carry the compressor that it takes if none is named
             return ""
+
+
+class MeanCompression(NamedTuple):
+    """Compression of means by the ranks that average: the second one of a bucket's round trip.
+
+    Attributes:
+        compressor: the method; its random numbers must be others than the first compression's.
+        memory: keeps what payloads of means leave out.
+        label: label of the random numbers, behind a variable's name and a slash.
+    """
+
+    compressor: Compressor
+    memory: Memory
+    label: str
 
 
 class Communicator(Component):
@@ -235,13 +249,12 @@ class Communicator(Component):
         return Communicator.legs(self, nbytes, engine) if own else self.legs(nbytes, engine)
 
     @property
-    def second(self) -> tuple[Compressor, Memory, str] | None:
-        """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
-        compressed."""
+    def mean_compression(self) -> MeanCompression | None:
+        """Compressor and memory of means; None if means are not compressed."""
         return None
 
-    def rescale_second(self, loss_scale: float) -> None:
-        """Rescale the state that compresses means to the units of this loss scale, which the next means have."""
+    def rescale_mean_memory(self, loss_scale: float) -> None:
+        """Rescale the memory of means to the units of this loss scale, which the next means have."""
 
     def use_leaders(self, leader_of: Sequence[int]) -> None:
         """Let one rank of each node take part from now on.

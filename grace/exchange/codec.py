@@ -73,7 +73,7 @@ class PerVariableCodec:
         self.owners, self.owner = (self.context.size, self.context.rank) if communicator.cuts else (1, 0)
         self.compressor: Compressor = communicator.compressor
         self.memory: Memory = communicator.memory
-        self.second: tuple[Compressor, Memory, str] | None = communicator.second
+        self.mean_compression = communicator.mean_compression
         self.pieces = PiecewiseCompressor(self.compressor, self.owners) if communicator.cuts else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
@@ -303,8 +303,8 @@ class PerVariableCodec:
         Raises:
             PayloadError: a payload cannot be decoded; ``error.variable`` is its variable.
         """
-        assert self.second is not None
-        _, memory, _ = self.second
+        assert self.mean_compression is not None
+        memory = self.mean_compression.memory
         with recorder.phase("unpack", bucket=self.bucket):
             received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
         payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
@@ -325,9 +325,8 @@ class PerVariableCodec:
         return self.aggregated(payloads, ctx, out, self.context.size, name)
 
     def _compressed_mean(self, mean: Tensor, name: str) -> tuple[Payload, Any]:
-        assert self.second is not None
-        compressor, _, label = self.second
-        return compressor.compress(mean, f"{name}/{label}")
+        assert self.mean_compression is not None
+        return self.mean_compression.compressor.compress(mean, f"{name}/{self.mean_compression.label}")
 
     def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
         """Return the wire of the means, padded to the longest owner's, and its layout."""
@@ -337,13 +336,13 @@ class PerVariableCodec:
         return self.padded(layout.pack(payloads, statuses, stamps), self.layouts), layout
 
     def remember_means(self, kept: Sequence[bool]) -> None:
-        """Update the second memory with the parts that the payloads of means left out.
+        """Update the memory of means with the parts that the payloads of means left out.
 
         Args:
             kept: True for each variable to update; False to roll its state back.
         """
-        assert self.second is not None
-        compressor, memory, _ = self.second
+        assert self.mean_compression is not None
+        compressor, memory = self.mean_compression.compressor, self.mean_compression.memory
         for keep, name, mean, encoded in zip(kept, self.names, self.means, self.encoded_means, strict=True):
             if keep:
                 with recorder.phase("update", variable=name):
@@ -352,9 +351,9 @@ class PerVariableCodec:
                 self.forget_mean(name)
 
     def forget_mean(self, name: str) -> None:
-        """Roll back the second memory's state of a variable."""
-        assert self.second is not None
-        for part in self.second[1].named_components().values():
+        """Roll back the state that the memory of means has of a variable."""
+        assert self.mean_compression is not None
+        for part in self.mean_compression.memory.named_components().values():
             part.state.rollback(name)
 
     # -- receiving -------------------------------------------------------------------------------------
@@ -381,7 +380,7 @@ class PerVariableCodec:
                     wires, count = [self._divided(wires[0])], 1
                 each = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
                 received = [[payloads[i] for payloads in each] for i in range(len(self.names))]
-        one = self._aggregate if self.second is None else self._joined
+        one = self._aggregate if self.mean_compression is None else self._joined
         counts = [count] * len(outs)
         values = recorder.each("decode", self.names, one, range(len(self.names)), received, outs, counts)
         if self.traits.rounds > 1:  # memories are updated with the aggregated payload
@@ -404,13 +403,13 @@ class PerVariableCodec:
     def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
         """Return the mean that owners, or the root, sent in payloads. Each payload is aggregated alone, so that a vote
         stays a vote."""
-        assert self.second is not None
+        assert self.mean_compression is not None
         ctx = self.encoded[i][1]
         room = self.room(i, out, payloads[0][0])
         with payload_of(variable=name):
             if self.pieces is not None:
                 return self.pieces.join(payloads, ctx, room)
-            return self.second[0].aggregate(payloads, ctx, room, 1)
+            return self.mean_compression.compressor.aggregate(payloads, ctx, room, 1)
 
     def poisoned(self, value: Any) -> Any:
         """Return a mean with its numbers replaced by NaN, because a rank's gradient was not finite."""

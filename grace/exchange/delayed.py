@@ -160,11 +160,11 @@ class Pending:
         return pending
 
     def run(self, check: Check) -> None:
-        """Run all collectives, and commit the state of the second memory, which no later step may roll back."""
+        """Run all collectives, and commit the state of the memory of means, which no later step may roll back."""
         round_trip = self.round_trip
         assert round_trip is not None
-        second = round_trip.communicator.second
-        states = [] if second is None else [part.state for part in second[1].named_components().values()]
+        of_means = round_trip.communicator.mean_compression
+        states = [] if of_means is None else [part.state for part in of_means.memory.named_components().values()]
         try:
             self.outcomes = round_trip.finish([None] * len(round_trip.names))
             check([round_trip], round_trip.backend, self.hyperparameters)

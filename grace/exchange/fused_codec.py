@@ -82,13 +82,13 @@ class FusedCodec(PerVariableCodec):
         """True if this step's wires, and its means, were written in one pass."""
         self.sum_of_means: Tensor | None = None
         self.means_wire: Tensor | None = None
-        if self.second is not None:
+        if self.mean_compression is not None:
             # Each variable's mean begins where kernels may read 16 bytes at once.
             starts = np.cumsum([0, *((n + 3) // 4 * 4 for n in sizes[owner])])
             self.mean_offsets, self.mean_room = (4 * starts[:-1]).astype(np.uint64), int(starts[-1])
             mine = shapes if self.pieces is None else [(n,) for n in sizes[owner]]
             finisher = self.codec_of_means if unfinished else None
-            self.mean_residuals = DoubleBuffer(self.second[1], self.kernels, names, mine, finisher)
+            self.mean_residuals = DoubleBuffer(self.mean_compression.memory, self.kernels, names, mine, finisher)
 
     def placed(self, owner: int) -> Any:
         """Return the locations of an owner's payload tensors in its wire, for a codec of kernels."""
@@ -100,7 +100,9 @@ class FusedCodec(PerVariableCodec):
             found = [self.names]
         else:
             found = [[f"{name}/shard_{j}" for name in self.names] for j in range(self.owners)]
-        return found if self.second is None else [*found, [f"{name}/{self.second[2]}" for name in self.names]]
+        if self.mean_compression is None:
+            return found
+        return [*found, [f"{name}/{self.mean_compression.label}" for name in self.names]]
 
     # -- encoding --------------------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class FusedCodec(PerVariableCodec):
     def _average(self, wires: Sequence[Tensor], header: Header) -> list[Flag] | None:
         """Average all ranks' payloads, and encode the means; return None if a payload is damaged or inputs are not
         supported."""
-        assert self.second is not None
+        assert self.mean_compression is not None
         k, residuals = self.kernels, self.mean_residuals
         if self.sum_of_means is None:
             self.sum_of_means = k.zeros((self.mean_room,), "float32", wires[0])
@@ -211,7 +213,7 @@ class FusedCodec(PerVariableCodec):
         count, scale = self.context.size, self.context.loss_scale
         if not self.codec_of_means.decode(outs, np.array(sources, np.uint64), count, scale):
             return None
-        most = LARGEST_KEPT_BITS if self.second[1].stateful else LARGEST_BITS
+        most = LARGEST_KEPT_BITS if self.mean_compression.memory.stateful else LARGEST_BITS
         given = residuals.rows, residuals.factors, np.uint64(target[0]), most, self.streams.now()[-1]
         if not self.by_kernels:
             finite: list[Flag] = self.codec_of_means.encode(*given)
@@ -268,7 +270,7 @@ class FusedCodec(PerVariableCodec):
             # A row's offset is one in the buffer of all wires, so pass where that buffer would begin for each wire.
             begins = np.repeat(begins - self.starts, len(outs))[None]
             outs = (outs + self.offsets).reshape(-1)
-        count = self.divisor if self.second is None else 1
+        count = self.divisor if self.mean_compression is None else 1
         return bool(self.codec.decode(outs, begins, count, self.context.loss_scale))
 
     def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -538,13 +540,8 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
         plain: the codec of the same bucket variable by variable, whose layouts are known.
         like: one of the bucket's gradients.
     """
-    bucket, kernels, compressor, memory, second = (
-        plain.bucket,
-        plain.kernels,
-        plain.compressor,
-        plain.memory,
-        plain.second,
-    )
+    bucket, kernels, compressor, memory = plain.bucket, plain.kernels, plain.compressor, plain.memory
+    of_means = plain.mean_compression
     # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
     if bucket.communicator.delayed or not kernels.codecs:
         return None
@@ -554,7 +551,7 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
     if "bucket_codec" not in vars(type(compressor)):
         return None
-    if not (_is_simple(memory) and (second is None or _is_simple(second[1]))):
+    if not (_is_simple(memory) and (of_means is None or _is_simple(of_means.memory))):
         return None
     if moments_of(compressor) and memory.stateful:  # a codec has one pair of buffers: x or residuals
         return None
@@ -562,8 +559,8 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     kind: Any = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
     if found is None or kind is None:
         return None
-    # Means are encoded by the same kernels: the second method must be the same, and draw its own random numbers.
-    if second is not None and (kind.draws == "shared" or type(second[0]) is not type(compressor)):
+    # Means are encoded by the same kernels: their method must be the same, and draw its own random numbers.
+    if of_means is not None and (kind.draws == "shared" or type(of_means.compressor) is not type(compressor)):
         return None
     options = {**found[1], "device": like.device} if kind.on_device else found[1]
     if compressor.traits.rounds == 1:

@@ -480,7 +480,9 @@ class RoundTrip:
     def _means(self, leg: Leg) -> Tensor | None:
         """Return the encoded means that this rank owns, or room for the root's; None, on all owners, if the ranks are
         out of step."""
-        self.communicator.rescale_second(self.loss_scale)  # on all ranks: decoders of votes need the loss scale, too
+        self.communicator.rescale_mean_memory(
+            self.loss_scale
+        )  # on all ranks: decoders of votes need the loss scale, too
         if not self._sends(leg):
             return self.kernels.zeros((self.codec.layouts[0].length,), "uint8", self.wire)
         header, rooted = self.header, self.communicator.rooted
@@ -526,7 +528,7 @@ class RoundTrip:
         self.header.missing = [not any(flags) for flags in zip(*ranks, strict=True)]
 
     def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
-        """Return the statuses of means, and True for each variable that the second memory is updated with.
+        """Return the statuses of means, and True for each variable that the memory of means is updated with.
 
         Args:
             finite: True for each variable whose mean is in range.

@@ -199,7 +199,7 @@ class RowCodec(PerVariableCodec):
         super().__init__(bucket, kernels, on_device)
         self.rows: Any = self.compressor
         """The compressor, a :class:`RowCompressor`."""
-        self.answers: Any = None if self.second is None else self.second[0]
+        self.answers: Any = None if self.mean_compression is None else self.mean_compression.compressor
         methods: list[Any] = [self.rows] if self.answers is None else [self.rows, self.answers]
         for method in methods:
             method.shapes.update({variable.name: variable.shape for variable in bucket.variables})

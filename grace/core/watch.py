@@ -68,7 +68,7 @@ class Patience:
         if now - self.began > self.backend.timeout:
             raise TimeoutError(timeout_message(self.backend.timeout))
         if _current is not None:
-            _current.check(self.began, self.backend.members)
+            _current.give_up_if_ended(self.began, self.backend.members)
 
 
 class Watch:
@@ -198,8 +198,8 @@ class Watch:
                 absent.append(f"{_ranks(ranks)} {_are(ranks)} at {line or 'a line of no script'}, in no exchange")
         return absent, there
 
-    def check(self, began: float, members: Sequence[int] | None) -> None:
-        """Give up a wait that needs a rank which has ended.
+    def give_up_if_ended(self, began: float, members: Sequence[int] | None) -> None:
+        """Raise if no data arrived for some seconds after the end of a rank that a wait needs.
 
         The ended rank may have sent its part before. Then the wait ends within seconds, unless another rank is late.
 

@@ -314,9 +314,6 @@ class DelayedRoundTrip:
         """Return False: the thread starts all collectives."""
         return False
 
-    def read_step_stamps(self) -> None:
-        """Do nothing: the thread compares the stamps."""
-
     def enqueue(self) -> None:
         """Enqueue the payloads for the thread at the end of the step, in the same order on all ranks."""
         self.thread.send(self.pending)
@@ -328,11 +325,12 @@ class DelayedRoundTrip:
         if self.compares:
             self.bucket.compared = False
 
-    # -- receiving -------------------------------------------------------------------------------------
-
-    def wait(self) -> None:
-        """Drop the mean, because the step is discarded. The payloads are still sent: other ranks await them."""
+    def discard(self) -> None:
+        """Drop the mean, because the step is discarded. The payloads are still sent, as other ranks await them, and the
+        thread compares the step stamps."""
         self.pending.dropped = True
+
+    # -- receiving -------------------------------------------------------------------------------------
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Return the mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have arrived,

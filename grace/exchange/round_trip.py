@@ -785,8 +785,10 @@ class RoundTrip:
             if missing:
                 outcome.value = None
 
-    def read_step_stamps(self) -> None:
-        """Compare the received step stamps, the only result that counts in a discarded step."""
+    def discard(self) -> None:
+        """Await the last leg, and compare the received step stamps, the only result that counts in a discarded step:
+        ranks that do not discard it raise StepError by these stamps, so this rank must, too."""
+        self.wait()
         if self.error is not None or self.stopped or self.communicator.cuts:
             return
         with contextlib.suppress(PayloadError):  # impossible sizes

@@ -176,14 +176,11 @@ class HierarchicalRoundTrip:
         """Start the next leg of the leaders' round trip; return False if no leg is left, or this rank leads no node."""
         return self.over_leaders is not None and self.over_leaders.advance()
 
-    def wait(self) -> None:
-        """Wait for the leaders' collective under way."""
-        if self.over_leaders is not None:
-            self.over_leaders.wait()
-
-    def read_step_stamps(self) -> None:
+    def discard(self) -> None:
         """Finish the round trip, and drop its outcomes. Other ranks of the node may not discard the step, and wait for
         the leader's outcomes."""
+        if self.over_leaders is not None:
+            self.over_leaders.wait()
         with contextlib.suppress(PayloadError):
             self.finish([None] * len(self.names), wait=False)
 

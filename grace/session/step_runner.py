@@ -436,8 +436,7 @@ class StepRunner:
         """
         advance_all(self._begun)
         for trip in self._begun:
-            trip.wait()
-            trip.read_step_stamps()  # ranks that do not discard raise StepError by these stamps, so this rank must, too
+            trip.discard()
         self.end_step([], discarded=True)
 
     def abandon(self) -> None:

@@ -93,7 +93,7 @@ class PerVariableCodec:
         self.round = 0
         self.inputs: list[Tensor] = []
         self._ranges: list[Flag] = []
-        self._looks = False
+        self._detects_overflow = False
         self.encoded: list[tuple[Any, Any]] = []
         self.means: list[Tensor] = []
         self.encoded_means: list[tuple[Payload, Any]] = []
@@ -145,7 +145,7 @@ class PerVariableCodec:
         payloads = [payload for payload, _ in self.encoded]
         if self.checks_decoding:
             self._check_decoding()
-        if header.program.looks:
+        if header.program.detects_overflow:
             tensors = payloads if self.pieces is None else [[t for piece in p for t in piece] for p in payloads]
             header.in_range = self._in_range(header.present, tensors)
         return self._packed(payloads, header)
@@ -240,14 +240,14 @@ class PerVariableCodec:
 
     def _first_round(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
         self.inputs, self._ranges = [], []
-        self._looks = header.program.looks
+        self._detects_overflow = header.program.detects_overflow
         tensors: Iterable[Tensor] = map(self._compensate_input, gradients, self.names)
         if recorder.active is not None:  # make all inputs first, to record the memory's time apart from the method's
             tensors = recorder.each("compensate", self.names, self._compensate_input, gradients)
         self.rounds = self.compressor.exchange_all(tensors, self.names)
         with recorder.phase("compress", variables=self.bucket.variables):
             payloads = next(self.rounds)
-        if self._looks:
+        if self._detects_overflow:
             header.in_range = self._in_range(header.present, payloads, self._ranges)
         return self._packed(payloads, header)
 
@@ -257,7 +257,7 @@ class PerVariableCodec:
         tensor = self.compensated(gradient, name)
         self.inputs.append(tensor)
         kept = self.stateful
-        self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._looks else True)
+        self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._detects_overflow else True)
         return tensor
 
     def receive(self, total: Tensor) -> Any:

@@ -228,7 +228,7 @@ class DelayedRoundTrip:
 
     error: PayloadError | None = None
     """None: the thread keeps the errors of its round trips, and :meth:`finish` raises them."""
-    deferred = next_step = False
+    defers_headers = headers_after_use = False
     """False, whatever the session wants: the thread reads the headers of its round trips itself."""
 
     def __init__(self, contribution: Contribution, thread: ExchangeThread, hyperparameters: Facts = ()):

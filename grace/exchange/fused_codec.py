@@ -128,7 +128,7 @@ class FusedCodec(PerVariableCodec):
             return False
         self.residuals.rows[:, 0] = addresses
         most = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
-        if not header.program.looks:  # the received sum shows overflows, so nothing is checked here
+        if not header.program.detects_overflow:  # the received sum shows overflows, so nothing is checked here
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
         wire = np.uint64(self.target[0])

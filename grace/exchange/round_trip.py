@@ -1,4 +1,29 @@
-"""One round trip of one bucket, along any route, and the program that is the same for all round trips of a bucket."""
+"""One round trip of one bucket, along any route, and the program that is the same for all round trips of a bucket.
+
+Flags say how overflows are found, and when headers are read::
+
+    flag                     of            true if                                 then
+    detects_overflow         program       payloads do not carry Inf and NaN; or   encode checks gradients and
+                                           no rank receives whole payloads; or     payloads, and statuses report
+                                           state is committed before any arrive    overflows
+    payloads_show_overflow   program       payloads carry Inf and NaN; or they     finish looks for them in payloads,
+                                           are sums, which may be infinite         if guards_state
+                                           though all terms are finite
+    statuses_matter          program,      detects_overflow; or the method is a    statuses are read; else they could
+                             header        user's; or this rank lacks a gradient   not say more than payloads
+    sizes_unknown            program       the method declares no payload sizes    ranks compare layouts first
+    on_device                program       dense gradients are on a GPU, where     trips go on as if no status were
+                                           reading makes the host wait; and the    bad; resolve reads headers later
+                                           communicator does not need to read
+    guards_state             contribution  a memory, a compressor or an anchor     see payloads_show_overflow
+                                           keeps state, which Inf would spoil
+    defers_headers           trip          the session reads the headers of all    finish does not call resolve
+                                           trips at the end of the step
+    headers_after_use        trip          means are applied before headers are    means that overflowed become NaN
+                                           read, as in hooks of DDP and FSDP       on the device, if they may hide it
+    hides_overflow           trip          the mean of infinite numbers may be     means that overflowed are set to
+                                           finite                                  NaN
+"""
 
 import contextlib
 import copy
@@ -52,11 +77,7 @@ class BucketProgram:
 
     Attributes:
         apart: the codec, if the communicator moves payloads itself.
-        looks: True if overflows are detected before sending, and reported by statuses.
-        sizes_unknown: True if the method does not declare payload sizes, so that ranks compare their layouts.
-        payloads_show: True if payloads show overflows: they carry Inf and NaN unchanged, or they are sums, which may be
-            infinite though all terms are finite.
-        statuses_matter: True if statuses are read even if all ranks have all gradients.
+        detects_overflow, payloads_show_overflow, statuses_matter, sizes_unknown, on_device: flags; see the module.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
     """
 
@@ -78,12 +99,12 @@ class BucketProgram:
         self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
         self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
-        self.looks = (
+        self.detects_overflow = (
             not self.traits.carries_nonfinite or communicator.delayed or communicator.cuts or self.apart is not None
         )
         self.sizes_unknown = self.traits.fixed_size is None and self.apart is None
-        self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
-        self.statuses_matter = self.looks or communicator.user_defined
+        self.payloads_show_overflow = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
+        self.statuses_matter = self.detects_overflow or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.
@@ -186,16 +207,14 @@ class RoundTrip:
         handle: the collective under way.
         error: the error because of which this trip has no outcomes; raised by ``finish``.
         stopped: True if there was nothing to send by a leg, which all ranks know.
-        deferred: True if the session resolves headers at the end of the step; else ``finish`` does.
-        next_step: True if headers are resolved only after the means were applied; overflowed means are then set to NaN
-            on the device.
+        defers_headers, headers_after_use: flags, which the caller sets before ``finish``; see the module.
     """
 
     handle: Handle
     error: PayloadError | None = None
     stopped = False
-    deferred = False
-    next_step = False
+    defers_headers = False
+    headers_after_use = False
     outcomes: Sequence[Outcome] = ()
     layouts: Sequence[Layout] = ()
     """Layouts of the wires received last."""
@@ -218,7 +237,7 @@ class RoundTrip:
 
     def __init__(self, contribution: Contribution, starts: bool = True):
         began = time.perf_counter()
-        bucket, gradients, self.present, self.guard, self.traffic = contribution
+        bucket, gradients, self.present, self.guards_state, self.traffic = contribution
         like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
         if bucket.program is None or not bucket.program.fits(like):
             bucket.program = BucketProgram(bucket, like)
@@ -665,7 +684,7 @@ class RoundTrip:
         self._mark_outcomes()
         for i, outcome in enumerate(self.outcomes if self.header.poison is not None else ()):
             outcome.value = self.kernels.add(outcome.value, self.header.poison[i])
-        if self.header.deferred_reads and not self.deferred:
+        if self.header.deferred_reads and not self.defers_headers:
             resolve([self])
         self.traffic.codec_seconds += time.perf_counter() - began
         return list(self.outcomes)
@@ -713,12 +732,12 @@ class RoundTrip:
         else:
             statuses = flags if header.statuses_matter else []
             finite = [] if each is None else [each]
-            if each is None and self.guard and self.program.payloads_show:
+            if each is None and self.guards_state and self.program.payloads_show_overflow:
                 finite = [k.all_finite(body) for body in self._bodies(wires)]
             if statuses or finite:
                 well = [*[self.program.well] * len(statuses), *[None] * len(finite)]
                 header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), well)
-        if self.next_step and self.on_device and self.hides_overflow:
+        if self.headers_after_use and self.on_device and self.hides_overflow:
             if several and each is None:
                 each = [math.prod(map(k.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
             header.add_poison(flags, () if each is None else each)
@@ -777,7 +796,7 @@ class RoundTrip:
         if not (any(header.missing) or any(header.overflowed)):
             return
         # On a device NaN was added to the means already if headers are read after these were applied.
-        poisons = self.hides_overflow and not (self.next_step and self.on_device)
+        poisons = self.hides_overflow and not (self.headers_after_use and self.on_device)
         for outcome, missing, overflowed in zip(self.outcomes, header.missing, header.overflowed, strict=False):
             outcome.overflow = outcome.overflow or overflowed
             if overflowed and poisons and outcome.value is not None:

@@ -113,7 +113,7 @@ class HierarchicalRoundTrip:
 
     error: PayloadError | None = None
     """None: errors are raised by :meth:`finish`, once the ranks of the node know of them."""
-    deferred = next_step = False
+    defers_headers = headers_after_use = False
     """False, whatever the session wants: headers are read at once, because the leader sends their contents to its
     node."""
 
@@ -143,7 +143,7 @@ class HierarchicalRoundTrip:
             self.bucket.node = self.hierarchy.node_bucket(self.bucket)
         outside, within = self.communicator.context, self.bucket.node.communicator.context
         within.copy_stamped(outside)
-        return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guard=False))
+        return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guards_state=False))
 
     def _means_of_node(self, within: RoundTrip, gradients: Sequence[Any]) -> tuple[list[Any], list[bool]]:
         """Wait for the sum over the node, and return the gradients that its leader contributes, and True for each

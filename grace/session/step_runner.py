@@ -263,7 +263,7 @@ class StepRunner:
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
         trip = self.start_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
-        trip.deferred = True  # finish_step() resolves the headers of all round trips at once
+        trip.defers_headers = True  # finish_step() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
 

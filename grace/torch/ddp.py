@@ -381,13 +381,13 @@ class DDPState(PythonReducerMixin):
         self.uses.record_exchange(names)
         if grad_bucket.is_last():
             self.uses.arrived.clear()
-        guard = self.runner.stateful
+        guards_state = self.runner.stateful
         traffic = self.runner.traffic
         trips: list[RoundTrip | HierarchicalRoundTrip] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
             gradients = [gradient_to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
-            trip = self.runner.start_round_trip(Contribution(bucket, gradients, present, guard, traffic))
+            trip = self.runner.start_round_trip(Contribution(bucket, gradients, present, guards_state, traffic))
             assert not isinstance(trip, DelayedRoundTrip)  # register_ddp_hook refuses methods that delay
             trips.append(trip)
         exchange = BucketTrips(trips, views, grad_bucket.buffer(), (id(self), grad_bucket.index()))
@@ -404,7 +404,7 @@ class DDPState(PythonReducerMixin):
         for trip in trips:
             assert isinstance(trip, RoundTrip)
             # Reading headers would wait for the device: they are read when the step is closed.
-            trip.deferred = trip.next_step = True
+            trip.defers_headers = trip.headers_after_use = True
             while trip.advance():  # legs that need the result of an earlier one wait for it here
                 pass
         for trip in trips:

@@ -233,7 +233,7 @@ class HorovodSession(Session):
         self.check()
         optimizer: Any = self.optimizer
         if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
-            _synchronize(optimizer)
+            _finish_exchange(optimizer)
         optimizer._synchronized = False
         self.commit_used_means()
 
@@ -282,11 +282,11 @@ def synchronize(self: Any) -> None:
         self._synchronized = True
         return
     with self._grace.deferring_commit():
-        _synchronize(self)
+        _finish_exchange(self)
 
 
-def _synchronize(self: Any) -> None:
-    """Synchronize without deferring the commit of state."""
+def _finish_exchange(self: Any) -> None:
+    """Start the remaining exchanges, await all, and write the means, without deferring the commit of state."""
     auto = self._grace.auto
     if auto is not None:
         auto.computed(self._grace.copies)

@@ -31,7 +31,7 @@ class HookedSession(Session):
     """A session whose exchanges start from hooks on the parameters.
 
     A parameter's hook counts backward passes. When every parameter of the next bucket has had all of its passes, the
-    exchange of that bucket starts. ``synchronize`` starts the remaining buckets, awaits all of them, and writes the
+    exchange of that bucket starts. ``finish_exchange`` starts the remaining buckets, awaits all of them, and writes the
     means back.
     """
 
@@ -134,7 +134,7 @@ class HookedSession(Session):
         self.start(self.runner.buckets[self.next_bucket])
         self.next_bucket += 1
 
-    def synchronize(self) -> None:
+    def finish_exchange(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
         if self.auto is not None:
             self.auto.computed(self.copies)
@@ -175,7 +175,7 @@ class HookedSession(Session):
         """Synchronize before ``step()``, unless the user has synchronized since the last step."""
         self.check()
         if not self.synchronized:
-            self.synchronize()
+            self.finish_exchange()
         self.synchronized = False
         if self.unused is not None:
             self.commit_used_means()
@@ -206,7 +206,7 @@ class DistributedMixin(Closable, StateMixin):
         session = self._grace
         if not session.synchronized:
             with session.deferring_commit():
-                session.synchronize()
+                session.finish_exchange()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

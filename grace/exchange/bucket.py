@@ -9,6 +9,7 @@ from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable
+from grace.exchange.sparse_rows import Gradient
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Contribution(NamedTuple):
     """
 
     bucket: Bucket
-    gradients: Sequence[Any]
+    gradients: Sequence[Gradient]
     present: Sequence[bool]
     guards_state: bool
     traffic: "Traffic"

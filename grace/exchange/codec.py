@@ -16,7 +16,8 @@ from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError, payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Stamps, Status
+from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels, kernels_of
 
@@ -25,8 +26,8 @@ class Withheld(NamedTuple):
     """Variable whose payload has other shapes than at the first step."""
 
     variable: str
-    now: list[Any]
-    was: list[Any]
+    now: list[tuple[int, ...]]
+    was: list[tuple[int, ...]]
 
 
 class PerVariableCodec:
@@ -94,7 +95,8 @@ class PerVariableCodec:
         self.inputs: list[Tensor] = []
         self._ranges: list[Flag] = []
         self._detects_overflow = False
-        self.encoded: list[tuple[Any, Any]] = []
+        self.encoded: list[tuple[Payload, Any]] = []
+        """Payload of each variable (or one for each owner), and the ctx that decodes any rank's."""
         self.means: list[Tensor] = []
         self.encoded_means: list[tuple[Payload, Any]] = []
         self.known = self._known_layouts()
@@ -130,7 +132,7 @@ class PerVariableCodec:
 
     # -- sending ---------------------------------------------------------------------------------------
 
-    def encode(self, gradients: Sequence[Any], header: Header) -> Tensor:
+    def encode(self, gradients: Sequence[Gradient], header: Header) -> Tensor:
         """Compensate, compress and pack; set ``header.in_range``.
 
         Returns:
@@ -158,7 +160,7 @@ class PerVariableCodec:
             gradient = k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
         return self.memory.compensate(gradient, name)
 
-    def _compressed(self, tensor: Tensor, name: str) -> tuple[Any, Any]:
+    def _compressed(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         """Return a payload, or one for each owner, and the ctx that decodes it."""
         if self.pieces is not None:
             return self.pieces.compress_pieces(tensor, name)
@@ -177,12 +179,14 @@ class PerVariableCodec:
         each = zip(present, self.inputs, payloads, known or [None] * len(self.names), strict=True)
         return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
 
-    def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
+    def _packed(self, payloads: Sequence[Payload], header: Header) -> Tensor:
         """Return the wires of all owners, joined, each padded to the longest."""
         k = self.kernels
         statuses = header.statuses(later_round=self.round > 0)
         payloads = self._predivided(payloads)
-        by_owner = [payloads] if self.pieces is None else [[p[j] for p in payloads] for j in range(self.owners)]
+        by_owner: list[Sequence[Payload]] = [payloads]
+        if self.pieces is not None:
+            by_owner = [[pieces[j] for pieces in payloads] for j in range(self.owners)]
         layouts = self.known[self.round]
         if self.varies or layouts is None:
             layouts = [Layout.from_payloads(k, each, self.sums, self.stamps) for each in by_owner]
@@ -205,7 +209,7 @@ class PerVariableCodec:
         extra = 0 if self.pieces is None else max(layout.length for layout in layouts) - wire.shape[0]
         return self.kernels.join([wire, self.kernels.zeros((extra,), "uint8", wire)]) if extra > 0 else wire
 
-    def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
+    def _predivided(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
         """Return payloads divided by ``predivide``, if the engine sums them."""
         k, by = self.kernels, self.context.predivide
         if by == 1 or not self.sums:
@@ -213,7 +217,9 @@ class PerVariableCodec:
         # Payload tensors may be views of the gradients, which must not change.
         return [[k.divide(k.zeros(tuple(x.shape), k.dtype(x), x), x, by) for x in payload] for payload in payloads]
 
-    def _withhold(self, by_owner: list[Any], layouts: list[Layout], statuses: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _withhold(
+        self, by_owner: list[Sequence[Payload]], layouts: list[Layout], statuses: list[Status]
+    ) -> tuple[list[Sequence[Payload]], list[Status]]:
         """Return the payloads and statuses to send. Payloads of other shapes than at the first step do not fit the
         wire: zeros are sent instead of all payloads, and a status by which all ranks give up."""
         for layout, payloads in zip(layouts, by_owner, strict=True):
@@ -222,7 +228,7 @@ class PerVariableCodec:
                 i, was, now = difference
                 self.withheld = Withheld(self.names[i], now, was)
                 refused = float("nan") if self.sums else REFUSED
-                zeros = [layout.zeros(by_owner[0][0][0]) for layout in layouts]
+                zeros: list[Sequence[Payload]] = [layout.zeros(by_owner[0][0][0]) for layout in layouts]
                 return zeros, [*statuses[:i], refused, *statuses[i + 1 :]]
         return by_owner, statuses
 
@@ -233,7 +239,7 @@ class PerVariableCodec:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
             self.inputs = []  # copies of all gradients, which nobody reads any more
 
-    def _update(self, tensor: Tensor, encoded: tuple[Any, Any], name: str) -> None:
+    def _update(self, tensor: Tensor, encoded: tuple[Payload, Any], name: str) -> None:
         self.memory.update(tensor, name, self.pieces or self.compressor, *encoded)
 
     # -- several rounds --------------------------------------------------------------------------------
@@ -260,7 +266,7 @@ class PerVariableCodec:
         self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._detects_overflow else True)
         return tensor
 
-    def receive(self, total: Tensor) -> Any:
+    def receive(self, total: Tensor) -> Tensor | None:
         """Receive the sum of a round's wires.
 
         Returns:
@@ -328,7 +334,7 @@ class PerVariableCodec:
         assert self.mean_compression is not None
         return self.mean_compression.compressor.compress(mean, f"{name}/{self.mean_compression.label}")
 
-    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+    def write_means(self, statuses: list[Status], stamps: Stamps) -> tuple[Tensor, Layout]:
         """Return the wire of the means, padded to the longest owner's, and its layout."""
         k = self.kernels
         payloads = [payload for payload, _ in self.encoded_means]
@@ -358,7 +364,9 @@ class PerVariableCodec:
 
     # -- receiving -------------------------------------------------------------------------------------
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]
+    ) -> list[Gradient]:
         """Return the mean of each variable, written into its ``out`` unless that is None.
 
         Args:
@@ -372,7 +380,7 @@ class PerVariableCodec:
         count = self.divisor
         if self.traits.rounds > 1:
             self._last_round(wires[0])
-            received: list[Any] = [[payload] for payload, _ in self.encoded]
+            received: list[list[Payload]] = [[payload] for payload, _ in self.encoded]
             count = 1
         else:
             with recorder.phase("unpack", bucket=self.bucket):
@@ -387,20 +395,20 @@ class PerVariableCodec:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
         return values
 
-    def room(self, i: int, out: Any, like: Tensor, dtype: str = "float32") -> Tensor:
+    def room(self, i: int, out: Tensor | None, like: Tensor, dtype: str = "float32") -> Tensor:
         """Return the tensor that a variable's mean is written to: ``out``, or zeros."""
         return self.kernels.zeros(self.bucket.variables[i].shape, dtype, like) if out is None else out
 
-    def _aggregate(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
+    def _aggregate(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> Gradient:
         dtype = self.bucket.variables[i].dtype if self.traits.exact else "float32"
         return self.aggregated(payloads, self.encoded[i][1], self.room(i, out, payloads[0][0], dtype), count, name)
 
-    def aggregated(self, payloads: list[Payload], ctx: Any, out: Any, count: float, name: str) -> Tensor:
+    def aggregated(self, payloads: list[Payload], ctx: Any, out: Tensor, count: float, name: str) -> Tensor:
         """Return the aggregate of payloads; a PayloadError names the variable."""
         with payload_of(variable=name):
             return self.compressor.aggregate(payloads, ctx, out, count)
 
-    def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
+    def _joined(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> Gradient:
         """Return the mean that owners, or the root, sent in payloads. Each payload is aggregated alone, so that a vote
         stays a vote."""
         assert self.mean_compression is not None
@@ -411,7 +419,7 @@ class PerVariableCodec:
                 return self.pieces.join(payloads, ctx, room)
             return self.mean_compression.compressor.aggregate(payloads, ctx, room, 1)
 
-    def poisoned(self, value: Any) -> Any:
+    def poisoned(self, value: Gradient) -> Gradient:
         """Return a mean with its numbers replaced by NaN, because a rank's gradient was not finite."""
         return self.kernels.add(value, value, float("nan"))
 
@@ -454,7 +462,7 @@ class PiecewiseCompressor(Compressor):
 
     @staticmethod
     def _piece_by_piece(
-        decode: Callable[..., Tensor], payloads: Sequence[Any], ctx: Any, out: Tensor, number: float
+        decode: Callable[..., Tensor], payloads: Sequence[Payload], ctx: Any, out: Tensor, number: float
     ) -> Tensor:
         """Return ``out`` with every piece decoded by a method of the inner compressor."""
         k = kernels_of(out)

@@ -10,15 +10,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from grace.core.backend import Backend
 from grace.core.compressor import Tensor
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.header import Header
+from grace.exchange.header import Flag, Header
 from grace.exchange.round_trip import BucketProgram, RoundTrip
-from grace.exchange.sparse_rows import add, in_units, values_of
+from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
@@ -30,7 +32,7 @@ NEVER = "it has not come back. All ranks must make as many steps"
 
 Facts = Sequence[tuple[str, str]]
 """Names and values that are equal on all ranks; see :func:`grace.session.agreement.compare_facts`."""
-Check = Callable[[Sequence[Any], Any, Facts], None]
+Check = Callable[[Sequence[RoundTrip], Backend, Facts], None]
 """Function that raises an error if the ranks of completed round trips were not at one step. Its arguments are the round
 trips, their backend, and the hyperparameters of their step."""
 
@@ -46,7 +48,7 @@ class ExchangeThread:
         check: see :data:`Check`.
     """
 
-    def __init__(self, backend: Any, computing: Callable[[], Any], check: Check):
+    def __init__(self, backend: Backend, computing: Callable[[], AbstractContextManager[object]], check: Check):
         self.backend = backend
         self.computing = computing
         self.check = check
@@ -200,7 +202,7 @@ class Pending:
         self.idle.append(self.round_trip.bucket)
         self.round_trip = None
 
-    def values(self, loss_scale: float) -> dict[str, Any]:
+    def values(self, loss_scale: float) -> dict[str, Gradient]:
         """Return the means by the shards' names, in the units of a loss scale; empty if the step was discarded."""
         outcomes = self.collect()
         if self.dropped:
@@ -301,7 +303,7 @@ class DelayedRoundTrip:
         else:
             self.bucket.program = program
 
-    def _overflowed(self, in_range: Sequence[Any]) -> list[str]:
+    def _overflowed(self, in_range: Sequence[Flag]) -> list[str]:
         """Return the variables whose gradients are not in range on this rank."""
         on_device = [ok for ok in in_range if not isinstance(ok, bool)]
         if on_device:  # read all of them in one copy

@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Tensor
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.context import Context
 from grace.core.memory import ErrorFeedback, Memory
 from grace.core.transactional_dict import is_ours
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Flag, Header
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Stamps, Status
+from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
+from grace.kernels.constants import Placed
 
 LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
 """Bits of the largest float32 that is in range."""
@@ -47,7 +49,7 @@ class FusedCodec(PerVariableCodec):
     stores_at_once = True
     """True if residuals are known when the wires are written."""
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, object]):
         super().__init__(bucket, kernels, on_device)
         owners, owner, names = self.owners, self.owner, self.names
         self.by_kernels: bool = kind.on_device
@@ -90,7 +92,7 @@ class FusedCodec(PerVariableCodec):
             finisher = self.codec_of_means if unfinished else None
             self.mean_residuals = DoubleBuffer(self.mean_compression.memory, self.kernels, names, mine, finisher)
 
-    def placed(self, owner: int) -> Any:
+    def placed(self, owner: int) -> list[list[Placed]]:
         """Return the locations of an owner's payload tensors in its wire, for a codec of kernels."""
         return self.layouts[owner].placed()
 
@@ -158,7 +160,7 @@ class FusedCodec(PerVariableCodec):
         if self.owners > 1:
             self.parts = [self.buffer[j * longest : (j + 1) * longest] for j in range(self.owners)]
 
-    def _ends(self, header: Header) -> Any:
+    def _ends(self, header: Header) -> tuple[list[int], str, list[Status], float, list[int]]:
         """Return the headers that kernels write behind all owners' payloads."""
         found = [layout.end(header.statuses(), header.own_stamp) for layout in self.layouts]
         if self.owners == 1:
@@ -167,12 +169,12 @@ class FusedCodec(PerVariableCodec):
         _, dtype, numbers, over, heard = found[0]
         return offsets, dtype, numbers[: self.layouts[0].header], over, heard
 
-    def _rows_of_pieces(self, rows: Any) -> Any:
+    def _rows_of_pieces(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of addresses of all owners' pieces, one owner after the other, from those of variables."""
         columns = rows.shape[1]
         return (rows + self.piece_offsets[:, :, :columns] * (rows != 0)).reshape(-1, columns)
 
-    def finish(self, rows: Any, sides: Tensor) -> None:
+    def finish(self, rows: np.ndarray, sides: Tensor) -> None:
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
         self.codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, sides)
 
@@ -223,7 +225,7 @@ class FusedCodec(PerVariableCodec):
         received_statuses = [source + body for source in sources]
         return list(self.codec_of_means.encode(*given, ([body], "uint8", numbers, OVERFLOW, received_statuses)))
 
-    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+    def write_means(self, statuses: list[Status], stamps: Stamps) -> tuple[Tensor, Layout]:
         if not self.means_fused:
             return super().write_means(statuses, stamps)
         layout = self.layouts[self.owner]
@@ -242,7 +244,9 @@ class FusedCodec(PerVariableCodec):
 
     # -- decoding --------------------------------------------------------------------------------------
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]
+    ) -> list[Gradient]:
         if not self.fused:
             return super().decode(wires, layouts, outs)
         found = self.rooms(outs, wires[0])
@@ -253,7 +257,7 @@ class FusedCodec(PerVariableCodec):
         self.encoded = self._decoding_ctxs(found)
         return super().decode(wires, layouts, found)
 
-    def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
+    def rooms(self, outs: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         """Return the tensors that means are written to: ``outs``, and uninitialized tensors for those that are None."""
         return [
             self.kernels.blank(variable.shape, "float32", like) if out is None else out
@@ -273,16 +277,17 @@ class FusedCodec(PerVariableCodec):
         count = self.divisor if self.mean_compression is None else 1
         return bool(self.codec.decode(outs, begins, count, self.context.loss_scale))
 
-    def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""
+    def _decoding_ctxs(self, like: Sequence[Tensor]) -> list[tuple[Payload, Any]]:
+        """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``:
+        the payloads themselves are empty, because they were written by kernels."""
         ctx_of = self.compressor.ctx_of
-        found = []
+        found: list[tuple[Payload, Any]] = []
         for variable, cuts, tensor in zip(self.bucket.variables, self.cuts, like, strict=True):
             if self.pieces is None:
-                found.append((None, ctx_of(variable.name, variable.shape, tensor)))
+                found.append(([], ctx_of(variable.name, variable.shape, tensor)))
             else:
                 ctxs = [ctx_of(f"{variable.name}/shard_{j}", (b - a,), tensor) for j, (a, b) in enumerate(cuts)]
-                found.append((None, (cuts, ctxs)))
+                found.append(([], (cuts, ctxs)))
         return found
 
 
@@ -295,7 +300,7 @@ class FusedRounds(FusedCodec):
 
     stores_at_once = False  # residuals are what the last round leaves out
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, object]):
         super().__init__(bucket, kernels, on_device, kind, options)
         shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
         self.started = DoubleBuffer(self.compressor, self.kernels, self.names, shapes)
@@ -306,7 +311,7 @@ class FusedRounds(FusedCodec):
         assert layouts is not None
         return layouts[0]
 
-    def placed(self, owner: int) -> Any:
+    def placed(self, owner: int) -> list[list[Placed]]:
         return _payloads_of_rounds(self)
 
     def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
@@ -320,7 +325,7 @@ class FusedRounds(FusedCodec):
         self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
         return super()._encode(gradients, header)
 
-    def receive(self, total: Tensor) -> Any:
+    def receive(self, total: Tensor) -> Tensor | None:
         if not self.fused:
             return None
         return self.codec.receive(total, self.divisor, self.round + 1 == len(self.known))
@@ -336,7 +341,9 @@ class FusedRounds(FusedCodec):
         self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp))
         return self.second_wire
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]
+    ) -> list[Gradient]:
         if not self.fused:
             return super().decode(wires, layouts, outs)
         k = self.kernels
@@ -392,7 +399,7 @@ class DoubleBuffer:
         self.codec = codec
         self.pieces = pieces
         self.buffers: list[list[Tensor]] = []
-        self.places: list[Any] = []
+        self.places: list[np.ndarray] = []
         # float32 of shape (3, pieces, variables, 2): for each buffer the number to be subtracted from negative
         # elements, and the one from others; and zeros, for residuals that are in neither buffer.
         self.sides: Any = None
@@ -496,7 +503,7 @@ class DoubleBuffer:
             self.finish()
 
 
-def _residual(held: Any) -> Any:
+def _residual(held: Tensor | dict[str, Tensor] | None) -> Tensor | None:
     """Return the residual in a memory's state of a variable."""
     return held.get("residual") if isinstance(held, dict) else held
 
@@ -517,7 +524,7 @@ class Streams:
         self.made_for = (-1, -1)
         self.words = np.zeros((len(names), len(names[0]), 4), np.uint32)
 
-    def now(self) -> Any:
+    def now(self) -> np.ndarray:
         """Return the words of this step: uint32 of shape (lists, names, 4)."""
         context = self.context
         if not self.draws:
@@ -573,7 +580,7 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     return None
 
 
-def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
+def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Placed]]:
     """Return the locations of each variable's tensors of all rounds in the rounds' wires."""
     each = zip(*(layouts[0].placed() for layouts in codec.known if layouts), strict=True)
     return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]

@@ -31,7 +31,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
@@ -55,11 +55,12 @@ from grace.exchange.header import (
     shares_stamps,
     status,
 )
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Status
 from grace.exchange.sparse_codec import RowCodec
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
+T = TypeVar("T")
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
 """Bytes that a payload may take, whatever the method: sizes that come off the wire may be anything."""
 VARIES = (
@@ -342,7 +343,7 @@ class RoundTrip:
             backend.label = ""
         self.traffic.sent_bytes += backend.sent_bytes - before
 
-    def _move_payloads(self, act: Callable[[Callable[[], str]], Any]) -> Any:
+    def _move_payloads(self, act: Callable[[Callable[[], str]], T]) -> T:
         """Let the communicator move payloads itself, and count the bytes that it sends."""
         before = self.backend.sent_bytes
         try:
@@ -546,7 +547,7 @@ class RoundTrip:
     def _read_missing(self, ranks: list[list[float]]) -> None:
         self.header.missing = [not any(flags) for flags in zip(*ranks, strict=True)]
 
-    def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
+    def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Status], list[bool]]:
         """Return the statuses of means, and True for each variable that the memory of means is updated with.
 
         Args:
@@ -649,7 +650,7 @@ class RoundTrip:
         """True if the collective can only be awaited by ``wait``, because the engine has no work objects for it."""
         return not self.handle.works or self.apart is not None
 
-    def finish(self, outs: Sequence[Any], wait: bool = True) -> list[Outcome]:
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.
 
         Args:
@@ -682,8 +683,10 @@ class RoundTrip:
             raise self._undecoded(error, error.variable) from error
         self.outcomes = [Outcome(v, value, False) for v, value in zip(self.bucket.variables, values, strict=True)]
         self._mark_outcomes()
-        for i, outcome in enumerate(self.outcomes if self.header.poison is not None else ()):
-            outcome.value = self.kernels.add(outcome.value, self.header.poison[i])
+        poison = self.header.poison
+        if poison is not None:
+            for i, outcome in enumerate(self.outcomes):
+                outcome.value = self.kernels.add(outcome.value, poison[i])
         if self.header.deferred_reads and not self.defers_headers:
             resolve([self])
         self.traffic.codec_seconds += time.perf_counter() - began

@@ -6,7 +6,7 @@ from typing import Any
 
 from grace.backends.topology import NodeGroups
 from grace.core.backend import Backend, Handle
-from grace.core.communicator import Communicator, MeanCompression
+from grace.core.communicator import Communicator, CompressorArg, MeanCompression, MemoryArg
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
@@ -58,8 +58,8 @@ class ReduceBroadcast(Communicator):
 
     def __init__(
         self,
-        compressor: Any = "none",
-        memory: Any = None,
+        compressor: CompressorArg = "none",
+        memory: MemoryArg | None = None,
         destination: int = 0,
         staleness: int = 0,
         sync: bool = True,

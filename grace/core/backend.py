@@ -15,6 +15,8 @@ from grace.core.waits import TIMEOUT, called_function, waiting
 from grace.errors import ConfigError, ExchangeError, GraceError
 
 Tensor = Any
+T = TypeVar("T")
+"""Type of objects that ranks gather, of which each rank has one."""
 B = TypeVar("B", bound="Backend")
 
 
@@ -203,7 +205,7 @@ class Backend(abc.ABC):
         """Channels that were duplicated from this backend."""
         return self.__dict__.setdefault("_channels", Channels())
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: T) -> list[T]:
         """Gather small Python objects, blocking. For start-up and checkpoints only. The default gathers their pickles
         as tensors, which :meth:`tensor_of` makes."""
         with self.checked_operation("allgather_object"):
@@ -213,7 +215,7 @@ class Backend(abc.ABC):
         """Return an array as a tensor that the engine's collectives accept."""
         return array
 
-    def allgather_pickled(self, value: Any) -> list[Any]:
+    def allgather_pickled(self, value: T) -> list[T]:
         """Gather small Python objects by two all-gathers, of sizes and of padded pickles, without counting their
         bytes."""
         before = self.sent_bytes
@@ -280,7 +282,7 @@ class Backend(abc.ABC):
             return f"rank {self.rank} of {self.size}"
         return f"rank {self.number_of(self.rank)} of the ranks {', '.join(map(str, self.members))}"
 
-    def at_shutdown(self, function: Callable[[], Any]) -> None:
+    def at_shutdown(self, function: Callable[[], object]) -> None:
         """Register a function that :meth:`close` calls while the ranks can still communicate."""
         self.__dict__.setdefault("closing", []).append(function)
 
@@ -328,5 +330,5 @@ class LocalBackend(Backend):
     def split(self, ranks: Sequence[int]) -> "LocalBackend | None":
         return LocalBackend() if 0 in ranks else None
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: T) -> list[T]:
         return [value]

@@ -23,7 +23,7 @@ class RouteCost:
     """Descriptor for the cost of a communicator's class: the sum of the formulas of its legs. Empty if a leg has no
     formula, or if a parameter of the class has no default."""
 
-    def __get__(self, communicator: Any, cls: Any) -> str:
+    def __get__(self, communicator: "Communicator | None", cls: "type[Communicator]") -> str:
         if dataclasses.MISSING in cls.parameters().values():
             return ""
         try:
@@ -110,7 +110,9 @@ class Communicator(Component):
     companion_of: str = ""
     """Description of the user's communicator that this one carries small variables beside; else empty."""
 
-    def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
+    def __init__(
+        self, compressor: "CompressorArg" = "none", memory: "MemoryArg | None" = None, world_size: int | None = None
+    ):
         self.made_for = world_size
         methods = _transfer_methods(type(self))
         self.moves_payloads = methods in (("send_receive",), ASYNC_METHODS)
@@ -315,7 +317,7 @@ class Communicator(Component):
             self._by_hand = Communicator.by_hand_factory(self)
         return self._by_hand
 
-    def step(self, tensors: Any, names: Any) -> Any:
+    def step(self, tensors: Tensor | Sequence[Tensor], names: str | Sequence[str]) -> Tensor | list[Tensor]:
         """Exchange tensors in one blocking step, as in GRACE, and return the mean over ranks of the compressed tensors.
 
         The first step joins the run that ``grace.init()`` began; every rank must exchange the same names in the same
@@ -343,7 +345,7 @@ class Communicator(Component):
         """
         return self.by_hand.step(tensors, names)
 
-    def send_step(self, tensors: Any, names: Any) -> Any:
+    def send_step(self, tensors: Tensor | Sequence[Tensor], names: str | Sequence[str]) -> object:
         """Start a step without waiting for its payloads; :meth:`receive_step` ends it. Several may be under way; all of
         them end with the first that is received, in one step. Eager tensors only.
 
@@ -362,7 +364,7 @@ class Communicator(Component):
         """
         return self.by_hand.start(tensors, names)
 
-    def receive_step(self, begun: Any) -> Any:
+    def receive_step(self, begun: object) -> Tensor | list[Tensor]:
         """Return the means of the step that :meth:`send_step` began."""
         return self.by_hand.receive(begun)
 

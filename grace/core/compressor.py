@@ -17,7 +17,7 @@ Payload = list[Tensor]
 Shape = tuple[int, ...]
 AFTER_WARMUP = 1 << 62
 """A step after every warm-up, for which sizes are quoted."""
-BucketCodec = tuple[str, dict[str, Any]]
+BucketCodec = tuple[str, dict[str, object]]
 """Name of a codec of whole buckets, and its options."""
 FixedSize = Literal["by shape", "by shape and step", "by data"]
 FIXED_SIZES: tuple[str, ...] = get_args(FixedSize)
@@ -167,7 +167,7 @@ class Compressor(StatefulComponent):
         if tensors_size_are_same is not None:
             self.traits = dataclasses.replace(self.traits, fixed_size=tensors_size_are_same)
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         if "compress" in vars(cls):
             cls.compress = wrap_compress(cls.compress, is_ours(cls))  # type: ignore[method-assign]

@@ -240,7 +240,7 @@ class Watch:
                 self.line.send(end=how)
                 self.news.wait_for(lambda: self.rank in self.ended or 0 in self.ended or self.closing, NEWS_SECONDS)
 
-    def report_failure(self, kind: type, value: Any) -> None:
+    def report_failure(self, kind: type[BaseException], value: object) -> None:
         """Report an uncaught error, which ends this rank, and print which rank failed first."""
         # Engines raise errors of these classes when another rank has ended.
         follows = issubclass(kind, RuntimeError) or kind.__module__.startswith("tensorflow")

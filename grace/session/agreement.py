@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from grace.core import version
 from grace.core.backend import Backend
 from grace.errors import RankError
 
+T = TypeVar("T")
 DIFFERENT = "the ranks were set up differently; the first difference: "
 DRIFTED = (
     "the ranks made a step with different hyperparameters; the first difference: ",
@@ -16,8 +17,8 @@ DRIFTED = (
 
 
 def gather_or_raise(
-    backend: Backend, what: str, value: Any, error: BaseException | None = None, failed: str = "refused to start"
-) -> list[Any]:
+    backend: Backend, what: str, value: T, error: BaseException | None = None, failed: str = "refused to start"
+) -> list[T]:
     """Return every rank's value of one kind, which must be small. A rank that failed passes its error instead.
 
     Every rank must call this the same number of times, failed ones too, so that no rank waits in vain. The message
@@ -38,7 +39,8 @@ def gather_or_raise(
     >>> gather_or_raise(LocalBackend(), "none", 3)
     [3]
     """
-    mine = {"grace": version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
+    said = None if error is None else str(error)
+    mine: dict[str, Any] = {"grace": version.__version__, "what": what, "value": value, "error": said}
     answers = backend.allgather_object(mine)
     number = backend.number_of
     if error is not None:

@@ -27,7 +27,7 @@ from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED
 from grace.exchange.round_trip import RoundTrip, start_round_trip
-from grace.exchange.sparse_rows import SparseRows, scaled, values_of
+from grace.exchange.sparse_rows import Gradient, SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
@@ -145,7 +145,7 @@ class HierarchicalRoundTrip:
         within.copy_stamped(outside)
         return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guards_state=False))
 
-    def _means_of_node(self, within: RoundTrip, gradients: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+    def _means_of_node(self, within: RoundTrip, gradients: Sequence[Gradient]) -> tuple[list[Gradient], list[bool]]:
         """Wait for the sum over the node, and return the gradients that its leader contributes, and True for each
         variable that a rank of the node has a gradient of."""
         outcomes = within.finish([None] * len(gradients))
@@ -153,14 +153,14 @@ class HierarchicalRoundTrip:
             # All collectives of this step must still be run with the other nodes; the leaders' stamps inform these.
             self.communicator.context.out_of_step = within.header.out_of_step
             return list(gradients), [False] * len(gradients)
-        reduced = []
+        reduced: list[Gradient] = []
         for given, outcome in zip(gradients, outcomes, strict=True):
             value = scaled(given if outcome.value is None else outcome.value, self.hierarchy.weight)
             # The value is a view of the node's buffer, which the next step overwrites, and a memory may keep it: copy.
             reduced.append(self._copy(value) if value is outcome.value else value)
         return reduced, [outcome.value is not None for outcome in outcomes]
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: Gradient) -> Gradient:
         if isinstance(value, SparseRows):  # made at each step
             return value
         k = self.kernels
@@ -216,7 +216,7 @@ class HierarchicalRoundTrip:
             with self._sharing():
                 self._broadcast(statuses)
 
-    def _sharing(self) -> Any:
+    def _sharing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this rank waits for its node; error messages name the wait."""
         return self.node_groups.node.waiting_for_ranks(lambda: f"what leaders hand on of {self.bucket.describe()}")
 

@@ -175,7 +175,7 @@ class DDPState(PythonReducerMixin):
         """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
         return InertState, ()
 
-    def _describe_hyperparameters(self) -> Any:
+    def _describe_hyperparameters(self) -> list[tuple[str, str]]:
         """Return the hyperparameters of the last step, as facts for the ranks to compare."""
         return in_words(type(self.optimizer).__name__, self.hyperparameters)
 
@@ -239,7 +239,7 @@ class DDPState(PythonReducerMixin):
         self.uses.end_step(optimizer)
 
     def _after_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object], inner: bool
     ) -> None:
         """Update the counters and the digest of hyperparameters that the next exchange compares."""
         if inner:  # a step() that calls super().step() is one step

@@ -60,7 +60,7 @@ def only_optimizer(what: str) -> Any:
     return optimizers[0]
 
 
-def _optimizers() -> list[Any]:
+def _optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers of all open sessions."""
     return [session.optimizer for session in _open if session.optimizer is not None]
 

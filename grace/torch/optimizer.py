@@ -1,26 +1,32 @@
 """The distributed optimizer: the user's own optimizer, whose gradients are exchanged compressed."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grace.backends.horovod import compressor_for
 from grace.backends.runtime import check_group, current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.arguments import accept_grace_argument, optimizer_type_error
 from grace.core.backend import Backend
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.outer import OuterArg
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyArg
+from grace.strategy.resources import ResourcesArg
 from grace.torch.closure_sync import synchronize_closure
 from grace.torch.copied import allow_steps
 from grace.torch.hooks import gradient_hook, register_session
 from grace.torch.lifecycle import Closable, attach
+from grace.torch.parameters import NamedParameters
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing
@@ -262,24 +268,24 @@ class DistributedMixin(Closable, StateMixin):
 @accept_grace_argument
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compressor: Any = None,
-    memory: Any = None,
-    communicator: Any = None,
+    named_parameters: NamedParameters = None,
+    compressor: CompressorArg | None = None,
+    memory: MemoryArg | None = None,
+    communicator: CommunicatorArg | None = None,
     *,
-    outer: Any = None,
+    outer: OuterArg | None = None,
     period: int | None = None,
-    strategy: Any = None,
-    resources: Any = None,
+    strategy: StrategyArg | None = None,
+    resources: ResourcesArg | None = None,
     backward_passes_per_step: int = 1,
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
-    process_group: Any = None,
+    process_group: "dist.ProcessGroup | None" = None,
     process_set: Any = None,
     backend: Backend | None = None,
-    grad_scaler: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     sparse_as_dense: bool = False,
     broadcast: bool = True,
     hierarchical: bool = False,
@@ -287,7 +293,7 @@ def DistributedOptimizer(
     seed: int = 0,
     bucket_bytes: int | None = None,
     group_bytes: int | None = None,
-    compression: Any = None,
+    compression: object = None,
 ) -> Any:
     """Make an optimizer exchange its gradients, compressed, between backward and step.
 
@@ -392,7 +398,7 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _backend(process_group: Any, process_set: Any) -> Backend:
+def _backend(process_group: "dist.ProcessGroup | None", process_set: Any) -> Backend:
     """Return the engine for a torch.distributed group or a Horovod process set; that of ``grace.init()`` without
     one."""
     if process_group is not None and process_set is not None:

@@ -1,5 +1,6 @@
 """Wrappers of models that exchange gradients themselves, so that Grace's optimizer cannot do it as well."""
 
+import contextlib
 import copyreg
 import gc
 import sys
@@ -33,10 +34,10 @@ WRAPPING = {
 class Never:
     """Attribute that is False, whatever is assigned to it."""
 
-    def __get__(self, instance: Any, owner: Any = None) -> bool:
+    def __get__(self, instance: object, owner: object = None) -> bool:
         return False
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         pass
 
 
@@ -53,7 +54,7 @@ class SilentDDP(DistributedDataParallel):
     optimizer: Any = None
     """Weak reference to the distributed optimizer."""
 
-    def no_sync(self) -> Any:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the optimizer's gradients only accumulate."""
         return self.optimizer().no_sync()
 

@@ -111,6 +111,7 @@ class Watch:
         while not self.closing:
             tick = min(1.0, WARN_SECONDS / 4)
             if not alive:
+                # Without rank 0 no news comes, but long waits are still noticed.
                 self.disconnected.wait(tick)
             elif ready.select(tick):
                 messages = self.line.receive()
@@ -128,6 +129,7 @@ class Watch:
         for wait in list(waits.values()):
             seconds = time.monotonic() - wait.began
             if not wait.warned and seconds > WARN_SECONDS:
+                # In a thread, because locate_ranks() waits for an answer that the listening thread receives.
                 wait.warned = True
                 threading.Thread(target=self._warn, args=(wait,), daemon=True).start()
             if seconds > wait.timeout:

@@ -252,6 +252,7 @@ class WatchServer:
         self.closing = True
         with contextlib.suppress(OSError):  # the thread may have woken up by itself, and closed the socket
             self.wake.send(b"!")
+        # No longer, since a program that ends must not wait for a socket.
         self.thread.join(2)
 
     def close_sockets(self) -> None:

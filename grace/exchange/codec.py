@@ -235,6 +235,7 @@ class PerVariableCodec:
     def remember(self) -> None:
         """Update the memory with the parts that payloads left out, unless payloads were withheld. Methods of several
         rounds update it in :meth:`decode`."""
+        # A withheld payload was not sent: as if it had no gradient, this rank keeps the memory as it is.
         if self.withheld is None and self.traits.rounds == 1:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
             self.inputs = []  # copies of all gradients, which nobody reads any more

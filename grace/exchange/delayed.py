@@ -57,7 +57,9 @@ class ExchangeThread:
         self.failure: Exception | None = None
         self.failure_raised = False
         """True once the training thread has raised the failure."""
+        # Programs need not call grace.shutdown(), and the last round trips would be lost.
         atexit.register(self.exit)
+        # A daemon, since a round trip may wait for a rank that never comes, and must not keep the process alive.
         threading.Thread(target=self._run, name="grace exchanges", daemon=True).start()
 
     def drain(self, seconds: float = PATIENCE) -> bool:

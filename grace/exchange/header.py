@@ -180,6 +180,7 @@ class Header:
 
     def compare(self, layouts: Sequence[Layout], wires: Sequence[Tensor]) -> bool:
         """Compare the step stamps in wires; return True if the ranks are known not to be able to go on together."""
+        # One report is enough: later rounds carry the same stamps.
         if not self.stamp or self.out_of_step or self.hyperparameters_differ:
             return bool(self.out_of_step)
         stamps = [wire[layout.stamps] for layout, wire in zip(layouts, wires, strict=True)]
@@ -322,6 +323,7 @@ def compare_stamps(
         late = [rank for rank, steps in behind.items() if steps]
         steps = {rank: context.step + first[0] - steps for rank, steps in behind.items()}
         return f"{_describe_steps(steps, call)}: {call(late)} left out {context.api_names.step}. {ADVICE}", False
+    # Steps are equal: a rank that cleared gradients more often than others has left backward() out.
     least = min(one[2] for one in ahead.values())
     steps = {rank: context.step + one[2] - least for rank, one in ahead.items()}
     if any(one[2] > least for one in ahead.values()):

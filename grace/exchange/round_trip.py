@@ -96,6 +96,8 @@ class BucketProgram:
         self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
         self.sparse = bucket.variables[0].sparse
+        # Rows travel behind their sizes, which the host reads in any case: nothing is gained by deferring their
+        # headers.
         self.on_device = communicator.can_defer and not self.sparse and self.kernels.on_device(like)
         self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
@@ -127,6 +129,7 @@ class BucketProgram:
         elif communicator.codec is not None:
             kind = communicator.codec
         codec = kind(self.bucket, self.kernels, self.on_device)
+        # Kernels write to offsets that are fixed beforehand, so they need the layouts of all rounds.
         if kind is PerVariableCodec and self.bucket.fuses and all(codec.known):
             return fused_codec(codec, like) or codec
         return codec
@@ -152,11 +155,13 @@ class BucketProgram:
         """Return the legs of the next round trip."""
         if self._route is None:
             codec, backend = self.codec, self.communicator.backend
+            # Tensors of NumPy and TensorFlow have no type of a device, and are exchanged from the host.
             on_cpu = getattr(self.device, "type", "cpu") == "cpu"
             engine = EngineTraits(self.size, backend.by_ring, backend.concatenates, on_cpu)
             wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
             wires += [wires[-1]] * (self.traits.rounds - len(wires))  # rounds whose layouts are not known yet
             self._route = backend.supported(route_of(self.communicator, wires, engine, codec.varies), self.sums)
+        # Layouts are held to those of the first step afterwards; a graph runs the same legs in every step.
         compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
         return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route
 
@@ -284,6 +289,8 @@ class RoundTrip:
         leg = self.route[self._position + 1]
         buffer = self._buffer_for(leg)
         self.traffic.codec_seconds += time.perf_counter() - began
+        # All ranks find the same sizes, digests and stamps, so all stop here, and no collective is left without a
+        # partner.
         if buffer is None:
             self.stopped = True
             return False
@@ -327,6 +334,7 @@ class RoundTrip:
         backend = self.backend
         before = backend.sent_bytes
         backend.label = f"{self.bucket.label}.{self._position + 1}"
+        # If a signal ends this rank, its last message names this bucket.
         Backend.began = self.bucket
         backend.started += 1
         self._under_way = True
@@ -335,6 +343,7 @@ class RoundTrip:
             self._traced = recorder.CollectiveEvent(recorder.active, facts)
         try:
             self.handle = leg.collective.start(backend, buffer, leg.root)
+        # Raised by the backend, which has named the fault.
         except GraceError:
             raise
         except Exception as error:
@@ -381,6 +390,7 @@ class RoundTrip:
                 i = next(i for i, (a, b) in enumerate(zip(received[0], theirs, strict=True)) if a != b) // 2
                 first, other = received[0][2 * i], theirs[2 * i]
                 sizes = "other shapes" if first == other else f"{first:.0f} bytes on {self._rank(0)}, and {other:.0f}"
+                # The layouts are taken anew from the next payloads.
                 self.bucket.program = None
                 self.error = PayloadError(
                     f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has {sizes} on "
@@ -673,6 +683,7 @@ class RoundTrip:
         with recorder.phase("unpack", bucket=self.bucket):
             wires = self._last_wires()
             self._read_headers(wires)
+        # The means of ranks at different steps are dropped; the session raises once all buckets have ended.
         if self.header.out_of_step:
             return self.empty_outcomes()
         try:

@@ -179,6 +179,7 @@ def gather(runner: StepRunner, settle: Callable[[], object] = lambda: None) -> d
     own: dict[str, dict[str, Any]] = {}
     error: Exception | None = None
     try:
+        # Its error is kept, too, until the collective below, in which the other ranks wait for this one.
         settle()
         saved = _saved(runner)
         shared_by = saved["shared"]
@@ -240,6 +241,7 @@ def load(
         loaded = prepare(runner, saved, memory, inside)
     except Exception as raised:
         error = raised
+    # A rank that raised before this collective would let the others wait in it.
     compare_everywhere([runner.backend, *beside], saved, memory, error)
     assert loaded is not None
     apply(runner, loaded)

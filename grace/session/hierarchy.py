@@ -234,6 +234,7 @@ class HierarchicalRoundTrip:
         header.out_of_step = header.out_of_step or self.communicator.context.out_of_step
         if node.size == 1:  # the leader is alone on its node
             return outcomes or []
+        # The leader's own round trip has counted its bytes over the nodes; these are those within the node.
         before = node.sent_bytes
         # Statuses are broadcast first: by them all ranks of the node know which means follow.
         statuses = k.to_list(self._broadcast(k.full(self._statuses(outcomes), "float32", self.like)))

@@ -14,6 +14,7 @@ def momentum_owners(communicators: Iterable[Component]) -> list[Component]:
     ['dgc', 'signum']
     """
     parts = [part for communicator in communicators for part in communicator.named_components().values()]
+    # Not every part is a memory or a compressor: the dicts of a user's part are parts, too.
     return [part for part in parts if getattr(part, "owns_momentum", False)]
 
 

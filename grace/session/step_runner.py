@@ -187,6 +187,7 @@ class StepRunner:
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:
+            # Among other ranks payloads may have other sizes: the first exchange compares them.
             bucket.compared = False
         for communicator in self._all_communicators():
             self._prepare_communicator(communicator)
@@ -235,6 +236,7 @@ class StepRunner:
         if self._thread is None:
             backend = self._leases.acquire(another=True)
             self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps)
+            # Other ranks may need this rank for round trips under way, so the engine ends after them.
             self.backend.at_shutdown(self._thread.arrive)
         return self._thread
 
@@ -445,6 +447,7 @@ class StepRunner:
             if isinstance(trip, DelayedRoundTrip):
                 trip.cancel()
         self._begun = []
+        # Set by a node whose ranks differ: the next step may succeed.
         self.context.out_of_step = ""
         self._roll_back()
 

@@ -479,6 +479,7 @@ class DDPState(PythonReducerMixin):
             view = views[variable.name]
             # aggregates are float32, or exact in the gradient's dtype; all others are copied below
             outs.append(view if view.is_contiguous() and (exact or view.dtype == torch.float32) else None)
+        # Without a hierarchy this runs in a callback of the last collective's future: there is nothing to wait for.
         by_future = self.runner.hierarchy is None
         if by_future:
             assert isinstance(trip, RoundTrip)

@@ -278,6 +278,7 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
 
 def synchronize(self: Any) -> None:
     """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
+    # A rank outside of the process set has no session; and Horovod allows synchronize() twice.
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return

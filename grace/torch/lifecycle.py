@@ -115,4 +115,5 @@ class Closable(Once):
                 detach(session)
             for name in [*self._grace_added, "_grace_added"]:
                 vars(self).pop(name, None)
+            # The user's class is the last base of the class that the optimizer got when it was made distributed.
             self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]

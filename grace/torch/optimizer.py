@@ -87,6 +87,7 @@ class HookedSession(Session):
         """Count a parameter's accumulated gradient, and start the buckets that it completes."""
         if recorder.run is not None:
             recorder.run.gradient()
+        # The next step() must exchange this gradient, even if synchronize() has exchanged earlier ones.
         self.synchronized = self.idle = False
         if gradient is None:  # a hook of the program removed it; the tensor it stores instead is exchanged in step()
             self.counts.setdefault(name, 0)
@@ -260,6 +261,7 @@ class DistributedMixin(Closable, StateMixin):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. An exchange in progress is completed and its result is dropped."""
+        # First, because the buckets that are left start here, and read the gradients.
         self._grace.drop()
         self._grace.on_zero_grad()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
@@ -371,6 +373,7 @@ def DistributedOptimizer(
         raise optimizer_type_error(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
+    # A copy of a distributed optimizer refuses to step until it is made distributed itself.
     allow_steps(optimizer)
     compressor = compressor_for(optimizer, compression, compressor)
     if backend is None:
@@ -389,9 +392,11 @@ def DistributedOptimizer(
         from grace.torch.horovod import distribute
 
         return distribute(optimizer, named_parameters, choices, backend, options, before_step, after_step)
+    # close() removes what is added from here on.
     attributes_before = set(vars(optimizer))
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
     cls = type(optimizer)
+    # In place, since schedulers and scalers made earlier hold this object; and a subclass, so that isinstance() holds.
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     optimizer._grace = session  # type: ignore[attr-defined]
     attach(optimizer, session, before_step, after_step, attributes_before)
@@ -416,6 +421,7 @@ def _backend(process_group: "dist.ProcessGroup | None", process_set: Any) -> Bac
 
 def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> None:
     """Count the optimizer's step, and run the outer rounds that are due."""
+    # An inner step() is a part of an outer one, and torch.distributed.checkpoint steps only to create state.
     if inner or initializing(optimizer):
         return
     if recorder.run is not None:

@@ -15,8 +15,6 @@ from grace.core.waits import TIMEOUT, called_function, waiting
 from grace.errors import ConfigError, ExchangeError, GraceError
 
 Tensor = Any
-T = TypeVar("T")
-"""Type of objects that ranks gather, of which each rank has one."""
 B = TypeVar("B", bound="Backend")
 
 
@@ -205,7 +203,7 @@ class Backend(abc.ABC):
         """Channels that were duplicated from this backend."""
         return self.__dict__.setdefault("_channels", Channels())
 
-    def allgather_object(self, value: T) -> list[T]:
+    def allgather_object(self, value: Any) -> list[Any]:
         """Gather small Python objects, blocking. For start-up and checkpoints only. The default gathers their pickles
         as tensors, which :meth:`tensor_of` makes."""
         with self.checked_operation("allgather_object"):
@@ -215,7 +213,7 @@ class Backend(abc.ABC):
         """Return an array as a tensor that the engine's collectives accept."""
         return array
 
-    def allgather_pickled(self, value: T) -> list[T]:
+    def allgather_pickled(self, value: Any) -> list[Any]:
         """Gather small Python objects by two all-gathers, of sizes and of padded pickles, without counting their
         bytes."""
         before = self.sent_bytes
@@ -330,5 +328,5 @@ class LocalBackend(Backend):
     def split(self, ranks: Sequence[int]) -> "LocalBackend | None":
         return LocalBackend() if 0 in ranks else None
 
-    def allgather_object(self, value: T) -> list[T]:
+    def allgather_object(self, value: Any) -> list[Any]:
         return [value]

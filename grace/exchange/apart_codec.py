@@ -62,7 +62,7 @@ class ApartCodec(PerVariableCodec):
         """
         if not self.moved and not self.communicator.blocks:
             for payload, name in zip(self.payloads, self.names, strict=True):
-                self.handles.append(self._call(self.communicator.async_send, payload, label(), name=name))
+                self.handles.append(self._call(self.communicator.async_send, payload, label(), name))
         self.moved = True
 
     def receive_all(self, label: Callable[[], str]) -> tuple[PayloadError, str] | None:
@@ -78,7 +78,7 @@ class ApartCodec(PerVariableCodec):
         for i, name in enumerate(self.names):
             given = self.payloads[i] if blocks else self.handles[i]
             try:
-                value = self._call(method, given, label(), ctx=self.encoded[i][1], name=name)
+                value = self._call(method, given, label(), name, ctx=self.encoded[i][1])
                 self.values.append(self._checked(value, i, method))
             except PayloadError as error:  # raised later: the other variables' collectives must still be awaited
                 failure = failure or (error, name)
@@ -95,16 +95,16 @@ class ApartCodec(PerVariableCodec):
             raise self._failed(method, self.names[i], str(error)) from None
         return k.cast(value, variable.dtype if self.exact else "float32")
 
-    def _call(self, method: Callable[..., T], first: object, label: str, **options: object) -> T:
+    def _call(self, method: Callable[..., T], first: object, label: str, name: str, **options: object) -> T:
         """Call a method of the communicator, whose collectives over the backend get their own label."""
         backend = self.communicator.backend
         backend.label = label
         try:
-            return call_with_known(method, first, **options)
+            return call_with_known(method, first, **options, name=name)
         except GraceError:
             raise
         except Exception as error:
-            raise self._failed(method, options["name"], f"{type(error).__name__}: {error}") from error
+            raise self._failed(method, name, f"{type(error).__name__}: {error}") from error
         finally:
             backend.label = ""
 

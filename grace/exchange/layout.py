@@ -76,7 +76,7 @@ class Layout:
             self.order.sort(key=lambda i: -ITEM_SIZE[self.dtypes[i]])
         self._measure()
         # Caches of the last results with their inputs, which are the same at most steps.
-        self._packed_statuses: tuple[list[Status], Tensor] | None = None
+        self._packed_statuses: tuple[Sequence[Status], Tensor] | None = None
         self._plain_statuses: tuple[list[Status], np.ndarray] | None = None
         self._end: tuple[Tensor, np.ndarray] | None = None
 
@@ -157,7 +157,7 @@ class Layout:
     # -- writing ---------------------------------------------------------------------------------------
 
     def pack(
-        self, payloads: Sequence[Payload], statuses: list[Status], stamps: Stamps = (), out: Tensor | None = None
+        self, payloads: Sequence[Payload], statuses: Sequence[Status], stamps: Stamps = (), out: Tensor | None = None
     ) -> Tensor:
         """Join all payload tensors, statuses and stamps into one 1-d tensor.
 

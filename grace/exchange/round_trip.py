@@ -600,7 +600,7 @@ class RoundTrip:
         """Return a wire of means without payloads, whose status refuses one variable."""
         return self._without_means([REFUSED if name == self.refused else MISSING for name in self.names])
 
-    def _without_means(self, statuses: list[int]) -> Tensor:
+    def _without_means(self, statuses: Sequence[int]) -> Tensor:
         """Return a wire of means whose payloads are zeros."""
         layouts = self.codec.means_layouts()
         layout = layouts[self.codec.owner]

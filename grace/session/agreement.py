@@ -2,13 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from grace.core import version
 from grace.core.backend import Backend
 from grace.errors import RankError
 
-T = TypeVar("T")
 DIFFERENT = "the ranks were set up differently; the first difference: "
 DRIFTED = (
     "the ranks made a step with different hyperparameters; the first difference: ",
@@ -17,8 +16,8 @@ DRIFTED = (
 
 
 def gather_or_raise(
-    backend: Backend, what: str, value: T, error: BaseException | None = None, failed: str = "refused to start"
-) -> list[T]:
+    backend: Backend, what: str, value: Any, error: BaseException | None = None, failed: str = "refused to start"
+) -> list[Any]:
     """Return every rank's value of one kind, which must be small. A rank that failed passes its error instead.
 
     Every rank must call this the same number of times, failed ones too, so that no rank waits in vain. The message
@@ -40,7 +39,7 @@ def gather_or_raise(
     [3]
     """
     said = None if error is None else str(error)
-    mine: dict[str, Any] = {"grace": version.__version__, "what": what, "value": value, "error": said}
+    mine = {"grace": version.__version__, "what": what, "value": value, "error": said}
     answers = backend.allgather_object(mine)
     number = backend.number_of
     if error is not None:

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ class ByHand:
     def start(self, tensors: Tensors, names: Names) -> PendingStep:
         """Start the exchange of tensors; see :meth:`grace.Communicator.send_step`."""
         single = isinstance(names, str)
-        given, called = ([tensors], (names,)) if single else (list(tensors), tuple(names))
+        given, called = ([tensors], (names,)) if isinstance(names, str) else (list(tensors), tuple(names))
         backend = runtime.joined()
         if self.runner is not None and self.runner.backend is not backend:
             self.leave_run()  # the runner's run has ended, or a new one has begun
@@ -267,9 +268,9 @@ class ByHand:
             for group in groups:
                 names = tuple(variable.name for variable in group)
                 if self.runner is None:
-                    self.runner, self.buckets[names] = self._join_run(lambda group=group: group, backend)
+                    self.runner, self.buckets[names] = self._join_run(partial(list, group), backend)
                 elif names not in self.buckets:
-                    self.buckets[names] = self._add_bucket(self.runner, lambda group=group: group)
+                    self.buckets[names] = self._add_bucket(self.runner, partial(list, group))
             assert self.runner is not None
             checkpoint.load(self.runner, lambda: state["grace"], memory)
         # raised on all ranks, before any state was changed: take back the buckets that were added

@@ -72,6 +72,10 @@ def _scale(value: object, where: str) -> None:
         raise refuse(where, "a number above 0, of float32's", value)
 
 
+def _anything(value: object, where: str) -> None:
+    """Accept a value of any form, which is checked elsewhere."""
+
+
 def _or_none(form: Form) -> Form:
     return lambda value, where: None if value is None else form(value, where)
 
@@ -102,7 +106,8 @@ def _record(needed: dict[str, Form], more: dict[str, Form]) -> Form:
     forms = {**needed, **more}
 
     def check(value: object, where: str) -> None:
-        _table(lambda item, where: None, forms.__contains__)(value, where)
+        _table(_anything, forms.__contains__)(value, where)
+        assert isinstance(value, dict)
         for key, form in forms.items():
             if key in value:
                 form(value[key], _join_path(where, key))
@@ -211,9 +216,9 @@ def _tensor(value: object, where: str) -> None:
 
 TENSORS = _listed(_listed(_tensor))
 """Form of the tensors that a communicator exchanged by hand: lists of tensors that were exchanged together."""
-MODEL = _record({"options": _record({}, _options), "state": lambda value, where: value}, {})
+MODEL = _record({"options": _record({}, _options), "state": _anything}, {})
 """Form of a model's file: the choices, and a state, which is checked when it is loaded."""
-BESIDE_WEIGHTS = _record({"state": lambda value, where: value}, {})
+BESIDE_WEIGHTS = _record({"state": _anything}, {})
 """Form of the part of a file of weights: a state, which is checked when it is loaded."""
 
 

@@ -93,4 +93,5 @@ def driver_of(session: Session) -> "Driver":
 
     assert session.auto_request is not None
     assert session.runner is not None
+    assert session.strategy is not None  # the one that planning starts from
     return build_driver(session.auto_request, session.runner, session.strategy, do, session.adaptive)

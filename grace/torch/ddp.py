@@ -312,6 +312,7 @@ class DDPState(PythonReducerMixin):
         """Return the names of parameters for which this rank has no gradient. DDP passes zeros for them, or the tensor
         that an earlier step left in ``p.grad``."""
         model = self.model()
+        assert model is not None  # whose backward pass calls this
         skips = model.find_unused_parameters or model.static_graph  # otherwise a backward pass reaches all parameters
         arrived = self.uses.arrived
         names = ((self.names[p], p) for p in parameters) if self.watched else ()
@@ -363,7 +364,9 @@ class DDPState(PythonReducerMixin):
                 "delete the model and make a new DistributedDataParallel(model.module)"
             )
         if grad_bucket.index() == 0:  # DDP's first bucket begins a step, and its futures of the last step are done
-            check_no_join(self.model())
+            model = self.model()
+            assert model is not None  # whose backward pass calls this
+            check_no_join(model)
             self.close_step()
             check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
             self._count_updates()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grace.backends.horovod import compressor_for
+from grace.backends.horovod import Compression, compressor_for
 from grace.backends.runtime import check_group, current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.arguments import accept_grace_argument, optimizer_type_error
@@ -295,7 +295,7 @@ def DistributedOptimizer(
     seed: int = 0,
     bucket_bytes: int | None = None,
     group_bytes: int | None = None,
-    compression: object = None,
+    compression: Compression | None = None,
 ) -> Any:
     """Make an optimizer exchange its gradients, compressed, between backward and step.
 
@@ -379,7 +379,7 @@ def DistributedOptimizer(
     if backend is None:
         backend = _backend(process_group, process_set)
     reduction = ReduceOp(op, gradient_predivide_factor)
-    options = {
+    options: dict[str, Any] = {
         "passes": backward_passes_per_step,
         "groups": num_groups if groups is None else groups,
         "grad_scaler": grad_scaler,

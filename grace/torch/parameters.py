@@ -38,8 +38,9 @@ def named_trainable_parameters(
     if named_parameters is None:
         own = {name_in_optimizer(groups, position): p for p, position in positions.items() if p.requires_grad}
         return dict(zip(unwrap_names(list(own)), own.values(), strict=True))
-    module = isinstance(named_parameters, torch.nn.Module)
-    pairs = list(named_parameters.named_parameters() if module else named_parameters)
+    if isinstance(named_parameters, torch.nn.Module):
+        named_parameters = named_parameters.named_parameters()
+    pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ConfigError(
             "named_parameters must be the model, or pairs of (name, parameter), as model.named_parameters() gives"
@@ -364,7 +365,7 @@ def horovod_groups(
         names = list(parameters)
         count = min(groups, len(parameters))
         return [names[a:b] for a, b in equal_bounds(len(names), count)] if count else []
-    name_of = {p: name for name, p in parameters.items()}
+    name_of: dict[torch.Tensor, str] = {p: name for name, p in parameters.items()}
     named_groups = [[name_of[p] for p in group if p in name_of] for group in _check_groups(groups)]
     counts = Counter(name for group in named_groups for name in group)
     twice = [name for name, count in counts.items() if count > 1]

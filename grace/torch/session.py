@@ -214,9 +214,8 @@ class Session:
         """
         check_integer("backward_passes_per_step", passes)
         self.settings.check()
-        # pairs may come from a generator, and are read several times
-        reusable = named_parameters is None or isinstance(named_parameters, torch.nn.Module)
-        named_parameters = named_parameters if reusable else list(named_parameters)
+        if named_parameters is not None and not isinstance(named_parameters, torch.nn.Module):
+            named_parameters = list(named_parameters)  # they may come from a generator, and are read several times
         own = self.parameters
         own.update(named_trainable_parameters(optimizer, named_parameters))
         check_unwrapped(own)

@@ -1,6 +1,5 @@
 """Wrappers of models that exchange gradients themselves, so that Grace's optimizer cannot do it as well."""
 
-import contextlib
 import copyreg
 import gc
 import sys
@@ -54,7 +53,7 @@ class SilentDDP(DistributedDataParallel):
     optimizer: Any = None
     """Weak reference to the distributed optimizer."""
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self) -> Any:
         """Return the context in which the optimizer's gradients only accumulate."""
         return self.optimizer().no_sync()
 

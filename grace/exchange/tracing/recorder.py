@@ -312,7 +312,7 @@ def paused() -> Iterator[None]:
 # -- functions that sessions call --------------------------------------------------------------------------------------
 
 
-def note(**facts: object) -> None:
+def note(**facts: Any) -> None:
     """Record facts about this rank: ``updates_follow=True`` if the session calls :meth:`Recorder.end_step` after each
     update, ``waits`` for the library that waits for collectives if Grace does not."""
     if run is not None:

@@ -15,7 +15,7 @@ from grace.cli.inputs import load_cluster, load_variables
 from grace.cli.terminal import standard_output
 from grace.core.registry import make
 from grace.strategy.plan import FIELDS, ShardPlan, Strategy
-from grace.strategy.traffic import collectives_of, kinds, links, payload
+from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank, collectives_of, payload_bytes
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
 
@@ -120,9 +120,9 @@ def _summary(strategy: Strategy) -> str:
 def _traffic_lines(strategy: Strategy) -> Iterator[str]:
     """Yield a line for each rank's traffic, or for the ranks that send most, and one for the busiest link."""
     sends = "{} sends, and receives, {} a step".format
-    found = kinds(strategy)
+    found = bytes_by_rank(strategy)
     if strategy.world_size <= MOST_ROWS:
-        for rank, to_others in enumerate(links(strategy)):
+        for rank, to_others in enumerate(bytes_between_ranks(strategy)):
             to = ", ".join(f"{of_bytes(nbytes)} to rank {other}" for other, nbytes in enumerate(to_others) if nbytes)
             detail = f": {to}" if strategy.world_size > 2 and to else ""
             yield sends(f"rank {rank}", of_bytes(sum(to_others))) + detail
@@ -145,7 +145,7 @@ def _traffic_lines(strategy: Strategy) -> Iterator[str]:
 def _rows(strategy: Strategy) -> Iterator[list[str]]:
     for plan in strategy.plans:
         for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
-            traffic = payload(part, variable, strategy.world_size)
+            predicted = payload_bytes(part, variable, strategy.world_size)
             cut = "" if plan.axis is None else f"axis {plan.axis}"
             shape = " x ".join(map(str, variable.shape)) or "scalar"
             chosen = part.to_dict()
@@ -157,7 +157,7 @@ def _rows(strategy: Strategy) -> Iterator[list[str]]:
                 f"{part.sync.type}{', hierarchical' if part.sync.hierarchical else ''}",
                 _destination(part),
                 f"{chosen['compressor']}, {chosen['memory']}",
-                f"{'' if traffic.exact else '~'}{traffic.nbytes:,}",
+                f"{'' if predicted.exact else '~'}{predicted.nbytes:,}",
             ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from grace.backends.topology import NodeGroups
 from grace.core.backend import Backend, Handle
-from grace.core.communicator import Communicator
+from grace.core.communicator import Communicator, CompressorArg, MeanCompression, MemoryArg
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
@@ -58,8 +58,8 @@ class ReduceBroadcast(Communicator):
 
     def __init__(
         self,
-        compressor: Any = "none",
-        memory: Any = None,
+        compressor: CompressorArg = "none",
+        memory: MemoryArg | None = None,
         destination: int = 0,
         staleness: int = 0,
         sync: bool = True,
@@ -130,9 +130,9 @@ class ReduceBroadcast(Communicator):
         self.led = True
 
     @property
-    def second(self) -> tuple[Compressor, Memory, str] | None:
-        """The method and the memory of answers, and the label of their random numbers; None if payloads are summed."""
-        return None if self.sums else (self.answers, self.answer_memory, "answer")
+    def mean_compression(self) -> MeanCompression | None:
+        """The method and the memory of answers; None if payloads are summed."""
+        return None if self.sums else MeanCompression(self.answers, self.answer_memory, "answer")
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
         """Return the legs to the destination and back: to all ranks at once, or through one rank of each node."""
@@ -143,7 +143,7 @@ class ReduceBroadcast(Communicator):
         carries = Carries.SUMS if self.sums else Carries.MEANS
         return [Leg(GATHER, Carries.GRADIENTS, self.root), Leg(back, carries, self.root)]
 
-    def rescale_second(self, loss_scale: float) -> None:
+    def rescale_mean_memory(self, loss_scale: float) -> None:
         """Rescale the memory of the answers if the step that is answered has another loss scale."""
         if loss_scale != self.answer_context.loss_scale:
             self.answer_memory.rescale(loss_scale / self.answer_context.loss_scale)
@@ -152,7 +152,7 @@ class ReduceBroadcast(Communicator):
     def on_resume(self, loss_scale: float) -> None:
         """Rescale the memory of the answers from the units of the checkpoint to those of the run."""
         self.answer_context.loss_scale = loss_scale
-        self.rescale_second(self.context.loss_scale)
+        self.rescale_mean_memory(self.context.loss_scale)
 
     def dense_communicator(self, shared: Communicator) -> Communicator:
         """Return the uncompressed communicator with the same destination."""

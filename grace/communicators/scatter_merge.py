@@ -1,8 +1,6 @@
 """ScatterMerge: every rank adds up the entries of some positions, and sends the largest sums to all."""
 
-from typing import Any
-
-from grace.core.communicator import Communicator
+from grace.core.communicator import Communicator, CompressorArg, MemoryArg
 from grace.core.compressor import Compressor, Sparsifier
 from grace.core.route import ALL_GATHER, ALL_TO_ALL, Carries, EngineTraits, Leg, Route
 from grace.exchange.merge_codec import MergeCodec
@@ -36,7 +34,9 @@ class ScatterMerge(Communicator):
     name = "scatter_merge"
     cuts, codec = True, MergeCodec
 
-    def __init__(self, compressor: Any = "topk", memory: Any = None, world_size: int | None = None):
+    def __init__(
+        self, compressor: CompressorArg = "topk", memory: MemoryArg | None = None, world_size: int | None = None
+    ):
         super().__init__(compressor, memory, world_size)
 
     @classmethod

@@ -1,8 +1,6 @@
 """ScatterReduce: every rank averages one shard and sends it to all; both ways are compressed."""
 
-from typing import Any
-
-from grace.core.communicator import Communicator
+from grace.core.communicator import Communicator, CompressorArg, MeanCompression, MemoryArg
 from grace.core.component import Component
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
@@ -28,7 +26,9 @@ class ScatterReduce(Communicator):
     name = "scatter_reduce"
     cuts = True
 
-    def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
+    def __init__(
+        self, compressor: CompressorArg = "none", memory: MemoryArg | None = None, world_size: int | None = None
+    ):
         super().__init__(compressor, memory, world_size)
         self.shard_memory: Memory = make("memory", self.memory.to_dict())
         self.bind(self.context)
@@ -47,9 +47,9 @@ class ScatterReduce(Communicator):
         return {**super().components, "shard_memory": self.shard_memory}
 
     @property
-    def second(self) -> tuple[Compressor, Memory, str]:
+    def mean_compression(self) -> MeanCompression:
         """The compression of means: the same method, with a memory of its own and random numbers of this rank."""
-        return self.compressor, self.shard_memory, f"mean_{self.context.rank}"
+        return MeanCompression(self.compressor, self.shard_memory, f"mean_{self.context.rank}")
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
         return [Leg(ALL_TO_ALL, Carries.GRADIENTS), Leg(ALL_GATHER, Carries.MEANS)]

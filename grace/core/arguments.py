@@ -45,11 +45,11 @@ def do_not_convert(function: F) -> F:
     return function
 
 
-def _is_communicator(value: Any = None) -> bool:
+def _is_communicator(value: object = None) -> bool:
     return isinstance(value, Component) and value.kind == "communicator"
 
 
-def optimizer_type_error(value: Any) -> ConfigError:
+def optimizer_type_error(value: object) -> ConfigError:
     """Return the error for a value of another type than an optimizer; it names the type, and the likely correction.
 
     >>> print(optimizer_type_error([1, 2]))
@@ -107,7 +107,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_instance(value: Any, module: str, path: str) -> bool:
+def _is_instance(value: object, module: str, path: str) -> bool:
     """Return True if a value is an instance of a framework's class. Nothing is imported for it: a framework that was
     never imported has no instances."""
     found: Any = sys.modules.get(module)

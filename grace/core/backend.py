@@ -280,7 +280,7 @@ class Backend(abc.ABC):
             return f"rank {self.rank} of {self.size}"
         return f"rank {self.number_of(self.rank)} of the ranks {', '.join(map(str, self.members))}"
 
-    def at_shutdown(self, function: Callable[[], Any]) -> None:
+    def at_shutdown(self, function: Callable[[], object]) -> None:
         """Register a function that :meth:`close` calls while the ranks can still communicate."""
         self.__dict__.setdefault("closing", []).append(function)
 

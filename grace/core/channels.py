@@ -47,6 +47,7 @@ class Channels:
             free_of_ranks: the free channels of every rank, in the order of ranks.
         """
         frees = [free for _, free in free_of_ranks]
+        # In one order, so that all ranks find the same channel.
         for number, count in sorted(frees[0].items()):
             if number not in self.taken and all(free.get(number) == count for free in frees):
                 self.taken.add(number)

@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
@@ -23,7 +23,7 @@ class RouteCost:
     """Descriptor for the cost of a communicator's class: the sum of the formulas of its legs. Empty if a leg has no
     formula, or if a parameter of the class has no default."""
 
-    def __get__(self, communicator: Any, cls: Any) -> str:
+    def __get__(self, communicator: "Communicator | None", cls: "type[Communicator]") -> str:
         if dataclasses.MISSING in cls.parameters().values():
             return ""
         try:
@@ -31,6 +31,20 @@ class RouteCost:
             return formula_of(cls().route_of_wire(math.inf, EngineTraits()))
         except ConfigError:  # it does not carry the compressor that it takes if none is named
             return ""
+
+
+class MeanCompression(NamedTuple):
+    """Compression of means by the ranks that average: the second one of a bucket's round trip.
+
+    Attributes:
+        compressor: the method; its random numbers must be others than the first compression's.
+        memory: keeps what payloads of means leave out.
+        label: label of the random numbers, behind a variable's name and a slash.
+    """
+
+    compressor: Compressor
+    memory: Memory
+    label: str
 
 
 class Communicator(Component):
@@ -96,7 +110,9 @@ class Communicator(Component):
     companion_of: str = ""
     """Description of the user's communicator that this one carries small variables beside; else empty."""
 
-    def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
+    def __init__(
+        self, compressor: "CompressorArg" = "none", memory: "MemoryArg | None" = None, world_size: int | None = None
+    ):
         self.made_for = world_size
         methods = _transfer_methods(type(self))
         self.moves_payloads = methods in (("send_receive",), ASYNC_METHODS)
@@ -235,13 +251,12 @@ class Communicator(Component):
         return Communicator.legs(self, nbytes, engine) if own else self.legs(nbytes, engine)
 
     @property
-    def second(self) -> tuple[Compressor, Memory, str] | None:
-        """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
-        compressed."""
+    def mean_compression(self) -> MeanCompression | None:
+        """Compressor and memory of means; None if means are not compressed."""
         return None
 
-    def rescale_second(self, loss_scale: float) -> None:
-        """Rescale the state that compresses means to the units of this loss scale, which the next means have."""
+    def rescale_mean_memory(self, loss_scale: float) -> None:
+        """Rescale the memory of means to the units of this loss scale, which the next means have."""
 
     def use_leaders(self, leader_of: Sequence[int]) -> None:
         """Let one rank of each node take part from now on.
@@ -302,7 +317,7 @@ class Communicator(Component):
             self._by_hand = Communicator.by_hand_factory(self)
         return self._by_hand
 
-    def step(self, tensors: Any, names: Any) -> Any:
+    def step(self, tensors: Tensor | Sequence[Tensor], names: str | Sequence[str]) -> Tensor | list[Tensor]:
         """Exchange tensors in one blocking step, as in GRACE, and return the mean over ranks of the compressed tensors.
 
         The first step joins the run that ``grace.init()`` began; every rank must exchange the same names in the same
@@ -330,7 +345,7 @@ class Communicator(Component):
         """
         return self.by_hand.step(tensors, names)
 
-    def send_step(self, tensors: Any, names: Any) -> Any:
+    def send_step(self, tensors: Tensor | Sequence[Tensor], names: str | Sequence[str]) -> object:
         """Start a step without waiting for its payloads; :meth:`receive_step` ends it. Several may be under way; all of
         them end with the first that is received, in one step. Eager tensors only.
 
@@ -349,7 +364,7 @@ class Communicator(Component):
         """
         return self.by_hand.start(tensors, names)
 
-    def receive_step(self, begun: Any) -> Any:
+    def receive_step(self, begun: object) -> Tensor | list[Tensor]:
         """Return the means of the step that :meth:`send_step` began."""
         return self.by_hand.receive(begun)
 

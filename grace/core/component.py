@@ -4,7 +4,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from grace.core.context import Context
 from grace.core.state import State
@@ -32,10 +32,10 @@ class Component:
     """The run that this component takes part in (a single process until it is bound)."""
     _binding: bool = False
     """True while :meth:`bind` runs, which stops it at parts that know each other."""
-    _owner: Callable[[], Any] | None = None
+    _owner: Callable[[], object] | None = None
     """Weak reference to the runner that the component serves. It returns None when the runner has ended."""
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: object, **options: object) -> Self:
         """Create the object with a state and a context here, because users' classes may not call
         ``super().__init__``."""
         made = super().__new__(cls)
@@ -107,7 +107,7 @@ class Component:
         object.__setattr__(other, "context", context)
         return other
 
-    def set_owner(self, owner: Any) -> None:
+    def set_owner(self, owner: object) -> None:
         """Make a runner the owner of this component and its parts. State that the steps of an ended owner left is
         cleared.
 
@@ -128,7 +128,7 @@ class Component:
                 component.state.commit()
             object.__setattr__(component, "_owner", weakref.ref(owner))
 
-    def release(self, owner: Any) -> None:
+    def release(self, owner: object) -> None:
         """Give up the ownership by a runner, if it has it."""
         for component in self.named_components().values():
             if component._owner is not None and component._owner() is owner:
@@ -197,7 +197,7 @@ class Component:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise self.refuse(f"{key} must be a whole number in [{low}, {high:g}], not {value!r}")
 
-    def check_choice(self, key: str, choices: tuple[Any, ...]) -> None:
+    def check_choice(self, key: str, choices: tuple[object, ...]) -> None:
         """Refuse a parameter that is not one of ``choices``."""
         value = getattr(self, key)
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
@@ -208,7 +208,7 @@ StateForm = tuple[int, ...] | type[float] | Mapping[str, "StateForm"] | None
 """Form of a variable's state: a tensor's shape, a number, a dict of these by key; None for anything."""
 
 
-def _components(name: str, value: Any) -> Iterator[tuple[str, Component]]:
+def _components(name: str, value: object) -> Iterator[tuple[str, Component]]:
     if isinstance(value, Component):
         yield name, value
     elif isinstance(value, (list, tuple)):

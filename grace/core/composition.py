@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Compressor, FixedSize, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 MANY = 1 << 20
@@ -71,7 +71,7 @@ class Composed(Compressor):
         )
 
     @property
-    def _fixed_size(self) -> Any:
+    def _fixed_size(self) -> FixedSize | None:
         sizes = {self.sparsifier.traits.fixed_size, self.values.traits.fixed_size}
         if "by data" in sizes or sizes == {None, "by shape and step"}:
             # An unknown size is compared with the first step's, which a warm-up would break: let sizes travel.
@@ -135,7 +135,7 @@ class Composed(Compressor):
             values = k.divide(values, values, 1 + variance)
         return [k.flat(values), *where], first_ctx
 
-    def size_key(self, step: int) -> Any:
+    def size_key(self, step: int) -> tuple[object, object]:
         return self.sparsifier.size_key(step), self.values.size_key(step)
 
     def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:

@@ -17,7 +17,7 @@ Payload = list[Tensor]
 Shape = tuple[int, ...]
 AFTER_WARMUP = 1 << 62
 """A step after every warm-up, for which sizes are quoted."""
-BucketCodec = tuple[str, dict[str, Any]]
+BucketCodec = tuple[str, dict[str, object]]
 """Name of a codec of whole buckets, and its options."""
 FixedSize = Literal["by shape", "by shape and step", "by data"]
 FIXED_SIZES: tuple[str, ...] = get_args(FixedSize)
@@ -167,7 +167,7 @@ class Compressor(StatefulComponent):
         if tensors_size_are_same is not None:
             self.traits = dataclasses.replace(self.traits, fixed_size=tensors_size_are_same)
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         if "compress" in vars(cls):
             cls.compress = wrap_compress(cls.compress, is_ours(cls))  # type: ignore[method-assign]
@@ -283,10 +283,10 @@ class Compressor(StatefulComponent):
 
     def bucket_codec(self) -> BucketCodec | None:
         """Return the name of the codec of whole buckets that gives the same bits, of
-        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.sparse_codecs`, and its options at this
-        step; None if there is none for these parameters. A class that inherits it is not asked, because it may compute
-        differently. Where payloads change with the step, a codec is made anew with their layout. Payloads that a codec
-        does not decode are decoded with :meth:`ctx_of`."""
+        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.sparsified_codecs`, and its options at
+        this step; None if there is none for these parameters. A class that inherits it is not asked, because it may
+        compute differently. Where payloads change with the step, a codec is made anew with their layout. Payloads that
+        a codec does not decode are decoded with :meth:`ctx_of`."""
         raise TypeError(f"{type(self).__name__} has no codec for whole buckets")
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:

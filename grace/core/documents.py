@@ -95,7 +95,7 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-def record(kind: type, document: Any, where: str, **given: Any) -> Any:
+def record(kind: type, document: object, where: str, **given: object) -> Any:
     """Return a dataclass whose fields are those of a document's object, lists as tuples.
 
     Args:
@@ -147,7 +147,7 @@ def _value(value: Any, wanted: Any, where: str) -> Any:
     return value
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def _fits(value: object, wanted: Any) -> bool:
     """Return True if a document's value is of an annotated type, or an object for a dataclass."""
     if dataclasses.is_dataclass(wanted):
         return isinstance(value, dict)
@@ -179,7 +179,7 @@ def _describe_type(wanted: Any) -> str:
     return "an object" if origin is Mapping or dataclasses.is_dataclass(wanted) else _WORDS[wanted]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value for messages as text of one line, however large it is.
 
     >>> shown([1, "a"]), shown("a" * 100)
@@ -191,11 +191,11 @@ def shown(value: Any) -> str:
         return f"a very large {type(value).__name__}"
 
 
-def _check(document: Any) -> None:
+def _check(document: object) -> None:
     """Refuse documents that are nested too deeply, and text that cannot be encoded, and so not printed."""
     level, seen = [document], set[int]()
     for _ in range(DEEPEST):
-        below: list[Any] = []
+        below: list[object] = []
         for value in level:
             if isinstance(value, str):
                 _check_text(value)
@@ -240,7 +240,7 @@ def _yaml(text: str) -> Any:
                 at = f" (line {node.start_mark.line + 1})"
                 raise ValueError(said if "line " in said else said + at) from None
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[object, object]:
             self.flatten_mapping(node)
             seen = set()
             for key, _ in node.value:

@@ -11,6 +11,7 @@ from typing import Any
 from grace.errors import ConfigError, PayloadError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.constants import FLOATS
+from grace.kernels.reference import Tensor
 
 ITEM_SIZE = {
     **dict.fromkeys(("float64", "int64"), 8),
@@ -21,7 +22,9 @@ ITEM_SIZE = {
 """Bytes of an element, by dtype of payload tensors."""
 
 
-def wrap_compress(compress: Callable[..., Any], ours: bool = False) -> Callable[..., Any]:
+def wrap_compress(
+    compress: Callable[..., tuple[list[Tensor], Any]], ours: bool = False
+) -> Callable[..., tuple[list[Tensor], Any]]:
     """Wrap ``compress(tensor, name)``: it gets float32 unless the method is exact, and returns a list of tensors and
     ctx.
 
@@ -34,7 +37,7 @@ def wrap_compress(compress: Callable[..., Any], ours: bool = False) -> Callable[
     """
 
     @functools.wraps(compress)
-    def encoded(self: Any, tensor: Any, name: str) -> tuple[list[Any], Any]:
+    def encoded(self: Any, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
         kernels = kernels_of(tensor)
         dtype = kernels.dtype(tensor)
         if dtype != "float32" and not self.traits.exact:
@@ -52,7 +55,7 @@ def wrap_compress(compress: Callable[..., Any], ours: bool = False) -> Callable[
     return encoded
 
 
-def _payload(compressor: Any, given: Any, name: str) -> list[Any]:
+def _payload(compressor: Any, given: object, name: str) -> list[Tensor]:
     """Return the payload as a list; a single tensor becomes a list of one.
 
     Raises:
@@ -77,17 +80,17 @@ def _payload(compressor: Any, given: Any, name: str) -> list[Any]:
     return payload
 
 
-def _describe_type(value: Any) -> str:
+def _describe_type(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def wrap_aggregate(aggregate: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_aggregate(aggregate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``aggregate(payloads, ctx, out, count)`` so that it may also be defined, and called, in GRACE's form
     ``aggregate(tensors)`` with decoded tensors."""
     by_tensors = len(inspect.signature(aggregate).parameters) == 2
 
     @functools.wraps(aggregate)
-    def aggregated(self: Any, payloads: Any, *more: Any, **named: Any) -> Any:
+    def aggregated(self: Any, payloads: list[list[Tensor]], *more: Any, **named: Any) -> Tensor:
         if by_tensors:
             return (
                 _by_tensors(self, aggregate, payloads, *more, **named) if more or named else aggregate(self, payloads)
@@ -97,7 +100,14 @@ def wrap_aggregate(aggregate: Callable[..., Any]) -> Callable[..., Any]:
     return aggregated
 
 
-def _by_tensors(compressor: Any, aggregate: Callable[..., Any], payloads: Any, ctx: Any, out: Any, count: float) -> Any:
+def _by_tensors(
+    compressor: Any,
+    aggregate: Callable[..., Tensor],
+    payloads: list[list[Tensor]],
+    ctx: Any,
+    out: Tensor,
+    count: float,
+) -> Tensor:
     """Write the result of ``aggregate(tensors)`` into ``out``, divided if it is to be a mean."""
     decoded = []
     for place, payload in enumerate(payloads):
@@ -107,7 +117,7 @@ def _by_tensors(compressor: Any, aggregate: Callable[..., Any], payloads: Any, c
     return kernels_of(out).divide(out, total, count if compressor.average else 1)
 
 
-def check_shape(value: Any, out: Any, what: str = "decompress()") -> Any:
+def check_shape(value: Tensor, out: Tensor, what: str = "decompress()") -> Tensor:
     """Return the value if it has the shape of ``out``. Dimensions that a graph does not know are not compared.
 
     Raises:
@@ -119,7 +129,7 @@ def check_shape(value: Any, out: Any, what: str = "decompress()") -> Any:
     return value
 
 
-def check_decodes(compressor: Any, payload: Any, ctx: Any, tensor: Any, name: str) -> None:
+def check_decodes(compressor: Any, payload: list[Tensor], ctx: Any, tensor: Tensor, name: str) -> None:
     """Refuse a compressor that decodes its own payload to another shape, before anything is sent."""
     try:
         check_shape(compressor.decompress(payload, ctx), tensor)

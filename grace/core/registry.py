@@ -135,7 +135,7 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
     return _class(kind, name)(**checked(kind, name, parameters))
 
 
-def legal_communicators(compressor: Any) -> list[str]:
+def legal_communicators(compressor: Component) -> list[str]:
     """Return the names of the communicators that can carry a compressor's payloads.
 
     >>> legal_communicators(make("compressor", "topk"))

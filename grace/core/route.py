@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from grace.core.backend import Backend, Handle
+from grace.core.backend import Backend, Handle, Tensor
 from grace.kernels import kernels_of
-
-Tensor = Any
 
 
 class Carries(Enum):
@@ -53,7 +51,7 @@ def as_bytes(wire: Tensor, collective: Callable[[Tensor], Handle]) -> Handle:
     if dtype != "bfloat16":
         return collective(wire)
 
-    def numbers(raw: Any) -> Any:
+    def numbers(raw: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         return [numbers(one) for one in raw] if isinstance(raw, list) else k.from_bytes(raw, dtype, tuple(wire.shape))
 
     return collective(k.to_bytes(wire)).map(numbers)

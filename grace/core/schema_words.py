@@ -51,7 +51,7 @@ def refuse_unknown_keys(model: Any, value: Any) -> Any:
     return value
 
 
-def location(error: Mapping[str, Any]) -> list[Any]:
+def location(error: Mapping[str, Any]) -> list[str | int]:
     """Return the keys and indices that lead to an error, an unknown key included."""
     key = error["ctx"]["key"] if error["type"] == "unknown_key" else None
     return [*error["loc"], *([] if key is None else [key])]

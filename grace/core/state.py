@@ -1,8 +1,10 @@
 """Transactional state per variable: writes take effect only when a whole step succeeded."""
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
+
+from grace.kernels.reference import Tensor
 
 
 class State(MutableMapping[str, Any]):
@@ -102,7 +104,7 @@ class State(MutableMapping[str, Any]):
         self._committed.update(self._staged)
         self._staged.clear()
 
-    def write(self, into: Any) -> None:
+    def write(self, into: Callable[[Tensor, Tensor], object]) -> None:
         """Commit by ``into(committed, staged)``, which copies staged arrays over the committed ones, so that these stay
         the same objects.
 
@@ -125,7 +127,7 @@ class State(MutableMapping[str, Any]):
                 into(kept, staged)
         self._staged.clear()
 
-    def restore_arrays(self, values: dict[str, Any], into: Any) -> None:
+    def restore_arrays(self, values: dict[str, Any], into: Callable[[Tensor, Tensor], object]) -> None:
         """Copy the current values into earlier arrays by ``into(value, current)``, and make these the committed ones
         again.
 

@@ -79,12 +79,12 @@ class TransactionalDict(Component, MutableMapping[Any, Any]):
     __eq__ = object.__eq__
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: object) -> bool:
     """Return True if a value can be saved: a tensor or a number."""
     return _is_array(value) or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
@@ -99,10 +99,10 @@ class StatefulComponent(Component):
     """Component of which, if its class is a user's, public attributes that are empty dicts become
     :class:`TransactionalDict`."""
 
-    _fingerprints: dict[str, Any] | None = None
+    _fingerprints: dict[str, object] | None = None
     """Fingerprints of the attributes when training began; see :meth:`unsaved`."""
 
-    def __setattr__(self, key: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: object) -> None:
         if is_ours(type(self)):
             object.__setattr__(self, key, value)
             return
@@ -152,13 +152,13 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "grace"
 
 
-def _fingerprints_of(component: Component) -> dict[str, Any]:
+def _fingerprints_of(component: Component) -> dict[str, object]:
     """Return the fingerprints of public attributes that hold numbers and tensors."""
     found = {key: _fingerprint(value) for key, value in vars(component).items() if not key.startswith("_")}
     return {key: fingerprint for key, fingerprint in found.items() if fingerprint}
 
 
-def _fingerprint(value: Any) -> Any:
+def _fingerprint(value: object) -> object:
     """Return a value that differs after a change of the numbers and tensors in ``value``; empty or None if there are
     none."""
     if isinstance(value, (dict, list, tuple)):

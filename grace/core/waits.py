@@ -7,9 +7,10 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from grace.errors import ConfigError
@@ -73,12 +74,12 @@ class Wait:
 
     place: Callable[[], str]
     timeout: float = math.inf
-    give_up: Callable[[], Any] = lambda: None
+    give_up: Callable[[], object] = lambda: None
     began: float = field(default_factory=time.monotonic)
     warned: bool = False
 
 
-waits: dict[Any, Wait] = {}
+waits: dict[Hashable, Wait] = {}
 """Current waits by thread, or by another object that waits for one operation at a time."""
 _program = threading.main_thread()
 """The thread that trains: the thread that last ran an operation of all ranks."""
@@ -119,7 +120,7 @@ def current_position() -> tuple[list[str], str]:
     places = [wait.place() for wait in waited]
     trains = _program.is_alive()
     thread = _program if trains else threading.main_thread()
-    frame: Any = sys._current_frames().get(thread.ident or 0)
+    frame = sys._current_frames().get(thread.ident or 0)
     inner = ""
     while frame is not None and not _is_users(frame):
         if not inner and not _is_graces(frame):
@@ -132,7 +133,7 @@ def current_position() -> tuple[list[str], str]:
 
 def called_function() -> str:
     """Return the name of Grace's function that the program called: the outermost one on the call stack."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     name = ""
     while frame is not None and not _is_users(frame):
         if _is_graces(frame):
@@ -144,12 +145,12 @@ def called_function() -> str:
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
 
 
-def _is_users(frame: Any) -> bool:
+def _is_users(frame: FrameType) -> bool:
     """Return True if a frame runs the user's program, and not a library."""
     file = frame.f_code.co_filename
     return "site-packages" not in file and not file.startswith(_NOT_THE_USERS)
 
 
-def _is_graces(frame: Any) -> bool:
+def _is_graces(frame: FrameType) -> bool:
     """Return True if a frame runs a function of Grace."""
     return frame.f_globals.get("__name__", "").partition(".")[0] == "grace"

@@ -68,7 +68,7 @@ class Patience:
         if now - self.began > self.backend.timeout:
             raise TimeoutError(timeout_message(self.backend.timeout))
         if _current is not None:
-            _current.check(self.began, self.backend.members)
+            _current.give_up_if_ended(self.began, self.backend.members)
 
 
 class Watch:
@@ -111,6 +111,7 @@ class Watch:
         while not self.closing:
             tick = min(1.0, WARN_SECONDS / 4)
             if not alive:
+                # Without rank 0 no news comes, but long waits are still noticed.
                 self.disconnected.wait(tick)
             elif ready.select(tick):
                 messages = self.line.receive()
@@ -128,6 +129,7 @@ class Watch:
         for wait in list(waits.values()):
             seconds = time.monotonic() - wait.began
             if not wait.warned and seconds > WARN_SECONDS:
+                # In a thread, because locate_ranks() waits for an answer that the listening thread receives.
                 wait.warned = True
                 threading.Thread(target=self._warn, args=(wait,), daemon=True).start()
             if seconds > wait.timeout:
@@ -198,8 +200,8 @@ class Watch:
                 absent.append(f"{_ranks(ranks)} {_are(ranks)} at {line or 'a line of no script'}, in no exchange")
         return absent, there
 
-    def check(self, began: float, members: Sequence[int] | None) -> None:
-        """Give up a wait that needs a rank which has ended.
+    def give_up_if_ended(self, began: float, members: Sequence[int] | None) -> None:
+        """Raise if no data arrived for some seconds after the end of a rank that a wait needs.
 
         The ended rank may have sent its part before. Then the wait ends within seconds, unless another rank is late.
 
@@ -240,7 +242,7 @@ class Watch:
                 self.line.send(end=how)
                 self.news.wait_for(lambda: self.rank in self.ended or 0 in self.ended or self.closing, NEWS_SECONDS)
 
-    def report_failure(self, kind: type, value: Any) -> None:
+    def report_failure(self, kind: type[BaseException], value: object) -> None:
         """Report an uncaught error, which ends this rank, and print which rank failed first."""
         # Engines raise errors of these classes when another rank has ended.
         follows = issubclass(kind, RuntimeError) or kind.__module__.startswith("tensorflow")

@@ -67,7 +67,7 @@ class Line:
         connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: object) -> None:
         """Send a message, and ignore that the other end may have gone."""
         with contextlib.suppress(OSError), self.lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -209,7 +209,7 @@ class WatchServer:
         elif message.get("answer") == self.polled:
             self.answers[line.rank] = ([str(place) for place in message["places"]], str(message["line"]))
 
-    def _broadcast(self, **message: Any) -> None:
+    def _broadcast(self, **message: object) -> None:
         # Rank 0 is last: it closes the server when it receives the report of its own end.
         for rank in sorted(self.ranks, reverse=True):
             self.ranks[rank].send(**message)
@@ -252,6 +252,7 @@ class WatchServer:
         self.closing = True
         with contextlib.suppress(OSError):  # the thread may have woken up by itself, and closed the socket
             self.wake.send(b"!")
+        # No longer, since a program that ends must not wait for a socket.
         self.thread.join(2)
 
     def close_sockets(self) -> None:

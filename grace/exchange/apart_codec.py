@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
-from grace.core.compressor import Tensor
+from grace.core.communicator import Communicator
+from grace.core.compressor import Payload, Tensor
 from grace.core.grace_api import check_shape
 from grace.errors import ExchangeError, GraceError, PayloadError
 from grace.exchange.bucket import Bucket
@@ -12,6 +13,9 @@ from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import Header
 from grace.exchange.layout import Layout
 from grace.kernels import Kernels, kernels_of
+
+T = TypeVar("T")
+"""Type of a method's result: handles, or a mean."""
 
 
 class ApartCodec(PerVariableCodec):
@@ -25,15 +29,16 @@ class ApartCodec(PerVariableCodec):
 
     def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
         super().__init__(bucket, kernels, on_device)
-        self.communicator: Any = self.bucket.communicator
+        self.communicator: Communicator = self.bucket.communicator
         self.varies = False  # the communicator itself handles sizes
         self.known = [None]
         self.payloads: list[list[Tensor]] = []
-        self.handles: list[Any] = []
-        self.values: list[Any] = []
+        self.handles: list[object] = []
+        self.values: list[Tensor] = []
+        """Means of the variables; None for one whose payload could not be decoded."""
         self.moved = False
 
-    def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
+    def _packed(self, payloads: Sequence[Payload], header: Header) -> Tensor:
         k = self.kernels
         self.apart = Layout.from_payloads(k, payloads, False)
         self.payloads = [[self._copied(tensor) for tensor in payload] for payload in payloads]
@@ -57,7 +62,7 @@ class ApartCodec(PerVariableCodec):
         """
         if not self.moved and not self.communicator.blocks:
             for payload, name in zip(self.payloads, self.names, strict=True):
-                self.handles.append(self._call(self.communicator.async_send, payload, label(), name=name))
+                self.handles.append(self._call(self.communicator.async_send, payload, label(), name))
         self.moved = True
 
     def receive_all(self, label: Callable[[], str]) -> tuple[PayloadError, str] | None:
@@ -73,14 +78,14 @@ class ApartCodec(PerVariableCodec):
         for i, name in enumerate(self.names):
             given = self.payloads[i] if blocks else self.handles[i]
             try:
-                value = self._call(method, given, label(), ctx=self.encoded[i][1], name=name)
+                value = self._call(method, given, label(), name, ctx=self.encoded[i][1])
                 self.values.append(self._checked(value, i, method))
             except PayloadError as error:  # raised later: the other variables' collectives must still be awaited
                 failure = failure or (error, name)
                 self.values.append(None)
         return failure
 
-    def _checked(self, value: Any, i: int, method: Any) -> Tensor:
+    def _checked(self, value: Tensor, i: int, method: Callable[..., object]) -> Tensor:
         """Return a mean in its dtype; refuse one of another shape."""
         variable = self.bucket.variables[i]
         try:
@@ -90,30 +95,30 @@ class ApartCodec(PerVariableCodec):
             raise self._failed(method, self.names[i], str(error)) from None
         return k.cast(value, variable.dtype if self.exact else "float32")
 
-    def _call(self, method: Callable[..., Any], first: Any, label: str, **options: Any) -> Any:
+    def _call(self, method: Callable[..., T], first: object, label: str, name: str, **options: object) -> T:
         """Call a method of the communicator, whose collectives over the backend get their own label."""
         backend = self.communicator.backend
         backend.label = label
         try:
-            return call_with_known(method, first, **options)
+            return call_with_known(method, first, **options, name=name)
         except GraceError:
             raise
         except Exception as error:
-            raise self._failed(method, options["name"], f"{type(error).__name__}: {error}") from error
+            raise self._failed(method, name, f"{type(error).__name__}: {error}") from error
         finally:
             backend.label = ""
 
-    def _failed(self, method: Callable[..., Any], name: str, why: str) -> ExchangeError:
+    def _failed(self, method: Callable[..., object], name: str, why: str) -> ExchangeError:
         return ExchangeError(
             f"{self.communicator.backend.rank_label}: {type(self.communicator).__name__}.{method.__name__}() of "
             f"{name!r} at step {self.context.step}: {why}"
         )
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]) -> list[Tensor]:
         return self.values
 
 
-def call_with_known(method: Callable[..., Any], first: Any, **options: Any) -> Any:
+def call_with_known(method: Callable[..., T], first: object, **options: object) -> T:
     """Return ``method(first, ...)``, called with the ``options`` that it accepts, by its parameters' names: GRACE's
     frameworks pass ctx and name in different orders, or leave one out. Parameters of other names are passed in order.
 

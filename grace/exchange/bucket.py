@@ -9,6 +9,7 @@ from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable
+from grace.exchange.sparse_rows import Gradient
 
 
 @dataclass
@@ -79,14 +80,14 @@ class Contribution(NamedTuple):
         bucket: the bucket.
         gradients: one per variable (zeros if this rank has none): tensors, or rows of sparse ones.
         present: True for each variable that this rank has a gradient of.
-        guard: True if overflows must be detected, to protect state.
+        guards_state: True if overflows must be found, because a memory, a compressor or an anchor keeps state.
         traffic: counters of the bytes and seconds of the exchange.
     """
 
     bucket: Bucket
-    gradients: Sequence[Any]
+    gradients: Sequence[Gradient]
     present: Sequence[bool]
-    guard: bool
+    guards_state: bool
     traffic: "Traffic"
 
 

@@ -16,7 +16,8 @@ from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError, payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Stamps, Status
+from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels, kernels_of
 
@@ -25,8 +26,8 @@ class Withheld(NamedTuple):
     """Variable whose payload has other shapes than at the first step."""
 
     variable: str
-    now: list[Any]
-    was: list[Any]
+    now: list[tuple[int, ...]]
+    was: list[tuple[int, ...]]
 
 
 class PerVariableCodec:
@@ -73,7 +74,7 @@ class PerVariableCodec:
         self.owners, self.owner = (self.context.size, self.context.rank) if communicator.cuts else (1, 0)
         self.compressor: Compressor = communicator.compressor
         self.memory: Memory = communicator.memory
-        self.second: tuple[Compressor, Memory, str] | None = communicator.second
+        self.mean_compression = communicator.mean_compression
         self.pieces = PiecewiseCompressor(self.compressor, self.owners) if communicator.cuts else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
@@ -93,8 +94,9 @@ class PerVariableCodec:
         self.round = 0
         self.inputs: list[Tensor] = []
         self._ranges: list[Flag] = []
-        self._looks = False
-        self.encoded: list[tuple[Any, Any]] = []
+        self._detects_overflow = False
+        self.encoded: list[tuple[Payload, Any]] = []
+        """Payload of each variable (or one for each owner), and the ctx that decodes any rank's."""
         self.means: list[Tensor] = []
         self.encoded_means: list[tuple[Payload, Any]] = []
         self.known = self._known_layouts()
@@ -130,7 +132,7 @@ class PerVariableCodec:
 
     # -- sending ---------------------------------------------------------------------------------------
 
-    def encode(self, gradients: Sequence[Any], header: Header) -> Tensor:
+    def encode(self, gradients: Sequence[Gradient], header: Header) -> Tensor:
         """Compensate, compress and pack; set ``header.in_range``.
 
         Returns:
@@ -145,7 +147,7 @@ class PerVariableCodec:
         payloads = [payload for payload, _ in self.encoded]
         if self.checks_decoding:
             self._check_decoding()
-        if header.program.looks:
+        if header.program.detects_overflow:
             tensors = payloads if self.pieces is None else [[t for piece in p for t in piece] for p in payloads]
             header.in_range = self._in_range(header.present, tensors)
         return self._packed(payloads, header)
@@ -158,7 +160,7 @@ class PerVariableCodec:
             gradient = k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
         return self.memory.compensate(gradient, name)
 
-    def _compressed(self, tensor: Tensor, name: str) -> tuple[Any, Any]:
+    def _compressed(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         """Return a payload, or one for each owner, and the ctx that decodes it."""
         if self.pieces is not None:
             return self.pieces.compress_pieces(tensor, name)
@@ -177,12 +179,14 @@ class PerVariableCodec:
         each = zip(present, self.inputs, payloads, known or [None] * len(self.names), strict=True)
         return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
 
-    def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
+    def _packed(self, payloads: Sequence[Payload], header: Header) -> Tensor:
         """Return the wires of all owners, joined, each padded to the longest."""
         k = self.kernels
         statuses = header.statuses(later_round=self.round > 0)
         payloads = self._predivided(payloads)
-        by_owner = [payloads] if self.pieces is None else [[p[j] for p in payloads] for j in range(self.owners)]
+        by_owner: list[Sequence[Payload]] = [payloads]
+        if self.pieces is not None:
+            by_owner = [[pieces[j] for pieces in payloads] for j in range(self.owners)]
         layouts = self.known[self.round]
         if self.varies or layouts is None:
             layouts = [Layout.from_payloads(k, each, self.sums, self.stamps) for each in by_owner]
@@ -205,7 +209,7 @@ class PerVariableCodec:
         extra = 0 if self.pieces is None else max(layout.length for layout in layouts) - wire.shape[0]
         return self.kernels.join([wire, self.kernels.zeros((extra,), "uint8", wire)]) if extra > 0 else wire
 
-    def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
+    def _predivided(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
         """Return payloads divided by ``predivide``, if the engine sums them."""
         k, by = self.kernels, self.context.predivide
         if by == 1 or not self.sums:
@@ -213,7 +217,9 @@ class PerVariableCodec:
         # Payload tensors may be views of the gradients, which must not change.
         return [[k.divide(k.zeros(tuple(x.shape), k.dtype(x), x), x, by) for x in payload] for payload in payloads]
 
-    def _withhold(self, by_owner: list[Any], layouts: list[Layout], statuses: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _withhold(
+        self, by_owner: list[Sequence[Payload]], layouts: list[Layout], statuses: list[Status]
+    ) -> tuple[list[Sequence[Payload]], list[Status]]:
         """Return the payloads and statuses to send. Payloads of other shapes than at the first step do not fit the
         wire: zeros are sent instead of all payloads, and a status by which all ranks give up."""
         for layout, payloads in zip(layouts, by_owner, strict=True):
@@ -222,32 +228,33 @@ class PerVariableCodec:
                 i, was, now = difference
                 self.withheld = Withheld(self.names[i], now, was)
                 refused = float("nan") if self.sums else REFUSED
-                zeros = [layout.zeros(by_owner[0][0][0]) for layout in layouts]
+                zeros: list[Sequence[Payload]] = [layout.zeros(by_owner[0][0][0]) for layout in layouts]
                 return zeros, [*statuses[:i], refused, *statuses[i + 1 :]]
         return by_owner, statuses
 
     def remember(self) -> None:
         """Update the memory with the parts that payloads left out, unless payloads were withheld. Methods of several
         rounds update it in :meth:`decode`."""
+        # A withheld payload was not sent: as if it had no gradient, this rank keeps the memory as it is.
         if self.withheld is None and self.traits.rounds == 1:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
             self.inputs = []  # copies of all gradients, which nobody reads any more
 
-    def _update(self, tensor: Tensor, encoded: tuple[Any, Any], name: str) -> None:
+    def _update(self, tensor: Tensor, encoded: tuple[Payload, Any], name: str) -> None:
         self.memory.update(tensor, name, self.pieces or self.compressor, *encoded)
 
     # -- several rounds --------------------------------------------------------------------------------
 
     def _first_round(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
         self.inputs, self._ranges = [], []
-        self._looks = header.program.looks
+        self._detects_overflow = header.program.detects_overflow
         tensors: Iterable[Tensor] = map(self._compensate_input, gradients, self.names)
         if recorder.active is not None:  # make all inputs first, to record the memory's time apart from the method's
             tensors = recorder.each("compensate", self.names, self._compensate_input, gradients)
         self.rounds = self.compressor.exchange_all(tensors, self.names)
         with recorder.phase("compress", variables=self.bucket.variables):
             payloads = next(self.rounds)
-        if self._looks:
+        if self._detects_overflow:
             header.in_range = self._in_range(header.present, payloads, self._ranges)
         return self._packed(payloads, header)
 
@@ -257,10 +264,10 @@ class PerVariableCodec:
         tensor = self.compensated(gradient, name)
         self.inputs.append(tensor)
         kept = self.stateful
-        self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._looks else True)
+        self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._detects_overflow else True)
         return tensor
 
-    def receive(self, total: Tensor) -> Any:
+    def receive(self, total: Tensor) -> Tensor | None:
         """Receive the sum of a round's wires.
 
         Returns:
@@ -303,8 +310,8 @@ class PerVariableCodec:
         Raises:
             PayloadError: a payload cannot be decoded; ``error.variable`` is its variable.
         """
-        assert self.second is not None
-        _, memory, _ = self.second
+        assert self.mean_compression is not None
+        memory = self.mean_compression.memory
         with recorder.phase("unpack", bucket=self.bucket):
             received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
         payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
@@ -325,11 +332,10 @@ class PerVariableCodec:
         return self.aggregated(payloads, ctx, out, self.context.size, name)
 
     def _compressed_mean(self, mean: Tensor, name: str) -> tuple[Payload, Any]:
-        assert self.second is not None
-        compressor, _, label = self.second
-        return compressor.compress(mean, f"{name}/{label}")
+        assert self.mean_compression is not None
+        return self.mean_compression.compressor.compress(mean, f"{name}/{self.mean_compression.label}")
 
-    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+    def write_means(self, statuses: list[Status], stamps: Stamps) -> tuple[Tensor, Layout]:
         """Return the wire of the means, padded to the longest owner's, and its layout."""
         k = self.kernels
         payloads = [payload for payload, _ in self.encoded_means]
@@ -337,13 +343,13 @@ class PerVariableCodec:
         return self.padded(layout.pack(payloads, statuses, stamps), self.layouts), layout
 
     def remember_means(self, kept: Sequence[bool]) -> None:
-        """Update the second memory with the parts that the payloads of means left out.
+        """Update the memory of means with the parts that the payloads of means left out.
 
         Args:
             kept: True for each variable to update; False to roll its state back.
         """
-        assert self.second is not None
-        compressor, memory, _ = self.second
+        assert self.mean_compression is not None
+        compressor, memory = self.mean_compression.compressor, self.mean_compression.memory
         for keep, name, mean, encoded in zip(kept, self.names, self.means, self.encoded_means, strict=True):
             if keep:
                 with recorder.phase("update", variable=name):
@@ -352,14 +358,16 @@ class PerVariableCodec:
                 self.forget_mean(name)
 
     def forget_mean(self, name: str) -> None:
-        """Roll back the second memory's state of a variable."""
-        assert self.second is not None
-        for part in self.second[1].named_components().values():
+        """Roll back the state that the memory of means has of a variable."""
+        assert self.mean_compression is not None
+        for part in self.mean_compression.memory.named_components().values():
             part.state.rollback(name)
 
     # -- receiving -------------------------------------------------------------------------------------
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]
+    ) -> list[Gradient]:
         """Return the mean of each variable, written into its ``out`` unless that is None.
 
         Args:
@@ -373,7 +381,7 @@ class PerVariableCodec:
         count = self.divisor
         if self.traits.rounds > 1:
             self._last_round(wires[0])
-            received: list[Any] = [[payload] for payload, _ in self.encoded]
+            received: list[list[Payload]] = [[payload] for payload, _ in self.encoded]
             count = 1
         else:
             with recorder.phase("unpack", bucket=self.bucket):
@@ -381,38 +389,38 @@ class PerVariableCodec:
                     wires, count = [self._divided(wires[0])], 1
                 each = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
                 received = [[payloads[i] for payloads in each] for i in range(len(self.names))]
-        one = self._aggregate if self.second is None else self._joined
+        one = self._aggregate if self.mean_compression is None else self._joined
         counts = [count] * len(outs)
         values = recorder.each("decode", self.names, one, range(len(self.names)), received, outs, counts)
         if self.traits.rounds > 1:  # memories are updated with the aggregated payload
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
         return values
 
-    def room(self, i: int, out: Any, like: Tensor, dtype: str = "float32") -> Tensor:
+    def room(self, i: int, out: Tensor | None, like: Tensor, dtype: str = "float32") -> Tensor:
         """Return the tensor that a variable's mean is written to: ``out``, or zeros."""
         return self.kernels.zeros(self.bucket.variables[i].shape, dtype, like) if out is None else out
 
-    def _aggregate(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
+    def _aggregate(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> Gradient:
         dtype = self.bucket.variables[i].dtype if self.traits.exact else "float32"
         return self.aggregated(payloads, self.encoded[i][1], self.room(i, out, payloads[0][0], dtype), count, name)
 
-    def aggregated(self, payloads: list[Payload], ctx: Any, out: Any, count: float, name: str) -> Tensor:
+    def aggregated(self, payloads: list[Payload], ctx: Any, out: Tensor, count: float, name: str) -> Tensor:
         """Return the aggregate of payloads; a PayloadError names the variable."""
         with payload_of(variable=name):
             return self.compressor.aggregate(payloads, ctx, out, count)
 
-    def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
+    def _joined(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> Gradient:
         """Return the mean that owners, or the root, sent in payloads. Each payload is aggregated alone, so that a vote
         stays a vote."""
-        assert self.second is not None
+        assert self.mean_compression is not None
         ctx = self.encoded[i][1]
         room = self.room(i, out, payloads[0][0])
         with payload_of(variable=name):
             if self.pieces is not None:
                 return self.pieces.join(payloads, ctx, room)
-            return self.second[0].aggregate(payloads, ctx, room, 1)
+            return self.mean_compression.compressor.aggregate(payloads, ctx, room, 1)
 
-    def poisoned(self, value: Any) -> Any:
+    def poisoned(self, value: Gradient) -> Gradient:
         """Return a mean with its numbers replaced by NaN, because a rank's gradient was not finite."""
         return self.kernels.add(value, value, float("nan"))
 
@@ -455,7 +463,7 @@ class PiecewiseCompressor(Compressor):
 
     @staticmethod
     def _piece_by_piece(
-        decode: Callable[..., Tensor], payloads: Sequence[Any], ctx: Any, out: Tensor, number: float
+        decode: Callable[..., Tensor], payloads: Sequence[Payload], ctx: Any, out: Tensor, number: float
     ) -> Tensor:
         """Return ``out`` with every piece decoded by a method of the inner compressor."""
         k = kernels_of(out)

@@ -10,15 +10,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from grace.core.backend import Backend
 from grace.core.compressor import Tensor
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.header import Header
+from grace.exchange.header import Flag, Header
 from grace.exchange.round_trip import BucketProgram, RoundTrip
-from grace.exchange.sparse_rows import add, in_units, values_of
+from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
@@ -30,7 +32,7 @@ NEVER = "it has not come back. All ranks must make as many steps"
 
 Facts = Sequence[tuple[str, str]]
 """Names and values that are equal on all ranks; see :func:`grace.session.agreement.compare_facts`."""
-Check = Callable[[Sequence[Any], Any, Facts], None]
+Check = Callable[[Sequence[RoundTrip], Backend, Facts], None]
 """Function that raises an error if the ranks of completed round trips were not at one step. Its arguments are the round
 trips, their backend, and the hyperparameters of their step."""
 
@@ -46,7 +48,7 @@ class ExchangeThread:
         check: see :data:`Check`.
     """
 
-    def __init__(self, backend: Any, computing: Callable[[], Any], check: Check):
+    def __init__(self, backend: Backend, computing: Callable[[], AbstractContextManager[object]], check: Check):
         self.backend = backend
         self.computing = computing
         self.check = check
@@ -55,7 +57,9 @@ class ExchangeThread:
         self.failure: Exception | None = None
         self.failure_raised = False
         """True once the training thread has raised the failure."""
+        # Programs need not call grace.shutdown(), and the last round trips would be lost.
         atexit.register(self.exit)
+        # A daemon, since a round trip may wait for a rank that never comes, and must not keep the process alive.
         threading.Thread(target=self._run, name="grace exchanges", daemon=True).start()
 
     def drain(self, seconds: float = PATIENCE) -> bool:
@@ -160,11 +164,11 @@ class Pending:
         return pending
 
     def run(self, check: Check) -> None:
-        """Run all collectives, and commit the state of the second memory, which no later step may roll back."""
+        """Run all collectives, and commit the state of the memory of means, which no later step may roll back."""
         round_trip = self.round_trip
         assert round_trip is not None
-        second = round_trip.communicator.second
-        states = [] if second is None else [part.state for part in second[1].named_components().values()]
+        of_means = round_trip.communicator.mean_compression
+        states = [] if of_means is None else [part.state for part in of_means.memory.named_components().values()]
         try:
             self.outcomes = round_trip.finish([None] * len(round_trip.names))
             check([round_trip], round_trip.backend, self.hyperparameters)
@@ -200,7 +204,7 @@ class Pending:
         self.idle.append(self.round_trip.bucket)
         self.round_trip = None
 
-    def values(self, loss_scale: float) -> dict[str, Any]:
+    def values(self, loss_scale: float) -> dict[str, Gradient]:
         """Return the means by the shards' names, in the units of a loss scale; empty if the step was discarded."""
         outcomes = self.collect()
         if self.dropped:
@@ -228,7 +232,7 @@ class DelayedRoundTrip:
 
     error: PayloadError | None = None
     """None: the thread keeps the errors of its round trips, and :meth:`finish` raises them."""
-    deferred = next_step = False
+    defers_headers = headers_after_use = False
     """False, whatever the session wants: the thread reads the headers of its round trips itself."""
 
     def __init__(self, contribution: Contribution, thread: ExchangeThread, hyperparameters: Facts = ()):
@@ -301,7 +305,7 @@ class DelayedRoundTrip:
         else:
             self.bucket.program = program
 
-    def _overflowed(self, in_range: Sequence[Any]) -> list[str]:
+    def _overflowed(self, in_range: Sequence[Flag]) -> list[str]:
         """Return the variables whose gradients are not in range on this rank."""
         on_device = [ok for ok in in_range if not isinstance(ok, bool)]
         if on_device:  # read all of them in one copy
@@ -314,9 +318,6 @@ class DelayedRoundTrip:
         """Return False: the thread starts all collectives."""
         return False
 
-    def read_step_stamps(self) -> None:
-        """Do nothing: the thread compares the stamps."""
-
     def enqueue(self) -> None:
         """Enqueue the payloads for the thread at the end of the step, in the same order on all ranks."""
         self.thread.send(self.pending)
@@ -328,11 +329,12 @@ class DelayedRoundTrip:
         if self.compares:
             self.bucket.compared = False
 
-    # -- receiving -------------------------------------------------------------------------------------
-
-    def wait(self) -> None:
-        """Drop the mean, because the step is discarded. The payloads are still sent: other ranks await them."""
+    def discard(self) -> None:
+        """Drop the mean, because the step is discarded. The payloads are still sent, as other ranks await them, and the
+        thread compares the step stamps."""
         self.pending.dropped = True
+
+    # -- receiving -------------------------------------------------------------------------------------
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Return the mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have arrived,

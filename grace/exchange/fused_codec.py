@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Tensor
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.context import Context
 from grace.core.memory import ErrorFeedback, Memory
 from grace.core.transactional_dict import is_ours
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Flag, Header
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Stamps, Status
+from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
+from grace.kernels.constants import Placed
 
 LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
 """Bits of the largest float32 that is in range."""
@@ -47,7 +49,7 @@ class FusedCodec(PerVariableCodec):
     stores_at_once = True
     """True if residuals are known when the wires are written."""
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, object]):
         super().__init__(bucket, kernels, on_device)
         owners, owner, names = self.owners, self.owner, self.names
         self.by_kernels: bool = kind.on_device
@@ -82,15 +84,15 @@ class FusedCodec(PerVariableCodec):
         """True if this step's wires, and its means, were written in one pass."""
         self.sum_of_means: Tensor | None = None
         self.means_wire: Tensor | None = None
-        if self.second is not None:
+        if self.mean_compression is not None:
             # Each variable's mean begins where kernels may read 16 bytes at once.
             starts = np.cumsum([0, *((n + 3) // 4 * 4 for n in sizes[owner])])
             self.mean_offsets, self.mean_room = (4 * starts[:-1]).astype(np.uint64), int(starts[-1])
             mine = shapes if self.pieces is None else [(n,) for n in sizes[owner]]
             finisher = self.codec_of_means if unfinished else None
-            self.mean_residuals = DoubleBuffer(self.second[1], self.kernels, names, mine, finisher)
+            self.mean_residuals = DoubleBuffer(self.mean_compression.memory, self.kernels, names, mine, finisher)
 
-    def placed(self, owner: int) -> Any:
+    def placed(self, owner: int) -> list[list[Placed]]:
         """Return the locations of an owner's payload tensors in its wire, for a codec of kernels."""
         return self.layouts[owner].placed()
 
@@ -100,7 +102,9 @@ class FusedCodec(PerVariableCodec):
             found = [self.names]
         else:
             found = [[f"{name}/shard_{j}" for name in self.names] for j in range(self.owners)]
-        return found if self.second is None else [*found, [f"{name}/{self.second[2]}" for name in self.names]]
+        if self.mean_compression is None:
+            return found
+        return [*found, [f"{name}/{self.mean_compression.label}" for name in self.names]]
 
     # -- encoding --------------------------------------------------------------------------------------
 
@@ -126,7 +130,7 @@ class FusedCodec(PerVariableCodec):
             return False
         self.residuals.rows[:, 0] = addresses
         most = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
-        if not header.program.looks:  # the received sum shows overflows, so nothing is checked here
+        if not header.program.detects_overflow:  # the received sum shows overflows, so nothing is checked here
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
         wire = np.uint64(self.target[0])
@@ -156,7 +160,7 @@ class FusedCodec(PerVariableCodec):
         if self.owners > 1:
             self.parts = [self.buffer[j * longest : (j + 1) * longest] for j in range(self.owners)]
 
-    def _ends(self, header: Header) -> Any:
+    def _ends(self, header: Header) -> tuple[list[int], str, list[Status], float, list[int]]:
         """Return the headers that kernels write behind all owners' payloads."""
         found = [layout.end(header.statuses(), header.own_stamp) for layout in self.layouts]
         if self.owners == 1:
@@ -165,12 +169,12 @@ class FusedCodec(PerVariableCodec):
         _, dtype, numbers, over, heard = found[0]
         return offsets, dtype, numbers[: self.layouts[0].header], over, heard
 
-    def _rows_of_pieces(self, rows: Any) -> Any:
+    def _rows_of_pieces(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of addresses of all owners' pieces, one owner after the other, from those of variables."""
         columns = rows.shape[1]
         return (rows + self.piece_offsets[:, :, :columns] * (rows != 0)).reshape(-1, columns)
 
-    def finish(self, rows: Any, sides: Tensor) -> None:
+    def finish(self, rows: np.ndarray, sides: Tensor) -> None:
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
         self.codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, sides)
 
@@ -198,7 +202,7 @@ class FusedCodec(PerVariableCodec):
     def _average(self, wires: Sequence[Tensor], header: Header) -> list[Flag] | None:
         """Average all ranks' payloads, and encode the means; return None if a payload is damaged or inputs are not
         supported."""
-        assert self.second is not None
+        assert self.mean_compression is not None
         k, residuals = self.kernels, self.mean_residuals
         if self.sum_of_means is None:
             self.sum_of_means = k.zeros((self.mean_room,), "float32", wires[0])
@@ -211,7 +215,7 @@ class FusedCodec(PerVariableCodec):
         count, scale = self.context.size, self.context.loss_scale
         if not self.codec_of_means.decode(outs, np.array(sources, np.uint64), count, scale):
             return None
-        most = LARGEST_KEPT_BITS if self.second[1].stateful else LARGEST_BITS
+        most = LARGEST_KEPT_BITS if self.mean_compression.memory.stateful else LARGEST_BITS
         given = residuals.rows, residuals.factors, np.uint64(target[0]), most, self.streams.now()[-1]
         if not self.by_kernels:
             finite: list[Flag] = self.codec_of_means.encode(*given)
@@ -221,7 +225,7 @@ class FusedCodec(PerVariableCodec):
         received_statuses = [source + body for source in sources]
         return list(self.codec_of_means.encode(*given, ([body], "uint8", numbers, OVERFLOW, received_statuses)))
 
-    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+    def write_means(self, statuses: list[Status], stamps: Stamps) -> tuple[Tensor, Layout]:
         if not self.means_fused:
             return super().write_means(statuses, stamps)
         layout = self.layouts[self.owner]
@@ -240,7 +244,9 @@ class FusedCodec(PerVariableCodec):
 
     # -- decoding --------------------------------------------------------------------------------------
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]
+    ) -> list[Gradient]:
         if not self.fused:
             return super().decode(wires, layouts, outs)
         found = self.rooms(outs, wires[0])
@@ -251,7 +257,7 @@ class FusedCodec(PerVariableCodec):
         self.encoded = self._decoding_ctxs(found)
         return super().decode(wires, layouts, found)
 
-    def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
+    def rooms(self, outs: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         """Return the tensors that means are written to: ``outs``, and uninitialized tensors for those that are None."""
         return [
             self.kernels.blank(variable.shape, "float32", like) if out is None else out
@@ -268,19 +274,20 @@ class FusedCodec(PerVariableCodec):
             # A row's offset is one in the buffer of all wires, so pass where that buffer would begin for each wire.
             begins = np.repeat(begins - self.starts, len(outs))[None]
             outs = (outs + self.offsets).reshape(-1)
-        count = self.divisor if self.second is None else 1
+        count = self.divisor if self.mean_compression is None else 1
         return bool(self.codec.decode(outs, begins, count, self.context.loss_scale))
 
-    def _decoding_ctxs(self, like: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``."""
+    def _decoding_ctxs(self, like: Sequence[Tensor]) -> list[tuple[Payload, Any]]:
+        """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``:
+        the payloads themselves are empty, because they were written by kernels."""
         ctx_of = self.compressor.ctx_of
-        found = []
+        found: list[tuple[Payload, Any]] = []
         for variable, cuts, tensor in zip(self.bucket.variables, self.cuts, like, strict=True):
             if self.pieces is None:
-                found.append((None, ctx_of(variable.name, variable.shape, tensor)))
+                found.append(([], ctx_of(variable.name, variable.shape, tensor)))
             else:
                 ctxs = [ctx_of(f"{variable.name}/shard_{j}", (b - a,), tensor) for j, (a, b) in enumerate(cuts)]
-                found.append((None, (cuts, ctxs)))
+                found.append(([], (cuts, ctxs)))
         return found
 
 
@@ -293,7 +300,7 @@ class FusedRounds(FusedCodec):
 
     stores_at_once = False  # residuals are what the last round leaves out
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, Any]):
+    def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, object]):
         super().__init__(bucket, kernels, on_device, kind, options)
         shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
         self.started = DoubleBuffer(self.compressor, self.kernels, self.names, shapes)
@@ -304,7 +311,7 @@ class FusedRounds(FusedCodec):
         assert layouts is not None
         return layouts[0]
 
-    def placed(self, owner: int) -> Any:
+    def placed(self, owner: int) -> list[list[Placed]]:
         return _payloads_of_rounds(self)
 
     def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
@@ -318,7 +325,7 @@ class FusedRounds(FusedCodec):
         self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
         return super()._encode(gradients, header)
 
-    def receive(self, total: Tensor) -> Any:
+    def receive(self, total: Tensor) -> Tensor | None:
         if not self.fused:
             return None
         return self.codec.receive(total, self.divisor, self.round + 1 == len(self.known))
@@ -334,7 +341,9 @@ class FusedRounds(FusedCodec):
         self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp))
         return self.second_wire
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]
+    ) -> list[Gradient]:
         if not self.fused:
             return super().decode(wires, layouts, outs)
         k = self.kernels
@@ -390,7 +399,7 @@ class DoubleBuffer:
         self.codec = codec
         self.pieces = pieces
         self.buffers: list[list[Tensor]] = []
-        self.places: list[Any] = []
+        self.places: list[np.ndarray] = []
         # float32 of shape (3, pieces, variables, 2): for each buffer the number to be subtracted from negative
         # elements, and the one from others; and zeros, for residuals that are in neither buffer.
         self.sides: Any = None
@@ -494,7 +503,7 @@ class DoubleBuffer:
             self.finish()
 
 
-def _residual(held: Any) -> Any:
+def _residual(held: Tensor | dict[str, Tensor] | None) -> Tensor | None:
     """Return the residual in a memory's state of a variable."""
     return held.get("residual") if isinstance(held, dict) else held
 
@@ -515,7 +524,7 @@ class Streams:
         self.made_for = (-1, -1)
         self.words = np.zeros((len(names), len(names[0]), 4), np.uint32)
 
-    def now(self) -> Any:
+    def now(self) -> np.ndarray:
         """Return the words of this step: uint32 of shape (lists, names, 4)."""
         context = self.context
         if not self.draws:
@@ -538,13 +547,8 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
         plain: the codec of the same bucket variable by variable, whose layouts are known.
         like: one of the bucket's gradients.
     """
-    bucket, kernels, compressor, memory, second = (
-        plain.bucket,
-        plain.kernels,
-        plain.compressor,
-        plain.memory,
-        plain.second,
-    )
+    bucket, kernels, compressor, memory = plain.bucket, plain.kernels, plain.compressor, plain.memory
+    of_means = plain.mean_compression
     # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
     if bucket.communicator.delayed or not kernels.codecs:
         return None
@@ -554,7 +558,7 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
     if "bucket_codec" not in vars(type(compressor)):
         return None
-    if not (_is_simple(memory) and (second is None or _is_simple(second[1]))):
+    if not (_is_simple(memory) and (of_means is None or _is_simple(of_means.memory))):
         return None
     if moments_of(compressor) and memory.stateful:  # a codec has one pair of buffers: x or residuals
         return None
@@ -562,8 +566,8 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     kind: Any = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
     if found is None or kind is None:
         return None
-    # Means are encoded by the same kernels: the second method must be the same, and draw its own random numbers.
-    if second is not None and (kind.draws == "shared" or type(second[0]) is not type(compressor)):
+    # Means are encoded by the same kernels: their method must be the same, and draw its own random numbers.
+    if of_means is not None and (kind.draws == "shared" or type(of_means.compressor) is not type(compressor)):
         return None
     options = {**found[1], "device": like.device} if kind.on_device else found[1]
     if compressor.traits.rounds == 1:
@@ -576,7 +580,7 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     return None
 
 
-def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
+def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Placed]]:
     """Return the locations of each variable's tensors of all rounds in the rounds' wires."""
     each = zip(*(layouts[0].placed() for layouts in codec.known if layouts), strict=True)
     return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]

@@ -28,7 +28,7 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import STAMPED, Context
 from grace.exchange.bucket import Bucket
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Stamps, Status
 from grace.kernels import Kernels, kernels_of
 
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
@@ -43,9 +43,9 @@ LARGEST_KEPT = 2.0**95
 """Largest magnitude that a memory accepts: residuals stay finite even if a method decodes to 2^31 times its input
 (random-k, unbiased), and sums over ranks to more."""
 
-Flag = Any
+Flag = bool | Tensor
 """Truth: a bool, or on a device a 0-d tensor of 1.0 or 0.0."""
-DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], Any], Sequence[float | None]]
+DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], object], Sequence[float | None]]
 """Small tensors on a device, the function that takes their numbers, and the number that each holds if all is well (None
 for a flag, which is 1)."""
 
@@ -69,7 +69,7 @@ def resolve(round_trips: Sequence[Any]) -> None:
             del numbers[: len(tensors)]
 
 
-def status(present: bool, finite: Flag, sums: bool) -> Any:
+def status(present: bool, finite: Flag, sums: bool) -> Status:
     """Return the status of one variable on this rank, a number or a 0-d tensor.
 
     >>> status(True, True, sums=False), status(True, False, sums=False), status(False, True, sums=True)
@@ -84,7 +84,7 @@ def status(present: bool, finite: Flag, sums: bool) -> Any:
     return math.inf if sums else OVERFLOW
 
 
-def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, known: Flag = None) -> Flag:
+def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, known: Flag | None = None) -> Flag:
     """Return True if a tensor and all numbers of its payload are finite.
 
     Methods add, scale and round, so that the payload of a finite tensor may not be finite.
@@ -145,8 +145,8 @@ class Header:
     out_of_step: str = ""
     hyperparameters_differ: bool = False
     deferred_reads: Sequence[DeferredRead] = ()
-    received: Any = ()
-    poison: Any = None
+    received: Stamps = ()
+    poison: Tensor | None = None
 
     def __init__(self, program: Any, present: Sequence[bool]):
         self.program = program
@@ -169,7 +169,7 @@ class Header:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def statuses(self, later_round: bool = False) -> list[Any]:
+    def statuses(self, later_round: bool = False) -> list[Status]:
         """Return this rank's status of each variable. Overflows of a later round show in its sum instead."""
         finite = self.program.all_true if later_round else self.in_range
         if all(self.present) and all([ok is True for ok in finite]):  # a tensor is not True: it is not read here
@@ -180,6 +180,7 @@ class Header:
 
     def compare(self, layouts: Sequence[Layout], wires: Sequence[Tensor]) -> bool:
         """Compare the step stamps in wires; return True if the ranks are known not to be able to go on together."""
+        # One report is enough: later rounds carry the same stamps.
         if not self.stamp or self.out_of_step or self.hyperparameters_differ:
             return bool(self.out_of_step)
         stamps = [wire[layout.stamps] for layout, wire in zip(layouts, wires, strict=True)]
@@ -236,17 +237,18 @@ class Header:
             finite: 1.0 for each variable whose sum is finite, else 0.0.
         """
         k = self.kernels
+        terms: list[Tensor] = [] if self.poison is None else [self.poison]
         for flag in flags:
             number = k.cast(flag, "float32")
-            found = number * -0.0 if self.sums else -0.0 / (OVERFLOW - number)
-            self.poison = found if self.poison is None else self.poison + found
+            terms.append(number * -0.0 if self.sums else -0.0 / (OVERFLOW - number))
         if len(finite):
-            self.poison = self.poison + -0.0 / k.full(list(finite), "float32", flags[0])
+            terms.append(-0.0 / k.full(list(finite), "float32", flags[0]))
+        self.poison = sum(terms[1:], start=terms[0])
 
     # -- reading, now or later -------------------------------------------------------------------------
 
     def read(
-        self, tensors: Sequence[Any], then: Callable[[list[list[float]]], Any], well: Sequence[float | None] = ()
+        self, tensors: Sequence[Flag], then: Callable[[list[list[float]]], object], well: Sequence[float | None] = ()
     ) -> None:
         """Call ``then`` with the numbers in tensors (or bools): at once, or on a device when :func:`resolve` reads.
 
@@ -262,7 +264,7 @@ class Header:
 # -- step stamps -----------------------------------------------------------------------------------------------------
 
 
-def digest(settings: Any) -> int:
+def digest(settings: object) -> int:
     """Return a small number for settings, the same in every process.
 
     >>> digest((0.1, 0.9)) == digest((0.1, 0.9)), digest((0.1, 0.9)) == digest((0.01, 0.9))
@@ -321,6 +323,7 @@ def compare_stamps(
         late = [rank for rank, steps in behind.items() if steps]
         steps = {rank: context.step + first[0] - steps for rank, steps in behind.items()}
         return f"{_describe_steps(steps, call)}: {call(late)} left out {context.api_names.step}. {ADVICE}", False
+    # Steps are equal: a rank that cleared gradients more often than others has left backward() out.
     least = min(one[2] for one in ahead.values())
     steps = {rank: context.step + one[2] - least for rank, one in ahead.items()}
     if any(one[2] > least for one in ahead.values()):
@@ -343,7 +346,7 @@ def describe_ranks(ranks: Sequence[int], known: bool = True) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _describe_steps(steps: dict[int, int], call: Any) -> str:
+def _describe_steps(steps: dict[int, int], call: Callable[[Sequence[int]], str]) -> str:
     """Return a description of the ranks at each step, the lowest step first."""
     at = [(step, [rank for rank in steps if steps[rank] == step]) for step in sorted(set(steps.values()))]
     return ", ".join(f"{call(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {step}" for step, ranks in at)

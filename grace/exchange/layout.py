@@ -11,7 +11,7 @@ import copy
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from grace.kernels import Kernels
 from grace.kernels.constants import Placed
 
 Item = TypeVar("Item")
+Status = float | Tensor
+"""Status of a variable: a number, or a 0-d tensor on the device."""
+Stamps = Sequence[float] | Tensor
+"""Numbers of step stamps, or a tensor of them on the device."""
 WIRE_FORMAT = 2
 """Version of the wire's format: how payloads and headers are packed. All ranks must have the same."""
 BITS_AS = {"bfloat16": "uint16"}
@@ -72,8 +76,8 @@ class Layout:
             self.order.sort(key=lambda i: -ITEM_SIZE[self.dtypes[i]])
         self._measure()
         # Caches of the last results with their inputs, which are the same at most steps.
-        self._packed_statuses: tuple[list[Any], Tensor] | None = None
-        self._plain_statuses: tuple[list[Any], np.ndarray] | None = None
+        self._packed_statuses: tuple[Sequence[Status], Tensor] | None = None
+        self._plain_statuses: tuple[list[Status], np.ndarray] | None = None
         self._end: tuple[Tensor, np.ndarray] | None = None
 
     @classmethod
@@ -139,7 +143,9 @@ class Layout:
         other._packed_statuses = other._end = None
         return other
 
-    def first_difference(self, payloads: Sequence[Payload]) -> tuple[int, list[Any], list[Any]] | None:
+    def first_difference(
+        self, payloads: Sequence[Payload]
+    ) -> tuple[int, list[tuple[int, ...]], list[tuple[int, ...]]] | None:
         """Return the number of the first variable whose payload has other shapes than the layout, the layout's shapes
         and the payload's; None if there is none."""
         for i, (was, payload) in enumerate(zip(self._by_variable(self.shapes), payloads, strict=True)):
@@ -151,7 +157,7 @@ class Layout:
     # -- writing ---------------------------------------------------------------------------------------
 
     def pack(
-        self, payloads: Sequence[Payload], statuses: list[Any], stamps: Any = (), out: Tensor | None = None
+        self, payloads: Sequence[Payload], statuses: Sequence[Status], stamps: Stamps = (), out: Tensor | None = None
     ) -> Tensor:
         """Join all payload tensors, statuses and stamps into one 1-d tensor.
 
@@ -190,7 +196,7 @@ class Layout:
             start += self.units[i]
         return self._by_variable(map(Placed, offsets, self.shapes, self.dtypes))
 
-    def write_header(self, wire: Tensor, statuses: Sequence[Any], stamps: Sequence[int]) -> None:
+    def write_header(self, wire: Tensor, statuses: Sequence[Status], stamps: Sequence[float]) -> None:
         """Write statuses and stamps into a wire in the host's memory."""
         if self._end is None or self._end[0] is not wire:
             memory = self.kernels.memory(wire).view(BITS_AS.get(self.dtype, self.dtype))
@@ -202,7 +208,9 @@ class Layout:
         if stamps:
             end[count:] = _bits(stamps, self.dtype)
 
-    def end(self, statuses: Sequence[float], stamps: Sequence[int]) -> tuple[Any, str, list[float], float, Any]:
+    def end(
+        self, statuses: Sequence[Status], stamps: Sequence[float]
+    ) -> tuple[list[int], str, list[Status], float, list[int]]:
         """Return what a kernel on a device writes behind the payloads; see
         :meth:`grace.kernels.triton.codec_base.Codec.encode`."""
         numbers = [*statuses, *stamps, *[0] * self.padding]
@@ -220,7 +228,7 @@ class Layout:
         return self._by_variable(flat)
 
 
-def _bits(numbers: Sequence[Any], dtype: str) -> np.ndarray:
+def _bits(numbers: Sequence[Status], dtype: str) -> np.ndarray:
     """Return numbers of a header, which all dtypes hold exactly, in the bits of the wire's dtype."""
     found = np.array(numbers, np.float32)
     return (found.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else found.astype(dtype)

@@ -22,7 +22,8 @@ from grace.errors import payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import Flag, Header, in_range
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Stamps, Status
+from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
 
@@ -148,8 +149,8 @@ class MergeCodec(PerVariableCodec):
         self.known = [self.layouts]
         self.layout_of_means = self._layout_of(self.places.answer)
         self.entries = SentEntries(self.compressor)
-        self.sent: list[tuple[Tensor, Any]] = []
-        self.on_their_way: Any = None
+        self.sent: list[tuple[Tensor, Tensor]] = []
+        self.on_their_way: Tensor | None = None
         self.means_payload: Payload = []
         self.came: list[Payload] = []
 
@@ -234,7 +235,7 @@ class MergeCodec(PerVariableCodec):
         ]
         return finite
 
-    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+    def write_means(self, statuses: list[Status], stamps: Stamps) -> tuple[Tensor, Layout]:
         nothing: list[Payload] = [[] for _ in self.names[1:]]
         return self.layout_of_means.pack([self.means_payload, *nothing], statuses, stamps), self.layout_of_means
 
@@ -243,11 +244,13 @@ class MergeCodec(PerVariableCodec):
 
     # -- everywhere ------------------------------------------------------------------------------------
 
-    def decode(self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any]) -> list[Any]:
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Tensor | None]
+    ) -> list[Gradient]:
         self.came = [layout.unpack(wire)[0] for layout, wire in zip(layouts, wires, strict=True)]
         return recorder.each("decode", self.names, self._merged, range(len(self.names)), outs)
 
-    def _merged(self, i: int, out: Any, name: str) -> Tensor:
+    def _merged(self, i: int, out: Tensor | None, name: str) -> Tensor:
         """Return one variable's mean, of the sums that its owners kept, and update its memory."""
         k, variable, place = self.kernels, self.bucket.variables[i], self.places.places[i]
         ranks = range(self.owners) if place.owner is None else [place.owner]

@@ -1,4 +1,29 @@
-"""One round trip of one bucket, along any route, and the program that is the same for all round trips of a bucket."""
+"""One round trip of one bucket, along any route, and the program that is the same for all round trips of a bucket.
+
+Flags say how overflows are found, and when headers are read::
+
+    flag                     of            true if                                 then
+    detects_overflow         program       payloads do not carry Inf and NaN; or   encode checks gradients and
+                                           no rank receives whole payloads; or     payloads, and statuses report
+                                           state is committed before any arrive    overflows
+    payloads_show_overflow   program       payloads carry Inf and NaN; or they     finish looks for them in payloads,
+                                           are sums, which may be infinite         if guards_state
+                                           though all terms are finite
+    statuses_matter          program,      detects_overflow; or the method is a    statuses are read; else they could
+                             header        user's; or this rank lacks a gradient   not say more than payloads
+    sizes_unknown            program       the method declares no payload sizes    ranks compare layouts first
+    on_device                program       dense gradients are on a GPU, where     trips go on as if no status were
+                                           reading makes the host wait; and the    bad; resolve reads headers later
+                                           communicator does not need to read
+    guards_state             contribution  a memory, a compressor or an anchor     see payloads_show_overflow
+                                           keeps state, which Inf would spoil
+    defers_headers           trip          the session reads the headers of all    finish does not call resolve
+                                           trips at the end of the step
+    headers_after_use        trip          means are applied before headers are    means that overflowed become NaN
+                                           read, as in hooks of DDP and FSDP       on the device, if they may hide it
+    hides_overflow           trip          the mean of infinite numbers may be     means that overflowed are set to
+                                           finite                                  NaN
+"""
 
 import contextlib
 import copy
@@ -6,7 +31,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
@@ -30,11 +55,12 @@ from grace.exchange.header import (
     shares_stamps,
     status,
 )
-from grace.exchange.layout import Layout
+from grace.exchange.layout import Layout, Status
 from grace.exchange.sparse_codec import RowCodec
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
+T = TypeVar("T")
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
 """Bytes that a payload may take, whatever the method: sizes that come off the wire may be anything."""
 VARIES = (
@@ -52,11 +78,7 @@ class BucketProgram:
 
     Attributes:
         apart: the codec, if the communicator moves payloads itself.
-        looks: True if overflows are detected before sending, and reported by statuses.
-        sizes_unknown: True if the method does not declare payload sizes, so that ranks compare their layouts.
-        payloads_show: True if payloads show overflows: they carry Inf and NaN unchanged, or they are sums, which may be
-            infinite though all terms are finite.
-        statuses_matter: True if statuses are read even if all ranks have all gradients.
+        detects_overflow, payloads_show_overflow, statuses_matter, sizes_unknown, on_device: flags; see the module.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
     """
 
@@ -74,16 +96,18 @@ class BucketProgram:
         self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
         self.sparse = bucket.variables[0].sparse
+        # Rows travel behind their sizes, which the host reads in any case: nothing is gained by deferring their
+        # headers.
         self.on_device = communicator.can_defer and not self.sparse and self.kernels.on_device(like)
         self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
         self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
-        self.looks = (
+        self.detects_overflow = (
             not self.traits.carries_nonfinite or communicator.delayed or communicator.cuts or self.apart is not None
         )
         self.sizes_unknown = self.traits.fixed_size is None and self.apart is None
-        self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
-        self.statuses_matter = self.looks or communicator.user_defined
+        self.payloads_show_overflow = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
+        self.statuses_matter = self.detects_overflow or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.
@@ -105,6 +129,7 @@ class BucketProgram:
         elif communicator.codec is not None:
             kind = communicator.codec
         codec = kind(self.bucket, self.kernels, self.on_device)
+        # Kernels write to offsets that are fixed beforehand, so they need the layouts of all rounds.
         if kind is PerVariableCodec and self.bucket.fuses and all(codec.known):
             return fused_codec(codec, like) or codec
         return codec
@@ -130,11 +155,13 @@ class BucketProgram:
         """Return the legs of the next round trip."""
         if self._route is None:
             codec, backend = self.codec, self.communicator.backend
+            # Tensors of NumPy and TensorFlow have no type of a device, and are exchanged from the host.
             on_cpu = getattr(self.device, "type", "cpu") == "cpu"
             engine = EngineTraits(self.size, backend.by_ring, backend.concatenates, on_cpu)
             wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
             wires += [wires[-1]] * (self.traits.rounds - len(wires))  # rounds whose layouts are not known yet
             self._route = backend.supported(route_of(self.communicator, wires, engine, codec.varies), self.sums)
+        # Layouts are held to those of the first step afterwards; a graph runs the same legs in every step.
         compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
         return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route
 
@@ -186,16 +213,14 @@ class RoundTrip:
         handle: the collective under way.
         error: the error because of which this trip has no outcomes; raised by ``finish``.
         stopped: True if there was nothing to send by a leg, which all ranks know.
-        deferred: True if the session resolves headers at the end of the step; else ``finish`` does.
-        next_step: True if headers are resolved only after the means were applied; overflowed means are then set to NaN
-            on the device.
+        defers_headers, headers_after_use: flags, which the caller sets before ``finish``; see the module.
     """
 
     handle: Handle
     error: PayloadError | None = None
     stopped = False
-    deferred = False
-    next_step = False
+    defers_headers = False
+    headers_after_use = False
     outcomes: Sequence[Outcome] = ()
     layouts: Sequence[Layout] = ()
     """Layouts of the wires received last."""
@@ -218,7 +243,7 @@ class RoundTrip:
 
     def __init__(self, contribution: Contribution, starts: bool = True):
         began = time.perf_counter()
-        bucket, gradients, self.present, self.guard, self.traffic = contribution
+        bucket, gradients, self.present, self.guards_state, self.traffic = contribution
         like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
         if bucket.program is None or not bucket.program.fits(like):
             bucket.program = BucketProgram(bucket, like)
@@ -264,6 +289,8 @@ class RoundTrip:
         leg = self.route[self._position + 1]
         buffer = self._buffer_for(leg)
         self.traffic.codec_seconds += time.perf_counter() - began
+        # All ranks find the same sizes, digests and stamps, so all stop here, and no collective is left without a
+        # partner.
         if buffer is None:
             self.stopped = True
             return False
@@ -307,6 +334,7 @@ class RoundTrip:
         backend = self.backend
         before = backend.sent_bytes
         backend.label = f"{self.bucket.label}.{self._position + 1}"
+        # If a signal ends this rank, its last message names this bucket.
         Backend.began = self.bucket
         backend.started += 1
         self._under_way = True
@@ -315,6 +343,7 @@ class RoundTrip:
             self._traced = recorder.CollectiveEvent(recorder.active, facts)
         try:
             self.handle = leg.collective.start(backend, buffer, leg.root)
+        # Raised by the backend, which has named the fault.
         except GraceError:
             raise
         except Exception as error:
@@ -323,7 +352,7 @@ class RoundTrip:
             backend.label = ""
         self.traffic.sent_bytes += backend.sent_bytes - before
 
-    def _move_payloads(self, act: Callable[[Callable[[], str]], Any]) -> Any:
+    def _move_payloads(self, act: Callable[[Callable[[], str]], T]) -> T:
         """Let the communicator move payloads itself, and count the bytes that it sends."""
         before = self.backend.sent_bytes
         try:
@@ -361,6 +390,7 @@ class RoundTrip:
                 i = next(i for i, (a, b) in enumerate(zip(received[0], theirs, strict=True)) if a != b) // 2
                 first, other = received[0][2 * i], theirs[2 * i]
                 sizes = "other shapes" if first == other else f"{first:.0f} bytes on {self._rank(0)}, and {other:.0f}"
+                # The layouts are taken anew from the next payloads.
                 self.bucket.program = None
                 self.error = PayloadError(
                     f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has {sizes} on "
@@ -480,7 +510,9 @@ class RoundTrip:
     def _means(self, leg: Leg) -> Tensor | None:
         """Return the encoded means that this rank owns, or room for the root's; None, on all owners, if the ranks are
         out of step."""
-        self.communicator.rescale_second(self.loss_scale)  # on all ranks: decoders of votes need the loss scale, too
+        self.communicator.rescale_mean_memory(
+            self.loss_scale
+        )  # on all ranks: decoders of votes need the loss scale, too
         if not self._sends(leg):
             return self.kernels.zeros((self.codec.layouts[0].length,), "uint8", self.wire)
         header, rooted = self.header, self.communicator.rooted
@@ -525,8 +557,8 @@ class RoundTrip:
     def _read_missing(self, ranks: list[list[float]]) -> None:
         self.header.missing = [not any(flags) for flags in zip(*ranks, strict=True)]
 
-    def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
-        """Return the statuses of means, and True for each variable that the second memory is updated with.
+    def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Status], list[bool]]:
+        """Return the statuses of means, and True for each variable that the memory of means is updated with.
 
         Args:
             finite: True for each variable whose mean is in range.
@@ -568,7 +600,7 @@ class RoundTrip:
         """Return a wire of means without payloads, whose status refuses one variable."""
         return self._without_means([REFUSED if name == self.refused else MISSING for name in self.names])
 
-    def _without_means(self, statuses: list[int]) -> Tensor:
+    def _without_means(self, statuses: Sequence[int]) -> Tensor:
         """Return a wire of means whose payloads are zeros."""
         layouts = self.codec.means_layouts()
         layout = layouts[self.codec.owner]
@@ -628,7 +660,7 @@ class RoundTrip:
         """True if the collective can only be awaited by ``wait``, because the engine has no work objects for it."""
         return not self.handle.works or self.apart is not None
 
-    def finish(self, outs: Sequence[Any], wait: bool = True) -> list[Outcome]:
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.
 
         Args:
@@ -651,6 +683,7 @@ class RoundTrip:
         with recorder.phase("unpack", bucket=self.bucket):
             wires = self._last_wires()
             self._read_headers(wires)
+        # The means of ranks at different steps are dropped; the session raises once all buckets have ended.
         if self.header.out_of_step:
             return self.empty_outcomes()
         try:
@@ -661,9 +694,11 @@ class RoundTrip:
             raise self._undecoded(error, error.variable) from error
         self.outcomes = [Outcome(v, value, False) for v, value in zip(self.bucket.variables, values, strict=True)]
         self._mark_outcomes()
-        for i, outcome in enumerate(self.outcomes if self.header.poison is not None else ()):
-            outcome.value = self.kernels.add(outcome.value, self.header.poison[i])
-        if self.header.deferred_reads and not self.deferred:
+        poison = self.header.poison
+        if poison is not None:
+            for i, outcome in enumerate(self.outcomes):
+                outcome.value = self.kernels.add(outcome.value, poison[i])
+        if self.header.deferred_reads and not self.defers_headers:
             resolve([self])
         self.traffic.codec_seconds += time.perf_counter() - began
         return list(self.outcomes)
@@ -711,12 +746,12 @@ class RoundTrip:
         else:
             statuses = flags if header.statuses_matter else []
             finite = [] if each is None else [each]
-            if each is None and self.guard and self.program.payloads_show:
+            if each is None and self.guards_state and self.program.payloads_show_overflow:
                 finite = [k.all_finite(body) for body in self._bodies(wires)]
             if statuses or finite:
                 well = [*[self.program.well] * len(statuses), *[None] * len(finite)]
                 header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), well)
-        if self.next_step and self.on_device and self.hides_overflow:
+        if self.headers_after_use and self.on_device and self.hides_overflow:
             if several and each is None:
                 each = [math.prod(map(k.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
             header.add_poison(flags, () if each is None else each)
@@ -775,7 +810,7 @@ class RoundTrip:
         if not (any(header.missing) or any(header.overflowed)):
             return
         # On a device NaN was added to the means already if headers are read after these were applied.
-        poisons = self.hides_overflow and not (self.next_step and self.on_device)
+        poisons = self.hides_overflow and not (self.headers_after_use and self.on_device)
         for outcome, missing, overflowed in zip(self.outcomes, header.missing, header.overflowed, strict=False):
             outcome.overflow = outcome.overflow or overflowed
             if overflowed and poisons and outcome.value is not None:
@@ -783,8 +818,10 @@ class RoundTrip:
             if missing:
                 outcome.value = None
 
-    def read_step_stamps(self) -> None:
-        """Compare the received step stamps, the only result that counts in a discarded step."""
+    def discard(self) -> None:
+        """Await the last leg, and compare the received step stamps, the only result that counts in a discarded step:
+        ranks that do not discard it raise StepError by these stamps, so this rank must, too."""
+        self.wait()
         if self.error is not None or self.stopped or self.communicator.cuts:
             return
         with contextlib.suppress(PayloadError):  # impossible sizes

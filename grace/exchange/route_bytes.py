@@ -6,7 +6,7 @@ Strategies and the planner read them here; ``leg.sent`` returns the bytes that a
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, Compressor, TensorSpec
@@ -111,7 +111,7 @@ class _Wires:
     ):
         self.bits, self.rows, self.headers, self.variables = bits, rows, headers, bucket.variables
         self.codec = self._codec(bucket, engine)
-        self.communicator: Any = self.codec.bucket.communicator
+        self.communicator = self.codec.bucket.communicator
         self.compressor: Compressor = self.communicator.compressor
         self.rounds = [layouts[0] if layouts else self._estimate() for layouts in self.codec.known]
         means = self.codec.means_layouts()

@@ -20,7 +20,7 @@ from grace.errors import payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import Header
-from grace.exchange.sparse_rows import NOTHING, SparseRows, sum_rows
+from grace.exchange.sparse_rows import NOTHING, Gradient, SparseRows, sum_rows
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels, kernels_of
 from grace.kernels.checks import check_count, check_range
@@ -82,7 +82,7 @@ class RowCompressor(Compressor):
         k = kernels_of(payload[0])
         return [(k.dtype(part), self._sizes(part.shape)) for part in payload]
 
-    def _sizes(self, shape: Sequence[Any]) -> tuple[int, ...]:
+    def _sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (-1, *shape[1:])[: len(shape)] if self.inner.traits.varies else tuple(shape)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
@@ -146,7 +146,7 @@ class RowMemory(Memory):
 
     def __init__(self, inner: Residual, compressor: RowCompressor):
         self.inner = inner
-        self.compressor: Any = compressor
+        self.compressor = compressor
         self.state = inner.state
 
     @property
@@ -154,7 +154,7 @@ class RowMemory(Memory):
         """Spec of the inner memory."""
         return self.inner.spec
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
@@ -197,14 +197,17 @@ class RowCodec(PerVariableCodec):
 
     def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
         super().__init__(bucket, kernels, on_device)
-        self.rows: Any = self.compressor
-        """The compressor, a :class:`RowCompressor`."""
-        self.answers: Any = None if self.second is None else self.second[0]
-        methods: list[Any] = [self.rows] if self.answers is None else [self.rows, self.answers]
-        for method in methods:
-            method.shapes.update({variable.name: variable.shape for variable in bucket.variables})
+        assert isinstance(self.compressor, RowCompressor)  # see grace.communicators.sparse
+        self.rows = self.compressor
+        self.answers: RowCompressor | None = None
+        shapes = {variable.name: variable.shape for variable in bucket.variables}
+        self.rows.shapes.update(shapes)
+        if self.mean_compression is not None:
+            assert isinstance(self.mean_compression.compressor, RowCompressor)
+            self.answers = self.mean_compression.compressor
+            self.answers.shapes.update(shapes)
 
-    def encode(self, gradients: Sequence[SparseRows], header: Header) -> Tensor:
+    def encode(self, gradients: Sequence[Gradient], header: Header) -> Tensor:
         self.rows.rows = {}
         return super().encode(recorder.each("sum rows", self.names, self._sum_rows, gradients), header)
 
@@ -212,7 +215,7 @@ class RowCodec(PerVariableCodec):
         values, self.rows.rows[name] = sum_rows(gradient)
         return values
 
-    def _aggregate(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> SparseRows:
+    def _aggregate(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> SparseRows:
         values = self.aggregated(payloads, self.encoded[i][1], None, count, name)
         return SparseRows(values, self.rows.received[name])
 
@@ -222,10 +225,12 @@ class RowCodec(PerVariableCodec):
         if not rows.shape[0]:
             rows = k.full([NOTHING], "int32", rows)
             values = k.zeros((1, *values.shape[1:]), "float32", values)
+        assert self.answers is not None
         self.answers.rows[name] = self.answers.rows[f"{name}/answer"] = rows
         return values
 
-    def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> SparseRows:
+    def _joined(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> SparseRows:
+        assert self.answers is not None
         (payload,), variable = payloads, self.bucket.variables[i]
         rows, shape = payload[-1], variable.shape[1:]
         k = kernels_of(rows)
@@ -237,5 +242,5 @@ class RowCodec(PerVariableCodec):
             ctx = self.answers.context_of(rows.shape[0], shape, f"{name}/answer", rows)
             return SparseRows(self.answers.accumulate(payload, ctx, zeros), rows)
 
-    def poisoned(self, value: Any) -> SparseRows:
+    def poisoned(self, value: Gradient) -> SparseRows:
         return SparseRows(super().poisoned(value.values), value.rows)

@@ -1,6 +1,6 @@
 """Sparse gradients: rows of a variable, and their numbers."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class SparseRows(NamedTuple):
         return SparseRows(self.values[inside], self.rows[inside] - start)
 
 
+Gradient = Tensor | SparseRows
+"""Gradient, or mean, of a variable: dense, or rows."""
+
+
 def sum_rows(slices: SparseRows) -> SparseRows:
     """Return rows with duplicates added up, ascending, in float32; one zero row of number -1 if there are none.
 
@@ -45,7 +49,7 @@ def sum_rows(slices: SparseRows) -> SparseRows:
     return SparseRows(k.add_rows(out, places, k.cast(slices.values, "float32"), 1.0), k.cast(rows, "int32"))
 
 
-def add(a: Any, b: Any) -> Any:
+def add(a: Gradient, b: Gradient) -> Gradient:
     """Return the sum of two means: tensors, or sparse rows."""
     if isinstance(a, SparseRows):
         k = kernels_of(a.values)
@@ -53,7 +57,7 @@ def add(a: Any, b: Any) -> Any:
     return kernels_of(a).add(a, b)
 
 
-def scaled(value: Any, factor: float) -> Any:
+def scaled(value: Gradient, factor: float) -> Gradient:
     """Return a tensor, or sparse rows, times a factor, in its own dtype."""
     if factor == 1:
         return value
@@ -63,13 +67,13 @@ def scaled(value: Any, factor: float) -> Any:
     return np.asarray(product, value.dtype) if isinstance(value, np.ndarray) else product
 
 
-def in_units(value: Any, factor: float) -> Any:
+def in_units(value: Gradient, factor: float) -> Gradient:
     """Return a mean, a tensor or sparse rows, times ``factor``, by which the loss scale changed; in float32."""
     if isinstance(value, SparseRows):
         return SparseRows(in_units(value.values, factor), value.rows)
     return kernels_of(value).combine(factor, value, 0.0, value)
 
 
-def values_of(gradient: Any) -> Any:
+def values_of(gradient: Gradient) -> Tensor:
     """Return the tensor of a gradient's values: the gradient itself, or the values of sparse rows."""
     return gradient.values if isinstance(gradient, SparseRows) else gradient

@@ -1,4 +1,4 @@
-"""Index coding: how the positions of a sparse payload travel.
+"""Index coding: how the positions of a sparsified payload travel.
 
 Ascending positions below n are sent as whichever is smallest, by the sizes alone, so that every rank chooses alike:
 int32, 16 bits where n <= 65536, or a bitmap of n bits. Of positions of which as many are known to be in each chunk of

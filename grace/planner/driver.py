@@ -237,7 +237,7 @@ class Driver:
         self._agree("methods", lambda: self.planner.measure_methods(gradients, tables, slowest), everywhere=True)
 
         def candidates() -> dict[str, Strategy]:
-            found = [one for one in self.planner.candidates(skew) if one.name != BASELINE]
+            found = [one for one in self.planner.find_candidates(skew) if one.name != BASELINE]
             return {one.name: one.strategy for one in found[:TRIED]}
 
         found: dict[str, Strategy] = self._agree("what to try", candidates)

@@ -36,8 +36,12 @@ SKEWED = 0.1
 class Planning:
     """Measures, finds candidates and explains, for :class:`grace.planner.driver.Driver`.
 
-    ``names`` gives the name of each rank's node; every rank asks at the same moment. ``adaptive`` is True if the
-    optimizer divides each element by its history, as Adam does.
+    Args:
+        request: the user's options.
+        backend: the ranks.
+        node_names: returns the name of each rank's node; a collective.
+        variables: the variables to plan for.
+        adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
 
     problem: Problem
@@ -47,13 +51,13 @@ class Planning:
         self,
         request: AutoRequest,
         backend: Backend,
-        names: Callable[[], Sequence[str]],
+        node_names: Callable[[], Sequence[str]],
         variables: Sequence[Variable],
         adaptive: bool = False,
     ):
         self.options: Auto = request.options
         self.resources = request.resources
-        self.backend, self.names, self.variables, self.adaptive = backend, names, list(variables), adaptive
+        self.backend, self.node_names, self.variables, self.adaptive = backend, node_names, list(variables), adaptive
         self.found: list[Candidate] = []
         self.remarks: list[str] = []
 
@@ -62,7 +66,7 @@ class Planning:
         call it. Raise ConfigError if there is one rank."""
         if self.backend.size == 1:
             raise ConfigError("there is one rank, and nothing to exchange")
-        self.nodes = list(self.names())
+        self.nodes = list(self.node_names())
         self.oversubscribed = oversubscription(self.backend, self.nodes)
         seconds = max(LINK_SECONDS, min(2 * plain, LONGEST))
         self.network = measure_network(self.backend, seconds, crowded=self.oversubscribed > 1)
@@ -80,7 +84,7 @@ class Planning:
         self.problem, left_out = measured(problem, self.backend, gradients, self.oversubscribed)
         self.remarks = [f"not measured: {choice}: {why}" for choice, why in left_out.items()]
 
-    def candidates(self, skew: float = 0.0) -> list[Candidate]:
+    def find_candidates(self, skew: float = 0.0) -> list[Candidate]:
         """Return the plans that are worth a try, best first. Rank 0 alone calls it, with the seconds that the slowest
         rank computes longer than the fastest."""
         self.found, timeline = find_candidates(self.problem), self.problem.timeline

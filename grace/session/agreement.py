@@ -38,7 +38,8 @@ def gather_or_raise(
     >>> gather_or_raise(LocalBackend(), "none", 3)
     [3]
     """
-    mine = {"grace": version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
+    said = None if error is None else str(error)
+    mine = {"grace": version.__version__, "what": what, "value": value, "error": said}
     answers = backend.allgather_object(mine)
     number = backend.number_of
     if error is not None:

@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner
 
+Tensors = Tensor | Sequence[Tensor]
+"""A tensor, or tensors that travel together."""
+Names = str | Sequence[str]
+"""Name of the tensor, or a name for each."""
 _run_numbers = itertools.count(1)
 """Numbers of the communicators that join a run, in the same order on all ranks."""
 FORM = "tensors, step by step"
@@ -54,7 +59,7 @@ class PendingStep:
         self.bucket = bucket
         self.dtypes = dtypes
         self.single = single
-        self.means: list[Any] | None = None
+        self.means: list[Tensor] | None = None
         """The means, once the step has ended, until the user receives them."""
 
 
@@ -87,7 +92,7 @@ class ByHand:
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def step(self, tensors: Any, names: Any) -> Any:
+    def step(self, tensors: Tensors, names: Names) -> Tensors:
         """Run one blocking step; see :meth:`grace.Communicator.step`."""
         given = [tensors] if isinstance(names, str) else list(tensors)
         try:
@@ -98,14 +103,14 @@ class ByHand:
         means = run(lambda eager: self._run_step(eager, names), given)
         return means[0] if isinstance(names, str) else means
 
-    def _run_step(self, tensors: list[Tensor], names: Any) -> list[Tensor]:
+    def _run_step(self, tensors: list[Tensor], names: Names) -> list[Tensor]:
         means = self.receive(self.start(tensors[0] if isinstance(names, str) else tensors, names))
         return [means] if isinstance(names, str) else list(means)
 
-    def start(self, tensors: Any, names: Any) -> PendingStep:
+    def start(self, tensors: Tensors, names: Names) -> PendingStep:
         """Start the exchange of tensors; see :meth:`grace.Communicator.send_step`."""
         single = isinstance(names, str)
-        given, called = ([tensors], (names,)) if single else (list(tensors), tuple(names))
+        given, called = ([tensors], (names,)) if isinstance(names, str) else (list(tensors), tuple(names))
         backend = runtime.joined()
         if self.runner is not None and self.runner.backend is not backend:
             self.leave_run()  # the runner's run has ended, or a new one has begun
@@ -125,7 +130,7 @@ class ByHand:
         self.begun.append(begun)
         return begun
 
-    def receive(self, begun: PendingStep) -> Any:
+    def receive(self, begun: PendingStep) -> Tensors:
         """End the step for all exchanges under way, unless it has ended, and return the means of one of them."""
         if begun.means is None:
             if self.runner is None or begun not in self.begun:
@@ -146,7 +151,7 @@ class ByHand:
     # -- the run ---------------------------------------------------------------------------------------
 
     def _add_names(
-        self, given: list[Any], names: tuple[str, ...], backend: Backend
+        self, given: list[Tensor], names: tuple[str, ...], backend: Backend
     ) -> tuple[StepRunner, Bucket, list[Tensor]]:
         """Agree with the other ranks on a bucket of new names, and make it.
 
@@ -167,7 +172,7 @@ class ByHand:
         self.buckets[names] = bucket
         return self.runner, bucket, tensors
 
-    def _join_run(self, variables: Any, backend: Backend) -> tuple[StepRunner, Bucket]:
+    def _join_run(self, variables: Callable[[], list[Variable]], backend: Backend) -> tuple[StepRunner, Bucket]:
         """Build the runner for a run that the communicator joins, and its first bucket."""
         communicator = self.communicator
 
@@ -202,7 +207,7 @@ class ByHand:
         backend.at_shutdown(lambda: (leave_run() or bool)())
         return runner, bucket
 
-    def _add_bucket(self, runner: StepRunner, variables: Any) -> Bucket:
+    def _add_bucket(self, runner: StepRunner, variables: Callable[[], list[Variable]]) -> Bucket:
         """Agree with the other ranks on a further bucket, and add it to the runner."""
         found, error = [], None
         try:
@@ -263,9 +268,9 @@ class ByHand:
             for group in groups:
                 names = tuple(variable.name for variable in group)
                 if self.runner is None:
-                    self.runner, self.buckets[names] = self._join_run(lambda group=group: group, backend)
+                    self.runner, self.buckets[names] = self._join_run(partial(list, group), backend)
                 elif names not in self.buckets:
-                    self.buckets[names] = self._add_bucket(self.runner, lambda group=group: group)
+                    self.buckets[names] = self._add_bucket(self.runner, partial(list, group))
             assert self.runner is not None
             checkpoint.load(self.runner, lambda: state["grace"], memory)
         # raised on all ranks, before any state was changed: take back the buckets that were added
@@ -279,7 +284,7 @@ class ByHand:
             raise
 
 
-def _compare(backend: Backend, names: tuple[Any, ...], step: int) -> None:
+def _compare(backend: Backend, names: tuple[str, ...], step: int) -> None:
     """Refuse names of tensors that differ from those of other ranks in this exchange.
 
     An engine that pairs collectives by their order would average one tensor with another, or end all ranks if their
@@ -308,7 +313,7 @@ def _compare(backend: Backend, names: tuple[Any, ...], step: int) -> None:
             )
 
 
-def _groups(state: Any) -> list[list[Variable]]:
+def _groups(state: object) -> list[list[Variable]]:
     """Return the variables of a saved state, in groups that were exchanged together.
 
     Raises:
@@ -369,7 +374,9 @@ def _remove_variables(runner: StepRunner, names: set[str]) -> None:
     runner.numel = sum(variable.numel for variable in runner.variables)
 
 
-def validate_tensors(given: list[Any], names: tuple[str, ...], backend: Backend) -> tuple[list[Tensor], list[Variable]]:
+def validate_tensors(
+    given: list[Tensor], names: tuple[str, ...], backend: Backend
+) -> tuple[list[Tensor], list[Variable]]:
     """Return a user's tensors in the form that an exchange takes, and their variables, which ranks compare.
 
     Raises:
@@ -400,7 +407,7 @@ def validate_tensors(given: list[Any], names: tuple[str, ...], backend: Backend)
 
 
 @contextlib.contextmanager
-def _named_errors(name: Any) -> Iterator[None]:
+def _named_errors(name: str) -> Iterator[None]:
     """Add the tensor's name to errors that are raised in this context."""
     try:
         yield

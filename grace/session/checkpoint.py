@@ -29,9 +29,10 @@ from typing import Any
 from grace.communicators.choice import took_default
 from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
+from grace.core.compressor import Tensor
 from grace.core.transactional_dict import StatefulComponent
 from grace.errors import ConfigError, ExchangeError, RankError
-from grace.exchange.sparse_rows import SparseRows
+from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.session import state_schema
 from grace.session.agreement import gather_or_raise
 from grace.session.reshard import Misfit, Partitions, Resharding, without_parameters
@@ -164,7 +165,7 @@ def warn_own_state(runner: StepRunner, called: str, better: str, between: int = 
         )
 
 
-def gather(runner: StepRunner, settle: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+def gather(runner: StepRunner, settle: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """Return the state of all ranks in one; every rank must call it.
 
     Args:
@@ -178,6 +179,7 @@ def gather(runner: StepRunner, settle: Callable[[], Any] = lambda: None) -> dict
     own: dict[str, dict[str, Any]] = {}
     error: Exception | None = None
     try:
+        # Its error is kept, too, until the collective below, in which the other ranks wait for this one.
         settle()
         saved = _saved(runner)
         shared_by = saved["shared"]
@@ -239,6 +241,7 @@ def load(
         loaded = prepare(runner, saved, memory, inside)
     except Exception as raised:
         error = raised
+    # A rank that raised before this collective would let the others wait in it.
     compare_everywhere([runner.backend, *beside], saved, memory, error)
     assert loaded is not None
     apply(runner, loaded)
@@ -440,12 +443,12 @@ def check_mode(memory: str) -> None:
         raise ConfigError(f"memory must be 'strict', 'keep' or 'reset', not {memory!r}")
 
 
-def plain(value: Any) -> Any:
+def plain(value: Gradient) -> Tensor | dict[str, Tensor]:
     """Return a mean in the form that is saved: rows become a dict of tensors."""
     return {"values": value.values, "rows": value.rows} if isinstance(value, SparseRows) else value
 
 
-def rich(value: Any) -> Any:
+def rich(value: Tensor | dict[str, Tensor]) -> Gradient:
     """Return a mean from its saved form; the inverse of :func:`plain`."""
     return SparseRows(value["values"], value["rows"]) if isinstance(value, dict) else value
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from grace.backends.runtime import current
 from grace.core.atomic_files import atomic_write
@@ -11,7 +10,7 @@ from grace.session.agreement import gather_or_raise
 
 
 def save_from_root(
-    path: str | Path, write: Callable[[Path], Any], root: int = 0, backend: Backend | None = None
+    path: str | Path, write: Callable[[Path], object], root: int = 0, backend: Backend | None = None
 ) -> None:
     """Write a file atomically on one rank. Every rank must call it; it returns when the file is complete.
 

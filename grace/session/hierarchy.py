@@ -27,7 +27,7 @@ from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED
 from grace.exchange.round_trip import RoundTrip, start_round_trip
-from grace.exchange.sparse_rows import SparseRows, scaled, values_of
+from grace.exchange.sparse_rows import Gradient, SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
@@ -113,7 +113,7 @@ class HierarchicalRoundTrip:
 
     error: PayloadError | None = None
     """None: errors are raised by :meth:`finish`, once the ranks of the node know of them."""
-    deferred = next_step = False
+    defers_headers = headers_after_use = False
     """False, whatever the session wants: headers are read at once, because the leader sends their contents to its
     node."""
 
@@ -143,9 +143,9 @@ class HierarchicalRoundTrip:
             self.bucket.node = self.hierarchy.node_bucket(self.bucket)
         outside, within = self.communicator.context, self.bucket.node.communicator.context
         within.copy_stamped(outside)
-        return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guard=False))
+        return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guards_state=False))
 
-    def _means_of_node(self, within: RoundTrip, gradients: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+    def _means_of_node(self, within: RoundTrip, gradients: Sequence[Gradient]) -> tuple[list[Gradient], list[bool]]:
         """Wait for the sum over the node, and return the gradients that its leader contributes, and True for each
         variable that a rank of the node has a gradient of."""
         outcomes = within.finish([None] * len(gradients))
@@ -153,14 +153,14 @@ class HierarchicalRoundTrip:
             # All collectives of this step must still be run with the other nodes; the leaders' stamps inform these.
             self.communicator.context.out_of_step = within.header.out_of_step
             return list(gradients), [False] * len(gradients)
-        reduced = []
+        reduced: list[Gradient] = []
         for given, outcome in zip(gradients, outcomes, strict=True):
             value = scaled(given if outcome.value is None else outcome.value, self.hierarchy.weight)
             # The value is a view of the node's buffer, which the next step overwrites, and a memory may keep it: copy.
             reduced.append(self._copy(value) if value is outcome.value else value)
         return reduced, [outcome.value is not None for outcome in outcomes]
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: Gradient) -> Gradient:
         if isinstance(value, SparseRows):  # made at each step
             return value
         k = self.kernels
@@ -176,14 +176,11 @@ class HierarchicalRoundTrip:
         """Start the next leg of the leaders' round trip; return False if no leg is left, or this rank leads no node."""
         return self.over_leaders is not None and self.over_leaders.advance()
 
-    def wait(self) -> None:
-        """Wait for the leaders' collective under way."""
-        if self.over_leaders is not None:
-            self.over_leaders.wait()
-
-    def read_step_stamps(self) -> None:
+    def discard(self) -> None:
         """Finish the round trip, and drop its outcomes. Other ranks of the node may not discard the step, and wait for
         the leader's outcomes."""
+        if self.over_leaders is not None:
+            self.over_leaders.wait()
         with contextlib.suppress(PayloadError):
             self.finish([None] * len(self.names), wait=False)
 
@@ -219,7 +216,7 @@ class HierarchicalRoundTrip:
             with self._sharing():
                 self._broadcast(statuses)
 
-    def _sharing(self) -> Any:
+    def _sharing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this rank waits for its node; error messages name the wait."""
         return self.node_groups.node.waiting_for_ranks(lambda: f"what leaders hand on of {self.bucket.describe()}")
 
@@ -237,6 +234,7 @@ class HierarchicalRoundTrip:
         header.out_of_step = header.out_of_step or self.communicator.context.out_of_step
         if node.size == 1:  # the leader is alone on its node
             return outcomes or []
+        # The leader's own round trip has counted its bytes over the nodes; these are those within the node.
         before = node.sent_bytes
         # Statuses are broadcast first: by them all ranks of the node know which means follow.
         statuses = k.to_list(self._broadcast(k.full(self._statuses(outcomes), "float32", self.like)))

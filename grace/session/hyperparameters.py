@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TypeGuard
 
 from grace.core.api_names import TORCH
 
 WITHOUT_EFFECT = {"foreach", "fused", "differentiable", "capturable", "jit_compile"}
 """Settings that change how an optimizer computes, but not its result."""
 
-Numbers = tuple[tuple[str, Any], ...]
+Number = float | bool | None
+Numbers = tuple[tuple[str, Number | tuple[Number, ...]], ...]
+"""Settings that are numbers, or tuples of numbers, by name."""
 
 
-def numeric_settings(settings: Mapping[str, Any]) -> Numbers:
+def numeric_settings(settings: Mapping[str, object]) -> Numbers:
     """Return the settings that are numbers, or tuples of numbers, sorted by name.
 
     >>> settings = {"lr": 1, "betas": (0.9, 0.999), "nesterov": False, "fused": True, "params": [], "clipnorm": None}
@@ -22,7 +24,9 @@ def numeric_settings(settings: Mapping[str, Any]) -> Numbers:
     return tuple(_iterate_numbers(settings))
 
 
-def _iterate_numbers(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_numbers(
+    settings: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, Number | tuple[Number, ...]]]:
     for name in sorted(settings):
         value = settings[name]
         if name in WITHOUT_EFFECT:
@@ -36,11 +40,11 @@ def _iterate_numbers(settings: Mapping[str, Any], prefix: str = "") -> Iterator[
             yield prefix + name, _plain(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[Number]:
     return value is None or isinstance(value, Real)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Number) -> Number:
     return value if value is None or isinstance(value, bool) else float(value)
 
 

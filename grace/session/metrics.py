@@ -22,8 +22,8 @@ the device while it encoded.
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
+from grace.core.compressor import Tensor
 from grace.exchange.bucket import Traffic
 from grace.kernels import kernels_of
 from grace.session.step_runner import StepRunner
@@ -60,7 +60,7 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
 def residual_norm(runner: StepRunner) -> float:
     """Return the Euclidean norm of this rank's residuals, in the units of gradients, and of parameters where drifts are
     sent. One number is read back from each device."""
-    scaled, plain = list[Any](), list[Any]()
+    scaled, plain = list[Tensor](), list[Tensor]()
     for shard in runner.shards.values():
         memory = shard.communicator.memory
         if memory.stateful:
@@ -68,9 +68,9 @@ def residual_norm(runner: StepRunner) -> float:
     return math.hypot(norm(scaled) / runner.context.loss_scale, norm(plain))
 
 
-def norm(tensors: Iterable[Any]) -> float:
+def norm(tensors: Iterable[Tensor]) -> float:
     """Return the Euclidean norm of all elements of some tensors."""
-    squares: dict[Any, list[Any]] = {}
+    squares: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         k = kernels_of(tensor)
         column = k.reshape(k.cast(tensor, "float64"), (math.prod(tensor.shape), 1))

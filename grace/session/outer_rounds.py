@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace.core.communicator import Communicator
 from grace.core.component import Component
+from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import make
@@ -41,7 +43,7 @@ class Held(Component):
     def __init__(self, shared: bool):
         self.shared_state = shared  # type: ignore[misc]
 
-    def keeps(self, shape: tuple[int, ...]) -> Any:
+    def keeps(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
 
@@ -69,7 +71,7 @@ class Fragment:
     applied_at: int = 0
     sent_at: int = 0
     under_way: list[Pending] = field(default_factory=list)
-    coming: dict[str, Any] | None = None
+    coming: dict[str, Tensor] | None = None
     sent_bytes: int = 0
 
     def arrives(self, t: int) -> bool:
@@ -132,12 +134,12 @@ class OuterRounds:
         self.at = 0
         self.has_anchors = False
         """True if there are anchors."""
-        self._own: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._own: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         """The parameters and buffers of this rank while it has the anchors for parameters."""
-        self.read: Callable[[Shard], Any]
-        self.write: Callable[[Shard, Any], None]
-        self.read_buffers: Callable[[], Mapping[str, Any]] = dict
-        self.write_buffers: Callable[[Mapping[str, Any]], object] = dict
+        self.read: Callable[[Shard], Tensor]
+        self.write: Callable[[Shard, Tensor], None]
+        self.read_buffers: Callable[[], Mapping[str, Tensor]] = dict
+        self.write_buffers: Callable[[Mapping[str, Tensor]], object] = dict
         self.sync_buffers: Callable[[], object] = dict
         """Averages the model's buffers over ranks. Called after a round of the last fragment."""
         self.any_overflow: Callable[[bool], bool] = bool
@@ -151,7 +153,7 @@ class OuterRounds:
         """Buckets of all fragments."""
         return [bucket for fragment in self.fragments for bucket in fragment.buckets]
 
-    def exchanges_drifts_by(self, communicator: Any) -> bool:
+    def exchanges_drifts_by(self, communicator: Communicator) -> bool:
         """Return True if a communicator carries drifts; that of gradients if not."""
         plain = id(communicator) in self._carried
         return plain or any(communicator is other.uncompressed for other in self.communicators)
@@ -185,13 +187,13 @@ class OuterRounds:
         self.anchors.state.commit()
         self.has_anchors = True
 
-    def _keep(self, shard: Shard, anchor: Any) -> None:
+    def _keep(self, shard: Shard, anchor: Tensor) -> None:
         fragment = self.fragment_of[shard.variable.name]
         k = kernels_of(anchor)
         kept = k.to_host([anchor])[0] if fragment.optimizer.offload else k.to_device_of(anchor, self.read(shard))
         self.anchors.state[shard.variable.name] = kept
 
-    def _anchor(self, shard: Shard, like: Any) -> Any:
+    def _anchor(self, shard: Shard, like: Tensor) -> Tensor:
         """Return a shard's anchor on the device of a tensor."""
         return kernels_of(like).to_device_of(self.anchors.state[shard.variable.name], like)
 
@@ -351,7 +353,7 @@ class OuterRounds:
         fragment.sent_bytes = self.runner.traffic.sent_bytes - before
         self._resolve(fragment, outcomes)
 
-    def drift(self, shard: Shard) -> Any:
+    def drift(self, shard: Shard) -> Tensor:
         """Return how far this rank's parameters have moved from the anchor, against their direction, in their dtype."""
         x = self.read(shard)
         k = kernels_of(x)
@@ -465,7 +467,7 @@ class OuterRounds:
 
     # -- numbers ---------------------------------------------------------------------------------------
 
-    def drifts(self) -> list[Any]:
+    def drifts(self) -> list[Tensor]:
         """Return this rank's drifts from the anchors; none if parameters are the anchors."""
         return [self.drift(shard) for shard in self.shards] if self.has_anchors and not self.anchored else []
 
@@ -513,20 +515,20 @@ def _wide(shard: Shard) -> str:
     return "float64" if shard.variable.dtype == "float64" else "float32"
 
 
-def _at_least_1d(x: Any) -> tuple[int, ...]:
+def _at_least_1d(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape) or (1,)
 
 
-def _copy(x: Any, dtype: str | None = None) -> Any:
+def _copy(x: Tensor, dtype: str | None = None) -> Tensor:
     k = kernels_of(x)
     copied = k.reshape(k.join([k.flat(x)]), tuple(x.shape))
     return copied if dtype is None else k.cast(copied, dtype)
 
 
-def _equal(x: Any, other: Any) -> bool:
+def _equal(x: Tensor, other: Tensor) -> bool:
     """Return True if two tensors of one shape have equal elements; not if one of them is NaN."""
     return bool((x == kernels_of(x).to_device_of(other, x)).all())
 
 
-def _finite(x: Any) -> bool:
+def _finite(x: Tensor) -> bool:
     return bool(kernels_of(x).all_finite(x))

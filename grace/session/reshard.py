@@ -128,7 +128,7 @@ class Resharding:
                     new[-1].update(self._try(self._convert_pending, name, old, step))
         return new
 
-    def _try(self, convert: Callable[..., dict[str, Any]], *what: Any) -> dict[str, Any]:
+    def _try(self, convert: Callable[..., dict[str, Any]], *what: object) -> dict[str, Any]:
         """Return the result of a conversion. If it does not fit, raise ConfigError if strict, else drop the state."""
         try:
             return convert(*what)
@@ -364,7 +364,7 @@ def _part_names(name: str, cut: Partition) -> list[str]:
     return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
 
 
-def _layout(value: Any) -> Any:
+def _layout(value: Any) -> object:
     """Return the names, types and shapes in a value."""
     if isinstance(value, dict):
         return {key: _layout(item) for key, item in value.items()}

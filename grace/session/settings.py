@@ -158,7 +158,7 @@ class Settings:
         return [(name, str(value)) for name, value in self.arguments().items() if name != "seed"]
 
 
-def check_integer(name: str, value: Any, low: int = 1) -> None:
+def check_integer(name: str, value: object, low: int = 1) -> None:
     """Raise ConfigError if a value is no whole number of at least ``low``.
 
     >>> check_integer("group_bytes", 0)

@@ -3,11 +3,11 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.communicator import Communicator
+from grace.core.compressor import Tensor
 from grace.core.outer import Outer
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
@@ -58,7 +58,7 @@ class Shard:
         bits = None if compressor.traits.exact else compressor.wire_bits(self.variable.shape)
         return float(self.variable.nbytes) if bits is None else bits * self.variable.numel / 8
 
-    def slice_of(self, tensor: Any) -> Any:
+    def slice_of(self, tensor: Tensor) -> Tensor:
         """Return this shard of a tensor of the whole variable, a view if the framework has views; of
         :class:`SparseRows`, the rows inside the shard.
 

@@ -10,7 +10,7 @@ import reprlib
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -25,7 +25,7 @@ SCALES = 2.0**-126, 2.0**127
 """Bounds of a loss scale, within which it and its reciprocal are normal float32 numbers."""
 _words = reprlib.Repr()
 _words.maxstring = 200
-Form = Callable[[Any, str], None]
+Form = Callable[[object, str], None]
 """Function that raises ConfigError if a value, whose location in the state is given, has another form."""
 
 
@@ -34,12 +34,12 @@ def damage_error(why: str) -> ConfigError:
     return ConfigError(f"the checkpoint's 'grace' entry is damaged: {why}")
 
 
-def refuse(where: str, should: str, value: Any) -> ConfigError:
+def refuse(where: str, should: str, value: object) -> ConfigError:
     """Return an error about one entry, which the caller raises."""
     return damage_error(f"{where or 'it'} should be {should}, and is {short(value)}")
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """Return a number or text in bounded length; for any other value the name of its type."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"about 2^{value.bit_length()}"
@@ -51,8 +51,8 @@ def _join_path(where: str, key: str) -> str:
     return f"{where}[{short(key)}]" if where else short(key)
 
 
-def _instance_of(kind: Any, should: str) -> Form:
-    def form(value: Any, where: str) -> None:
+def _instance_of(kind: type | tuple[type, ...], should: str) -> Form:
+    def form(value: object, where: str) -> None:
         if not isinstance(value, kind):
             raise refuse(where, should, value)
 
@@ -60,16 +60,20 @@ def _instance_of(kind: Any, should: str) -> Form:
 
 
 def _integer(low: int = 0, high: int = 2**63) -> Form:
-    def form(value: Any, where: str) -> None:
+    def form(value: object, where: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < high:
             raise refuse(where, f"a whole number of at least {low}" if low >= 0 else "a whole number", value)
 
     return form
 
 
-def _scale(value: Any, where: str) -> None:
+def _scale(value: object, where: str) -> None:
     if not _is_number(value) or not SCALES[0] <= value <= SCALES[1]:
         raise refuse(where, "a number above 0, of float32's", value)
+
+
+def _anything(value: object, where: str) -> None:
+    """Accept a value of any form, which is checked elsewhere."""
 
 
 def _or_none(form: Form) -> Form:
@@ -77,7 +81,7 @@ def _or_none(form: Form) -> Form:
 
 
 def _listed(form: Form) -> Form:
-    def check(value: Any, where: str) -> None:
+    def check(value: object, where: str) -> None:
         if not isinstance(value, (list, tuple)):
             raise refuse(where, "a list", value)
         for i, item in enumerate(value):
@@ -87,7 +91,7 @@ def _listed(form: Form) -> Form:
 
 
 def _table(form: Form, keys: Callable[[str], bool] = lambda key: True) -> Form:
-    def check(value: Any, where: str) -> None:
+    def check(value: object, where: str) -> None:
         if not isinstance(value, dict):
             raise refuse(where, "a dict", value)
         for key, item in value.items():
@@ -101,8 +105,9 @@ def _table(form: Form, keys: Callable[[str], bool] = lambda key: True) -> Form:
 def _record(needed: dict[str, Form], more: dict[str, Form]) -> Form:
     forms = {**needed, **more}
 
-    def check(value: Any, where: str) -> None:
-        _table(lambda item, where: None, forms.__contains__)(value, where)
+    def check(value: object, where: str) -> None:
+        _table(_anything, forms.__contains__)(value, where)
+        assert isinstance(value, dict)
         for key, form in forms.items():
             if key in value:
                 form(value[key], _join_path(where, key))
@@ -112,12 +117,12 @@ def _record(needed: dict[str, Form], more: dict[str, Form]) -> Form:
     return check
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
     return whole or isinstance(value, float)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     """Return True if a value is a dense array of numbers in memory."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
@@ -129,21 +134,21 @@ def _is_array(value: Any) -> bool:
         return False
 
 
-def _array(value: Any, where: str) -> None:
+def _array(value: object, where: str) -> None:
     if not _is_array(value):
         raise refuse(where, "a tensor of numbers", value)
 
 
-def _leaf(value: Any, where: str) -> None:
+def _leaf(value: object, where: str) -> None:
     if not _is_number(value) and not _is_array(value):
         raise refuse(where, "a number or a tensor of numbers", value)
 
 
-def _value(value: Any, where: str) -> None:
+def _value(value: object, where: str) -> None:
     (_table(_leaf) if isinstance(value, dict) else _leaf)(value, where)
 
 
-def _mean(value: Any, where: str) -> None:
+def _mean(value: object, where: str) -> None:
     (_record({"values": _array, "rows": _array}, {}) if isinstance(value, dict) else _array)(value, where)
 
 
@@ -151,7 +156,7 @@ _seed = _integer(-(2**1023), 2**1023)
 _text, _yes_or_no = _instance_of(str, "text"), _instance_of(bool, "True or False")
 
 
-def _all_or_some(value: Any, where: str) -> None:
+def _all_or_some(value: object, where: str) -> None:
     (_listed(_text) if isinstance(value, (list, tuple)) else _yes_or_no)(value, where)
 
 
@@ -198,8 +203,9 @@ _options = {
 }
 
 
-def _tensor(value: Any, where: str) -> None:
-    _listed(lambda value, where: None)(value, where)
+def _tensor(value: object, where: str) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise refuse(where, "a list", value)
     if len(value) != 3:
         raise refuse(where, "a name, a shape and a type", str(list(value)))
     _text(value[0], f"{where}[0]")
@@ -210,9 +216,9 @@ def _tensor(value: Any, where: str) -> None:
 
 TENSORS = _listed(_listed(_tensor))
 """Form of the tensors that a communicator exchanged by hand: lists of tensors that were exchanged together."""
-MODEL = _record({"options": _record({}, _options), "state": lambda value, where: value}, {})
+MODEL = _record({"options": _record({}, _options), "state": _anything}, {})
 """Form of a model's file: the choices, and a state, which is checked when it is loaded."""
-BESIDE_WEIGHTS = _record({"state": lambda value, where: value}, {})
+BESIDE_WEIGHTS = _record({"state": _anything}, {})
 """Form of the part of a file of weights: a state, which is checked when it is loaded."""
 
 

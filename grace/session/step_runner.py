@@ -23,7 +23,7 @@ from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve
 from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, start_round_trip
-from grace.exchange.sparse_rows import add, in_units
+from grace.exchange.sparse_rows import Gradient, add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, compare_facts, first_difference
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
@@ -105,15 +105,15 @@ class StepRunner:
         self.numel = sum(variable.numel for variable in self.variables)
         self.nbytes = sum(variable.nbytes for variable in self.variables)
         self._begun: list[AnyRoundTrip] = []
-        self.resolve: Callable[[Sequence[Any]], None] = resolve
+        self.resolve: Callable[[Sequence[AnyRoundTrip]], None] = resolve
         """Reads the headers of a step's round trips. CUDA graphs, which cannot read, replace it."""
         self._committed_parts: list[Component] | None = None
         self.waits_for_step = False
         """True until a caller knows that a step's means are used, and commits its state."""
-        self.carried_over: dict[str, Any] = {}
+        self.carried_over: dict[str, Gradient] = {}
         """Means that an earlier run or plan still had to apply, by shard; added to the next outcomes."""
         self._thread: ExchangeThread | None = None
-        self.computing: Callable[[], Any] = contextlib.nullcontext
+        self.computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """The context that delayed round trips compute in."""
         self.warned_own_state = False
         """True if a warning said that a state holds this rank's memories only."""
@@ -144,7 +144,7 @@ class StepRunner:
         plain = [communicator.uncompressed for communicator in self.communicators]
         return [*self.communicators, *(communicator for communicator in plain if communicator is not None)]
 
-    def hierarchy_of(self, communicator: Any) -> Hierarchy | None:
+    def hierarchy_of(self, communicator: Communicator) -> Hierarchy | None:
         """Return the hierarchy of a communicator's exchanges, once the ranks have agreed; None if all ranks take
         part."""
         return self.hierarchy if id(communicator) in self._led else None
@@ -187,6 +187,7 @@ class StepRunner:
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:
+            # Among other ranks payloads may have other sizes: the first exchange compares them.
             bucket.compared = False
         for communicator in self._all_communicators():
             self._prepare_communicator(communicator)
@@ -235,6 +236,7 @@ class StepRunner:
         if self._thread is None:
             backend = self._leases.acquire(another=True)
             self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps)
+            # Other ranks may need this rank for round trips under way, so the engine ends after them.
             self.backend.at_shutdown(self._thread.arrive)
         return self._thread
 
@@ -263,7 +265,7 @@ class StepRunner:
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
         trip = self.start_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
-        trip.deferred = True  # finish_step() resolves the headers of all round trips at once
+        trip.defers_headers = True  # finish_step() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
 
@@ -351,9 +353,9 @@ class StepRunner:
                 mean = self.carried_over.pop(outcome.variable.name)
                 outcome.value = mean if outcome.value is None else add(outcome.value, mean)
 
-    def pending(self) -> list[dict[str, Any]]:
+    def pending(self) -> list[dict[str, Gradient]]:
         """Wait for the means that are still to be applied, and return them by shard, oldest step first."""
-        steps: list[dict[str, Any]] = []
+        steps: list[dict[str, Gradient]] = []
         for bucket in self._delayed():
             # Buckets may have unequal numbers of pending means: align them at the newest step.
             steps = [*({} for _ in range(len(bucket.pending) - len(steps))), *steps]
@@ -361,7 +363,7 @@ class StepRunner:
                 step.update(pending.values(self.context.loss_scale))
         return [self.carried_over, *steps] if self.carried_over else steps
 
-    def restore_pending(self, steps: Sequence[dict[str, Any]]) -> None:
+    def restore_pending(self, steps: Sequence[dict[str, Gradient]]) -> None:
         """Apply means, which :meth:`pending` returned, in the next steps."""
         delayed: set[str] = set()
         for bucket in self._delayed():
@@ -436,8 +438,7 @@ class StepRunner:
         """
         advance_all(self._begun)
         for trip in self._begun:
-            trip.wait()
-            trip.read_step_stamps()  # ranks that do not discard raise StepError by these stamps, so this rank must, too
+            trip.discard()
         self.end_step([], discarded=True)
 
     def abandon(self) -> None:
@@ -446,6 +447,7 @@ class StepRunner:
             if isinstance(trip, DelayedRoundTrip):
                 trip.cancel()
         self._begun = []
+        # Set by a node whose ranks differ: the next step may succeed.
         self.context.out_of_step = ""
         self._roll_back()
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from grace.core.communicator import Communicator
+from grace.core.compressor import Tensor
 from grace.core.memory import ErrorFeedback
+from grace.exchange.bucket import Bucket
 from grace.exchange.sparse_rows import add
 from grace.kernels import kernels_of
 from grace.session import checkpoint
@@ -27,7 +29,7 @@ FOLLOWED = ("hyperparameters", "part", "planned", "follows_scaler", "computing",
 def switch_plan(
     former: StepRunner,
     plan: ExchangePlan,
-    like: Callable[[str], Any],
+    like: Callable[[str], Tensor],
     check: Callable[[Communicator], None] = lambda communicator: None,
     check_plan: Callable[[StepRunner], None] = lambda made: None,
     inside: Callable[[StepRunner, Any], Any] = lambda made, saved: saved,
@@ -106,8 +108,11 @@ def returns_to_step(alone: Iterable[str], runner: StepRunner) -> bool:
 
 
 def _lost_residuals(
-    former: StepRunner, made: StepRunner, like: Callable[[str], Any], mean: Callable[..., list[Any]]
-) -> dict[str, Any]:
+    former: StepRunner,
+    made: StepRunner,
+    like: Callable[[str], Tensor],
+    mean: Callable[[Bucket, Sequence[Tensor]], list[Tensor]],
+) -> dict[str, Tensor]:
     """Return the means over ranks of residuals that the new plan has no memory for, by its shards."""
     lost: dict[str, list[Shard]] = {}
     for name, parts in former.shards_of.items():
@@ -117,7 +122,7 @@ def _lost_residuals(
             own = [shard for shard in made.shards_of[name] if shard.outer is None]
             lost.update({name: own} if own else {})
     whole = [dataclasses.replace(former.shards_of[name][0].whole, dtype="float32") for name in lost]
-    found: dict[str, Any] = {}
+    found: dict[str, Tensor] = {}
     for bucket in make_buckets([Shard(variable, variable, made.averaging) for variable in whole]):
         values = [_residual(former.shards_of[name], like(name)) for name in bucket.names]
         means = mean(dataclasses.replace(bucket, communicator=made.averaging), values)
@@ -131,7 +136,7 @@ def _feedback(shard: Shard) -> ErrorFeedback | None:
     return memory if isinstance(memory, ErrorFeedback) and shard.outer is None else None
 
 
-def _residual(shards: Sequence[Shard], like: Any) -> Any:
+def _residual(shards: Sequence[Shard], like: Tensor) -> Tensor:
     """Return the residual that a whole variable's next compensation would add; zeros if there is none."""
     k = kernels_of(like)
     parts = []

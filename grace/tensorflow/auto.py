@@ -3,7 +3,7 @@ graphs need not be traced anew when the strategy changes."""
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -15,6 +15,7 @@ from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.tensorflow.graph_exchange import HostRun
 from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
+from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair
 from grace.tensorflow.switching import check_current, switch
 
@@ -31,6 +32,7 @@ class PlannedRun(HostRun):
     def run(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Run the step at once, eagerly; a value is None where no rank had a gradient."""
         auto = self.session.auto
+        assert auto is not None  # or the session runs a HostRun
         if auto.left:
             for name in self.place:
                 auto.ready(name)
@@ -52,6 +54,7 @@ class PlannedRun(HostRun):
 
         def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
             session = self.session
+            assert session.runner is not None
             # The graph has these around the step.
             if session.runner.outer_rounds or traced.outer_rounds or session.late != late:
                 check_current(session, traced)
@@ -79,7 +82,7 @@ def is_adaptive(optimizer: keras.optimizers.Optimizer) -> bool:
     return any(hasattr(optimizer, name) for name in ADAPTIVE)
 
 
-def driver_of(session: Any) -> "Driver":
+def driver_of(session: Session) -> "Driver":
     """Return the driver that plans for a session."""
     from grace.planner.driver import build_driver
 
@@ -88,4 +91,7 @@ def driver_of(session: Any) -> "Driver":
     def do(strategy: Strategy) -> None:
         switch(me, StrategyPlan(strategy))
 
+    assert session.auto_request is not None
+    assert session.runner is not None
+    assert session.strategy is not None  # the one that planning starts from
     return build_driver(session.auto_request, session.runner, session.strategy, do, session.adaptive)

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +22,7 @@ from grace.session.step_runner import AnyRoundTrip, StepRunner
 from grace.tensorflow.graph_sums import GraphSums, all_sums
 from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flags, packed, split_by_counts, zeros
 from grace.tensorflow.reductions import graph_engine
+from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair, cut, joined
 from grace.tensorflow.switching import check_current
 
@@ -40,7 +40,7 @@ class StepRun:
         present: True for each variable that has a gradient on this rank.
     """
 
-    def __init__(self, session: Any, runner: StepRunner, present: Sequence[bool]):
+    def __init__(self, session: Session, runner: StepRunner, present: Sequence[bool]):
         self.session = session
         self.runner = runner
         self.place = {variable.name: i for i, variable in enumerate(runner.variables)}
@@ -165,7 +165,7 @@ class GraphRun(StepRun):
     The routes of buckets say which collectives the graph has: one operation for each leg.
     """
 
-    def __init__(self, session: Any, runner: StepRunner, present: Sequence[bool]):
+    def __init__(self, session: Session, runner: StepRunner, present: Sequence[bool]):
         super().__init__(session, runner, present)
         engine = graph_engine(runner.backend)
         assert engine is not None  # other engines are driven by HostRun

@@ -33,8 +33,8 @@ from grace.tensorflow.loss_scale import patch_check_finite
 from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import check_momentum, delayed_variables_left_out, not_exchanged, refuse_multi_optimizer
-from grace.tensorflow.session import Mean, Session, TapeGradient
-from grace.tensorflow.sharding import Flag
+from grace.tensorflow.sharding import Flag, Mean
+from grace.tensorflow.step_session import StepSession, TapeGradient
 from grace.tensorflow.switching import use_strategy
 from grace.tensorflow.variables import AnyVariable, broadcast_variables, is_overwritten, value_of
 
@@ -76,7 +76,7 @@ class DistributedMixin(Once):
     never comes there is refused.
     """
 
-    _grace: Session
+    _grace: StepSession
     _step: _Step
     _reached: bool
     grace_state: Remembered
@@ -430,7 +430,7 @@ def DistributedOptimizer(
         inner
     )  # the optimizer holds the session: no circle
     cls: type = type(inner)
-    session = Session(
+    session = StepSession(
         Choices(compressor, memory, communicator, strategy, resources, outer, period),
         backend,
         Settings(

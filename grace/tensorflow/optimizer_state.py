@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from grace.session.checkpoint import warn_own_state
 from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, damage_error
+from grace.tensorflow.session import Session
 from grace.tensorflow.variables import is_overwritten
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Remembered(tf.train.experimental.PythonState):
         everyone: the state of all ranks, gathered by :func:`save_model`; else None.
     """
 
-    def __init__(self, session: Any):
+    def __init__(self, session: Session):
         super().__init__()
         self.session = session
         self.everyone: dict[str, Any] | None = None

@@ -1,9 +1,6 @@
 """Outer rounds, in TensorFlow, of variables that ranks train alone."""
 
-import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import tensorflow as tf
 
@@ -11,49 +8,27 @@ from grace.core.compressor import Tensor
 from grace.kernels import kernels_of
 from grace.session.outer_rounds import OuterRounds
 from grace.session.sharding import Shard
-from grace.tensorflow.sharding import cut, put
-from grace.tensorflow.variables import value_of
+from grace.tensorflow.session import Session
 
 
-def take_anchors(session: Any) -> None:
+def take_anchors(session: Session) -> None:
     """Take variables for anchors, eagerly or in a graph. Called before an update."""
-    _act(session, lambda: not session.runner.outer_rounds.has_anchors, OuterRounds.take_anchors)
+    _act(session, lambda rounds: not rounds.has_anchors, OuterRounds.take_anchors)
 
 
-def run_rounds(session: Any) -> None:
+def run_rounds(session: Session) -> None:
     """Run the rounds that are due, eagerly or in a graph. Called after the optimizer's step."""
-    _act(session, lambda: session.runner.outer_rounds.due, OuterRounds.run_due)
+    _act(session, lambda rounds: rounds.due, OuterRounds.run_due)
 
 
-def connect(session: Any) -> None:
-    """Let rounds read and write a session's variables, eagerly."""
-    me = weakref.proxy(session)  # the runner must not keep the session alive
-    session.runner.outer_rounds.read = partial(_read, me)
-    session.runner.outer_rounds.write = partial(_write, me)
-
-
-def _read(session: Any, shard: Shard) -> Tensor:
-    with tf.init_scope():  # a state may be loaded while a graph is traced
-        return session.inside(cut(shard, tf.convert_to_tensor(_variable(session, shard.whole.name))))
-
-
-def _write(session: Any, shard: Shard, value: Tensor) -> None:
-    with tf.init_scope():
-        put(shard, _variable(session, shard.whole.name), session.medium.outside(value))
-
-
-def _variable(session: Any, name: str) -> tf.Variable:
-    return value_of(session.variables[session.names.index(name)])
-
-
-def _act(session: Any, due: Callable[[], bool], act: Callable[[OuterRounds], None]) -> None:
+def _act(session: Session, due: Callable[[OuterRounds], bool], act: Callable[[OuterRounds], None]) -> None:
     """Call a method of the rounds if it is due. A graph passes all variables through the call, which orders it among
     their reads and updates."""
     if session.runner is None or not session.runner.outer_rounds:
         return
     fragments = session.runner.outer_rounds.fragments
     names = list(dict.fromkeys(shard.whole.name for fragment in fragments for shard in fragment.shards))
-    variables = [_variable(session, name) for name in names]
+    variables = [session.variable(name) for name in names]
 
     def run() -> int:
         before = [tf.convert_to_tensor(variable) for variable in variables]
@@ -65,15 +40,21 @@ def _act(session: Any, due: Callable[[], bool], act: Callable[[OuterRounds], Non
             variable.assign(tf.reshape(value, variable.shape))
         return 0
 
-    tf.cond(tf.py_function(due, [], tf.bool), run, lambda: 0)
+    tf.cond(tf.py_function(lambda: due(_rounds_of(session)), [], tf.bool), run, lambda: 0)
 
 
-def _run(session: Any, act: Callable[[OuterRounds], None], values: dict[str, tf.Tensor]) -> list[tf.Tensor]:
+def _rounds_of(session: Session) -> OuterRounds:
+    """Return the rounds of the runner that the session has now: it may be another one than when a graph was traced."""
+    assert session.runner is not None
+    return session.runner.outer_rounds
+
+
+def _run(session: Session, act: Callable[[OuterRounds], None], values: dict[str, tf.Tensor]) -> list[tf.Tensor]:
     """Call a method of the rounds, and return the variables' values after it."""
-    rounds = session.runner.outer_rounds
+    rounds = _rounds_of(session)
     whole = {name: session.inside(value) for name, value in values.items()}
 
-    def read(shard: Shard) -> Any:
+    def read(shard: Shard) -> Tensor:
         return shard.slice_of(whole[shard.whole.name])
 
     def write(shard: Shard, value: Tensor) -> None:

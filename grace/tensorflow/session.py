@@ -1,12 +1,11 @@
-"""The session of one model in TensorFlow: its variables, the runner of its steps, and the exchange of its gradients,
-eagerly and in graphs."""
+"""The session of one model in TensorFlow: its variables, the runner of its steps, and its checkpoints."""
 
 import contextlib
 import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,75 +13,49 @@ import tensorflow as tf
 from grace.core.api_names import KERAS
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
+from grace.core.compressor import Tensor
 from grace.core.context import Context
-from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket, Traffic
-from grace.exchange.header import CYCLE, digest
-from grace.exchange.sparse_rows import SparseRows
+from grace.exchange.header import digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
-from grace.session.agreement import gather_or_raise
 from grace.session.exchange_plan import ExchangePlan
-from grace.session.hierarchy import advise_hierarchy
 from grace.session.metrics import metrics
 from grace.session.settings import Settings
-from grace.session.setup import build_step_runner
+from grace.session.sharding import Shard
 from grace.session.step_runner import AnyRoundTrip, StepRunner
 from grace.session.switching import build_replacement
-from grace.session.versions import public
 from grace.strategy.choices import AutoRequest, Choices
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
-from grace.tensorflow import rounds
-from grace.tensorflow.auto import PlannedRun, driver_of
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.graph_exchange import GraphRun, HostRun
 from grace.tensorflow.reductions import largest, summed
 from grace.tensorflow.representation import Tensors, inside, medium_of
-from grace.tensorflow.sharding import Flag, Gradient, Pair
+from grace.tensorflow.sharding import Gradient, Mean, cut, put
 from grace.tensorflow.variables import (
     AnyVariable,
     broadcast_initial,
-    describe_variable,
-    names_as_saved,
-    names_match,
-    names_of,
     value_of,
 )
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.driver import Driver
 
-TapeGradient = Union["tf.Tensor", "tf.IndexedSlices", None]
-"""Gradient as tapes and optimizers give it; None for a variable that this rank has no gradient of."""
 _sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Number of sessions that began over each set of ranks: the operations of two sessions must have different names."""
 
 
-class Mean(NamedTuple):
-    """Mean (or sum) over ranks of one variable's gradients.
-
-    ``found`` is True if any rank had a gradient: a bool, or a scalar tensor where a graph computes it. ``value`` (a
-    tensor or tf.IndexedSlices) is zeros if no rank had one, or None where that is known.
-    """
-
-    value: "tf.Tensor | tf.IndexedSlices | None"
-    found: Flag
-
-
 class Session:
-    """Exchange of the gradients of a list of variables, step by step.
-
-    The exchange begins with the first gradients, which tell the sparse variables. Then the ranks compare their
-    variables and settings, and start from rank 0's values.
+    """Variables of a model, the runner of their exchanges, and the state of both: all that the exchange of a step, in
+    :class:`~grace.tensorflow.step_session.StepSession`, and outer rounds work on.
 
     Args:
         choices: compressor, memory, communicator and strategy as the user gave them.
         backend: the engine.
         settings: the user's other choices.
         check: raises if a communicator does not suit the optimizer.
-        averages: True if :meth:`hold` is called before each update, and :meth:`run_rounds` after it.
+        averages: True if ``take_anchors`` is called before each update, and ``run_rounds`` after it.
         beside: returns further variables that start from rank 0's, where ranks have different ones.
         facts: returns further facts that all ranks must share; called at the first exchange.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
@@ -144,70 +117,7 @@ class Session:
         _sessions[ranks] = number = _sessions.get(ranks, 0) + 1
         return f"grace.{number}"
 
-    # -- start -----------------------------------------------------------------------------------------
-
-    def _prepare(self, variables: Sequence[AnyVariable], gradients: Sequence[TapeGradient]) -> StepRunner:
-        if self.runner is None:
-            with tf.init_scope():  # eagerly, also while a graph is traced: the collectives of the start run once
-                try:
-                    self._build(variables, gradients)
-                except BaseException:
-                    self.runner = None  # the next call begins anew, on all ranks alike
-                    raise
-        assert self.runner is not None
-        return self.runner
-
-    def _build(self, variables: Sequence[AnyVariable], gradients: Sequence[TapeGradient]) -> None:
-        names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
-        sparse_too = not self.settings.sparse_as_dense
-        own_flags = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
-        initialized = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
-        received = gather_or_raise(self.backend, "TensorFlow's variables", (names, own_flags, bool(initialized)))
-        # Keras numbers layers by what a process made before: ranks whose names differ only so use rank 0's.
-        names = received[0][0] if names_match(names, received[0][0]) else names
-        same = [flags for _, flags, _ in received if len(flags) == len(names)]  # others are refused below
-        sparse = [any(rank[i][0] for rank in same) for i in range(len(names))]
-        present = [any(rank[i][1] for rank in same) for i in range(len(names))]
-        self.missing_everywhere = [not found for found in present]
-
-        def described() -> list[Variable]:
-            self.settings.check()
-            return [describe_variable(n, v, rows) for n, v, rows in zip(names, variables, sparse, strict=True)]
-
-        facts = [
-            ("TensorFlow", public(tf.__version__)),
-            ("an optimizer, not a tape:", str(self.averages)),
-            *self.settings.facts(),
-            *self.facts(),
-        ]
-
-        runner = build_step_runner(
-            described,
-            lambda: self._choose(facts),
-            self.backend,
-            self.context,
-            facts,
-            self.check,
-            hierarchical=self.settings.hierarchical,
-            compress_after=self.settings.compress_after,
-        )
-        advise_hierarchy(runner)
-        self.check_plan(runner)
-        self.variables = list(variables)
-        self.names = names
-        assert self.plan is not None
-        self.use_runner(runner, self.plan)
-        runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]  # for errors about ranks that differ
-        self.auto = driver_of(self) if self.auto_request else None
-        if self.saved is None:  # another rank may have loaded a checkpoint: all refuse together
-            checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
-        else:
-            self._load(*self.saved)
-            # in the middle of a period ranks have parameters of their own, which were loaded
-            self.needs_broadcast = self.needs_broadcast and not runner.outer_rounds.has_anchors
-        # where a graph initializes variables, it also starts them equal: they have no values yet
-        if all(rank_initialized for *_, rank_initialized in received):
-            self.start_equal()
+    # -- the runner ------------------------------------------------------------------------------------
 
     def check_plan(self, runner: StepRunner) -> None:
         """Raise ConfigError if the runner of a plan does not suit this session."""
@@ -231,17 +141,22 @@ class Session:
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
         for i, bucket in enumerate(runner.outer_rounds.buckets):
             bucket.label = f"{self.label}.outer.{i}"
-        rounds.connect(self)
+        me = weakref.proxy(self)  # the runner must not keep the session alive
+        runner.outer_rounds.read = functools.partial(Session._read, me)
+        runner.outer_rounds.write = functools.partial(Session._write, me)
 
-    def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
-        request = self.auto_request = self.choices.auto_request()
-        choices = self.choices
-        if request is not None:
-            self.settings.check_auto()
-            facts += [("the strategy", request.options.spec)]
-            choices = request.starting_choices(choices)
-        self.plan = choices.plan(self.settings.limits)
-        return self.plan
+    def variable(self, name: str) -> tf.Variable:
+        """Return one of the variables."""
+        return value_of(self.variables[self.names.index(name)])
+
+    def _read(self, shard: Shard) -> Tensor:
+        """Return the values of a shard, for outer rounds."""
+        with tf.init_scope():  # a state may be loaded while a graph is traced
+            return self.inside(cut(shard, tf.convert_to_tensor(self.variable(shard.whole.name))))
+
+    def _write(self, shard: Shard, value: Tensor) -> None:
+        with tf.init_scope():
+            put(shard, self.variable(shard.whole.name), self.medium.outside(value))
 
     def _load(self, saved: dict[str, Any] | None, memory: str) -> None:
         former, auto = self.runner, self.auto
@@ -289,55 +204,6 @@ class Session:
                 "again, or trace your function anew"
             )
 
-    # -- a step ----------------------------------------------------------------------------------------
-
-    @tf.autograph.experimental.do_not_convert
-    def __call__(
-        self,
-        gradients: Sequence[TapeGradient],
-        variables: Sequence[AnyVariable],
-        lr: "tf.Tensor | float | None" = None,
-        updates: "tf.Tensor | tf.Variable | None" = None,
-    ) -> list[Mean]:
-        """Exchange the gradients of all ranks. Every call takes the same variables in the same order.
-
-        Args:
-            gradients: tensors, tf.IndexedSlices or None.
-            variables: the variables of these gradients.
-            lr: the learning rate, for memories that follow it; all ranks must have the same.
-            updates: number of steps that the optimizer has made; all ranks must have the same.
-        """
-        self.check_open()
-        runner = self._prepare(variables, gradients)
-        index_of = {id(value_of(v)): i for i, v in enumerate(self.variables)}
-        if [index_of.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
-            raise ConfigError(
-                f"the exchange was begun with {len(self.variables)} variables ({', '.join(self.names[:3])}, ...); give "
-                "it the same ones in the same order at every step, with None where there is no gradient"
-            )
-        present = tuple(gradient is not None for gradient in gradients)
-        converted = [self._to_exchange(i, gradient) for i, gradient in enumerate(gradients)]
-        # Both numbers of the step stamp travel to Python in one tensor; a float32 holds any number below CYCLE.
-        number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE
-        rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
-        if tf.executing_eagerly() and self._starts_from_python(runner):
-            run = HostRun if self.auto is None else PlannedRun
-            return self._to_means(run(self, runner, present).run(converted, rate))
-        if not tf.executing_eagerly():
-            return self._in_graph(converted, present, rate)
-        # Eagerly each of the engine's operations blocks; in a graph they are under way together.
-        if self._function is None:
-            self._function = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
-        means = self._function(converted, present, rate)
-        return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
-
-    def _in_graph(self, converted: list[Gradient], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
-        assert self.runner is not None
-        driven = HostRun if self.auto is None else PlannedRun
-        run = driven if self._starts_from_python(self.runner) else GraphRun
-        means = run(self, self.runner, present).in_graph(converted, rate)
-        return [Mean(*self._to_own_dtype(i, value, found)) for i, (value, found) in enumerate(means)]
-
     def _starts_from_python(self, runner: StepRunner) -> bool:
         """Return True if Python starts one collective after the other; False if a graph holds the engine's
         operations."""
@@ -345,43 +211,6 @@ class Session:
             return True
         # A graph has the same collectives at every step; these communicators have others in some steps.
         return any(c.moves_payloads or c.compress_after for c in runner.communicators)
-
-    def _to_exchange(self, i: int, gradient: TapeGradient) -> Gradient:
-        """Return a gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""
-        assert self.runner is not None
-        variable = self.runner.variables[i]
-        if variable.sparse:
-            if gradient is None:
-                return SparseRows(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
-            if not isinstance(gradient, tf.IndexedSlices):
-                return SparseRows(gradient, tf.range(variable.shape[0], dtype=tf.int64))
-            return SparseRows(gradient.values, tf.cast(gradient.indices, tf.int64))
-        if gradient is None:
-            return tf.zeros(variable.shape, variable.dtype)
-        return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
-
-    def _to_means(self, outcomes: list[Pair]) -> list[Mean]:
-        return [
-            Mean(None, False) if v is None else Mean(*self._to_own_dtype(i, v, f)) for i, (v, f) in enumerate(outcomes)
-        ]
-
-    def _to_own_dtype(self, i: int, value: Gradient | None, found: Flag) -> "tuple[tf.Tensor | tf.IndexedSlices, Flag]":
-        assert self.runner is not None
-        variable = self.runner.variables[i]
-        if isinstance(value, SparseRows):
-            values = tf.cast(value.values, variable.dtype)
-            return tf.IndexedSlices(values, value.rows, tf.constant(variable.shape, tf.int32)), found
-        return tf.cast(value, variable.dtype), found
-
-    @tf.autograph.experimental.do_not_convert
-    def take_anchors(self) -> None:
-        """Take the variables that ranks train alone for anchors, before their first update."""
-        rounds.take_anchors(self)
-
-    @tf.autograph.experimental.do_not_convert
-    def run_rounds(self) -> None:
-        """Run the outer rounds that are due. Called after the optimizer's step."""
-        rounds.run_rounds(self)
 
     def flush(self) -> None:
         """Run a last round, so that all ranks have equal variables."""

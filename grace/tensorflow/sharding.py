@@ -1,7 +1,7 @@
 """Shards of TensorFlow's tensors, and tensors joined from shards."""
 
 from collections.abc import Callable, Sequence
-from typing import Union
+from typing import NamedTuple, Union
 
 import tensorflow as tf
 
@@ -14,6 +14,17 @@ Flag = Union[bool, "tf.Tensor"]
 """True if any rank had a gradient: a bool, or a scalar tensor where a graph computes it."""
 Pair = tuple[Gradient | None, Flag]
 """Mean of one variable or shard, and the flag; the mean is None where no rank had a gradient."""
+
+
+class Mean(NamedTuple):
+    """Mean (or sum) over ranks of one variable's gradients.
+
+    ``found`` is True if any rank had a gradient: a bool, or a scalar tensor where a graph computes it. ``value`` (a
+    tensor or tf.IndexedSlices) is zeros if no rank had one, or None where that is known.
+    """
+
+    value: "tf.Tensor | tf.IndexedSlices | None"
+    found: Flag
 
 
 def cut(shard: Shard, value: Gradient) -> Gradient:

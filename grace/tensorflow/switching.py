@@ -13,15 +13,18 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.representation import inside, medium_of
+from grace.tensorflow.session import Session
 
 
-def switch(session: Any, plan: ExchangePlan) -> None:
+def switch(session: Session, plan: ExchangePlan) -> None:
     """Continue with another plan. Every rank must call it between two steps. See :func:`switch_plan`, which may raise.
 
     The values in memories are converted where the former runner computes with tensors and the new one with arrays, or
     the other way round.
     """
-    variables = {variable.name: variable for variable in session.runner.variables}
+    former = session.runner
+    assert former is not None
+    variables = {variable.name: variable for variable in former.variables}
 
     def like(name: str) -> Tensor:
         return session.inside(tf.zeros(variables[name].shape, "float32"))
@@ -30,11 +33,11 @@ def switch(session: Any, plan: ExchangePlan) -> None:
         return inside(medium_of(made), value)
 
     with session.medium.computing():
-        made = switch_plan(session.runner, plan, like, session.check, session.check_plan, convert)
+        made = switch_plan(former, plan, like, session.check, session.check_plan, convert)
         session.use_runner(made, plan)
 
 
-def use_strategy(session: Any, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
+def use_strategy(session: Session, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
     """Implement :meth:`grace.tensorflow.optimizer.DistributedMixin.use_strategy`."""
     if not tf.executing_eagerly():
         raise ConfigError("use_strategy is called between two steps: call it outside of tf.function")
@@ -53,7 +56,7 @@ def use_strategy(session: Any, strategy: StrategyArg, resources: ResourcesArg | 
         session.auto_request = None
 
 
-def check_current(session: Any, runner: StepRunner) -> None:
+def check_current(session: Session, runner: StepRunner) -> None:
     """Refuse a graph that was traced for another runner than the one that the session uses now.
 
     Raises:

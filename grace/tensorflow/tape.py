@@ -16,11 +16,12 @@ from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import Remembered
-from grace.tensorflow.session import Mean, Session
+from grace.tensorflow.sharding import Mean
+from grace.tensorflow.step_session import StepSession
 from grace.tensorflow.variables import AnyVariable, value_of
 
 
-class GradientExchange(Session):
+class GradientExchange(StepSession):
     """Exchange that the tapes of a loop share, with its state from step to step.
 
     Make it once, before the loop. ``tf.train.Checkpoint(model=model, exchange=exchange.grace_state)`` saves and

@@ -25,7 +25,7 @@ def driver_of(session: Any) -> "Driver":
     def switch(strategy: Strategy) -> None:
         me.switch(StrategyPlan(strategy, me.sparse_known))
 
-    return build_driver(session.asked, session.runner, session.strategy, switch, is_adaptive(session.optimizer))
+    return build_driver(session.auto_request, session.runner, session.strategy, switch, is_adaptive(session.optimizer))
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from grace.exchange.tracing import recorder
 from grace.torch.session import Session
 
+T = TypeVar("T")
+"""Type of a loss."""
 
-def synchronize_closure(closure: Callable[[], Any], session: Any, inner: bool = False) -> Callable[[], Any]:
+
+def synchronize_closure(closure: Callable[[], T], session: Any, inner: bool = False) -> Callable[[], T]:
     """Return a closure that evaluates the user's one, then replaces ``p.grad`` and the loss by those of all ranks.
 
     Args:
@@ -19,7 +22,7 @@ def synchronize_closure(closure: Callable[[], Any], session: Any, inner: bool = 
         inner: True at an inner level of ``step()``, where the closure may be one that synchronizes already.
     """
 
-    def evaluate() -> Any:
+    def evaluate() -> T:
         """Evaluate the closure, synchronize, and return the loss of all ranks."""
         loss = closure()
         if inner and not session.computed:  # an outer closure has synchronized this evaluation already

@@ -1,7 +1,7 @@
 """Copies of objects that exchange gradients: a copy, or what is loaded from a pickle, exchanges nothing by itself."""
 
 from collections import OrderedDict
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +28,7 @@ def plain_copy(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """Return an optimizer without settings and state, which a copy of a distributed one is made of. It refuses to step
     until it is made distributed, because it would train this rank's model alone."""
     optimizer = kind.__new__(kind)
-    hooks: OrderedDict[int, Any] = OrderedDict()
+    hooks: OrderedDict[int, object] = OrderedDict()
     hooks[RemovableHandle(hooks).id] = refuse_step
     vars(optimizer)["_optimizer_step_pre_hooks"] = hooks
     return optimizer

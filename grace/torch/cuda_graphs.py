@@ -8,12 +8,13 @@ memory. The ranks' step stamps are not compared.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from grace.core.communicator import Communicator
+from grace.core.context import Context
 from grace.core.state import State
 from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
@@ -21,13 +22,15 @@ from grace.exchange.round_trip import RoundTrip
 from grace.session.step_runner import StepRunner
 from grace.torch.optimizer import HookedSession
 
+T = TypeVar("T")
+"""Type of the result of a step."""
 WARM_UP = 3
 """Steps before the capture: the first lays out wires, the second creates residuals, and caching allocators settle."""
 COMMUNICATORS = ("allreduce", "allgather")
 MEMORIES = ("none", "residual")
 
 
-def capture(optimizer: torch.optim.Optimizer, step: Callable[[], Any], warm_up: int = WARM_UP) -> "CapturedStep":
+def capture(optimizer: torch.optim.Optimizer, step: Callable[[], T], warm_up: int = WARM_UP) -> "CapturedStep[T]":
     """Capture a training step as a CUDA graph. Call the returned object for each step.
 
     Args:
@@ -74,7 +77,7 @@ def capture(optimizer: torch.optim.Optimizer, step: Callable[[], Any], warm_up: 
     return CapturedStep(session.context, graph, device_step, counts, result, states)
 
 
-def check_capturable(session: Any) -> None:
+def check_capturable(session: object) -> None:
     """Refuse sessions whose steps cannot be captured.
 
     Raises:
@@ -217,7 +220,7 @@ class Counts:
             self.traffic.payload_bytes[name] += times * n
 
 
-class CapturedStep:
+class CapturedStep(Generic[T]):
     """A captured step. Each call makes it once more, and returns the result of ``step``, computed anew.
 
     Attributes:
@@ -226,11 +229,11 @@ class CapturedStep:
 
     def __init__(
         self,
-        context: Any,
-        graph: Any,
+        context: Context,
+        graph: torch.cuda.CUDAGraph,
         device_step: torch.Tensor,
         counts: Counts,
-        result: Any,
+        result: T,
         states: Sequence[State] = (),
     ):
         self.context = context
@@ -246,7 +249,7 @@ class CapturedStep:
             with state.without_deferred():
                 self.held.append((state, dict(state), unfinished))
 
-    def __call__(self) -> Any:
+    def __call__(self) -> T:
         """Make the step once, and return its result.
 
         Raises:

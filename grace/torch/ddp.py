@@ -26,7 +26,7 @@ from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
-from grace.session.momentum import momentum_owners
+from grace.session.momentum_checks import momentum_owners
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, cut_into_buckets
@@ -175,7 +175,7 @@ class DDPState(PythonReducerMixin):
         """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
         return InertState, ()
 
-    def _describe_hyperparameters(self) -> Any:
+    def _describe_hyperparameters(self) -> list[tuple[str, str]]:
         """Return the hyperparameters of the last step, as facts for the ranks to compare."""
         return in_words(type(self.optimizer).__name__, self.hyperparameters)
 
@@ -239,7 +239,7 @@ class DDPState(PythonReducerMixin):
         self.uses.end_step(optimizer)
 
     def _after_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object], inner: bool
     ) -> None:
         """Update the counters and the digest of hyperparameters that the next exchange compares."""
         if inner:  # a step() that calls super().step() is one step
@@ -312,6 +312,7 @@ class DDPState(PythonReducerMixin):
         """Return the names of parameters for which this rank has no gradient. DDP passes zeros for them, or the tensor
         that an earlier step left in ``p.grad``."""
         model = self.model()
+        assert model is not None  # whose backward pass calls this
         skips = model.find_unused_parameters or model.static_graph  # otherwise a backward pass reaches all parameters
         arrived = self.uses.arrived
         names = ((self.names[p], p) for p in parameters) if self.watched else ()
@@ -363,7 +364,9 @@ class DDPState(PythonReducerMixin):
                 "delete the model and make a new DistributedDataParallel(model.module)"
             )
         if grad_bucket.index() == 0:  # DDP's first bucket begins a step, and its futures of the last step are done
-            check_no_join(self.model())
+            model = self.model()
+            assert model is not None  # whose backward pass calls this
+            check_no_join(model)
             self.close_step()
             check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
             self._count_updates()
@@ -381,13 +384,13 @@ class DDPState(PythonReducerMixin):
         self.uses.record_exchange(names)
         if grad_bucket.is_last():
             self.uses.arrived.clear()
-        guard = self.runner.stateful
+        guards_state = self.runner.stateful
         traffic = self.runner.traffic
         trips: list[RoundTrip | HierarchicalRoundTrip] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
             gradients = [gradient_to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
-            trip = self.runner.start_round_trip(Contribution(bucket, gradients, present, guard, traffic))
+            trip = self.runner.start_round_trip(Contribution(bucket, gradients, present, guards_state, traffic))
             assert not isinstance(trip, DelayedRoundTrip)  # register_ddp_hook refuses methods that delay
             trips.append(trip)
         exchange = BucketTrips(trips, views, grad_bucket.buffer(), (id(self), grad_bucket.index()))
@@ -404,7 +407,7 @@ class DDPState(PythonReducerMixin):
         for trip in trips:
             assert isinstance(trip, RoundTrip)
             # Reading headers would wait for the device: they are read when the step is closed.
-            trip.deferred = trip.next_step = True
+            trip.defers_headers = trip.headers_after_use = True
             while trip.advance():  # legs that need the result of an earlier one wait for it here
                 pass
         for trip in trips:
@@ -479,6 +482,7 @@ class DDPState(PythonReducerMixin):
             view = views[variable.name]
             # aggregates are float32, or exact in the gradient's dtype; all others are copied below
             outs.append(view if view.is_contiguous() and (exact or view.dtype == torch.float32) else None)
+        # Without a hierarchy this runs in a callback of the last collective's future: there is nothing to wait for.
         by_future = self.runner.hierarchy is None
         if by_future:
             assert isinstance(trip, RoundTrip)

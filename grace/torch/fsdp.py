@@ -198,13 +198,14 @@ class FSDPState(DDPState):
         pieces = layout.pieces(flat)
         shards = [(shard, piece.view(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
         views = {shard.variable.name: shard.slice_of(whole) for shard, whole in shards}
-        guard = self._has_state()  # an overflow must be found wherever state would keep it
+        guards_state = self._has_state()  # an overflow must be found wherever state would keep it
         traffic = self.runner.traffic
         trips: list[RoundTrip] = []
         for bucket in self.buckets(tuple(piece.name for piece in pieces), first):
             gradients = [views[variable.name] for variable in bucket.variables]
-            trip = start_round_trip(Contribution(bucket, gradients, [True] * len(gradients), guard, traffic))
-            trip.deferred = trip.next_step = True  # headers are read when the step is closed, to not wait here
+            trip = start_round_trip(Contribution(bucket, gradients, [True] * len(gradients), guards_state, traffic))
+            # Reading headers would wait for the device: they are read when the step is closed.
+            trip.defers_headers = trip.headers_after_use = True
             trips.append(trip)
         try:
             advance_all(trips)

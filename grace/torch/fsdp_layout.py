@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -245,7 +245,7 @@ _SUBSCRIBERS: dict[int, tuple[weakref.ref[Any], set[int]]] = {}
 _NUMBERS = itertools.count()
 
 
-def subscribe_to_steps(subscriber: Any, parameters: Any) -> Callable[[], Any]:
+def subscribe_to_steps(subscriber: Any, parameters: Iterable[torch.nn.Parameter]) -> Callable[[], object]:
     """Call ``subscriber.before_step(optimizer)`` before each step of an optimizer that holds one of the parameters, and
     ``subscriber.after_step(optimizer)`` after it, as long as the subscriber lives.
 
@@ -260,13 +260,13 @@ def subscribe_to_steps(subscriber: Any, parameters: Any) -> Callable[[], Any]:
     return functools.partial(_SUBSCRIBERS.pop, number, None)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None:
     """Call ``before_step`` of an optimizer's subscribers."""
     for subscriber in _subscribers_of(optimizer):
         subscriber.before_step(optimizer)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None:
     """Call ``after_step`` of an optimizer's subscribers."""
     for subscriber in _subscribers_of(optimizer):
         subscriber.after_step(optimizer)

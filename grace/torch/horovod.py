@@ -233,7 +233,7 @@ class HorovodSession(Session):
         self.check()
         optimizer: Any = self.optimizer
         if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
-            _synchronize(optimizer)
+            _finish_exchange(optimizer)
         optimizer._synchronized = False
         self.commit_used_means()
 
@@ -278,15 +278,16 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
 
 def synchronize(self: Any) -> None:
     """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
+    # A rank outside of the process set has no session; and Horovod allows synchronize() twice.
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
     with self._grace.deferring_commit():
-        _synchronize(self)
+        _finish_exchange(self)
 
 
-def _synchronize(self: Any) -> None:
-    """Synchronize without deferring the commit of state."""
+def _finish_exchange(self: Any) -> None:
+    """Start the remaining exchanges, await all, and write the means, without deferring the commit of state."""
     auto = self._grace.auto
     if auto is not None:
         auto.computed(self._grace.copies)

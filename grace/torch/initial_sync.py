@@ -1,16 +1,15 @@
 """The tensors that start equal on all ranks, and how ranks compare them before they are broadcast."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
-from grace.torch.parameters import check_initialized, name_in_optimizer, named_tensors
+from grace.torch.parameters import NamedParameters, check_initialized, name_in_optimizer, named_tensors
 
 
-def initial_tensors(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.Tensor]:
+def initial_tensors(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters) -> dict[str, torch.Tensor]:
     """Return the tensors that must start equal on all ranks, by name: parameters, frozen ones too, and a module's
     buffers. Each tensor is listed once.
 

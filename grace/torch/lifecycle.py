@@ -60,7 +60,7 @@ def only_optimizer(what: str) -> Any:
     return optimizers[0]
 
 
-def _optimizers() -> list[Any]:
+def _optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers of all open sessions."""
     return [session.optimizer for session in _open if session.optimizer is not None]
 
@@ -115,4 +115,5 @@ class Closable(Once):
                 detach(session)
             for name in [*self._grace_added, "_grace_added"]:
                 vars(self).pop(name, None)
+            # The user's class is the last base of the class that the optimizer got when it was made distributed.
             self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]

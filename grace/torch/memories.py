@@ -37,7 +37,7 @@ class Memories:
         dcp.async_save(state, checkpoint_id="step-1000")  # or save; and load
     """
 
-    def __init__(self, owner: Any, memory: str = "strict"):
+    def __init__(self, owner: object, memory: str = "strict"):
         if isinstance(owner, (FSDPState, ReduceScatterState)):
             raise ConfigError("put this state beside the model without Memories: torch.distributed.checkpoint saves it")
         if not isinstance(owner, (StateMixin, DDPState)):

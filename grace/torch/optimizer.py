@@ -1,26 +1,32 @@
 """The distributed optimizer: the user's own optimizer, whose gradients are exchanged compressed."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from grace.backends.horovod import compressor_for
+from grace.backends.horovod import Compression, compressor_for
 from grace.backends.runtime import check_group, current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.arguments import accept_grace_argument, optimizer_type_error
 from grace.core.backend import Backend
+from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.outer import OuterArg
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyArg
+from grace.strategy.resources import ResourcesArg
 from grace.torch.closure_sync import synchronize_closure
 from grace.torch.copied import allow_steps
 from grace.torch.hooks import gradient_hook, register_session
 from grace.torch.lifecycle import Closable, attach
+from grace.torch.parameters import NamedParameters
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing
@@ -31,7 +37,7 @@ class HookedSession(Session):
     """A session whose exchanges start from hooks on the parameters.
 
     A parameter's hook counts backward passes. When every parameter of the next bucket has had all of its passes, the
-    exchange of that bucket starts. ``synchronize`` starts the remaining buckets, awaits all of them, and writes the
+    exchange of that bucket starts. ``finish_exchange`` starts the remaining buckets, awaits all of them, and writes the
     means back.
     """
 
@@ -81,6 +87,7 @@ class HookedSession(Session):
         """Count a parameter's accumulated gradient, and start the buckets that it completes."""
         if recorder.run is not None:
             recorder.run.gradient()
+        # The next step() must exchange this gradient, even if synchronize() has exchanged earlier ones.
         self.synchronized = self.idle = False
         if gradient is None:  # a hook of the program removed it; the tensor it stores instead is exchanged in step()
             self.counts.setdefault(name, 0)
@@ -134,7 +141,7 @@ class HookedSession(Session):
         self.start(self.runner.buckets[self.next_bucket])
         self.next_bucket += 1
 
-    def synchronize(self) -> None:
+    def finish_exchange(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
         if self.auto is not None:
             self.auto.computed(self.copies)
@@ -175,7 +182,7 @@ class HookedSession(Session):
         """Synchronize before ``step()``, unless the user has synchronized since the last step."""
         self.check()
         if not self.synchronized:
-            self.synchronize()
+            self.finish_exchange()
         self.synchronized = False
         if self.unused is not None:
             self.commit_used_means()
@@ -206,7 +213,7 @@ class DistributedMixin(Closable, StateMixin):
         session = self._grace
         if not session.synchronized:
             with session.deferring_commit():
-                session.synchronize()
+                session.finish_exchange()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,6 +261,7 @@ class DistributedMixin(Closable, StateMixin):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. An exchange in progress is completed and its result is dropped."""
+        # First, because the buckets that are left start here, and read the gradients.
         self._grace.drop()
         self._grace.on_zero_grad()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
@@ -262,24 +270,24 @@ class DistributedMixin(Closable, StateMixin):
 @accept_grace_argument
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compressor: Any = None,
-    memory: Any = None,
-    communicator: Any = None,
+    named_parameters: NamedParameters = None,
+    compressor: CompressorArg | None = None,
+    memory: MemoryArg | None = None,
+    communicator: CommunicatorArg | None = None,
     *,
-    outer: Any = None,
+    outer: OuterArg | None = None,
     period: int | None = None,
-    strategy: Any = None,
-    resources: Any = None,
+    strategy: StrategyArg | None = None,
+    resources: ResourcesArg | None = None,
     backward_passes_per_step: int = 1,
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
-    process_group: Any = None,
+    process_group: "dist.ProcessGroup | None" = None,
     process_set: Any = None,
     backend: Backend | None = None,
-    grad_scaler: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     sparse_as_dense: bool = False,
     broadcast: bool = True,
     hierarchical: bool = False,
@@ -287,7 +295,7 @@ def DistributedOptimizer(
     seed: int = 0,
     bucket_bytes: int | None = None,
     group_bytes: int | None = None,
-    compression: Any = None,
+    compression: Compression | None = None,
 ) -> Any:
     """Make an optimizer exchange its gradients, compressed, between backward and step.
 
@@ -365,12 +373,13 @@ def DistributedOptimizer(
         raise optimizer_type_error(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
+    # A copy of a distributed optimizer refuses to step until it is made distributed itself.
     allow_steps(optimizer)
     compressor = compressor_for(optimizer, compression, compressor)
     if backend is None:
         backend = _backend(process_group, process_set)
     reduction = ReduceOp(op, gradient_predivide_factor)
-    options = {
+    options: dict[str, Any] = {
         "passes": backward_passes_per_step,
         "groups": num_groups if groups is None else groups,
         "grad_scaler": grad_scaler,
@@ -383,16 +392,18 @@ def DistributedOptimizer(
         from grace.torch.horovod import distribute
 
         return distribute(optimizer, named_parameters, choices, backend, options, before_step, after_step)
+    # close() removes what is added from here on.
     attributes_before = set(vars(optimizer))
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
     cls = type(optimizer)
+    # In place, since schedulers and scalers made earlier hold this object; and a subclass, so that isinstance() holds.
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     optimizer._grace = session  # type: ignore[attr-defined]
     attach(optimizer, session, before_step, after_step, attributes_before)
     return optimizer
 
 
-def _backend(process_group: Any, process_set: Any) -> Backend:
+def _backend(process_group: "dist.ProcessGroup | None", process_set: Any) -> Backend:
     """Return the engine for a torch.distributed group or a Horovod process set; that of ``grace.init()`` without
     one."""
     if process_group is not None and process_set is not None:
@@ -410,6 +421,7 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
 
 def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> None:
     """Count the optimizer's step, and run the outer rounds that are due."""
+    # An inner step() is a part of an outer one, and torch.distributed.checkpoint steps only to create state.
     if inner or initializing(optimizer):
         return
     if recorder.run is not None:

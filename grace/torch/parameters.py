@@ -11,17 +11,21 @@ from grace.backends.runtime import current
 from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
+from grace.core.component import Component
 from grace.core.variable import Variable, equal_bounds, unwrap_names
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES
 from grace.session.hyperparameters import Numbers, numeric_settings
-from grace.session.momentum import double_momentum_error, momentum_owners
+from grace.session.momentum_checks import double_momentum_error, momentum_owners
 from grace.session.settings import check_integer
 from grace.torch.wrappers import check_not_sharded, live_instances
 
+NamedParameters = torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None
+"""Parameters as users give them: the model, or pairs of name and parameter; None to name them by the optimizer."""
+
 
 def named_trainable_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: Any
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters
 ) -> dict[str, torch.nn.Parameter]:
     """Return the optimizer's parameters that need gradients, by name, in declaration order. Names do not have the parts
     that wrappers add.
@@ -34,8 +38,9 @@ def named_trainable_parameters(
     if named_parameters is None:
         own = {name_in_optimizer(groups, position): p for p, position in positions.items() if p.requires_grad}
         return dict(zip(unwrap_names(list(own)), own.values(), strict=True))
-    module = isinstance(named_parameters, torch.nn.Module)
-    pairs = list(named_parameters.named_parameters() if module else named_parameters)
+    if isinstance(named_parameters, torch.nn.Module):
+        named_parameters = named_parameters.named_parameters()
+    pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ConfigError(
             "named_parameters must be the model, or pairs of (name, parameter), as model.named_parameters() gives"
@@ -66,7 +71,7 @@ def name_in_optimizer(groups: list[dict[str, Any]], position: str) -> str:
     return names[index] if names else f"group{group}.param{index}"
 
 
-def find_sparse_parameters(model: Any) -> set[torch.nn.Parameter]:
+def find_sparse_parameters(model: object) -> set[torch.nn.Parameter]:
     """Return the parameters of a model whose gradients come as rows: those of embeddings made with ``sparse=True``.
     Without a module the result is empty.
 
@@ -145,7 +150,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
     """Return the numbers of each parameter group. Tensors on a device are left out, since reading them would wait for
     it."""
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> object:
         """Return the value of a single-element tensor on the CPU; any other value as it is."""
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             return value.item()
@@ -155,7 +160,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
     return tuple(numeric_settings({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
 
 
-def scaler_enabled(grad_scaler: Any) -> bool:
+def scaler_enabled(grad_scaler: torch.amp.GradScaler | None) -> bool:
     """Return True for a ``GradScaler`` that is enabled, False for None."""
     return grad_scaler is not None and grad_scaler.is_enabled()
 
@@ -174,7 +179,7 @@ def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer
     check_momentum(parts, optimizer)
 
 
-def check_momentum(parts: Sequence[Any], optimizer: torch.optim.Optimizer | None, later: bool = False) -> None:
+def check_momentum(parts: Sequence[Component], optimizer: torch.optim.Optimizer | None, later: bool = False) -> None:
     """Refuse an optimizer that applies momentum if a memory or compressor applies it too.
 
     Args:
@@ -360,7 +365,7 @@ def horovod_groups(
         names = list(parameters)
         count = min(groups, len(parameters))
         return [names[a:b] for a, b in equal_bounds(len(names), count)] if count else []
-    name_of = {p: name for name, p in parameters.items()}
+    name_of: dict[torch.Tensor, str] = {p: name for name, p in parameters.items()}
     named_groups = [[name_of[p] for p in group if p in name_of] for group in _check_groups(groups)]
     counts = Counter(name for group in named_groups for name in group)
     twice = [name for name, count in counts.items() if count > 1]
@@ -369,7 +374,7 @@ def horovod_groups(
     return [*(group for group in named_groups if group), *([name] for name in parameters if name not in counts)]
 
 
-def _check_groups(groups: Any) -> Any:
+def _check_groups(groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
     """Return groups that are lists of parameters; refuse all others."""
     if all(isinstance(p, torch.Tensor) for group in groups for p in group):
         return groups

@@ -3,9 +3,9 @@ traces: gradients arrive one by one."""
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from grace.torch.hooks import gradient_hook, register_session
 from grace.torch.uses import GradientUses
@@ -47,7 +47,8 @@ class PythonReducerMixin:
     names: Mapping[torch.nn.Parameter, str]
     exchange: Callable[[SingleGradientBucket], torch.futures.Future]
     uses: GradientUses
-    model: Any
+    model: Callable[[], DistributedDataParallel | None]
+    """Weak reference to the model."""
     seen: set[str]
 
     def use_python_reducer(self) -> None:

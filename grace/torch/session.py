@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
@@ -18,13 +19,13 @@ from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.header import digest
-from grace.exchange.sparse_rows import SparseRows, scaled
+from grace.exchange.sparse_rows import Gradient, SparseRows, scaled
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
-from grace.session.momentum import momentum_owners
+from grace.session.momentum_checks import momentum_owners
 from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
@@ -32,14 +33,16 @@ from grace.session.sharding import Shard, make_buckets
 from grace.session.step_runner import StepRunner
 from grace.session.switching import build_replacement, switch_plan
 from grace.session.versions import public
-from grace.strategy.choices import Choices
+from grace.strategy.choices import AutoRequest, Choices
 from grace.strategy.execution import StrategyPlan
+from grace.strategy.plan import Strategy
 from grace.torch.auto import copies, driver_of
 from grace.torch.fsdp_layout import ShardGroup, find_layouts
 from grace.torch.gradients import dense_gradient, gradient_rows
 from grace.torch.initial_sync import initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
 from grace.torch.parameters import (
+    NamedParameters,
     broadcast_parameters,
     check_momentum,
     check_optimizer,
@@ -54,6 +57,9 @@ from grace.torch.parameters import (
 from grace.torch.step_hooks import ScalerHook
 from grace.torch.uses import UnusedMeans
 from grace.torch.wrappers import check_unwrapped
+
+if TYPE_CHECKING:  # the planner is loaded only by who asks for it
+    from grace.planner.driver import Driver
 
 NO_NUMBERS = {"params", "param_names"}
 """Entries of a parameter group that are no hyperparameters."""
@@ -82,21 +88,22 @@ class Session:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Any,
+        parameters: NamedParameters,
         choices: Choices,
         backend: Backend,
         *,
         passes: int,
         groups: int | Sequence[Sequence[torch.Tensor]] | None,
-        grad_scaler: Any,
+        grad_scaler: torch.amp.GradScaler | None,
         settings: Settings,
     ):
         self._optimizer = weakref.ref(optimizer)  # the optimizer refers to this session
         self.grad_scaler = grad_scaler
         self.settings = settings
-        self.hooks: list[Any] = []
+        self.hooks: list[RemovableHandle | ScalerHook] = []
         """Handles that remove this session's hooks; empty once the optimizer was closed."""
-        self.finalizer: Any = None
+        self.finalizer: weakref.finalize[..., torch.optim.Optimizer] | None = None
+        """Detaches this session when Python deletes the optimizer."""
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         """Parameters of the optimizer that require no gradients, by name."""
@@ -105,7 +112,7 @@ class Session:
         self.plan: ExchangePlan | None = None
         self.outer_rounds: OuterRounds | None = None
         """The outer rounds of parameters that ranks train alone; None if there are none."""
-        self.asked: Any = None
+        self.auto_request: AutoRequest | None = None
         self.shard_group = _shard_group(optimizer, parameters, choices, backend)
         """The ranks that have the other parts of the parameters; None if this rank has whole ones."""
         self.chosen_sets = groups is not None and groups != 0
@@ -171,7 +178,7 @@ class Session:
         """Hyperparameters of the last step."""
         kind = type(optimizer).__name__
 
-        def describe_hyperparameters() -> Any:
+        def describe_hyperparameters() -> list[tuple[str, str]]:
             """Return the hyperparameters of the last step, as facts for the ranks to compare."""
             session = me()
             return [] if session is None else in_words(kind, session.hyperparameters)
@@ -179,19 +186,19 @@ class Session:
         self.runner.hyperparameters = describe_hyperparameters
         self.digest = digest(self.hyperparameters)
         self.hyperparameter_source = immutable_settings(optimizer)
-        self.versions: dict[int, tuple[list[Any], list[int]]] = {}
+        self.versions: dict[int, tuple[list[torch.Tensor | None], list[int]]] = {}
         """Gradients of each bucket whose exchange has begun, and their versions at that time."""
         self.written: dict[str, torch.Tensor] = {}
         """Views of gradients that aggregates are written into directly, by variable."""
         self.unused: UnusedMeans | None = None
         if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
             broadcast_parameters({name: local_part(tensor.detach()) for name, tensor in start.items()}, 0, backend)
-        self.auto: Any = None if self.asked is None else driver_of(self)
+        self.auto: Driver | None = None if self.auto_request is None else driver_of(self)
 
     def _list_variables(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Any,
+        named_parameters: NamedParameters,
         passes: int,
         start: dict[str, torch.Tensor],
         facts: list[tuple[str, str]],
@@ -207,9 +214,8 @@ class Session:
         """
         check_integer("backward_passes_per_step", passes)
         self.settings.check()
-        # pairs may come from a generator, and are read several times
-        reusable = named_parameters is None or isinstance(named_parameters, torch.nn.Module)
-        named_parameters = named_parameters if reusable else list(named_parameters)
+        if named_parameters is not None and not isinstance(named_parameters, torch.nn.Module):
+            named_parameters = list(named_parameters)  # they may come from a generator, and are read several times
         own = self.parameters
         own.update(named_trainable_parameters(optimizer, named_parameters))
         check_unwrapped(own)
@@ -236,7 +242,11 @@ class Session:
         return variables
 
     def _choose_plan(
-        self, choices: Choices, named_parameters: Any, groups: Any, facts: list[tuple[str, str]]
+        self,
+        choices: Choices,
+        named_parameters: NamedParameters,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None,
+        facts: list[tuple[str, str]],
     ) -> ExchangePlan:
         """Return the plan for the user's choices; with ``strategy="auto"``, the plan that planning starts from."""
         self.sparse_known = known = isinstance(named_parameters, torch.nn.Module)
@@ -245,11 +255,11 @@ class Session:
         me = weakref.ref(self)  # the plan keeps `sets`, and must not keep the session alive
         unbucketed = lambda: me().unbucketed(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
         sets = lambda: horovod_groups(own, groups, unbucketed())  # noqa: E731
-        self.asked = choices.auto_request()
-        if self.asked is not None:
+        self.auto_request = choices.auto_request()
+        if self.auto_request is not None:
             self.settings.check_auto()
-            facts.append(("the strategy", self.asked.options.spec))
-            choices = self.asked.starting_choices(choices)
+            facts.append(("the strategy", self.auto_request.options.spec))
+            choices = self.auto_request.starting_choices(choices)
         self.plan = choices.plan(limits, sets, sparse_known=known)
         return self.plan
 
@@ -259,7 +269,7 @@ class Session:
         return self._optimizer()
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> Strategy | None:
         """The strategy that is executed; None without one."""
         return None if self.plan is None else self.plan.strategy
 
@@ -394,7 +404,7 @@ class Session:
         own = self.parameters.__getitem__
         self.switch_runner(switch_plan(self.runner, plan, own, self._check, self._check_plan), plan)
 
-    def build_runner(self, strategy: Any) -> tuple[StepRunner, ExchangePlan]:
+    def build_runner(self, strategy: Strategy) -> tuple[StepRunner, ExchangePlan]:
         """Return a runner for a strategy, into which a state is to be loaded, and its plan. Every rank must call it."""
         plan = StrategyPlan(strategy, self.sparse_known)
         return build_replacement(self.runner, plan, self._check), plan
@@ -419,8 +429,8 @@ class Session:
             self._commit_unused(self.unused.find_replaced())
         if self.grad_scaler is not None and not self.versions and self.grad_scaler.is_enabled():
             self.runner.rescale(self.grad_scaler.get_scale())  # once a step, at its first bucket
-        gradients = list[Any]()
-        held = list[Any]()
+        gradients = list[Gradient]()
+        held = list[torch.Tensor | None]()
         versions = list[int]()
         for shard, name, p, dense in self.bucket_contents[bucket.index]:
             gradient = p.grad
@@ -672,7 +682,7 @@ class Session:
         if not rounds.has_anchors:
             rounds.take_anchors()
 
-    def _parameters_of(self, shard: Shard) -> Any:
+    def _parameters_of(self, shard: Shard) -> torch.Tensor:
         """Return the view of a parameter that a shard is."""
         return shard.slice_of(local_part(self.parameters[shard.whole.name].data))
 
@@ -699,7 +709,7 @@ class Session:
         return outs
 
 
-def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
+def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]] | None:
     """Return the settings of all parameter groups, so that a later call shows whether one was replaced. Return None if
     a setting may change in place."""
     groups = [{k: v for k, v in group.items() if k not in NO_NUMBERS} for group in optimizer.param_groups]
@@ -711,7 +721,9 @@ def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]
     return groups
 
 
-def _shard_group(optimizer: Any, model: Any, choices: Choices, backend: Backend) -> ShardGroup | None:
+def _shard_group(
+    optimizer: torch.optim.Optimizer, model: object, choices: Choices, backend: Backend
+) -> ShardGroup | None:
     """Return the ranks that have the other parts of an optimizer's parameters; None if this rank has whole ones, or if
     gradients are to be exchanged, which is refused where variables are listed.
 

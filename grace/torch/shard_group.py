@@ -68,7 +68,7 @@ class ShardGroupState:
         """Key of this rank in a saved state."""
         return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
 
-    def own_entry(self, given: Any) -> Any:
+    def own_entry(self, given: object) -> Any:
         """Return this rank's entry of a saved state, with unchecked values; None if there is none."""
         return from_file_format(given.get(self.key)) if isinstance(given, dict) else None
 
@@ -88,7 +88,7 @@ def to_file_format(saved: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in saved.items() if key != "components"}, **kept}
 
 
-def from_file_format(packed: Any) -> Any:
+def from_file_format(packed: object) -> Any:
     """Return a state that :func:`to_file_format` has renamed, from bytes. Damage is checked later."""
     saved = unpack_state(packed)
     if isinstance(saved, dict) and isinstance(saved.get("state"), dict) and {"choice", "memory"} <= saved.keys():

@@ -307,7 +307,7 @@ def pack_state(saved: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def unpack_state(saved: Any) -> Any:
+def unpack_state(saved: object) -> Any:
     """Return the state that :func:`pack_state` packed; return anything else as it is."""
     if isinstance(saved, io.BytesIO):
         saved = saved.getvalue()
@@ -357,13 +357,15 @@ def _dcp_caller() -> FrameType | None:
     return frame if frame is not None and frame.f_globals.get("__name__") == DCP else None
 
 
-def _device_of(key: Any, parameters: dict[str, torch.nn.Parameter], default: Any) -> Any:
+def _device_of(
+    key: str | int, parameters: dict[str, torch.nn.Parameter], default: torch.device | str
+) -> torch.device | str:
     """Return the device of a variable, or of the variable that a shard belongs to; a default for other keys."""
     whole = key if key in parameters else str(key).rpartition("/part_")[0]
     return parameters[whole].device if whole in parameters else default
 
 
-def move_to_devices(saved: Any, parameters: dict[str, torch.nn.Parameter], device: Any = "cpu") -> Any:
+def move_to_devices(saved: Any, parameters: dict[str, torch.nn.Parameter], device: torch.device | str = "cpu") -> Any:
     """Return the saved state with each variable's tensors on its parameter's device."""
     if isinstance(saved, torch.Tensor):
         return saved.to(device, copy=True)

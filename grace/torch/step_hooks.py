@@ -8,6 +8,7 @@ from types import FrameType, MethodType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 DCP = "torch.distributed.checkpoint.state_dict"
 """Module of torch that creates an optimizer's state by a step."""
@@ -15,7 +16,9 @@ HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
 """Code of the wrapper that torch puts around a ``step()`` to call its hooks."""
 
 
-def around_steps(optimizer: torch.optim.Optimizer, before: Callable | None, after: Callable | None) -> list[Any]:
+def around_steps(
+    optimizer: torch.optim.Optimizer, before: Callable | None, after: Callable | None
+) -> list[RemovableHandle]:
     """Register hooks around each step of an optimizer, or of an optimizer inside it.
 
     An optimizer around another one (Lookahead, SAM) may step by the other's ``step()`` alone, and may not call
@@ -56,13 +59,13 @@ class ScalerHook:
         call: the method to call; it does not keep its object alive.
     """
 
-    def __init__(self, scaler: Any, call: Callable[[], Any]):
+    def __init__(self, scaler: Any, call: Callable[[], object]):
         self.scaler = scaler
         method = weakref.WeakMethod(call)  # type: ignore[arg-type]
         inner = scaler.update
 
         @functools.wraps(inner)
-        def update(*args: Any, **kwargs: Any) -> None:
+        def update(*args: object, **kwargs: object) -> None:
             inner(*args, **kwargs)
             alive = method()
             if alive is not None:
@@ -147,14 +150,14 @@ def _install_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     if own is not None and not _is_hooked(own):
 
         @functools.wraps(own)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def step(self: object, *args: object, **kwargs: object) -> object:
             """Call the program's own ``step``, which torch's hooks then surround."""
             return own(*args, **kwargs)
 
         vars(optimizer)["step"] = MethodType(optimizer.profile_hook_step(step), optimizer)
 
 
-def _is_hooked(step: Any) -> bool:
+def _is_hooked(step: object) -> bool:
     """Return True if torch's hooks are around a function, or around one that it wraps."""
     while step is not None:
         step = getattr(step, "__func__", step)

@@ -33,10 +33,10 @@ WRAPPING = {
 class Never:
     """Attribute that is False, whatever is assigned to it."""
 
-    def __get__(self, instance: Any, owner: Any = None) -> bool:
+    def __get__(self, instance: object, owner: object = None) -> bool:
         return False
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         pass
 
 

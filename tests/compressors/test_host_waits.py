@@ -89,7 +89,7 @@ def exchange_waits(spec: str, communicator: str) -> bool:
             gradients = [torch.empty(shape, device="meta") for shape in SHAPES.values()]
             try:
                 exchange = RoundTrip(Contribution(bucket, gradients, present, True, Traffic()))
-                exchange.deferred = True
+                exchange.defers_headers = True
                 while exchange.advance():
                     pass
                 exchange.wait()

@@ -14,7 +14,7 @@ from grace.exchange.sparse_codec import unfit
 from grace.exchange.sparse_rows import NOTHING, SparseRows
 from grace.session.settings import Settings
 from grace.strategy.choices import Choices
-from grace.tensorflow.session import Session
+from grace.tensorflow.step_session import StepSession
 from tests.support.tensorflow_training import both_ways, session_of, state_of
 
 ROWS, WIDTH = 12, 3
@@ -125,7 +125,7 @@ def run_with(compressor, options):
     ],
 )
 def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
-    exchange = Session(Choices(compressor, memory, None), grace.init("local"), Settings())
+    exchange = StepSession(Choices(compressor, memory, None), grace.init("local"), Settings())
     with pytest.raises(grace.ConfigError, match=f"'Variable' is sparse, and .*({why}).* sparse_as_dense=True"):
         exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
 

@@ -13,7 +13,7 @@ from grace.cli.inputs import model_variables
 from grace.session.settings import Settings
 from grace.strategy.choices import Choices
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from grace.tensorflow.session import Session
+from grace.tensorflow.step_session import StepSession
 from tests.support.own_parts import InPieces, registered
 from tests.support.pools import launched
 from tests.support.strategies import BUILDERS, spec_for
@@ -307,7 +307,7 @@ def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cu
 def test_a_tape_knows_no_steps_to_average_after():
     variable = tf.Variable([1.0, 2.0], name="w")
     strategy = {"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "none", "period": 2}}}}
-    session = Session(Choices(strategy=strategy), grace.init("local"), Settings())
+    session = StepSession(Choices(strategy=strategy), grace.init("local"), Settings())
     with pytest.raises(grace.ConfigError, match=r"none\(period\), come after the optimizer's step"):
         session([tf.ones(2)], [variable])
     grace.shutdown()

@@ -42,7 +42,8 @@ NARROW = {
 }
 """Bytes of the widest load of those kernels that have none of 16."""
 MODULES = (
-    "arithmetic packing random rounding selection bucket_tables buckets bucket_levels sparse_buckets low_rank_buckets"
+    "arithmetic packing random rounding selection bucket_tables buckets bucket_levels sparsified_buckets "
+    "low_rank_buckets"
 )
 
 

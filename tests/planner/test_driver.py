@@ -44,7 +44,7 @@ class Planner:
         self.gradients, self.tables, self.timeline = gradients, tables, timeline
         self.fail("methods")
 
-    def candidates(self, skew):
+    def find_candidates(self, skew):
         self.fail("candidates")
         self.skew = skew
         return [SimpleNamespace(name=name, strategy=STRATEGIES[name]) for name in ("topk", "qsgd", "fp16", "none")]

@@ -47,7 +47,7 @@ def planned(gradients, strategy="auto", timeline=TIMELINE, skew=0.0, links=None,
     if links is not None:
         made.network = links
     made.measure_methods(gradients, {name for name, x in gradients.items() if is_table(x)}, timeline)
-    made.candidates(skew)
+    made.find_candidates(skew)
     return made
 
 

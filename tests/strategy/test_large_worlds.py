@@ -12,7 +12,7 @@ from grace.cli.main import app
 from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from grace.strategy.traffic import kinds, links
+from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank
 from tests.support.examples import examples
 
 PARTS = [
@@ -35,10 +35,10 @@ def strategy_of(parts, world):
 @given(st.lists(st.sampled_from(PARTS), max_size=6), st.integers(1, 7))
 def test_what_kinds_of_ranks_send_is_what_the_links_carry(parts, world):
     strategy = strategy_of(parts, world)
-    found = kinds(strategy)
+    found = bytes_by_rank(strategy)
     alone = {ranks[0]: sent for ranks, sent in found if ranks}
     sums = [alone.get(rank, found[-1][1]) for rank in range(world)]
-    assert sums == pytest.approx([sum(row) for row in links(strategy)])
+    assert sums == pytest.approx([sum(row) for row in bytes_between_ranks(strategy)])
 
 
 @pytest.mark.parametrize("world", [9, 20_000, 10**9])

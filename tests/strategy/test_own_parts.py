@@ -10,7 +10,7 @@ from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Sync
-from grace.strategy.traffic import collectives_of
+from grace.strategy.predicted_bytes import collectives_of
 from tests.support.own_parts import InPieces, Named, PiecesOf, Whole, registered
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights

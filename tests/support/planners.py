@@ -43,7 +43,7 @@ class Planning:
     def measure_methods(self, gradients, tables, timeline):
         assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
 
-    def candidates(self, skew):
+    def find_candidates(self, skew):
         made = [(name, uniform_strategy(self.variables, self.backend.size, name)) for name in METHODS]
         return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
 

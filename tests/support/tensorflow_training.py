@@ -12,7 +12,7 @@ import grace
 import grace.tensorflow
 from grace.session.settings import Settings
 from grace.strategy.choices import Choices
-from grace.tensorflow.session import Session
+from grace.tensorflow.step_session import StepSession
 
 
 def digest(tensors: Any) -> str:
@@ -91,9 +91,9 @@ class StopBefore(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def session_of(compressor: Any, communicator: Any = None, **options: Any) -> Session:
+def session_of(compressor: Any, communicator: Any = None, **options: Any) -> StepSession:
     """What optimizers and tapes exchange gradients through."""
-    return Session(Choices(compressor, None, communicator), grace.init(), Settings(**options))
+    return StepSession(Choices(compressor, None, communicator), grace.init(), Settings(**options))
 
 
 def variables_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> list[tf.Variable]:

@@ -19,12 +19,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from grace.core.backend import Backend
+from grace.core.variable import Variable
 from grace.errors import ConfigError
 
+T = TypeVar("T")
 FOLDER, STEPS, SKIP = "GRACE_TRACE", "GRACE_TRACE_STEPS", "GRACE_TRACE_SKIP"
 DEFAULT_STEPS, DEFAULT_SKIP = 50, 5
 FORMAT = 1
@@ -63,7 +66,7 @@ class Recorder:
         self.pid = os.getpid()
         offset = time.time_ns() - time.perf_counter_ns()
         facts = {"rank": rank, "size": size, "host": socket.gethostname(), "engine": engine, "offset": offset}
-        self.events: list[dict[str, Any]] = [{"grace_trace": FORMAT, **facts}]
+        self.events: list[dict[str, object]] = [{"grace_trace": FORMAT, **facts}]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.write_text("", encoding="utf-8")
@@ -86,11 +89,11 @@ class Recorder:
 
     # -- events ----------------------------------------------------------------------------------------
 
-    def note(self, **facts: Any) -> None:
+    def note(self, **facts: object) -> None:
         """Record facts about the rank. Dicts are merged with earlier ones of the same name."""
         self.events.append(facts)
 
-    def add(self, name: str, kind: str, began: int, ended: int, track: int, args: dict[str, Any]) -> None:
+    def add(self, name: str, kind: str, began: int, ended: int, track: int, args: dict[str, object]) -> None:
         """Record a complete event; times are in nanoseconds."""
         self.events.append(
             {"ph": "X", "name": name, "cat": kind, "ts": began, "dur": ended - began, "tid": track, "args": args}
@@ -171,7 +174,7 @@ class Phase:
 
     __slots__ = ("args", "began", "kind", "name", "recorder", "variables")
 
-    def __init__(self, recorder: Recorder, name: str, kind: str, variables: Sequence[Any], args: dict[str, Any]):
+    def __init__(self, recorder: Recorder, name: str, kind: str, variables: Sequence[Variable], args: dict[str, Any]):
         self.recorder, self.name, self.kind, self.variables, self.args = recorder, name, kind, variables, args
 
     def __enter__(self) -> None:
@@ -201,7 +204,7 @@ class CollectiveEvent:
         self.recorder.events += [begin, {"ph": "e", "ts": time.perf_counter_ns(), **event}]
 
 
-def _plain(args: dict[str, Any]) -> dict[str, Any]:
+def _plain(args: dict[str, Any]) -> dict[str, object]:
     """Return facts with a bucket's number, variables and communicator instead of the bucket."""
     bucket = args.pop("bucket", None)
     if bucket is None:
@@ -212,7 +215,7 @@ def _plain(args: dict[str, Any]) -> dict[str, Any]:
 # -- functions that the exchange calls ---------------------------------------------------------------------------------
 
 
-def begin(backend: Any, shards: Iterable[Any]) -> None:
+def begin(backend: Backend, shards: Iterable[Any]) -> None:
     """Start to record if GRACE_TRACE is set, and note the shards of a new runner.
 
     Args:
@@ -235,7 +238,7 @@ def begin(backend: Any, shards: Iterable[Any]) -> None:
     run.write()
 
 
-def _described(shard: Any) -> dict[str, Any]:
+def _described(shard: Any) -> dict[str, object]:
     variable, communicator = shard.variable, shard.communicator
     return {
         "shape": list(variable.shape),
@@ -253,7 +256,9 @@ def _number(name: str, default: int, low: int) -> int:
     return int(text)
 
 
-def phase(name: str, kind: str = "codec", variables: Sequence[Any] = (), **args: Any) -> Any:
+def phase(
+    name: str, kind: str = "codec", variables: Sequence[Variable] = (), **args: Any
+) -> Phase | contextlib.nullcontext[None]:
     """Return a context whose time is recorded as an event, or as one for each of the variables that it works on
     together: its share of the time by its number of elements.
 
@@ -269,7 +274,7 @@ def phase(name: str, kind: str = "codec", variables: Sequence[Any] = (), **args:
     return _NOTHING if active is None else Phase(active, name, kind, variables, args)
 
 
-def each(name: str, names: Sequence[str], function: Any, *columns: Iterable[Any]) -> list[Any]:
+def each(name: str, names: Sequence[str], function: Callable[..., T], *columns: Iterable[object]) -> list[T]:
     """Return ``function(*items, name)`` of every variable, and record an event for each.
 
     >>> each("compress", ["a", "b"], lambda x, name: f"{name}{x}", [1, 2])

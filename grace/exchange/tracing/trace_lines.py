@@ -1,7 +1,6 @@
 """Checks of the lines of a rank's trace, which may have been cut, mixed up or edited."""
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,37 +53,39 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no number")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _check_number(value: Any, low: float = 0) -> str:
+def _check_number(value: object, low: float = 0) -> str:
     """Return the fault of a value that is no number of at least ``low``; empty if it is one."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= MOST
-    return "" if number and math.isfinite(value) else f"must be a number from {low} on"
+    return "" if number else f"must be a number from {low} on"
 
 
-def _check_integer(value: Any, low: float = 0) -> str:
+def _check_integer(value: object, low: float = 0) -> str:
     """Return the fault of a value that is no whole number of at least ``low``; empty if it is one."""
     return "" if isinstance(value, int) and not _check_number(value, low) else f"must be a whole number from {low} on"
 
 
-def _check_sizes(value: Any) -> str:
+def _check_sizes(value: object) -> str:
     """Return the fault of a value that is no list of sizes; empty if it is one."""
     return "" if isinstance(value, list) and not any(map(_check_integer, value)) else "must be sizes"
 
 
-def _check_text(value: Any) -> str:
+def _check_text(value: object) -> str:
     """Return the fault of a value that is no printable text; empty if it is one."""
     try:
-        value.encode()
-        return ""
-    except (AttributeError, UnicodeEncodeError):  # no text, or halves of characters, which cannot be printed
-        return "must be text"
+        if isinstance(value, str):
+            value.encode()
+            return ""
+    except UnicodeEncodeError:  # halves of characters, which cannot be printed
+        pass
+    return "must be text"
 
 
-def _check(entry: dict[str, Any], place: str = "", **wanted: Callable[[Any], str]) -> None:
+def _check(entry: dict[str, Any], place: str = "", **wanted: Callable[[object], str]) -> None:
     for key, fault_of in wanted.items():
         fault = fault_of(entry[key]) if key in entry else "is missing"
         if fault:

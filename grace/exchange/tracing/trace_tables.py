@@ -2,7 +2,6 @@
 
 import math
 import re
-from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -16,7 +15,7 @@ def tables(summary: Summary, top: int) -> Group:
     """Return the tables to print: the parts of a step's time, and the ``top`` most expensive variables and buckets."""
     steps = f"{summary.steps} step{'s' if summary.steps > 1 else ''}"
     ranks = f"{summary.ranks} rank{'s' if summary.ranks > 1 else ''}"
-    found: list[Any] = [f"Milliseconds per step, on average over {steps} of {ranks}.", ""]
+    found: list[Table | str] = [f"Milliseconds per step, on average over {steps} of {ranks}.", ""]
     found.append(_variables(summary, top))
     if len(summary.variables) > top:
         left = summary.variables[top:]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray as Array
 
 from grace.kernels.constants import Placed, gaussian_reach
-from grace.kernels.fused import addresses, buckets, rounding, sparse_buckets
+from grace.kernels.fused import addresses, buckets, rounding, sparsified_buckets
 from grace.kernels.fused.loops import TILE, f32
 from grace.kernels.fused.primitives import _random_indices
 from grace.kernels.fused.selection import SAMPLED
@@ -184,10 +184,10 @@ class Largest(Codec):
 
     def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         spare = self.last, self.indices, self.found, self.sample, self.chosen
-        sparse_buckets.encode_largest(rows, factors, self.plan, wire, most, *spare, self.in_range)
+        sparsified_buckets.encode_largest(rows, factors, self.plan, wire, most, *spare, self.in_range)
 
     def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        return sparse_buckets.decode_sparse(outs, wires, plan, f32(1 / count), 0, 1)
+        return sparsified_buckets.decode_sparsified(outs, wires, plan, f32(1 / count), 0, 1)
 
 
 class LargestOfChunks(Codec):
@@ -203,10 +203,12 @@ class LargestOfChunks(Codec):
 
     def write(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array) -> None:
         spare = self.indices, self.found, self.chosen
-        sparse_buckets.encode_chunks(rows, factors, self.plan, wire, most, self.chunk, self.kept, *spare, self.in_range)
+        sparsified_buckets.encode_chunks(
+            rows, factors, self.plan, wire, most, self.chunk, self.kept, *spare, self.in_range
+        )
 
     def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        return sparse_buckets.decode_sparse(outs, wires, plan, f32(1 / count), self.chunk, self.kept)
+        return sparsified_buckets.decode_sparsified(outs, wires, plan, f32(1 / count), self.chunk, self.kept)
 
 
 class Drawn(Codec):
@@ -226,11 +228,11 @@ class Drawn(Codec):
             words = key_low, key_high, step, np.uint32(draw | FEISTEL_DRAW)
             _random_indices(indices, n, *feistel_bits(n), *words)
             given = rows[v], factors[v], self.plan[v], wire, most, indices, f32(scale)
-            self.in_range[v] = sparse_buckets.encode_drawn(*given)
+            self.in_range[v] = sparsified_buckets.encode_drawn(*given)
 
     def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         for v, (indices, scale) in enumerate(zip(self.indices, self.scales, strict=True)):
-            sparse_buckets.decode_drawn(outs[v], wires, plan[v], f32(1 / count * scale), indices)
+            sparsified_buckets.decode_drawn(outs[v], wires, plan[v], f32(1 / count * scale), indices)
         return True
 
 

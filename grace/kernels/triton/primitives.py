@@ -1,5 +1,5 @@
 """Triton kernels of single variables: random numbers, which take a hundred of torch's operations, selections by which
-torch makes the host wait, and the sum that each rank's sparse payload is decoded by. Everything else of a single
+torch makes the host wait, and the sum that each rank's sparsified payload is decoded by. Everything else of a single
 variable is left to torch; buckets have codecs."""
 
 import torch
@@ -19,7 +19,7 @@ class TritonKernels(TorchKernels):
     """Tensors on a GPU: torch's operations, and Triton's kernels where tensors are contiguous."""
 
     name = "torch-triton"
-    codecs = "grace.kernels.triton.sparse_codecs"
+    codecs = "grace.kernels.triton.sparsified_codecs"
 
     def blank(self, shape, dtype, like):
         return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)

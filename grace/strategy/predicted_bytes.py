@@ -13,7 +13,7 @@ from grace.session.sharding import Chooser
 from grace.strategy.plan import ShardPlan, Strategy, communicator_of
 
 
-class PartTraffic(NamedTuple):
+class PayloadBytes(NamedTuple):
     """Bytes of one part's payload; an upper bound where they depend on the data."""
 
     nbytes: int
@@ -37,27 +37,27 @@ def collectives_of(part: ShardPlan) -> list[str]:
     return [leg.collective.name for leg in communicator_of(part).route_of_wire(math.inf, EngineTraits())]
 
 
-def payload(part: ShardPlan, variable: Variable, world: int) -> PartTraffic:
+def payload_bytes(part: ShardPlan, variable: Variable, world: int) -> PayloadBytes:
     """Return the bytes of one rank's payload of a part.
 
-    >>> payload(ShardPlan(compressor="fp16"), Variable("w", (10, 4)), 2)
-    PartTraffic(nbytes=80, exact=True)
+    >>> payload_bytes(ShardPlan(compressor="fp16"), Variable("w", (10, 4)), 2)
+    PayloadBytes(nbytes=80, exact=True)
     """
     own = (Carries.GRADIENTS, Carries.ROUND)
     nbytes = sum(nbytes for leg, nbytes, _ in legs_of(part, variable, world) if leg.carries in own)
     dense = not variable.sparse or part.rounds is not None
     known = dense and communicator_of(part).compressor.wire_bits(variable.shape) is not None
-    return PartTraffic(math.ceil(nbytes), known)
+    return PayloadBytes(math.ceil(nbytes), known)
 
 
-def links(strategy: Strategy) -> list[list[float]]:
+def bytes_between_ranks(strategy: Strategy) -> list[list[float]]:
     """Return the bytes that go from each rank (first index) to each other one in a step.
 
     Sums go round a ring, from each rank to the next; what is gathered goes from everyone to everyone, as shards do.
 
     >>> from grace.strategy.plan import Sync, VariablePlan
     >>> through_1 = ShardPlan(Sync("reduce_broadcast", destination=1))
-    >>> links(Strategy((VariablePlan(Variable("w", (25,)), (through_1,)),), world_size=3))
+    >>> bytes_between_ranks(Strategy((VariablePlan(Variable("w", (25,)), (through_1,)),), world_size=3))
     [[0.0, 100.0, 0.0], [100.0, 0.0, 100.0], [0.0, 100.0, 0.0]]
     """
     world = strategy.world_size
@@ -74,13 +74,13 @@ def links(strategy: Strategy) -> list[list[float]]:
     return sums
 
 
-def kinds(strategy: Strategy) -> list[tuple[list[int], float]]:
+def bytes_by_rank(strategy: Strategy) -> list[tuple[list[int], float]]:
     """Return the ranks that send equally many bytes in a step, and the bytes: each root of a rooted collective by
     itself, and last all other ranks, as an empty list, if there are any. Each rank receives as many bytes as it sends.
 
     >>> from grace.strategy.plan import VariablePlan, Sync
     >>> part = ShardPlan(Sync("reduce_broadcast", destination=7))
-    >>> kinds(Strategy((VariablePlan(Variable("w", (25,)), (part,)),), world_size=10**9))
+    >>> bytes_by_rank(Strategy((VariablePlan(Variable("w", (25,)), (part,)),), world_size=10**9))
     [([7], 99999999900.0), ([], 100.0)]
     """
     world = strategy.world_size

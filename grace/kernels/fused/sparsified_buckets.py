@@ -1,4 +1,4 @@
-"""Loops of codecs of whole buckets for sparse payloads; see :mod:`grace.kernels.fused.buckets`."""
+"""Loops of codecs of whole buckets for top-k and its like; see :mod:`grace.kernels.fused.buckets`."""
 
 import numpy as np
 from numba import njit
@@ -45,7 +45,7 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
             last[v] = _take_listed(indices, found, count, k, out)
         elif k:
             last[v] = _take_largest(bits, k, out)
-        _write_sparse(x, out, width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
+        _write_sparsified(x, out, width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
 
 
 @compiled
@@ -63,7 +63,9 @@ def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, 
             guess, done = pattern_of(float_of(kth) * LOWERED), done + mine
         in_range[v] = largest <= most
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
-        _write_sparse(x, part(chosen, 0, count), width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
+        _write_sparsified(
+            x, part(chosen, 0, count), width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND]
+        )
 
 
 @compiled
@@ -89,11 +91,11 @@ def decode_drawn(out, wires, plan, weight, indices):
     out = _at(out, plan[SIZE], np.float32)
     out[:] = 0
     for rank in range(wires.size):
-        _add_sparse(out, _at(wires[rank] + plan[FIRST], indices.size, np.float32), indices, weight)
+        _add_sparsified(out, _at(wires[rank] + plan[FIRST], indices.size, np.float32), indices, weight)
 
 
 @njit(inline="always")
-def _write_sparse(x, chosen, width, subtract, values_at, coded_at):
+def _write_sparsified(x, chosen, width, subtract, values_at, coded_at):
     values = _at(values_at, chosen.size, np.float32)
     for j in range(chosen.size):
         values[j] = x[chosen[j]]
@@ -113,7 +115,7 @@ def _write_sparse(x, chosen, width, subtract, values_at, coded_at):
 
 
 @compiled
-def _add_sparse(out, values, coded, weight):
+def _add_sparsified(out, values, coded, weight):
     for j in range(values.size):
         index = i32(coded[j])
         if index < 0 or index >= out.size:
@@ -149,7 +151,7 @@ def _add_marked(out, values, bitmap, weight):
 
 
 @compiled
-def decode_sparse(outs, wires, plan, weight, chunk, kept):
+def decode_sparsified(outs, wires, plan, weight, chunk, kept):
     """Write means; return False if a position is invalid. ``chunk`` is 0 where there are no chunks."""
     for v in range(outs.size):
         n, k, width = plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
@@ -158,11 +160,11 @@ def decode_sparse(outs, wires, plan, weight, chunk, kept):
         for rank in range(wires.size):
             values, coded = _at(wires[rank] + plan[v, FIRST], k, np.float32), wires[rank] + plan[v, SECOND]
             if width == 4:
-                well = _add_sparse(out, values, _at(coded, k, np.int32), weight)
+                well = _add_sparsified(out, values, _at(coded, k, np.int32), weight)
             elif width == 2 and chunk:
                 well = _add_chunks(out, values, _at(coded, k, np.uint16), chunk, kept, weight)
             elif width == 2:
-                well = _add_sparse(out, values, _at(coded, k, np.uint16), weight)
+                well = _add_sparsified(out, values, _at(coded, k, np.uint16), weight)
             else:
                 well = _add_marked(out, values, _at(coded, (n + 7) // 8, np.uint8), weight)
             if not well:

@@ -1,4 +1,4 @@
-"""The codecs of :mod:`grace.kernels.triton.sparse_buckets`, and by name all there are; see
+"""The codecs of :mod:`grace.kernels.triton.sparsified_buckets`, and by name all there are; see
 :mod:`grace.kernels.triton.codec_base`."""
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from numpy import ndarray as Array
 from grace.kernels.constants import Placed
 from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
-from grace.kernels.triton import bucket_tables, sparse_buckets
+from grace.kernels.triton import bucket_tables, sparsified_buckets
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
 from grace.kernels.triton.codec_base import End, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, FEWER, STEP, launch, room_of, signed, steps_of
@@ -46,9 +46,9 @@ class Entries(TritonCodec):
         given = table, self.readers, self.variables, ranks, programs
         if self.marked:
             marked = self.empty((ranks, programs), torch.int32)
-            launch(sparse_buckets.count_marks, programs, marked, *given, N=BLOCK)
+            launch(sparsified_buckets.count_marks, programs, marked, *given, N=BLOCK)
         shape = {"CHUNK": self.chunk, "B": 128, "N": BLOCK}
-        launch(sparse_buckets.decode_entries, programs, marked, *given, weight, self.kept, **shape)
+        launch(sparsified_buckets.decode_entries, programs, marked, *given, weight, self.kept, **shape)
 
 
 class TritonLargestOfChunks(Entries):
@@ -63,7 +63,7 @@ class TritonLargestOfChunks(Entries):
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         given = self.flags, table, self.owners, self.variables, most, self.kept
         shape = {"CHUNK": self.chunk, "N": self.span, "warps": self.span // 256}
-        launch(sparse_buckets.encode_chunks, len(self.owners), *given, KEEPS=keeps, LOOKS=looks, **shape)
+        launch(sparsified_buckets.encode_chunks, len(self.owners), *given, KEEPS=keeps, LOOKS=looks, **shape)
         return self.write_end(table, end)
 
 
@@ -89,16 +89,16 @@ class TritonLargest(Entries):
         above, least = {"ABOVE": self.least is not None}, 0
         if self.least is not None:
             least = int(np.float32(self.least()).view(np.int32))
-        launch(sparse_buckets.guess_of_bucket, self.variables, counts, table, least, KEEPS=keeps, warps=16)
+        launch(sparsified_buckets.guess_of_bucket, self.variables, counts, table, least, KEEPS=keeps, warps=16)
         first = self.flags, patterns, places, listed, ties, *given, self.variables, most, least, *numbers
-        launch(sparse_buckets.list_of_bucket, programs, *first, **above, KEEPS=keeps, LOOKS=looks, N=STEP, warps=8)
+        launch(sparsified_buckets.list_of_bucket, programs, *first, **above, KEEPS=keeps, LOOKS=looks, N=STEP, warps=8)
         for done in (1, 2):
             digits = {**above, "PASS": done, "N": STEP}
-            launch(sparse_buckets.digit_of_bucket, programs, patterns, listed, *given, *numbers, **digits, warps=8)
+            launch(sparsified_buckets.digit_of_bucket, programs, patterns, listed, *given, *numbers, **digits, warps=8)
         lists = rows, patterns, listed, ties
-        launch(sparse_buckets.last_of_bucket, programs, *lists, *given, *numbers, **above, N=STEP)
+        launch(sparsified_buckets.last_of_bucket, programs, *lists, *given, *numbers, **above, N=STEP)
         written = rows, places, patterns, listed, *given, self.variables, *numbers
-        launch(sparse_buckets.write_of_bucket, programs, *written, **above, KEEPS=keeps, N=STEP, P=32)
+        launch(sparsified_buckets.write_of_bucket, programs, *written, **above, KEEPS=keeps, N=STEP, P=32)
         return self.write_end(table, end)
 
 
@@ -139,18 +139,18 @@ class TritonDrawn(TritonCodec):
 
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         chosen = {"KEEPS": keeps, "LOOKS": looks, "N": self.span}
-        launch(sparse_buckets.compensate_bucket, len(self.owners), self.flags, table, self.owners, most, **chosen)
+        launch(sparsified_buckets.compensate_bucket, len(self.owners), self.flags, table, self.owners, most, **chosen)
         given = table, self.drawers, self.variables, step
-        launch(sparse_buckets.encode_drawn, len(self.drawers), *given, KEEPS=keeps, N=FEWER)
+        launch(sparsified_buckets.encode_drawn, len(self.drawers), *given, KEEPS=keeps, N=FEWER)
         return self.write_end(table, end)
 
     def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         weights = np.stack([1 / count * self.scales, self.scales], axis=1).astype(np.float32)
         table = self.table(np.asarray(outs)[:, None], wires, weights, self.words)
-        launch(sparse_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)
+        launch(sparsified_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)
         step = signed(int(self.words[0, 2])) if self.step is None else self.step
         given = table, self.drawers, self.variables, len(wires), step
-        launch(sparse_buckets.decode_drawn, len(self.drawers), *given, N=FEWER)
+        launch(sparsified_buckets.decode_drawn, len(self.drawers), *given, N=FEWER)
         return True
 
 

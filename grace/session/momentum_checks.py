@@ -1,13 +1,12 @@
 """Checks that momentum is applied once: by the optimizer, or by a memory or compressor."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from grace.core.component import Component
 from grace.errors import ConfigError
 
 
-def momentum_owners(communicators: Iterable[Component]) -> list[Any]:
+def momentum_owners(communicators: Iterable[Component]) -> list[Component]:
     """Return the parts of communicators that apply momentum themselves.
 
     >>> from grace.communicators import Allgather
@@ -15,10 +14,11 @@ def momentum_owners(communicators: Iterable[Component]) -> list[Any]:
     ['dgc', 'signum']
     """
     parts = [part for communicator in communicators for part in communicator.named_components().values()]
+    # Not every part is a memory or a compressor: the dicts of a user's part are parts, too.
     return [part for part in parts if getattr(part, "owns_momentum", False)]
 
 
-def double_momentum_error(part: Any, where: str, momentum: Any, later: bool) -> ConfigError:
+def double_momentum_error(part: Component, where: str, momentum: object, later: bool) -> ConfigError:
     """Return the error for momentum that would be applied twice, which the caller raises.
 
     Args:

@@ -7,7 +7,7 @@ import grace
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from grace.strategy.traffic import links, payload
+from grace.strategy.predicted_bytes import bytes_between_ranks, payload_bytes
 from tests.support.pairwise import pairwise
 from tests.support.strategies import (
     BUILDERS,
@@ -90,11 +90,11 @@ def counted(strategy, dense_only):
 
 def check(strategy, answers, exact):
     size = strategy.world_size
-    bounds = [sum(row) for row in links(strategy)]
+    bounds = [sum(row) for row in bytes_between_ranks(strategy)]
     for rank, (payloads, sent, sent_payload, headers) in enumerate(answers):
         for plan in strategy.plans:
             for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
-                said = payload(part, variable, size)
+                said = payload_bytes(part, variable, size)
                 here = part.sync.type == "reduce_broadcast" and part.sync.destination == rank
                 count = payloads.get(variable.name, 0) / STEPS
                 most = said.nbytes * (2 if here else 1)  # the destination hands over its answer, too
@@ -131,7 +131,7 @@ def test_where_the_data_decide_the_table_is_an_upper_bound(ranks, kind, compress
     part = ShardPlan(Sync(kind), compressor)
     plans = [whole(name, shape, part) for name, shape in DENSE.items()]
     strategy = strategy_of(*plans, size=ranks.size)
-    assert not payload(part, plans[0].variable, ranks.size).exact
+    assert not payload_bytes(part, plans[0].variable, ranks.size).exact
     check(strategy, ranks.run(counted, strategy, True), exact=False)
 
 
@@ -152,7 +152,7 @@ def test_averages_now_and_then(ranks, period):
     for rank, (strategy, traffic) in enumerate(ranks.run(averaged, period)):
         assert traffic.payload_bytes["w/part_0"] == 6 / period * 32
         assert traffic.payload_bytes["t.weight"] == 6 / period * 48
-        said = 6 * sum(links(strategy)[rank])
+        said = 6 * sum(bytes_between_ranks(strategy)[rank])
         assert said <= traffic.sent_bytes <= said + 2 * traffic.header_bytes + 6 * len(strategy.plans)
 
 
@@ -175,4 +175,4 @@ def test_the_shares_of_each_synchronization():
     for (kind, compressor, sparse), wanted in shares.items():
         part = ShardPlan(Sync(kind, destination=1), compressor)
         plans = (VariablePlan(rows if sparse else w, (part,)),)
-        assert list(map(sum, links(Strategy(plans, world_size=4))))[:2] == wanted, (kind, compressor)
+        assert list(map(sum, bytes_between_ranks(Strategy(plans, world_size=4))))[:2] == wanted, (kind, compressor)

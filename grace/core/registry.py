@@ -118,6 +118,9 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
     >>> make("compressor", "topk(ration=0.05)")
     Traceback (most recent call last):
     grace.errors.ConfigError: compressor topk has no parameter 'ration'; it has: ratio=0.01, chunk=0, warmup_steps=0
+    >>> make("compressor", "topq")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    grace.errors.ConfigError: unknown compressor 'topq' (did you mean 'topk'?); known: ...
     """
     if isinstance(spec, Component):
         if spec.kind != kind:

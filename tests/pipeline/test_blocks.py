@@ -79,6 +79,15 @@ def test_a_chain_is_cut_evenly_and_a_heavy_node_stays_alone():
     assert blocks(heavy, 8)[-1].nodes == ("n32",)
 
 
+@pytest.mark.parametrize("narrow", [13, 15, 17])
+def test_a_narrow_place_is_where_it_is_cut(narrow):
+    wide = [100.0] * 32
+    wide[narrow] = 1.0
+    found = blocks(chain(32, nbytes=wide), 4)
+    assert f"n{narrow}" in [block.nodes[-1] for block in found]
+    assert max(len(block.nodes) for block in found) <= 12
+
+
 def test_ten_thousand_nodes_are_few_blocks():
     draws = random.Random(1)
     nodes = [

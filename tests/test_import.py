@@ -134,6 +134,7 @@ def test_without_horovod_tensorflow_works_loads_no_torch_and_asking_for_it_names
 
 @pytest.mark.parametrize("absent", [(), ("numba",)])
 def test_torch_tensors_load_no_tensorflow_and_without_numba_use_the_plain_kernels(absent):
+    pytest.importorskip("torch", reason="torch is not installed")
     script = """
         import sys, torch, grace
         from grace.communicators import Allgather

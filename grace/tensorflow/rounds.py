@@ -63,8 +63,8 @@ def _run(session: Session, act: Callable[[OuterRounds], None], values: dict[str,
         value = k.cast(value, k.dtype(before))
         if shard.axis is not None:
             front = (slice(None),) * shard.axis
-            others = before[(*front, slice(shard.start))], before[(*front, slice(shard.stop, None))]
-            value = k.concat([others[0], value, others[1]], shard.axis)
+            before_shard, after_shard = (*front, slice(shard.start)), (*front, slice(shard.stop, None))
+            value = k.concat([before[before_shard], value, before[after_shard]], shard.axis)
         whole[shard.whole.name] = value
 
     reading, writing = rounds.read, rounds.write

@@ -38,6 +38,7 @@ from grace.torch.copied import InertState
 from grace.torch.ddp_buckets import (
     bucket_gradients,
     bucket_limits,
+    check_dense,
     check_no_join,
     gradient_to_send,
     trainable_parameters,
@@ -575,7 +576,9 @@ def register_ddp_hook(
         if bucket_bytes is not None:
             check_integer("bucket_bytes", bucket_bytes)
         check_integer("compress_after", compress_after, low=0)
-        return make_variables(trainable_parameters(model))
+        parameters = trainable_parameters(model)
+        check_dense(parameters)
+        return make_variables(parameters)
 
     check_group(TorchBackend())
     backend = TorchBackend(model.process_group)

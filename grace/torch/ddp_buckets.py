@@ -1,5 +1,6 @@
 """The parameters and buckets of gradients that DistributedDataParallel passes to a communication hook."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,19 +10,33 @@ from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
 from grace.session.step_runner import StepRunner
+from grace.torch.parameters import sparse_names
 
 
 def trainable_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a DDP model that need gradients, by name, without those that DDP was told to ignore."""
-    ignored = (
-        model.parameters_to_ignore
-    )  # names of modules and parameters with a point between them, even of the root's
+    # Names of modules and parameters with a point between them, even of the root's.
+    ignored = model.parameters_to_ignore
     pairs = [
         (name, p)
         for name, p in model.module.named_parameters()
         if p.requires_grad and (name if "." in name else f".{name}") not in ignored
     ]
     return dict(zip(unwrap_names([name for name, _ in pairs]), (p for _, p in pairs), strict=True))
+
+
+def check_dense(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters whose gradients are sparse.
+
+    Raises:
+        ConfigError: a layer was made with ``sparse=True``; DDP passes its gradients as rows, not in a buffer.
+    """
+    for name in sparse_names(parameters):
+        raise ConfigError(
+            f"the gradient of {name!r} is sparse, and DDP's hook exchanges dense gradients alone. Make the layer dense "
+            "(sparse=False), or train the model without DistributedDataParallel and pass it to "
+            "grace.DistributedOptimizer(opt, model), which exchanges rows"
+        )
 
 
 def check_no_join(model: DistributedDataParallel) -> None:

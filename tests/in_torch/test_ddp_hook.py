@@ -198,6 +198,15 @@ def test_a_rank_that_waits_in_the_hook_does_not_count_itself_among_the_absent(tw
 
 
 @on_ranks(2)
+def test_sparse_gradients_are_refused_before_training_unless_ddp_ignores_them():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2))
+    said = refusal(grace.torch.register_ddp_hook, ddp(model), "topk")
+    assert "the gradient of '0.weight' is sparse, and DDP's hook exchanges dense gradients alone" in said
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    grace.torch.register_ddp_hook(ddp(model), "topk")
+
+
+@on_ranks(2)
 def test_parameters_that_ddp_ignores_are_not_exchanged():
     """They may even have other shapes on other ranks."""
     model = net()

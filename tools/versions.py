@@ -74,7 +74,7 @@ class Trial:
             print(f"{self.name}: {kind} tests, log in {log}", flush=True)
             begin = time.monotonic()
             with log.open("w") as file:
-                command = [inside, "-m", "pytest", "-n", "2", "-q", "-rf", *arguments]
+                command = [inside, "-m", "pytest", "-n", "2", "-rf", *arguments]
                 code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
             last = log.read_text().strip().splitlines()[-1].strip("= ")
             found.append((kind, f"{last} ({time.monotonic() - begin:.0f} s)", code == 0))

@@ -4,11 +4,13 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from grace.core.context import Context
 from grace.core.state import State
 from grace.errors import ConfigError
+
+C = TypeVar("C", bound="Component")  # typing.Self needs Python 3.11
 
 
 class Component:
@@ -35,7 +37,7 @@ class Component:
     _owner: Callable[[], object] | None = None
     """Weak reference to the runner that the component serves. It returns None when the runner has ended."""
 
-    def __new__(cls, *args: object, **options: object) -> Self:
+    def __new__(cls: type[C], *args: object, **options: object) -> C:
         """Create the object with a state and a context here, because users' classes may not call
         ``super().__init__``."""
         made = super().__new__(cls)

@@ -18,14 +18,17 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from grace.core.state import Value, Values
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import is_floating
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
+from grace.session.state_schema import SavedState, ValuesByKind
 from grace.session.step_runner import StepRunner
 
 Partition = dict[str, Any]
+"""How a variable is cut, and the methods of its shards; see ``pieces`` in :mod:`grace.session.state_schema`."""
 Partitions = dict[str, Partition]
 KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 """Kinds of state that every run knows."""
@@ -67,7 +70,7 @@ class Resharding:
         dropped: descriptions of the state that was dropped.
     """
 
-    def __init__(self, saved: dict[str, Any], now: Partitions, runner: StepRunner, strict: bool):
+    def __init__(self, saved: SavedState, now: Partitions, runner: StepRunner, strict: bool):
         self.saved = saved
         self.now = now
         self.runner = runner
@@ -75,12 +78,12 @@ class Resharding:
         self.rank = runner.backend.rank
         self.size = runner.backend.size
         self.before: Partitions = saved["pieces"]
-        self.everyone: list[dict[str, Any]] | None = saved.get("ranks")
+        self.everyone: list[ValuesByKind] | None = saved.get("ranks")
         self.dropped: list[str] = []
         self.cut_anew: list[tuple[str, str]] = []
         """Pairs of a kind of shards' memory and a variable whose shards changed."""
 
-    def values(self) -> dict[str, dict[str, Any]]:
+    def values(self) -> ValuesByKind:
         """Return the state by kind and by this run's shards.
 
         Raises:
@@ -88,7 +91,7 @@ class Resharding:
         """
         states = [self.saved["state"], *(self.everyone or ())]
         held = {kind: {name for state in states for name in state.get(kind, ())} for kind in self._kinds(states)}
-        found: dict[str, dict[str, Any]] = {kind: {} for kind in held}
+        found: ValuesByKind = {kind: {} for kind in held}
         parts_of = {name: set(_part_names(name, old)) for name, old in self.before.items()}
         known = set().union(*parts_of.values())
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
@@ -111,13 +114,13 @@ class Resharding:
             residuals.update(self._try(self._return_to_residuals, kind, name, residuals))
         return found
 
-    def pending(self) -> list[dict[str, Any]]:
+    def pending(self) -> list[Values]:
         """Return the means that are still to be applied, cut into this run's parts, oldest step first.
 
         Raises:
             ConfigError: (if strict) a mean does not fit.
         """
-        new: list[dict[str, Any]] = []
+        new: list[Values] = []
         known = {part for name, old in self.before.items() for part in _part_names(name, old)}
         for step in self.saved["pending"]:
             new.append({})
@@ -128,7 +131,7 @@ class Resharding:
                     new[-1].update(self._try(self._convert_pending, name, old, step))
         return new
 
-    def _try(self, convert: Callable[..., dict[str, Any]], *what: object) -> dict[str, Any]:
+    def _try(self, convert: Callable[..., Values], *what: object) -> Values:
         """Return the result of a conversion. If it does not fit, raise ConfigError if strict, else drop the state."""
         try:
             return convert(*what)
@@ -139,19 +142,19 @@ class Resharding:
             return {}
 
     @staticmethod
-    def _kinds(states: list[dict[str, Any]]) -> list[str]:
+    def _kinds(states: list[ValuesByKind]) -> list[str]:
         return list(dict.fromkeys(kind for state in states for kind in state))
 
-    def _refuse_kind(self, kind: str) -> dict[str, Any]:
+    def _refuse_kind(self, kind: str) -> Values:
         raise Misfit(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
 
-    def _refuse_name(self, kind: str, name: str) -> dict[str, Any]:
+    def _refuse_name(self, kind: str, name: str) -> Values:
         raise Misfit(
             f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the "
             "parameters the names that they were saved with"
         )
 
-    def _convert(self, kind: str, name: str) -> dict[str, Any]:
+    def _convert(self, kind: str, name: str) -> Values:
         """Return one kind of state of one variable, by this run's parts."""
         if name not in self.now:
             self._refuse_name(kind, name)
@@ -177,13 +180,13 @@ class Resharding:
         fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
         return fitting
 
-    def _convert_buffers(self, kind: str, names: set[str]) -> dict[str, Any]:
+    def _convert_buffers(self, kind: str, names: set[str]) -> Values:
         """Return the model's buffers that this run has, too. Each rank's own need as many ranks: all others start from
         those of the last round."""
         if kind == "local_buffer" and self.everyone is not None and len(self.everyone) != self.size:
             return {}
         now = self.runner.outer_rounds.read_buffers()
-        found: dict[str, Any] = {}
+        found: Values = {}
         for name in sorted(names):
             value = self._select(kind, name)
             if value is None:
@@ -200,7 +203,7 @@ class Resharding:
         """Return True if a variable's shards are on the same ranks as in the checkpoint."""
         return self.saved["size"] == self.size and _same_partition(old, cut, "axis", "sizes", "methods", "destinations")
 
-    def _return_to_residuals(self, kind: str, name: str, kept: dict[str, Any]) -> dict[str, Any]:
+    def _return_to_residuals(self, kind: str, name: str, kept: Values) -> Values:
         """Return the sums of a variable's residuals and of its shards' memories, by this run's parts.
 
         Args:
@@ -209,7 +212,7 @@ class Resharding:
             kept: residuals of this rank, by part.
         """
         old, cut = self.before[name], self.now[name]
-        of_whole, wholes, size = kind.removeprefix("shard_"), dict[str, Any](), self.saved["size"]
+        of_whole, wholes, size = kind.removeprefix("shard_"), Values(), self.saved["size"]
         shape = list(cut["shape"])
         for i, part in enumerate(_part_names(name, old)):
             own = self._select(kind, part) if self.everyone is None else None
@@ -234,7 +237,7 @@ class Resharding:
             raise Misfit(f"the checkpoint's memories of {name!r} and of its shards were kept at other learning rates")
         return sums
 
-    def _check_shape(self, what: str, name: str) -> dict[str, Any]:
+    def _check_shape(self, what: str, name: str) -> Values:
         old, cut = self.before[name]["shape"], self.now[name]["shape"]
         if list(old) != cut:
             raise Misfit(
@@ -255,7 +258,7 @@ class Resharding:
                         f"{other}. Use {spec}"
                     )
 
-    def _select(self, kind: str, part: str) -> Any:
+    def _select(self, kind: str, part: str) -> Value | None:
         """Return the state of one saved part for this rank: the rank's own, the one that all ranks share, or the mean
         over ranks."""
         own = self.saved["state"].get(kind, {}).get(part)
@@ -275,7 +278,7 @@ class Resharding:
         values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
         return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
 
-    def _fits(self, kind: str, part: str, value: Any) -> bool:
+    def _fits(self, kind: str, part: str, value: Value) -> bool:
         """Return True if a value has the form that the component keeps; False, and drop the value, if it has not
         because the method's parameters changed.
 
@@ -300,7 +303,7 @@ class Resharding:
             return False
         raise Misfit(f"the checkpoint holds the {kind} of {part!r}, which {why}")
 
-    def _answer_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> dict[str, Any]:
+    def _answer_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> Values:
         """Return the memory for the answers of this rank, if it is a destination. Another rank may have been the
         destination in the checkpoint."""
         parts = _part_names(name, old)
@@ -324,7 +327,7 @@ class Resharding:
         mine = {part for part, root in destinations if root == self.rank}
         return {part: value for part, value in whole.items() if part in mine}
 
-    def _convert_pending(self, name: str, old: Partition, step: dict[str, Any]) -> dict[str, Any]:
+    def _convert_pending(self, name: str, old: Partition, step: Values) -> Values:
         """Return the means of one variable that are still to be applied, by this run's parts."""
         if name not in self.now:
             self._refuse_name("mean", name)
@@ -364,14 +367,14 @@ def _part_names(name: str, cut: Partition) -> list[str]:
     return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
 
 
-def _layout(value: Any) -> object:
+def _layout(value: Value) -> object:
     """Return the names, types and shapes in a value."""
     if isinstance(value, dict):
         return {key: _layout(item) for key, item in value.items()}
     return (kernels_of(value).dtype(value), *value.shape) if hasattr(value, "shape") else "a number"
 
 
-def _mean_value(values: list[Any], count: int, what: str) -> Any:
+def _mean_value(values: list[Value], count: int, what: str) -> Value:
     """Return the mean of values over ``count`` ranks; a rank without a value counts as zero."""
     if any(_layout(value) != _layout(values[0]) for value in values):
         raise Misfit(f"{what} has other shapes on other ranks of the checkpoint")
@@ -383,8 +386,8 @@ def _mean_value(values: list[Any], count: int, what: str) -> Any:
 
 
 def _repartition(
-    name: str, old: Partition, cut: Partition, values: dict[str, Any], what: str, any_dtype: bool = False
-) -> dict[str, Any]:
+    name: str, old: Partition, cut: Partition, values: Values, what: str, any_dtype: bool = False
+) -> Values:
     """Return values of a variable's old parts as values of its new parts.
 
     Raises:
@@ -409,7 +412,7 @@ def _repartition(
     return {part: _slice(whole, cut["axis"], a, b) for part, (a, b) in zip(_part_names(name, cut), ends, strict=True)}
 
 
-def _join_parts(values: list[Any], axis: int | None, sizes: list[int]) -> Any:
+def _join_parts(values: list[Value], axis: int | None, sizes: list[int]) -> Value:
     """Return the parts of a tensor, or of dicts of tensors, joined along the axis; None counts as zeros."""
     if axis is None:
         return values[0]
@@ -431,7 +434,7 @@ def _join_parts(values: list[Any], axis: int | None, sizes: list[int]) -> Any:
     return k.concat(parts, axis)
 
 
-def _slice(value: Any, axis: int, start: int, stop: int) -> Any:
+def _slice(value: Value, axis: int, start: int, stop: int) -> Value:
     if isinstance(value, dict):
         return {key: _slice(item, axis, start, stop) for key, item in value.items()}
     if not getattr(value, "shape", ()):
@@ -441,7 +444,7 @@ def _slice(value: Any, axis: int, start: int, stop: int) -> Any:
     return k.reshape(k.flat(shard), tuple(shard.shape))
 
 
-def describe_mismatch(value: Any, wanted: Any, dtype: str | None = "float32") -> str:
+def describe_mismatch(value: Value, wanted: Any, dtype: str | None = "float32") -> str:
     """Return the difference between a value and its wanted form (see ``Component.keeps``) as text; empty if there is
     none.
 
@@ -468,7 +471,7 @@ def describe_mismatch(value: Any, wanted: Any, dtype: str | None = "float32") ->
     return "" if right else f"should be {dtype or 'of floats'}, and is {kind}"
 
 
-def describe_row_mismatch(value: Any, shape: tuple[int, ...]) -> str:
+def describe_row_mismatch(value: Value, shape: tuple[int, ...]) -> str:
     """Return the difference between a value and distinct rows of a variable as text; empty if there is none."""
     if not isinstance(value, dict):
         return "should be rows and their values, and is not"
@@ -482,7 +485,7 @@ def describe_row_mismatch(value: Any, shape: tuple[int, ...]) -> str:
     return ""
 
 
-def join_shards(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) -> Any:
+def join_shards(kept: Sequence[Value], shape: Sequence[int], weight: float = 1.0) -> Value:
     """Return the value of a whole tensor from the ranks' values of its shards; None if the shards are cut otherwise.
 
     Args:
@@ -513,7 +516,7 @@ def join_shards(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) 
     return k.reshape(k.join(pieces), tuple(shape))
 
 
-def add_values(own: Any, more: Any) -> Any:
+def add_values(own: Value, more: Value) -> Value:
     """Return the sum of two values of a memory; None if they hold numbers that differ.
 
     >>> add_values({"residual": 1.0, "lr": 0.5}, {"residual": 2.0, "lr": 0.25}) is None

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 from grace.core.state import Value, Values
 from grace.core.variable import equal_bounds
@@ -27,8 +27,18 @@ from grace.kernels import kernels_of
 from grace.session.state_schema import SavedState, ValuesByKind
 from grace.session.step_runner import StepRunner
 
-Partition = dict[str, Any]
-"""How a variable is cut, and the methods of its shards; see ``pieces`` in :mod:`grace.session.state_schema`."""
+
+class Partition(TypedDict):
+    """Cut of a variable into shards, and by shard the methods, memories and destinations; see ``pieces`` of a state."""
+
+    axis: int | None
+    shape: list[int]
+    sizes: list[int]
+    methods: list[str]
+    memories: list[str]
+    destinations: list[int | None]
+
+
 Partitions = dict[str, Partition]
 KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 """Kinds of state that every run knows."""
@@ -167,12 +177,12 @@ class Resharding:
         elif base in ("memory", *OF_ROUNDS):
             values = {part: self._select(kind, part) for part in _part_names(name, old)}
             values = {part: value for part, value in values.items() if value is not None}
-            if not _same_partition(old, cut, "axis", "sizes"):
+            if not _cut_alike(old, cut):
                 values = _repartition(name, old, cut, values, f"the {kind}", base in OF_ROUNDS)
         elif base == "shard_memory" and not self._same_shards(old, cut):
             self.cut_anew.append((kind, name))
             return {}
-        elif not _same_partition(old, cut, "axis", "sizes", "methods", "destinations"):
+        elif not _exchanged_alike(old, cut):
             self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
             return {}
         else:
@@ -201,7 +211,7 @@ class Resharding:
 
     def _same_shards(self, old: Partition, cut: Partition) -> bool:
         """Return True if a variable's shards are on the same ranks as in the checkpoint."""
-        return self.saved["size"] == self.size and _same_partition(old, cut, "axis", "sizes", "methods", "destinations")
+        return self.saved["size"] == self.size and _exchanged_alike(old, cut)
 
     def _return_to_residuals(self, kind: str, name: str, kept: Values) -> Values:
         """Return the sums of a variable's residuals and of its shards' memories, by this run's parts.
@@ -229,7 +239,7 @@ class Resharding:
                     f"scatter_reduce, which are not those of {size} ranks. Resume as it was saved"
                 )
         values = wholes
-        if not _same_partition(old, cut, "axis", "sizes"):
+        if not _cut_alike(old, cut):
             values = _repartition(name, old, cut, wholes, f"the {kind}")
         fitting = {part: value for part, value in values.items() if self._fits(of_whole, part, value)}
         sums = {part: add_values(kept.get(part), value) for part, value in fitting.items()}
@@ -248,7 +258,7 @@ class Resharding:
 
     def _check_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> None:
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: without_parameters(a) == without_parameters(b))
-        states, unchanged = self.everyone or [self.saved["state"]], _same_partition(old, cut, "axis", "sizes")
+        states, unchanged = self.everyone or [self.saved["state"]], _cut_alike(old, cut)
         for i, (part, spec) in enumerate(zip(_part_names(name, old), old["memories"], strict=True)):
             held = any(part in state.get(kind, ()) for state in states)
             for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
@@ -308,7 +318,7 @@ class Resharding:
         destination in the checkpoint."""
         parts = _part_names(name, old)
         if self.everyone is None:
-            if not _same_partition(old, cut, "axis", "sizes", "destinations"):
+            if not _cut_alike(old, cut) or old["destinations"] != cut["destinations"]:
                 raise Misfit(
                     f"the checkpoint has this rank's memory of its answers for {name!r}, which another rank reduces "
                     "now, or in other parts. Save "
@@ -321,7 +331,7 @@ class Resharding:
             self.dropped.append(f"the {kind} of {name!r}, which no destination reduces now")
             return {}
         whole = kept
-        if not _same_partition(old, cut, "axis", "sizes"):
+        if not _cut_alike(old, cut):
             whole = _repartition(name, old, cut, kept, f"the {kind}")
         destinations = zip(_part_names(name, cut), cut["destinations"], strict=True)
         mine = {part for part, root in destinations if root == self.rank}
@@ -333,7 +343,7 @@ class Resharding:
             self._refuse_name("mean", name)
         cut = self.now[name]
         self._check_shape("a mean", name)
-        if _same_partition(old, cut, "axis", "sizes"):
+        if _cut_alike(old, cut):
             values = {part: step[part] for part in _part_names(name, old) if part in step}
         elif any(isinstance(step.get(part), dict) for part in _part_names(name, old)):
             raise Misfit(
@@ -353,14 +363,15 @@ class Resharding:
         return values
 
 
-def _same_partition(old: Partition, cut: Partition, *keys: str) -> bool:
-    """Return True if two partitions agree in these keys. Parameters of methods are not compared."""
-    if old["axis"] is None and cut["axis"] is None:
-        keys = tuple(key for key in keys if key != "sizes")
-    pairs = [(old[key], cut[key]) for key in keys if key != "methods"]
-    if "methods" in keys:
-        pairs.append((list(map(without_parameters, old["methods"])), list(map(without_parameters, cut["methods"]))))
-    return all(a == b for a, b in pairs)
+def _cut_alike(old: Partition, cut: Partition) -> bool:
+    """Return True if a variable is cut into the same parts on both sides, or into none."""
+    return old["axis"] == cut["axis"] and (cut["axis"] is None or old["sizes"] == cut["sizes"])
+
+
+def _exchanged_alike(old: Partition, cut: Partition) -> bool:
+    """Return True if also the methods and destinations of the parts are the same. Parameters of methods may differ."""
+    methods = [list(map(without_parameters, side["methods"])) for side in (old, cut)]
+    return _cut_alike(old, cut) and methods[0] == methods[1] and old["destinations"] == cut["destinations"]
 
 
 def _part_names(name: str, cut: Partition) -> list[str]:

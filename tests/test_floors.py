@@ -137,6 +137,15 @@ def test_packages_hold_exports_only():
                 assert exports or lazily or words, f"{file}:{node.lineno}"
 
 
+def test_names_of_typing_are_those_of_the_oldest_python():
+    later = {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "TypeVarTuple", "override"}
+    for file in FILES:
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ImportFrom) and node.module == "typing":
+                names = later & {alias.name for alias in node.names}
+                assert not names, f"{file}:{node.lineno}: Python 3.10 has no {', '.join(names)}"
+
+
 def test_the_floors_notice_what_runs_up_or_in_a_circle():
     tree = ast.parse("def f():\n    from grace.session import setup\n    import grace.errors")
     assert imported(tree) == [(2, "grace.session.setup"), (3, "grace.errors")]

@@ -1,8 +1,7 @@
 """Refusal of runs with fewer ranks than were started: ranks would train alone and nobody would notice."""
 
-from grace.backends import initialized, launchers
-from grace.backends.initialized import NAMES
-from grace.backends.launchers import Launcher
+from grace.backends import launchers
+from grace.backends.launchers import NAMES, Launcher
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 
@@ -47,7 +46,7 @@ def check_other_engines(backend: Backend) -> None:
     Raises:
         ConfigError: the engine sees fewer ranks.
     """
-    for name, size in initialized.sizes().items():
+    for name, size in launchers.initialized_sizes().items():
         if size > backend.size and not backend.elastic:
             remedy = f"say which engine counts: grace.init({name!r})"
             if backend.name == "local" and name in CALLS:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.communicator import CompressorArg
@@ -26,7 +26,7 @@ HOROVOD_ATTRIBUTES = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}
 class Once:
     """Base class of a distributed optimizer, of whose class Horovod may not derive its own."""
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         if len(cls.__bases__) == 1 and not HOROVOD_ATTRIBUTES.isdisjoint(vars(cls)):
             raise ConfigError(
@@ -153,6 +153,7 @@ class HorovodBackend(Backend):
         self.local_rank = self.hvd.local_rank()
         self.local_size = self.hvd.local_size()
         self.timeout = timeout_for()
+        # The watch compares operations of all ranks; a set of some has others, and in elastic mode ranks change.
         everyone = self.size == self.hvd.size()
         self.watched = everyone and self.size > 1 and not self.elastic
         self.members = None if everyone or not self.included else self.process_set.ranks

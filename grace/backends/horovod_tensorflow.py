@@ -122,7 +122,7 @@ class TensorFlowHorovodBackend(HorovodBackend):
         gathered = hvd.allgather(tf.bitcast(total, tf.int16), **{**options, "name": f"{options['name']}.totals"})
         return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: object) -> list[Any]:
         with tf.init_scope():  # at once, also while a graph is traced
             return super().allgather_object(value)
 

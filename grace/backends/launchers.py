@@ -1,4 +1,5 @@
-"""Detection of the launcher that has started this process, by the variables that it leaves in the environment."""
+"""Detection of the launcher that has started this process, by the variables that it leaves in the environment, and of
+engines that the program, or a framework that it uses, has initialized itself."""
 
 import json
 import os
@@ -10,6 +11,9 @@ from grace.backends.topology import MPI_SIZES
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 
+FRAMEWORKS = ("torch", "tensorflow")
+NAMES = {"horovod": "Horovod", "torch": "torch.distributed", "mpi": "MPI"}
+"""Names of engines in messages."""
 TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torch.distributed reads, whoever sets them."""
 HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE")
@@ -66,6 +70,34 @@ def detect(partly: bool = False) -> Launcher | None:
         if os.environ.get(key, "1") not in ("", "1"):  # a single rank needs no engine
             return Launcher(name, "mpi", (key,), key)
     return None
+
+
+def horovod_framework() -> str:
+    """Return the framework for which Horovod is initialized; empty if it is not."""
+    for framework in FRAMEWORKS:
+        horovod = sys.modules.get(f"horovod.{framework}")
+        if horovod is not None and horovod.is_initialized():
+            return framework
+    return ""
+
+
+def initialized_sizes() -> dict[str, int]:
+    """Return the number of ranks that each initialized engine sees, by the engine's name in `grace.init()`.
+
+    >>> initialized_sizes()
+    {}
+    """
+    found = {}
+    framework = horovod_framework()
+    if framework:
+        found["horovod"] = sys.modules[f"horovod.{framework}"].size()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        found["torch"] = torch.distributed.get_world_size()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        found["mpi"] = mpi.COMM_WORLD.Get_size()
+    return found
 
 
 def chosen() -> bool:

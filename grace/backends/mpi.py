@@ -100,6 +100,7 @@ class MPIBackend(Backend):
         staged = _Staged(tensor, written=True, ours=dtype in self.sums)
         datatype, op = NUMBERS.get(dtype, MPI.UINT16_T), self.sums.get(dtype, MPI.SUM)
         count = staged.memory.nbytes // datatype.Get_size()
+        # NumPy adds what is received, so this way is for host memory.
         if self.size == 2 and isinstance(staged.memory, np.ndarray):
             return self._sum_of_two(staged, dtype, count, datatype)
         return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, [staged.memory, count, datatype], op), staged)

@@ -6,8 +6,8 @@ import os
 import sys
 from importlib.metadata import entry_points
 
-from grace.backends import alone, initialized, launchers, topology
-from grace.backends.initialized import FRAMEWORKS
+from grace.backends import alone, launchers, topology
+from grace.backends.launchers import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
@@ -212,9 +212,9 @@ def _detect() -> str:
     _check_known(chosen, f"GRACE_BACKEND={chosen}: ")
     if chosen != "auto":
         return chosen
-    initialized_sizes = initialized.sizes()
+    sizes = launchers.initialized_sizes()
     for name in ("horovod", "torch"):  # an engine that the program has initialized counts more than a launcher
-        if name in initialized_sizes:
+        if name in sizes:
             return name
     launcher = launchers.detect()
     if launcher is None:
@@ -283,7 +283,7 @@ def _framework(framework: str | None, guess: bool = True) -> str:
     if framework or not guess:
         return framework or ""
     imported = [name for name in FRAMEWORKS if name in sys.modules]
-    return initialized.horovod_framework() or next(iter(imported), "")
+    return launchers.horovod_framework() or next(iter(imported), "")
 
 
 def _horovod(framework: str | None) -> Backend:

@@ -99,7 +99,7 @@ class SimulatedRanks(Backend):
     def split(self, ranks: Sequence[int]) -> "SimulatedRanks | None":
         return SimulatedRanks(len(ranks), list(ranks).index(self.rank)) if self.rank in ranks else None
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: object) -> list[Any]:
         return [value] * self.size
 
     def _count(self, tensor: Tensor, share: float) -> float:

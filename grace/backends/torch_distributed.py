@@ -18,8 +18,7 @@ import torch.distributed as dist
 from grace.backends.topology import MPI_SIZES
 from grace.backends.torch_streams import Side
 from grace.backends.torchrun import private_store
-from grace.core.backend import Backend, Handle
-from grace.core.channels import Channels
+from grace.core.backend import Backend, Channels, Handle
 from grace.core.waits import timeout_for
 from grace.core.watch import POLL_SECONDS, Patience
 from grace.errors import ConfigError, missing_extra

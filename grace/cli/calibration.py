@@ -135,7 +135,7 @@ class Calibration:
         try:
             if isinstance(document, dict):
                 document = {name: value for name, value in document.items() if name != "format"}
-            return documents.record(cls, document, "calibration")  # type: ignore[no-any-return]
+            return documents.record(cls, document, "calibration")
         except ConfigError as error:
             raise ConfigError(f"is damaged: {error}") from None
 

@@ -17,7 +17,7 @@ from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.inputs import call_model_function
 from grace.cli.terminal import standard_output
-from grace.core.quantities import parse_bytes, parse_rate, parse_seconds
+from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.pipeline.planning import baselines, profiles
@@ -81,7 +81,7 @@ def _replicas(text: str) -> set[int] | list[int]:
 
 
 def _latency(text: str) -> float:
-    return parse_seconds(text, "a latency is a number with s, ms or us, as 50us")
+    return parse_quantity(text, SECONDS, "a latency is a number with s, ms or us, as 50us")
 
 
 @dataclass

@@ -23,7 +23,7 @@ from grace.cli.inputs import (
 )
 from grace.cli.local_steps import LocalSteps, run_steps
 from grace.core.backend import LocalBackend
-from grace.core.quantities import parse_seconds
+from grace.core.quantities import SECONDS, parse_quantity
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto, timeline
@@ -42,7 +42,7 @@ PARTS = ("forward", "backward", "optimizer")
 
 
 def _seconds(option: str, text: str) -> float:
-    return parse_seconds(text, f"{option} is a time with its unit, as in 12ms or 0.5s")
+    return parse_quantity(text, SECONDS, f"{option} is a time with its unit, as in 12ms or 0.5s")
 
 
 def _specs(texts: list[str]) -> list[str] | None:

@@ -1,16 +1,16 @@
-"""The backend contract: the engine that moves bytes."""
+"""The backend contract: the engine that moves bytes, and the channels that optimizers exchange over."""
 
 import abc
 import contextlib
 import copy
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from grace.core import watch
-from grace.core.channels import Channels
 from grace.core.waits import TIMEOUT, called_function, waiting
 from grace.errors import ConfigError, ExchangeError, GraceError
 
@@ -33,13 +33,13 @@ class Handle:
 
     def __init__(
         self,
-        wait: Callable[[], Any],
-        result: Any = None,
+        wait: Callable[[], object],
+        result: object = None,
         works: tuple[Any, ...] = (),
-        later: Callable[[], Any] | None = None,
+        later: Callable[[], object] | None = None,
     ):
         self._wait, self.works = wait, works
-        self._result = later or (lambda: result)
+        self._result: Callable[[], Any] = later or (lambda: result)
 
     def wait(self) -> Any:
         """Block until the collective is done; return its result."""
@@ -50,7 +50,7 @@ class Handle:
         """Return the result of a collective that is known to be done."""
         return self._result()
 
-    def map(self, function: Callable[[Any], Any]) -> "Handle":
+    def map(self, function: Callable[[Any], object]) -> "Handle":
         """Return a handle whose result is ``function`` of this handle's result."""
         return Handle(self._wait, works=self.works, later=lambda: function(self._result()))
 
@@ -186,6 +186,7 @@ class Backend(abc.ABC):
     def copy_with(self: B, **changed: object) -> B:
         """Return a backend of the same class and settings that has sent nothing yet, with these attributes changed."""
         other = copy.copy(self)
+        # Counters, channels and functions to call at the end are one backend's own.
         for key in ("sent_bytes", "started", "done", "closing", "_channels"):
             other.__dict__.pop(key, None)
         other.__dict__.update(changed)
@@ -199,11 +200,11 @@ class Backend(abc.ABC):
         return alone or self.pairs_by_name or self.elastic
 
     @property
-    def channels(self) -> Channels:
+    def channels(self) -> "Channels":
         """Channels that were duplicated from this backend."""
         return self.__dict__.setdefault("_channels", Channels())
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: object) -> list[Any]:
         """Gather small Python objects, blocking. For start-up and checkpoints only. The default gathers their pickles
         as tensors, which :meth:`tensor_of` makes."""
         with self.checked_operation("allgather_object"):
@@ -213,9 +214,10 @@ class Backend(abc.ABC):
         """Return an array as a tensor that the engine's collectives accept."""
         return array
 
-    def allgather_pickled(self, value: Any) -> list[Any]:
+    def allgather_pickled(self, value: object) -> list[Any]:
         """Gather small Python objects by two all-gathers, of sizes and of padded pickles, without counting their
         bytes."""
+        # Metrics compare sent bytes with those of gradients, so what is gathered here must not count.
         before = self.sent_bytes
         raw = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = [int(size[0]) for size in self.allgather(self.tensor_of(np.array([raw.size]))).wait()]
@@ -290,6 +292,7 @@ class Backend(abc.ABC):
             for function in self.__dict__.pop("closing", []):
                 function()
         finally:
+            # Also after an error: a channel that stays open would keep the engine, and so the process, from ending.
             if "_channels" in self.__dict__:
                 self.channels.close()
             self.shutdown()
@@ -328,5 +331,103 @@ class LocalBackend(Backend):
     def split(self, ranks: Sequence[int]) -> "LocalBackend | None":
         return LocalBackend() if 0 in ranks else None
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: object) -> list[Any]:
         return [value]
+
+
+FreeChannels = dict[int, int]
+"""Free channels of a rank: the number of collectives started over each, by channel number."""
+
+
+class Channels:
+    """Channels of one group of ranks, by number; each rank of the group has the same ones.
+
+    torch.distributed and MPI pair collectives by the order in which ranks start them. The exchange of an optimizer
+    starts in backward on a rank that has all gradients, and in ``step()`` on a rank that left a layer out. Over one
+    process group it would be paired with a collective of another optimizer, or of the user, that was started between
+    the two. So every optimizer exchanges over a channel, a duplicate of the backend.
+
+    Channels are kept, and used again. They cannot be freed by all ranks together: optimizers end when Python collects
+    them, at another moment on each rank. When ranks compare their settings they also compare which channels are free,
+    and so choose the same channel.
+
+    >>> channels = Channels()
+    >>> first = channels.acquire(LocalBackend(), [channels.free_channels()])
+    >>> other = channels.acquire(LocalBackend(), [channels.free_channels()])
+    >>> channels.release(first)
+    >>> channels.acquire(LocalBackend(), [channels.free_channels()]) is first, other is first
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Backend] = []
+        self.taken: set[int] = set()
+
+    def free_channels(self) -> FreeChannels:
+        """Return the channels that are free on this rank, which :meth:`acquire` needs from all ranks."""
+        idle = {number: c.started for number, c in enumerate(self.made) if c.started == c.done}
+        return {number: count for number, count in idle.items() if number not in self.taken}
+
+    def acquire(self, parent: Backend, free_of_ranks: Sequence[FreeChannels]) -> Backend:
+        """Return a channel that all ranks agree on: the first that is free on all ranks and over which all ranks have
+        started equally many collectives; a new channel if there is none.
+
+        Args:
+            parent: the backend that new channels are duplicated from.
+            free_of_ranks: the free channels of every rank, in the order of ranks.
+        """
+        # In one order, so that all ranks find the same channel.
+        for number, count in sorted(free_of_ranks[0].items()):
+            if number not in self.taken and all(free.get(number) == count for free in free_of_ranks):
+                self.taken.add(number)
+                return self.made[number]
+        self.taken.add(len(self.made))
+        self.made.append(parent.duplicate())
+        return self.made[-1]
+
+    def release(self, channel: Backend) -> None:
+        """Let other optimizers use a channel. It counts as free once none of its collectives is under way."""
+        self.taken -= {number for number, other in enumerate(self.made) if other is channel}
+
+    def close(self) -> None:
+        """Close all channels."""
+        made, self.made, self.taken = self.made, [], set()
+        for channel in made:
+            channel.close()
+
+
+class Leases:
+    """Channels that one runner uses until it ends or is garbage-collected.
+
+    Args:
+        backend: the backend that channels are duplicated from.
+
+    Attributes:
+        free_of_ranks: the free channels of every rank. Set once the ranks have compared their settings.
+        ends: finalizers that release the channels of this runner.
+    """
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+        self.free_of_ranks: list[FreeChannels] = []
+        self.ends: list[weakref.finalize[..., Leases]] = []
+
+    def free_channels(self) -> FreeChannels | None:
+        """Return the channels that are free on this rank; None if the backend is its own channel."""
+        return None if self.backend.is_its_own_channel else self.backend.channels.free_channels()
+
+    def acquire(self, another: bool = False) -> Backend:
+        """Return a channel for this runner. A backend that is its own channel is returned itself, or duplicated if
+        ``another`` is True."""
+        if self.backend.is_its_own_channel:
+            return self.backend.duplicate() if another else self.backend
+        channels = self.backend.channels
+        channel = channels.acquire(self.backend, self.free_of_ranks)
+        self.ends.append(weakref.finalize(self, channels.release, channel))
+        self.ends[-1].atexit = False  # at exit no other runner needs the channel
+        return channel
+
+    def release(self) -> None:
+        """Release all channels of this runner."""
+        for end in self.ends:
+            end()

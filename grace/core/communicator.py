@@ -79,14 +79,14 @@ class Communicator(Component):
     kind = "communicator"
     own_numbers = ("rank", "local_rank")
     sums: bool = False
-    cost: ClassVar[Any] = RouteCost()
+    cost: "ClassVar[RouteCost | str]" = RouteCost()
     """Formula, as text, for the bytes that one exchange sends from a rank, for a payload of p bytes and W ranks. A
     class may set it itself."""
     rooted: ClassVar[bool] = False
     """True if one rank averages for all ranks, and sends the means back."""
     cuts: ClassVar[bool] = False
     """True if each rank owns a piece of every variable, and averages it."""
-    codec: ClassVar[Any] = None
+    codec: ClassVar[type | None] = None
     """The class of its own bucket codec (:class:`grace.exchange.codec.PerVariableCodec`); None to have one chosen."""
     can_defer: bool = True
     """True if headers on a device may be read at the end of the step."""
@@ -149,7 +149,7 @@ class Communicator(Component):
         raise TypeError(f"{type(self).__name__} must define wait_receive(handles, ctx, name)")
 
     @classmethod
-    def parameters(cls) -> dict[str, Any]:
+    def parameters(cls) -> dict[str, object]:
         """Return the parameters of the spec, and of a strategy's ``sync``, besides compressor and memory: those of
         ``__init__``, and those of its bases where it passes ``**options`` on.
 
@@ -157,7 +157,7 @@ class Communicator(Component):
         >>> list(ReduceBroadcast.parameters())
         ['destination', 'staleness', 'sync', 'local_replication', 'ahead']
         """
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for base in cls.__mro__:
             if base is Communicator:
                 break
@@ -287,7 +287,7 @@ class Communicator(Component):
                 found.setdefault(id(part.state), (f"{kind}.{name}" if name else kind, part))
         return dict(found.values())
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the attributes for copies and pickles, which are in no run yet."""
         own = {"backend": LocalBackend(), "_by_hand": None, "uncompressed": None}
         return {**super().__getstate__(), **own}

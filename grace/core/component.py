@@ -4,13 +4,13 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from grace.core.context import Context
 from grace.core.state import State
 from grace.errors import ConfigError
 
-C = TypeVar("C", bound="Component")
+C = TypeVar("C", bound="Component")  # typing.Self needs Python 3.11
 
 
 class Component:
@@ -80,11 +80,11 @@ class Component:
         return found
 
     def with_context(
-        self,
+        self: C,
         context: Context,
         copies: "dict[int, Component] | None" = None,
         former: "Mapping[int, Component] | None" = None,
-    ) -> Any:
+    ) -> C:
         """Return a copy of the component and its parts in another context. The copy shares their state.
 
         Args:
@@ -99,10 +99,10 @@ class Component:
         """
         copies = {} if copies is None else copies
         if id(self) in copies:
-            return copies[id(self)]
+            return cast(C, copies[id(self)])
         known = None if former is None else former.get(id(self))
-        reused = known is not None and type(known) is type(self)
-        other: Any = known if reused else object.__new__(type(self))
+        other = cast(C, known) if type(known) is type(self) else object.__new__(type(self))
+        # Registered before its parts are copied, because a part may refer to this component.
         copies[id(self)] = other
         for name, value in vars(self).items():
             object.__setattr__(other, name, _mapped(value, lambda part: part.with_context(context, copies, former)))
@@ -117,6 +117,7 @@ class Component:
             ConfigError: the component, or a part of it, has another owner that still lives.
         """
         components = self.named_components().values()
+        # Check all before the first one changes hands: a refusal must leave no part with another owner.
         for component in components:
             if component._owner is not None and component._owner() not in (None, owner):
                 raise ConfigError(
@@ -136,18 +137,18 @@ class Component:
             if component._owner is not None and component._owner() is owner:
                 object.__setattr__(component, "_owner", _no_owner)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the attributes for copies and pickles, which are in no run yet."""
         return {key: value for key, value in vars(self).items() if key not in ("context", "_owner")}
 
     @classmethod
-    def parameters(cls) -> dict[str, Any]:
+    def parameters(cls) -> dict[str, object]:
         """Return parameter names and their defaults (``dataclasses.MISSING`` for a parameter without a default)."""
         if not dataclasses.is_dataclass(cls):
             return {}
         return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the dict form of the spec: the name, and every parameter."""
         return {"name": self.name, **{key: getattr(self, key) for key in self.parameters()}}
 
@@ -221,7 +222,7 @@ def _components(name: str, value: object) -> Iterator[tuple[str, Component]]:
             yield from _components(f"{name}.{key}", item)
 
 
-def _mapped(value: Any, change: Callable[[Component], Component]) -> Any:
+def _mapped(value: object, change: Callable[[Component], Component]) -> object:
     """Return a value with ``change`` applied to each component in it."""
     if isinstance(value, Component):
         return change(value)

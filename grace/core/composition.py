@@ -88,7 +88,7 @@ class Composed(Compressor):
         """True if the sparsifier tells elements apart by position."""
         return self.sparsifier.by_position
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the dict form of the spec: the name, and the dict forms of both parts."""
         return {"name": self.name, "sparsifier": self.sparsifier.to_dict(), "values": self.values.to_dict()}
 

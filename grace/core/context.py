@@ -6,6 +6,7 @@ from typing import Any
 
 from grace.core.api_names import TORCH, ApiNames
 from grace.kernels.random import Stream, stream_key
+from grace.kernels.reference import Tensor
 
 
 def _one(name: str) -> float:
@@ -50,7 +51,7 @@ class Context:
     out_of_step: str = ""
     partial: bool = False
     api_names: ApiNames = TORCH
-    device_step: Any = None
+    device_step: Tensor | None = None
 
     @property
     def stamped(self) -> tuple[int, ...]:
@@ -87,5 +88,5 @@ class SubgroupContext:
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_whole"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(vars(self)["_whole"], name, value)

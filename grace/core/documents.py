@@ -12,10 +12,14 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grace.errors import ConfigError, missing_extra
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 DEEPEST = 50
 """Largest depth of nested lists and objects. Readers of documents may recurse over them."""
 
@@ -71,8 +75,8 @@ def parse(text: str, where: str, infinite: bool = False, only_json: bool = False
     return found
 
 
-def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _parse_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(f"the key {key!r} stands there a second time")
@@ -95,7 +99,7 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-def record(kind: type, document: object, where: str, **given: object) -> Any:
+def record(kind: type[T], document: object, where: str, **given: object) -> T:
     """Return a dataclass whose fields are those of a document's object, lists as tuples.
 
     Args:

@@ -60,15 +60,6 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def parse_seconds(text: str, form: str) -> float:
-    """Return a duration in seconds; see :func:`parse_quantity`.
-
-    >>> parse_seconds("12ms", "--forward is a time"), parse_seconds("0.5 s", "--forward is a time")
-    (0.012, 0.5)
-    """
-    return parse_quantity(text, SECONDS, form)
-
-
 def parse_bytes(text: str) -> float:
     """Return a size in bytes.
 

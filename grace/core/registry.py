@@ -219,6 +219,7 @@ def _discover(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str
             unusable[point.name] = error
             continue
         if getattr(value, "kind", None) == kind:
+            # A package cannot replace a method of Grace: specs in checkpoints would mean another one.
             classes.setdefault(point.name, value)
         else:
             unusable[point.name] = ConfigError(f"{_describe(point)} is no {kind}")

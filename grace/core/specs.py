@@ -30,6 +30,7 @@ def parse(spec: Spec) -> tuple[str, dict[str, Any]]:
         return spec["name"], {key: value for key, value in spec.items() if key != "name"}
     if not isinstance(spec, str):
         raise ConfigError(f"a spec is text like 'topk(ratio=0.01)' or a dict, not {spec!r}")
+    # Python's parser may crash the process on text that is nested deeply enough.
     if len(spec) > LONGEST:
         raise ConfigError(f"a spec of {len(spec):,} characters is too long: {spec!r}")
     try:
@@ -47,7 +48,7 @@ def parse(spec: Spec) -> tuple[str, dict[str, Any]]:
     raise ConfigError(f"cannot read the spec {spec!r}; write it like 'topk(ratio=0.01)'")
 
 
-def split(spec: Any) -> tuple[Any, Any] | None:
+def split(spec: object) -> tuple[Spec, Spec] | None:
     """Return the two parts of a composition's spec, text or dict; None if the spec is no composition.
 
     >>> split("topk(ratio=0.01) | qsgd"), split("parallax(compressor=topk | qsgd)")
@@ -81,7 +82,7 @@ def _at_bars(text: str) -> list[str]:
     return parts
 
 
-def _literal(spec: str, keyword: ast.keyword) -> Any:
+def _literal(spec: str, keyword: ast.keyword) -> object:
     """Return a parameter's value: a literal, or as text a bare word (``dtype=fp16``, ``warm_start=true``) or another
     spec (``compressor=topk(ratio=0.05)``), in lists and dicts too."""
     try:
@@ -92,7 +93,7 @@ def _literal(spec: str, keyword: ast.keyword) -> Any:
         raise ConfigError(f"{spec}: {keyword.arg} is not a number, a word, a spec or a literal of these") from None
 
 
-def _value(spec: str, node: ast.expr) -> Any:
+def _value(spec: str, node: ast.expr) -> object:
     if isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)):
         text = str(ast.get_source_segment(spec, node))
         for part in split(text) or (text,):

@@ -6,15 +6,20 @@ from typing import Any
 
 from grace.kernels.reference import Tensor
 
+Value = Any
+"""Value of a variable in a state: an array, a number, or a dict of those."""
+Values = dict[str, Value]
+"""Values by the variable's name."""
 
-class State(MutableMapping[str, Any]):
+
+class State(MutableMapping[str, Value]):
     """A mapping from variable name to value whose writes are staged until :meth:`commit`.
 
     Memories and compressors write to it as to a dict. Reads see staged writes. At the end of a step
     the exchange commits; when any rank's gradient overflowed it rolls back, so that no NaN enters
     and the step is as if it had not been (Micikevicius et al., arXiv 1710.03740: skipped steps).
 
-    Values are arrays, numbers, or dicts of those. The last computation of an array may be deferred until the array is
+    The last computation of an array may be deferred until the array is
     read.
 
     Attributes:
@@ -31,8 +36,8 @@ class State(MutableMapping[str, Any]):
     """
 
     def __init__(self) -> None:
-        self._committed: dict[str, Any] = {}
-        self._staged: dict[str, Any] = {}
+        self._committed: Values = {}
+        self._staged: Values = {}
         self.deferred: dict[str, Any] = {}
 
     def run_deferred(self, *names: str) -> None:
@@ -52,23 +57,23 @@ class State(MutableMapping[str, Any]):
         finally:
             self.deferred = deferred
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the attributes for copies and pickles, after all deferred computations."""
         self.run_deferred(*self.deferred)
         return vars(self)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Value:
         if self.deferred:
             self.run_deferred(name)
         return self._staged[name] if name in self._staged else self._committed[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: Value = None) -> Value:
         """Return the value of a variable, staged or committed; ``default`` if there is none."""
         if self.deferred:
             self.run_deferred(name)
         return self._staged[name] if name in self._staged else self._committed.get(name, default)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: Value) -> None:
         self._staged[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -94,7 +99,7 @@ class State(MutableMapping[str, Any]):
         return not self._staged.keys().isdisjoint(names)
 
     @property
-    def committed(self) -> dict[str, Any]:
+    def committed(self) -> Values:
         """A copy of the committed values."""
         self.run_deferred(*self.deferred)
         return dict(self._committed)
@@ -127,7 +132,7 @@ class State(MutableMapping[str, Any]):
                 into(kept, staged)
         self._staged.clear()
 
-    def restore_arrays(self, values: dict[str, Any], into: Callable[[Tensor, Tensor], object]) -> None:
+    def restore_arrays(self, values: Values, into: Callable[[Tensor, Tensor], object]) -> None:
         """Copy the current values into earlier arrays by ``into(value, current)``, and make these the committed ones
         again.
 
@@ -146,7 +151,7 @@ class State(MutableMapping[str, Any]):
         else:
             self._staged.pop(name, None)
 
-    def map(self, function: Any) -> None:
+    def map(self, function: Callable[[Value], Value]) -> None:
         """Commit, and replace every array and number, dicts included, by ``function(value)``."""
         self.run_deferred(*self.deferred)
         self.commit()

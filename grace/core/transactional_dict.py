@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from grace.core.component import Component
+from grace.core.state import Value
 
 
-class TransactionalDict(Component, MutableMapping[Any, Any]):
+class TransactionalDict(Component, MutableMapping[Any, Value]):
     """Dict whose tensors and numbers change only when a whole step succeeded.
 
     A value that is read may be changed in place, so it is copied at its first use in a step. Items with other keys than
@@ -30,18 +31,18 @@ class TransactionalDict(Component, MutableMapping[Any, Any]):
     kind = "dict"
     stateful = True
 
-    def __init__(self, default: Callable[[], Any] | None = None):
+    def __init__(self, default: Callable[[], object] | None = None):
         self.default = default
-        self.unsaved_items = dict[Any, Any]()
+        self.unsaved_items = dict[Any, Value]()
 
-    def __getitem__(self, name: Any) -> Any:
+    def __getitem__(self, name: Any) -> Value:
         if name in self.unsaved_items:
             return self.unsaved_items[name]
         if name not in self.state and self.default is not None:
             self[name] = self.default()
         return self.state[name] if self.state.changed(name) else self._staged(name, _copy(self.state[name]))
 
-    def __setitem__(self, name: Any, value: Any) -> None:
+    def __setitem__(self, name: Any, value: Value) -> None:
         if not isinstance(name, str) or not _is_value(value):
             self.state.pop(name, None)
             self.unsaved_items[name] = value
@@ -50,7 +51,7 @@ class TransactionalDict(Component, MutableMapping[Any, Any]):
         changed_in_place = self.state.changed(name) and self.state[name] is value
         self._staged(name, value if changed_in_place else _copy(value))
 
-    def _staged(self, name: str, value: Any) -> Any:
+    def _staged(self, name: str, value: Value) -> Value:
         self.state[name] = value
         return value
 
@@ -66,7 +67,7 @@ class TransactionalDict(Component, MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self.state) + len(self.unsaved_items)
 
-    def replace(self, values: dict[Any, Any]) -> None:
+    def replace(self, values: dict[Any, Value]) -> None:
         """Replace all items by these."""
         for name in [name for name in self if name not in values]:
             del self[name]
@@ -88,7 +89,7 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Value) -> Value:
     """Return a copy of a tensor, or the value itself if it is immutable."""
     if hasattr(value, "detach"):
         return value.detach().clone()
@@ -112,6 +113,7 @@ class StatefulComponent(Component):
             )
         if isinstance(value, dict) and not key.startswith("_"):
             before = vars(self).get(key)
+            # Assigned items are writes of this step, too: they are staged in the dict that is there.
             if isinstance(before, TransactionalDict):
                 before.replace(value)
                 return
@@ -142,7 +144,7 @@ class StatefulComponent(Component):
             object.__setattr__(self, "_fingerprints", None)
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the attributes for copies and pickles, which are not in training."""
         return {key: value for key, value in super().__getstate__().items() if key != "_fingerprints"}
 

@@ -20,11 +20,23 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 from grace.core import watch_server
 from grace.core.waits import Wait, current_position, register_training_thread, waits
-from grace.core.watch_server import LOST, SILENT, Line, WatchServer, connect, local_addresses, machine_id
+from grace.core.watch_server import (
+    LOST,
+    SILENT,
+    Line,
+    Message,
+    Offer,
+    Position,
+    WatchServer,
+    connect,
+    local_addresses,
+    machine_id,
+)
 from grace.errors import RankError
 
 WARN_SECONDS = 30.0
@@ -57,6 +69,7 @@ class Patience:
     def __init__(self, backend: Any, began: float | None = None):
         self.backend = backend
         self.began = time.monotonic() if began is None else began
+        # A short timeout must not be exceeded by a whole poll.
         self.interval = min(POLL_SECONDS, backend.timeout / 4)
         self.next = self.began + self.interval
 
@@ -88,7 +101,7 @@ class Watch:
         """Descriptions of how ranks ended, and the times at which the reports arrived, in the order of reports."""
         self.news = threading.Condition()
         """Condition that is notified of every message, and that guards the attributes below."""
-        self.answers: dict[int, Any] = {}
+        self.answers: dict[int, list[Position]] = {}
         """Positions of all ranks, by the number of the request."""
         self.asked = 0
         """Number of requests for positions."""
@@ -96,7 +109,7 @@ class Watch:
         """Number of operations that this rank has reported for comparison."""
         self.met = 0
         """Number of operations that were compared on all ranks."""
-        self.said: Any = None
+        self.said: list[tuple[str, list[int]]] | None = None
         """Names of the last compared operations with their ranks, if they differ; else None."""
         self.closing = False
         self.disconnected = threading.Event()
@@ -136,9 +149,10 @@ class Watch:
                 wait.timeout = math.inf
                 threading.Thread(target=self._give_up, args=(wait,), daemon=True).start()
 
-    def _handle_message(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: Message) -> None:
         if "where" in message:
             places, line = current_position()
+            # Cut, because the server closes connections that send longer lines.
             self.line.send(answer=message["where"], places=[place[:1000] for place in places], line=line[:200])
             return
         with self.news:
@@ -169,6 +183,7 @@ class Watch:
     def print_message(self, text: str) -> None:
         """Print a message on stderr."""
         with contextlib.suppress(OSError, ValueError):
+            # This runs in threads and hooks, also when the program has closed stderr.
             print(f"grace: {text}", file=sys.stderr, flush=True)
 
     # -- requests and reports --------------------------------------------------------------------------
@@ -184,8 +199,9 @@ class Watch:
             self.asked += 1
             number = self.asked
             self.line.send(ask=number)
+            # The server answers after ANSWER_SECONDS even if ranks do not, and a poll under way may delay it as long.
             self.news.wait_for(lambda: number in self.answers or self.closing, 2 * watch_server.ANSWER_SECONDS)
-            answers = self.answers.pop(number, [[[], SILENT, [0]]] if 0 not in self.ended else [])
+            answers = self.answers.pop(number, [([], SILENT, [0])] if 0 not in self.ended else [])
         absent = [f"rank {rank} {how}" for rank, (how, _) in list(self.ended.items())]
         there = []
         for places, line, ranks in answers:
@@ -240,6 +256,7 @@ class Watch:
         with self.news:
             if self.rank not in self.ended:
                 self.line.send(end=how)
+                # Without rank 0 nobody passes the report on.
                 self.news.wait_for(lambda: self.rank in self.ended or 0 in self.ended or self.closing, NEWS_SECONDS)
 
     def report_failure(self, kind: type[BaseException], value: object) -> None:
@@ -328,6 +345,7 @@ def check_same_operation(backend: Any, kind: str, name: str) -> None:
 
 def timed_out(error: BaseException) -> bool:
     """Return True if an error says that a wait took too long, whether Grace or the engine raised it."""
+    # Engines raise errors of other classes, and say it in their text.
     return isinstance(error, TimeoutError) or re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
 
 
@@ -375,10 +393,12 @@ def _open_once(backend: Any) -> Watch | None:
 
 def _open(backend: Any) -> Watch | None:
     """Open the watch on all ranks; return None if a rank cannot, on all of them."""
+    # Every rank runs the same three all-gathers, whatever fails on it, so that no rank waits in vain.
     hosts = backend.allgather_pickled((machine_id(), backend.timeout))
     backend.timeout = min(timeout for _, timeout in hosts)  # else ranks would give up at different times
     alone = len({host for host, _ in hosts}) == 1
-    server, offer, watch, error = None, None, None, ""
+    server, watch, error = None, None, ""
+    offer: Offer | None = None
     if backend.rank == 0:
         with contextlib.suppress(OSError):
             token = secrets.token_hex(16)
@@ -408,10 +428,11 @@ def _open(backend: Any) -> Watch | None:
 def _install_excepthook() -> None:
     """Report uncaught errors to the other ranks, before the program's own hook shows them."""
     before = sys.excepthook
+    # The hook stays when a run ends: a second one would report every error twice.
     if getattr(before, "tells", False):
         return
 
-    def hook(kind: Any, value: Any, trace: Any) -> None:
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if _current is not None:
             _current.report_failure(kind, value)
         before(kind, value, trace)

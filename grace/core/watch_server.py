@@ -11,6 +11,12 @@ import threading
 import time
 from typing import Any
 
+Message = dict[str, Any]
+"""Message of a rank or of the server, which JSON has read: its values may be anything."""
+Position = tuple[list[str], str, list[int]]
+"""Operations that some ranks wait in, the current line of their program, and the ranks."""
+Offer = tuple[list[str], int, str]
+"""Hosts and port of the server, and the token that it wants."""
 LONGEST = 1 << 20
 """Largest number of bytes of a line from a rank."""
 LONGEST_HELLO = 1 << 10
@@ -34,7 +40,7 @@ LOST = "was lost (killed, or its machine is gone)"
 SILENT = "does not answer (stopped, or its machine hangs)"
 
 
-def parse_message(line: bytes) -> dict[str, Any] | None:
+def parse_message(line: bytes) -> Message | None:
     """Return the message in a line; None if the line, which may hold any bytes, is no message.
 
     >>> parse_message(b'{"rank": 1}'), parse_message(b"[" * 100_000), parse_message(b"[1]"), parse_message(b"\\xff")
@@ -65,6 +71,7 @@ class Line:
         self.longest = LONGEST_HELLO
         self.lock = threading.Lock()
         connection.settimeout(SEND_SECONDS)
+        # Operations wait for these messages, which are small: TCP must not collect them.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, **message: object) -> None:
@@ -72,7 +79,7 @@ class Line:
         with contextlib.suppress(OSError), self.lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[Message] | None:
         """Return the messages that have arrived, once there is something to read; None if the connection has ended, or
         a line is too long or no message."""
         try:
@@ -104,6 +111,7 @@ class WatchServer:
         self.token = token
         both = not alone and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
+        # Other machines must not reach the port unless they have ranks.
         where = ("127.0.0.1" if alone else "", 0)
         self.listener = socket.create_server(where, family=family, backlog=size, dualstack_ipv6=both)
         self.port = self.listener.getsockname()[1]
@@ -134,6 +142,7 @@ class WatchServer:
 
     def _run(self) -> None:
         while not self.closing:
+            # While positions are awaited, wake up for the deadline: a stopped rank sends nothing.
             for key, _ in self.selector.select(0.1 if self.asking else None):
                 key.data()
             if self.asking and (time.monotonic() > self.deadline or not self._unanswered()):
@@ -170,7 +179,7 @@ class WatchServer:
         if line.rank >= 0:
             self._end(line.rank, LOST)
 
-    def _authenticate(self, line: Line, message: dict[str, Any]) -> bool:
+    def _authenticate(self, line: Line, message: Message) -> bool:
         """Return True if a connection's first message has the number of a missing rank and the run's token. Register
         that rank; once all ranks are registered, close the listener and all other connections."""
         rank, token = message.get("rank"), message.get("token")
@@ -180,6 +189,7 @@ class WatchServer:
         if not hmac.compare_digest(token.encode(errors="backslashreplace"), self.token.encode()):
             return False
         line.rank = rank
+        # A stranger could fill the memory by long lines, so only ranks may send them.
         line.longest = LONGEST
         self.ranks[rank] = line
         self.unauthenticated.pop(line, None)
@@ -191,7 +201,7 @@ class WatchServer:
         line.send(welcome=rank)
         return True
 
-    def _handle(self, line: Line, message: dict[str, Any]) -> None:
+    def _handle(self, line: Line, message: Message) -> None:
         if "end" in message:
             self._end(line.rank, str(message["end"]))
         elif "meet" in message:
@@ -238,11 +248,11 @@ class WatchServer:
 
     def _send_positions(self) -> None:
         """Send the positions of all ranks to the ranks that requested them; equal positions are merged."""
-        found: dict[str, Any] = {}
+        found: dict[str, Position] = {}
         for rank in self.ranks:
             places, line = self.answers.get(rank, ([], SILENT))
             if rank not in self.ended:
-                found.setdefault(json.dumps([places, line]), [places, line, []])[2].append(rank)
+                found.setdefault(json.dumps([places, line]), (places, line, []))[2].append(rank)
         asking, self.asking = self.asking, []
         for asker, number in asking:
             asker.send(places=list(found.values()), answer=number)
@@ -285,7 +295,7 @@ def local_addresses() -> list[str]:
     return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
 
 
-def connect(offer: Any, rank: int) -> Line:
+def connect(offer: Offer | None, rank: int) -> Line:
     """Connect to the server, and return the connection.
 
     Raises:

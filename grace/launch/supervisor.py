@@ -227,6 +227,7 @@ class _Job:
     def close(self) -> None:
         """Wait for the threads that copy output."""
         for thread in self.threads:
+            # No longer: a process that has left the session may hold the pipe open.
             thread.join(2)
 
     def end(self, one_of_several: bool) -> End:

@@ -16,7 +16,7 @@ DRIFTED = (
 
 
 def gather_or_raise(
-    backend: Backend, what: str, value: Any, error: BaseException | None = None, failed: str = "refused to start"
+    backend: Backend, what: str, value: object, error: BaseException | None = None, failed: str = "refused to start"
 ) -> list[Any]:
     """Return every rank's value of one kind, which must be small. A rank that failed passes its error instead.
 

@@ -336,7 +336,7 @@ def _groups(state: object) -> list[list[Variable]]:
     return groups
 
 
-def _check_pieces(saved: dict[str, Any], groups: list[list[Variable]]) -> None:
+def _check_pieces(saved: state_schema.SavedState, groups: list[list[Variable]]) -> None:
     """Refuse a state whose list of tensors differs from its sealed part, which has a checksum."""
     pieces, given = saved.get("pieces"), {v.name: list(v.shape) for group in groups for v in group}
     if pieces is not None and {name: list(cut.get("shape", given.get(name))) for name, cut in pieces.items()} != given:

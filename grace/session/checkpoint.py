@@ -30,19 +30,21 @@ from grace.communicators.choice import took_default
 from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
 from grace.core.compressor import Tensor
+from grace.core.state import Values
 from grace.core.transactional_dict import StatefulComponent
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.session import state_schema
 from grace.session.agreement import gather_or_raise
 from grace.session.reshard import Misfit, Partitions, Resharding, without_parameters
+from grace.session.state_schema import SavedState, ValuesByKind
 from grace.session.step_runner import StepRunner
 
 MODES = ("strict", "keep", "reset")
 WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
 
 
-def save(runner: StepRunner) -> dict[str, Any]:
+def save(runner: StepRunner) -> SavedState:
     """Return this rank's state: plain numbers, text, and tensors.
 
     Raises:
@@ -51,7 +53,7 @@ def save(runner: StepRunner) -> dict[str, Any]:
     return state_schema.seal(_saved(runner))
 
 
-def _saved(runner: StepRunner) -> dict[str, Any]:
+def _saved(runner: StepRunner) -> SavedState:
     check_settled(runner)
     _warn_unsaved(runner)
     context = runner.context
@@ -165,7 +167,7 @@ def warn_own_state(runner: StepRunner, called: str, better: str, between: int = 
         )
 
 
-def gather(runner: StepRunner, settle: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def gather(runner: StepRunner, settle: Callable[[], object] = lambda: None) -> SavedState:
     """Return the state of all ranks in one; every rank must call it.
 
     Args:
@@ -175,8 +177,8 @@ def gather(runner: StepRunner, settle: Callable[[], object] = lambda: None) -> d
         ExchangeError: a step is under way.
         RankError: another rank failed to save.
     """
-    saved: dict[str, Any] = {}
-    own: dict[str, dict[str, Any]] = {}
+    saved: SavedState = {}
+    own: ValuesByKind = {}
     error: Exception | None = None
     try:
         # Its error is kept, too, until the collective below, in which the other ranks wait for this one.
@@ -209,16 +211,16 @@ class Loaded:
     step: int | None
     id: str | None = None
     loss_scale: float = 1.0
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    pending: list[dict[str, Any]] = field(default_factory=list)
+    values: ValuesByKind = field(default_factory=dict)
+    pending: list[Values] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
 
 def load(
     runner: StepRunner,
-    read: Callable[[], Any],
+    read: Callable[[], SavedState | None],
     memory: str = "strict",
-    inside: Callable[[Any], Any] = lambda saved: saved,
+    inside: Callable[[SavedState], SavedState] = lambda saved: saved,
     beside: Sequence[Backend] = (),
 ) -> None:
     """Restore a checkpoint by the rules of this module; nothing changes if a rank refuses it. Every rank must call it.
@@ -247,12 +249,16 @@ def load(
     apply(runner, loaded)
 
 
-NOTHING: dict[str, Any] = {}
+NOTHING: SavedState = {}
 """Placeholder for the checkpoint of a rank that loads none."""
 
 
 def compare_everywhere(
-    backends: Sequence[Backend], saved: Any, memory: str, error: Exception | None = None, alike: bool = True
+    backends: Sequence[Backend],
+    saved: SavedState | None,
+    memory: str,
+    error: Exception | None = None,
+    alike: bool = True,
 ) -> None:
     """Compare checkpoints that are about to be loaded over several groups of ranks, one after the other, such as the
     shards and replicas of a model, or a pipeline's stages. If one rank refuses its checkpoint all refuse. Every rank
@@ -277,11 +283,11 @@ def compare_everywhere(
 
 def compare(
     backend: Backend,
-    saved: Any,
+    saved: SavedState | None,
     memory: str,
     error: BaseException | None = None,
     one_save: bool = True,
-    beside: Sequence[Any] = (),
+    beside: Sequence[SavedState] = (),
 ) -> None:
     """Compare the checkpoints that ranks are about to load. Every rank must call it, with its error if it refused.
 
@@ -312,8 +318,8 @@ def compare(
             known += [f"of step {other['step']}", f"of the save {other['id']}"]
         facts = [f"a checkpoint {fact}" for fact in known]
     received = gather_or_raise(backend, "a checkpoint", facts, error, "did not load its checkpoint")
-    for rank, other in enumerate(received):
-        for mine, theirs in zip_longest(received[0], other, fillvalue="a checkpoint of fewer stages"):
+    for rank, loaded in enumerate(received):
+        for mine, theirs in zip_longest(received[0], loaded, fillvalue="a checkpoint of fewer stages"):
             if mine != theirs:
                 first, other_rank = backend.number_of(0), backend.number_of(rank)
                 raise RankError(
@@ -324,9 +330,9 @@ def compare(
 
 def prepare(
     runner: StepRunner,
-    saved: dict[str, Any] | None,
+    saved: SavedState | None,
     memory: str = "strict",
-    inside: Callable[[Any], Any] = lambda saved: saved,
+    inside: Callable[[SavedState], SavedState] = lambda saved: saved,
 ) -> Loaded:
     """Return the values that :func:`load` applies, and change nothing.
 
@@ -385,7 +391,7 @@ def prepare(
     return loaded
 
 
-def undamaged(saved: Any, memory: str, calls: ApiNames) -> tuple[dict[str, Any], list[str]]:
+def undamaged(saved: SavedState, memory: str, calls: ApiNames) -> tuple[SavedState, list[str]]:
     """Return a state without damaged values, and descriptions of these values (which only ``memory="keep"`` drops).
 
     A caller that splits a state, or joins several, must use the state that this function returns, and seal the result.
@@ -418,6 +424,7 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         return
     runner.run = f"{zlib.crc32(f'{runner.run} {loaded.id}'.encode()):08x}"  # later saves need other ids
     runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
+    # After the loss scale is set, in whose units the means are.
     runner.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
     runner.on_resume()
 
@@ -453,7 +460,7 @@ def rich(value: Tensor | dict[str, Tensor]) -> Gradient:
     return SparseRows(value["values"], value["rows"]) if isinstance(value, dict) else value
 
 
-def _check_leader(runner: StepRunner, saved: dict[str, Any], values: dict[str, dict[str, Any]]) -> None:
+def _check_leader(runner: StepRunner, saved: SavedState, values: ValuesByKind) -> None:
     """Refuse memories of hierarchical reduction, which only the leaders of nodes have, if leaders or nodes changed.
 
     Raises:

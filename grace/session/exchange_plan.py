@@ -1,7 +1,8 @@
 """Exchange plans: the contract, and the plan with one method for all variables."""
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
@@ -12,18 +13,19 @@ from grace.session.bucketing import Limits
 from grace.session.sharding import Shard, uniform
 
 
-class ExchangePlan(Protocol):
+class ExchangePlan(abc.ABC):
     """The user's choice of how each variable is exchanged."""
 
-    name: str
-    """Name of the choice, for messages and checkpoints."""
-    strategy: Any
+    name: str = ""
+    """Name of the choice, for messages and checkpoints. Set by :meth:`shards`."""
+    strategy: Any = None
     """The strategy that is executed; None if the plan is none."""
 
     def hand_out(
         self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
     ) -> list[Variable]:
-        """Broadcast the plan to all ranks before any other collective, if it is not known on all of them.
+        """Broadcast the plan to all ranks before any other collective. The default is for plans that follow from the
+        user's arguments, which every rank has.
 
         Args:
             variables: the variables of this rank.
@@ -34,8 +36,9 @@ class ExchangePlan(Protocol):
         Returns:
             the variables, with facts that the plan corrects.
         """
-        ...
+        return variables
 
+    @abc.abstractmethod
     def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
         """Return the shards of variables, with their communicators.
 
@@ -44,14 +47,13 @@ class ExchangePlan(Protocol):
             ranks: number of ranks that exchange with each other, for defaults that depend on it; 1 if it is unknown
                 yet, or may change.
         """
-        ...
 
+    @abc.abstractmethod
     def options(self) -> dict[str, Any]:
         """Return the choice as arguments of DistributedOptimizer."""
-        ...
 
 
-class UniformPlan:
+class UniformPlan(ExchangePlan):
     """Plan of one compressor, memory and communicator for all variables.
 
     Args:
@@ -75,15 +77,7 @@ class UniformPlan:
         self.limits = limits
         self.together = together
         self.outer = outer
-        self.name = ""
-        self.strategy = None
         self.communicator: Communicator | None = None
-
-    def hand_out(
-        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
-    ) -> list[Variable]:
-        """Return the variables unchanged: every rank has the user's arguments."""
-        return variables
 
     def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
         """Return a shard for each whole variable: compressed if the compressor makes it smaller, else dense."""

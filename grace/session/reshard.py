@@ -16,16 +16,29 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypedDict
 
+from grace.core.state import Value, Values
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import is_floating
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
+from grace.session.state_schema import SavedState, ValuesByKind
 from grace.session.step_runner import StepRunner
 
-Partition = dict[str, Any]
+
+class Partition(TypedDict):
+    """Cut of a variable into shards, and by shard the methods, memories and destinations; see ``pieces`` of a state."""
+
+    axis: int | None
+    shape: list[int]
+    sizes: list[int]
+    methods: list[str]
+    memories: list[str]
+    destinations: list[int | None]
+
+
 Partitions = dict[str, Partition]
 KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 """Kinds of state that every run knows."""
@@ -67,7 +80,7 @@ class Resharding:
         dropped: descriptions of the state that was dropped.
     """
 
-    def __init__(self, saved: dict[str, Any], now: Partitions, runner: StepRunner, strict: bool):
+    def __init__(self, saved: SavedState, now: Partitions, runner: StepRunner, strict: bool):
         self.saved = saved
         self.now = now
         self.runner = runner
@@ -75,12 +88,12 @@ class Resharding:
         self.rank = runner.backend.rank
         self.size = runner.backend.size
         self.before: Partitions = saved["pieces"]
-        self.everyone: list[dict[str, Any]] | None = saved.get("ranks")
+        self.everyone: list[ValuesByKind] | None = saved.get("ranks")
         self.dropped: list[str] = []
         self.cut_anew: list[tuple[str, str]] = []
         """Pairs of a kind of shards' memory and a variable whose shards changed."""
 
-    def values(self) -> dict[str, dict[str, Any]]:
+    def values(self) -> ValuesByKind:
         """Return the state by kind and by this run's shards.
 
         Raises:
@@ -88,7 +101,7 @@ class Resharding:
         """
         states = [self.saved["state"], *(self.everyone or ())]
         held = {kind: {name for state in states for name in state.get(kind, ())} for kind in self._kinds(states)}
-        found: dict[str, dict[str, Any]] = {kind: {} for kind in held}
+        found: ValuesByKind = {kind: {} for kind in held}
         parts_of = {name: set(_part_names(name, old)) for name, old in self.before.items()}
         known = set().union(*parts_of.values())
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
@@ -111,13 +124,13 @@ class Resharding:
             residuals.update(self._try(self._return_to_residuals, kind, name, residuals))
         return found
 
-    def pending(self) -> list[dict[str, Any]]:
+    def pending(self) -> list[Values]:
         """Return the means that are still to be applied, cut into this run's parts, oldest step first.
 
         Raises:
             ConfigError: (if strict) a mean does not fit.
         """
-        new: list[dict[str, Any]] = []
+        new: list[Values] = []
         known = {part for name, old in self.before.items() for part in _part_names(name, old)}
         for step in self.saved["pending"]:
             new.append({})
@@ -128,7 +141,7 @@ class Resharding:
                     new[-1].update(self._try(self._convert_pending, name, old, step))
         return new
 
-    def _try(self, convert: Callable[..., dict[str, Any]], *what: object) -> dict[str, Any]:
+    def _try(self, convert: Callable[..., Values], *what: object) -> Values:
         """Return the result of a conversion. If it does not fit, raise ConfigError if strict, else drop the state."""
         try:
             return convert(*what)
@@ -139,19 +152,19 @@ class Resharding:
             return {}
 
     @staticmethod
-    def _kinds(states: list[dict[str, Any]]) -> list[str]:
+    def _kinds(states: list[ValuesByKind]) -> list[str]:
         return list(dict.fromkeys(kind for state in states for kind in state))
 
-    def _refuse_kind(self, kind: str) -> dict[str, Any]:
+    def _refuse_kind(self, kind: str) -> Values:
         raise Misfit(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
 
-    def _refuse_name(self, kind: str, name: str) -> dict[str, Any]:
+    def _refuse_name(self, kind: str, name: str) -> Values:
         raise Misfit(
             f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the "
             "parameters the names that they were saved with"
         )
 
-    def _convert(self, kind: str, name: str) -> dict[str, Any]:
+    def _convert(self, kind: str, name: str) -> Values:
         """Return one kind of state of one variable, by this run's parts."""
         if name not in self.now:
             self._refuse_name(kind, name)
@@ -164,12 +177,12 @@ class Resharding:
         elif base in ("memory", *OF_ROUNDS):
             values = {part: self._select(kind, part) for part in _part_names(name, old)}
             values = {part: value for part, value in values.items() if value is not None}
-            if not _same_partition(old, cut, "axis", "sizes"):
+            if not _cut_alike(old, cut):
                 values = _repartition(name, old, cut, values, f"the {kind}", base in OF_ROUNDS)
         elif base == "shard_memory" and not self._same_shards(old, cut):
             self.cut_anew.append((kind, name))
             return {}
-        elif not _same_partition(old, cut, "axis", "sizes", "methods", "destinations"):
+        elif not _exchanged_alike(old, cut):
             self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
             return {}
         else:
@@ -177,13 +190,13 @@ class Resharding:
         fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
         return fitting
 
-    def _convert_buffers(self, kind: str, names: set[str]) -> dict[str, Any]:
+    def _convert_buffers(self, kind: str, names: set[str]) -> Values:
         """Return the model's buffers that this run has, too. Each rank's own need as many ranks: all others start from
         those of the last round."""
         if kind == "local_buffer" and self.everyone is not None and len(self.everyone) != self.size:
             return {}
         now = self.runner.outer_rounds.read_buffers()
-        found: dict[str, Any] = {}
+        found: Values = {}
         for name in sorted(names):
             value = self._select(kind, name)
             if value is None:
@@ -198,9 +211,9 @@ class Resharding:
 
     def _same_shards(self, old: Partition, cut: Partition) -> bool:
         """Return True if a variable's shards are on the same ranks as in the checkpoint."""
-        return self.saved["size"] == self.size and _same_partition(old, cut, "axis", "sizes", "methods", "destinations")
+        return self.saved["size"] == self.size and _exchanged_alike(old, cut)
 
-    def _return_to_residuals(self, kind: str, name: str, kept: dict[str, Any]) -> dict[str, Any]:
+    def _return_to_residuals(self, kind: str, name: str, kept: Values) -> Values:
         """Return the sums of a variable's residuals and of its shards' memories, by this run's parts.
 
         Args:
@@ -209,7 +222,7 @@ class Resharding:
             kept: residuals of this rank, by part.
         """
         old, cut = self.before[name], self.now[name]
-        of_whole, wholes, size = kind.removeprefix("shard_"), dict[str, Any](), self.saved["size"]
+        of_whole, wholes, size = kind.removeprefix("shard_"), Values(), self.saved["size"]
         shape = list(cut["shape"])
         for i, part in enumerate(_part_names(name, old)):
             own = self._select(kind, part) if self.everyone is None else None
@@ -226,7 +239,7 @@ class Resharding:
                     f"scatter_reduce, which are not those of {size} ranks. Resume as it was saved"
                 )
         values = wholes
-        if not _same_partition(old, cut, "axis", "sizes"):
+        if not _cut_alike(old, cut):
             values = _repartition(name, old, cut, wholes, f"the {kind}")
         fitting = {part: value for part, value in values.items() if self._fits(of_whole, part, value)}
         sums = {part: add_values(kept.get(part), value) for part, value in fitting.items()}
@@ -234,7 +247,7 @@ class Resharding:
             raise Misfit(f"the checkpoint's memories of {name!r} and of its shards were kept at other learning rates")
         return sums
 
-    def _check_shape(self, what: str, name: str) -> dict[str, Any]:
+    def _check_shape(self, what: str, name: str) -> Values:
         old, cut = self.before[name]["shape"], self.now[name]["shape"]
         if list(old) != cut:
             raise Misfit(
@@ -245,7 +258,7 @@ class Resharding:
 
     def _check_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> None:
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: without_parameters(a) == without_parameters(b))
-        states, unchanged = self.everyone or [self.saved["state"]], _same_partition(old, cut, "axis", "sizes")
+        states, unchanged = self.everyone or [self.saved["state"]], _cut_alike(old, cut)
         for i, (part, spec) in enumerate(zip(_part_names(name, old), old["memories"], strict=True)):
             held = any(part in state.get(kind, ()) for state in states)
             for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
@@ -255,7 +268,7 @@ class Resharding:
                         f"{other}. Use {spec}"
                     )
 
-    def _select(self, kind: str, part: str) -> Any:
+    def _select(self, kind: str, part: str) -> Value | None:
         """Return the state of one saved part for this rank: the rank's own, the one that all ranks share, or the mean
         over ranks."""
         own = self.saved["state"].get(kind, {}).get(part)
@@ -275,7 +288,7 @@ class Resharding:
         values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
         return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
 
-    def _fits(self, kind: str, part: str, value: Any) -> bool:
+    def _fits(self, kind: str, part: str, value: Value) -> bool:
         """Return True if a value has the form that the component keeps; False, and drop the value, if it has not
         because the method's parameters changed.
 
@@ -300,12 +313,12 @@ class Resharding:
             return False
         raise Misfit(f"the checkpoint holds the {kind} of {part!r}, which {why}")
 
-    def _answer_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> dict[str, Any]:
+    def _answer_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> Values:
         """Return the memory for the answers of this rank, if it is a destination. Another rank may have been the
         destination in the checkpoint."""
         parts = _part_names(name, old)
         if self.everyone is None:
-            if not _same_partition(old, cut, "axis", "sizes", "destinations"):
+            if not _cut_alike(old, cut) or old["destinations"] != cut["destinations"]:
                 raise Misfit(
                     f"the checkpoint has this rank's memory of its answers for {name!r}, which another rank reduces "
                     "now, or in other parts. Save "
@@ -318,19 +331,19 @@ class Resharding:
             self.dropped.append(f"the {kind} of {name!r}, which no destination reduces now")
             return {}
         whole = kept
-        if not _same_partition(old, cut, "axis", "sizes"):
+        if not _cut_alike(old, cut):
             whole = _repartition(name, old, cut, kept, f"the {kind}")
         destinations = zip(_part_names(name, cut), cut["destinations"], strict=True)
         mine = {part for part, root in destinations if root == self.rank}
         return {part: value for part, value in whole.items() if part in mine}
 
-    def _convert_pending(self, name: str, old: Partition, step: dict[str, Any]) -> dict[str, Any]:
+    def _convert_pending(self, name: str, old: Partition, step: Values) -> Values:
         """Return the means of one variable that are still to be applied, by this run's parts."""
         if name not in self.now:
             self._refuse_name("mean", name)
         cut = self.now[name]
         self._check_shape("a mean", name)
-        if _same_partition(old, cut, "axis", "sizes"):
+        if _cut_alike(old, cut):
             values = {part: step[part] for part in _part_names(name, old) if part in step}
         elif any(isinstance(step.get(part), dict) for part in _part_names(name, old)):
             raise Misfit(
@@ -350,28 +363,29 @@ class Resharding:
         return values
 
 
-def _same_partition(old: Partition, cut: Partition, *keys: str) -> bool:
-    """Return True if two partitions agree in these keys. Parameters of methods are not compared."""
-    if old["axis"] is None and cut["axis"] is None:
-        keys = tuple(key for key in keys if key != "sizes")
-    pairs = [(old[key], cut[key]) for key in keys if key != "methods"]
-    if "methods" in keys:
-        pairs.append((list(map(without_parameters, old["methods"])), list(map(without_parameters, cut["methods"]))))
-    return all(a == b for a, b in pairs)
+def _cut_alike(old: Partition, cut: Partition) -> bool:
+    """Return True if a variable is cut into the same parts on both sides, or into none."""
+    return old["axis"] == cut["axis"] and (cut["axis"] is None or old["sizes"] == cut["sizes"])
+
+
+def _exchanged_alike(old: Partition, cut: Partition) -> bool:
+    """Return True if also the methods and destinations of the parts are the same. Parameters of methods may differ."""
+    methods = [list(map(without_parameters, side["methods"])) for side in (old, cut)]
+    return _cut_alike(old, cut) and methods[0] == methods[1] and old["destinations"] == cut["destinations"]
 
 
 def _part_names(name: str, cut: Partition) -> list[str]:
     return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
 
 
-def _layout(value: Any) -> object:
+def _layout(value: Value) -> object:
     """Return the names, types and shapes in a value."""
     if isinstance(value, dict):
         return {key: _layout(item) for key, item in value.items()}
     return (kernels_of(value).dtype(value), *value.shape) if hasattr(value, "shape") else "a number"
 
 
-def _mean_value(values: list[Any], count: int, what: str) -> Any:
+def _mean_value(values: list[Value], count: int, what: str) -> Value:
     """Return the mean of values over ``count`` ranks; a rank without a value counts as zero."""
     if any(_layout(value) != _layout(values[0]) for value in values):
         raise Misfit(f"{what} has other shapes on other ranks of the checkpoint")
@@ -383,8 +397,8 @@ def _mean_value(values: list[Any], count: int, what: str) -> Any:
 
 
 def _repartition(
-    name: str, old: Partition, cut: Partition, values: dict[str, Any], what: str, any_dtype: bool = False
-) -> dict[str, Any]:
+    name: str, old: Partition, cut: Partition, values: Values, what: str, any_dtype: bool = False
+) -> Values:
     """Return values of a variable's old parts as values of its new parts.
 
     Raises:
@@ -409,7 +423,7 @@ def _repartition(
     return {part: _slice(whole, cut["axis"], a, b) for part, (a, b) in zip(_part_names(name, cut), ends, strict=True)}
 
 
-def _join_parts(values: list[Any], axis: int | None, sizes: list[int]) -> Any:
+def _join_parts(values: list[Value], axis: int | None, sizes: list[int]) -> Value:
     """Return the parts of a tensor, or of dicts of tensors, joined along the axis; None counts as zeros."""
     if axis is None:
         return values[0]
@@ -431,7 +445,7 @@ def _join_parts(values: list[Any], axis: int | None, sizes: list[int]) -> Any:
     return k.concat(parts, axis)
 
 
-def _slice(value: Any, axis: int, start: int, stop: int) -> Any:
+def _slice(value: Value, axis: int, start: int, stop: int) -> Value:
     if isinstance(value, dict):
         return {key: _slice(item, axis, start, stop) for key, item in value.items()}
     if not getattr(value, "shape", ()):
@@ -441,7 +455,7 @@ def _slice(value: Any, axis: int, start: int, stop: int) -> Any:
     return k.reshape(k.flat(shard), tuple(shard.shape))
 
 
-def describe_mismatch(value: Any, wanted: Any, dtype: str | None = "float32") -> str:
+def describe_mismatch(value: Value, wanted: Any, dtype: str | None = "float32") -> str:
     """Return the difference between a value and its wanted form (see ``Component.keeps``) as text; empty if there is
     none.
 
@@ -468,7 +482,7 @@ def describe_mismatch(value: Any, wanted: Any, dtype: str | None = "float32") ->
     return "" if right else f"should be {dtype or 'of floats'}, and is {kind}"
 
 
-def describe_row_mismatch(value: Any, shape: tuple[int, ...]) -> str:
+def describe_row_mismatch(value: Value, shape: tuple[int, ...]) -> str:
     """Return the difference between a value and distinct rows of a variable as text; empty if there is none."""
     if not isinstance(value, dict):
         return "should be rows and their values, and is not"
@@ -482,7 +496,7 @@ def describe_row_mismatch(value: Any, shape: tuple[int, ...]) -> str:
     return ""
 
 
-def join_shards(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) -> Any:
+def join_shards(kept: Sequence[Value], shape: Sequence[int], weight: float = 1.0) -> Value:
     """Return the value of a whole tensor from the ranks' values of its shards; None if the shards are cut otherwise.
 
     Args:
@@ -513,7 +527,7 @@ def join_shards(kept: Sequence[Any], shape: Sequence[int], weight: float = 1.0) 
     return k.reshape(k.join(pieces), tuple(shape))
 
 
-def add_values(own: Any, more: Any) -> Any:
+def add_values(own: Value, more: Value) -> Value:
     """Return the sum of two values of a memory; None if they hold numbers that differ.
 
     >>> add_values({"residual": 1.0, "lr": 0.5}, {"residual": 2.0, "lr": 0.25}) is None

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grace.core.communicator import Communicator
@@ -141,17 +141,8 @@ class Settings:
         >>> list(Settings().arguments())[:2]
         ['op', 'gradient_predivide_factor']
         """
-        return {
-            "op": self.reduction.op,
-            "gradient_predivide_factor": self.reduction.predivide,
-            "sparse_as_dense": self.sparse_as_dense,
-            "broadcast": self.broadcast,
-            "hierarchical": self.hierarchical,
-            "compress_after": self.compress_after,
-            "seed": self.seed,
-            "bucket_bytes": self.bucket_bytes,
-            "group_bytes": self.group_bytes,
-        }
+        others = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "reduction"}
+        return {"op": self.reduction.op, "gradient_predivide_factor": self.reduction.predivide, **others}
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the facts that ranks compare. The seed is not among them: every runner compares it."""

@@ -11,7 +11,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import compare_facts
 from grace.session.exchange_plan import ExchangePlan
-from grace.session.momentum_checks import momentum_owners
+from grace.session.hyperparameters import momentum_owners
 from grace.session.step_runner import StepRunner
 
 

@@ -9,11 +9,12 @@ import json
 import reprlib
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from grace.core.state import Value, Values
 from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
@@ -25,6 +26,10 @@ SCALES = 2.0**-126, 2.0**127
 """Bounds of a loss scale, within which it and its reciprocal are normal float32 numbers."""
 _words = reprlib.Repr()
 _words.maxstring = 200
+SavedState = dict[str, Any]
+"""State that is saved, of the form :data:`STATE`."""
+ValuesByKind = dict[str, Values]
+"""Values of components by kind ("compressor", "memory", ...), and by the shard's name."""
 Form = Callable[[object, str], None]
 """Function that raises ConfigError if a value, whose location in the state is given, has another form."""
 
@@ -222,7 +227,7 @@ BESIDE_WEIGHTS = _record({"state": _anything}, {})
 """Form of the part of a file of weights: a state, which is checked when it is loaded."""
 
 
-def check(saved: Any) -> None:
+def check(saved: object) -> None:
     """Refuse a state that Grace cannot have saved.
 
     Raises:
@@ -244,7 +249,7 @@ def check(saved: Any) -> None:
         raise damage_error("'checksums' does not have one checksum for each value")
 
 
-def check_facts(saved: dict[str, Any]) -> None:
+def check_facts(saved: SavedState) -> None:
     """Refuse a state, which :func:`check` accepted, if entries other than its values differ from the saved ones."""
     if saved["checksum"] != _checksum_of_facts(saved):
         raise damage_error("its steps, ranks and variables are not what was saved (its checksum differs)")
@@ -265,7 +270,7 @@ def _check_cut(cut: dict[str, Any], where: str) -> None:
 # -- the values ----------------------------------------------------------------------------------------------
 
 
-def items(saved: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def items(saved: SavedState) -> Iterator[tuple[str, Value]]:
     """Yield the values with a description of each."""
     states = [("", saved["state"]), *((f" of rank {i}", one) for i, one in enumerate(saved.get("ranks", ())))]
     for whose, state in states:
@@ -275,14 +280,14 @@ def items(saved: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((f"mean {i} of {name!r}", value) for name, value in step.items())
 
 
-def seal(saved: dict[str, Any]) -> dict[str, Any]:
+def seal(saved: SavedState) -> SavedState:
     """Return the state with a list of its values, and checksums."""
     held = dict(items(saved))
     saved = {**saved, "holds": list(held), "checksums": [checksum(value) for value in held.values()]}
     return {**saved, "checksum": _checksum_of_facts(saved)}
 
 
-def damaged_values(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
+def damaged_values(saved: SavedState, partial: str = "") -> dict[str, str]:
     """Return the values that are missing, damaged or not finite, each with the reason, of a state that :func:`check`
     accepted.
 
@@ -309,7 +314,7 @@ def damaged_values(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
     return why
 
 
-def without_values(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
+def without_values(saved: SavedState, left_out: Container[str]) -> SavedState:
     """Return the state without these values.
 
     Args:
@@ -317,7 +322,7 @@ def without_values(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
         left_out: descriptions of the values; see :func:`items`.
     """
 
-    def remaining(state: dict[str, Any], whose: str) -> dict[str, Any]:
+    def remaining(state: ValuesByKind, whose: str) -> ValuesByKind:
         return {
             kind: {n: v for n, v in values.items() if f"the {kind} of {n!r}{whose}" not in left_out}
             for kind, values in state.items()
@@ -331,7 +336,7 @@ def without_values(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
     return new
 
 
-def rename_variables(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
+def rename_variables(saved: SavedState, now: list[str]) -> SavedState:
     """Return a state under this run's names, if names differ only by the parts that torch's wrappers add."""
     shards = saved["pieces"]
     before = list(shards)
@@ -343,7 +348,7 @@ def rename_variables(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
     names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}
     names = {**new, **names}
 
-    def rename_keys(values: dict[str, Any]) -> dict[str, Any]:
+    def rename_keys(values: Values) -> Values:
         return {names.get(name, name): value for name, value in values.items()}
 
     new_state = {**saved, "pieces": rename_keys(shards)}
@@ -359,13 +364,13 @@ def rename_variables(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
     return new_state
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: Value) -> bool:
     if isinstance(value, dict):
         return all(map(_finite, value.values()))
     return abs(value) < SCALES[1] if _is_number(value) else bool(kernels_of(value).all_finite(value))
 
 
-def checksum(value: Any, crc: int = 0) -> int:
+def checksum(value: Value, crc: int = 0) -> int:
     """Return the CRC-32 of a number, a tensor (its type, shape and bytes), or a dict of those."""
     if isinstance(value, dict):
         for key in sorted(value):
@@ -380,7 +385,7 @@ def checksum(value: Any, crc: int = 0) -> int:
     return zlib.crc32(host, zlib.crc32(f"{k.dtype(value)}{list(map(int, value.shape))}".encode(), crc))
 
 
-def _checksum_of_facts(saved: dict[str, Any]) -> int:
+def _checksum_of_facts(saved: SavedState) -> int:
     """Return the CRC-32 of all entries except the values, whose checksums are among these entries."""
     facts = {key: value for key, value in saved.items() if key not in ("state", "ranks", "pending", "checksum")}
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())

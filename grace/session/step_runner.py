@@ -5,17 +5,16 @@ import copy
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
 from grace.communicators import Allreduce, ReduceBroadcast
-from grace.core.backend import Backend
-from grace.core.channels import Leases
+from grace.core.backend import Backend, Leases
 from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.context import STAMPED, Context, SubgroupContext
 from grace.core.memory import Memory
+from grace.core.state import Values
 from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
@@ -156,9 +155,9 @@ class StepRunner:
         found += self.outer_rounds.components()
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, Values]:
         """Return copies of the components' committed state, by kind and shard's name."""
-        merged: dict[str, dict[str, Any]] = {}
+        merged: dict[str, Values] = {}
         with self.outer_rounds.saving():
             for kind, component in self.components:
                 merged.setdefault(kind, {}).update(component.state.committed)
@@ -291,6 +290,7 @@ class StepRunner:
                 discarded.
             StepError: the ranks are at different steps. The step is dropped.
         """
+        # All legs of all buckets start before any payload is decoded: a rank that cannot decode has started as many.
         advance_all(self._begun)
         outcomes: list[Outcome] = []
         try:
@@ -489,6 +489,7 @@ class StepRunner:
     def broadcast_state(self, root: int) -> None:
         """Broadcast the root's step counters, loss scale, and state of the parts whose state is equal on all ranks."""
         shared = [part for _, part in self.components if part.shared_state]
+        # Stamps must agree after the broadcast, or the first step would be refused.
         context, counted = self.context, (*STAMPED, "loss_scale")
         mine = self.run, [getattr(context, name) for name in counted], [dict(part.state) for part in shared]
         answers = self.backend.allgather_object(mine if self.backend.rank == root else None)

@@ -7,7 +7,6 @@ ranks is added to the means of the next exchange.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
@@ -20,6 +19,7 @@ from grace.session.exchange_plan import ExchangePlan
 from grace.session.reshard import without_parameters
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, make_buckets
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 
 FOLLOWED = ("hyperparameters", "part", "planned", "follows_scaler", "computing", "warned_own_state", "traffic")
@@ -32,7 +32,7 @@ def switch_plan(
     like: Callable[[str], Tensor],
     check: Callable[[Communicator], None] = lambda communicator: None,
     check_plan: Callable[[StepRunner], None] = lambda made: None,
-    inside: Callable[[StepRunner, Any], Any] = lambda made, saved: saved,
+    inside: Callable[[StepRunner, SavedState], SavedState] = lambda made, saved: saved,
 ) -> StepRunner:
     """Return the runner of a new plan for the same variables and ranks, and close the former one. Every rank must call
     it, between two steps.

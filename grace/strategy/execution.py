@@ -17,6 +17,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
 from grace.session.bucketing import Limits
+from grace.session.exchange_plan import ExchangePlan
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
 from grace.strategy.plan import VERSION, ShardPlan, Strategy, Sync, communicator_of
@@ -29,8 +30,8 @@ ExchangeKey = tuple[Sync, str, str | None, int, Outer | None]
 the memory's spec, the number of uncompressed steps, and the rounds."""
 
 
-class StrategyPlan:
-    """Exchange plan of a strategy; see :class:`grace.session.exchange_plan.ExchangePlan`.
+class StrategyPlan(ExchangePlan):
+    """Exchange plan of a strategy.
 
     Args:
         chosen: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
@@ -43,7 +44,6 @@ class StrategyPlan:
         self.chosen = chosen
         self.sparse_known = sparse_known
         self.resources = resources
-        self.name = ""
         self.strategy: Strategy | None = None
 
     def hand_out(

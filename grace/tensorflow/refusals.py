@@ -6,7 +6,7 @@ import keras
 
 from grace.core.communicator import Communicator
 from grace.errors import ConfigError
-from grace.session.momentum_checks import double_momentum_error, momentum_owners
+from grace.session.hyperparameters import double_momentum_error, momentum_owners
 
 
 def refuse_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

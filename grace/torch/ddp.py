@@ -25,8 +25,8 @@ from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
+from grace.session.hyperparameters import momentum_owners
 from grace.session.metrics import metrics
-from grace.session.momentum_checks import momentum_owners
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, cut_into_buckets

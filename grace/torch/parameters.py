@@ -15,8 +15,7 @@ from grace.core.component import Component
 from grace.core.variable import Variable, equal_bounds, unwrap_names
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES
-from grace.session.hyperparameters import Numbers, numeric_settings
-from grace.session.momentum_checks import double_momentum_error, momentum_owners
+from grace.session.hyperparameters import Numbers, double_momentum_error, momentum_owners, numeric_settings
 from grace.session.settings import check_integer
 from grace.torch.wrappers import check_not_sharded, live_instances
 

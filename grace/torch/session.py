@@ -25,7 +25,7 @@ from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
-from grace.session.momentum_checks import momentum_owners
+from grace.session.hyperparameters import momentum_owners
 from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner

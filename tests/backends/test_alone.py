@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import grace
-from grace.backends import initialized
+from grace.backends import launchers
 from tests.support.engine_pools import available, environment
 from tests.support.limits import HANGS
 
@@ -102,7 +102,7 @@ def test_as_many_ranks_or_more_than_were_started_are_taken(monkeypatch, group_of
 
 def test_a_group_that_is_made_after_grace_has_joined_alone_is_not_overlooked(monkeypatch):
     assert grace.init().name == "local"
-    monkeypatch.setattr(initialized, "sizes", lambda: {"torch": 2})
+    monkeypatch.setattr(launchers, "initialized_sizes", lambda: {"torch": 2})
     for call in (grace.rank, grace.size, optimizer):
         with pytest.raises(grace.ConfigError) as refused:
             call()
@@ -116,7 +116,7 @@ def test_a_group_that_is_made_after_grace_has_joined_alone_is_not_overlooked(mon
 
 
 def test_of_two_engines_the_larger_is_not_overlooked(monkeypatch, group_of_one):
-    monkeypatch.setattr(initialized, "sizes", lambda: {"torch": 1, "mpi": 4})
+    monkeypatch.setattr(launchers, "initialized_sizes", lambda: {"torch": 1, "mpi": 4})
     with pytest.raises(
         grace.ConfigError, match=r"initialized MPI with 4 ranks, .* which engine counts: grace.init\('mpi'\)"
     ):

@@ -11,7 +11,7 @@ import torch
 import grace
 from grace.communicators.choice import build_communicator
 from grace.core.registry import make
-from grace.session.momentum_checks import momentum_owners
+from grace.session.hyperparameters import momentum_owners
 from tests.support.methods import BUILTIN
 
 METHODS = (

@@ -20,7 +20,7 @@ from grace.bench.workloads.task import Task, in_optimizer
 from grace.bench.workloads.tasks import task_class
 from grace.bench.workloads.torch_tasks import Trainer
 from grace.communicators.choice import build_communicator
-from grace.session.momentum_checks import momentum_owners
+from grace.session.hyperparameters import momentum_owners
 
 WARMUP_STEPS = 3
 """Steps on a throw-away copy of the network before each run: kernels are compiled and buffers allocated there."""

@@ -178,7 +178,7 @@ class Plan:
             raise ConfigError(f"{source}: stages must be a list")
         made = tuple(documents.record(Stage, stage, f"{source}: stage {i}") for i, stage in enumerate(stages))
         try:
-            return documents.record(cls, document, source, stages=made)  # type: ignore[no-any-return]
+            return documents.record(cls, document, source, stages=made)
         except ConfigError as error:
             said = str(error)
             raise ConfigError(said if said.startswith(source) else f"{source}: {said}") from None

@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from grace.core.atomic_files import atomic_write
-from grace.core.user_cache import user_cache
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.torch.atomic_subcomponents import Atoms, CapturedBatch, storage_ids, tensor_leaves
 from grace.pipeline.torch.batches import slice_rows
@@ -45,7 +44,11 @@ Costs = dict[str, dict[str, float]]
 
 def cache_file() -> Path:
     """Return the file of profiles: in ``$XDG_CACHE_HOME/grace``, or else in ``~/.cache/grace``."""
-    return user_cache() / "pipeline-profiles.json"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a container's user may have a number, but no name and no home
+        home = Path(os.devnull)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "grace", "pipeline-profiles.json")
 
 
 def _machine() -> str:

@@ -59,15 +59,15 @@ class LowRank(TritonCodec):
         ):  # fmt: skip
             shapes[:, column.value] = values
         self.span_of_q = max(1, BLOCK // self.width)
-        programs = {
-            of.TILES: tiles,
-            of.P_ADDS: [-(-n // N) for n in p_sizes],
-            of.Q_ADDS: [-(-n // N) for n in q_sizes],
-            of.Q_TILES: [-(-n // self.span_of_q) * t for n, t in zip(columns, there, strict=True)],
+        programs = {  # by numbers: a constexpr of Triton 3.2 cannot be a key
+            of.TILES.value: tiles,
+            of.P_ADDS.value: [-(-n // N) for n in p_sizes],
+            of.Q_ADDS.value: [-(-n // N) for n in q_sizes],
+            of.Q_TILES.value: [-(-n // self.span_of_q) * t for n, t in zip(columns, there, strict=True)],
         }
         found = []
         for column, each in programs.items():
-            owners, shapes[:, column.value] = self.shared(each)
+            owners, shapes[:, column] = self.shared(each)
             found.append(owners)
         self.tiles, self.p_adds, self.q_adds, self.q_tiles = found
         self.shapes = torch.from_numpy(shapes).to(device)

@@ -61,6 +61,7 @@ def test_every_part_finds_something_out_in_the_interpreter(tmp_path):
         assert title in page
 
 
+@pytest.mark.ranks
 def test_what_fails_hangs_or_crashes_is_written_down_and_the_rest_goes_on(tmp_path):
     def part(name, limit=HANGS):
         return Part(name, f"what {name}", HANGS, limit, 1, f"{PARTS_OF_TESTS}:{name}")
@@ -86,6 +87,7 @@ def test_what_fails_hangs_or_crashes_is_written_down_and_the_rest_goes_on(tmp_pa
     assert "well: 2 of 2 done" in shown.getvalue()
 
 
+@pytest.mark.ranks
 def test_a_part_that_takes_too_long_is_ended_and_the_next_begins(tmp_path):
     parts = [Part("endless", "", 0.0, HANGS, 1, f"{PARTS_OF_TESTS}:endless")]
     parts.append(Part("well", "", HANGS, HANGS, 2, f"{PARTS_OF_TESTS}:well"))  # whose items two processes share
@@ -95,6 +97,7 @@ def test_a_part_that_takes_too_long_is_ended_and_the_next_begins(tmp_path):
     assert sorted(item["item"] for item in run.report["parts"][1]["items"]) == ["one", "two"]
 
 
+@pytest.mark.ranks
 def test_a_run_that_is_cut_off_tells_what_it_has_and_leaves_no_process(tmp_path):
     program = [sys.executable, "-m", PARTS_OF_TESTS, str(tmp_path)]
     running = subprocess.Popen(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})

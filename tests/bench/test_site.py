@@ -14,6 +14,7 @@ from grace.bench.common.results import load
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_site_has_a_report_of_all_recorded_results(tmp_path):
     spec = importlib.util.spec_from_file_location("conf", ROOT / "docs" / "conf.py")
     conf = importlib.util.module_from_spec(spec)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,24 @@ def run_elastic(folder, program, slots):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return run_elastic(tmp_path_factory.mktemp("elastic"), "elastic.py", 1)
+def both_runs(tmp_path_factory):
+    """Both programs' runs, at the same time: most of it they wait, for gloo's timeout and for the launcher's looks."""
+    given = ("elastic.py", 1), ("elastic_outer.py", 2)
+    folders = [tmp_path_factory.mktemp("elastic") for _ in given]
+    with ThreadPoolExecutor() as threads:
+        started = [threads.submit(run_elastic, folder, *one) for folder, one in zip(folders, given, strict=True)]
+        return [one.result() for one in started]
 
 
 @pytest.fixture(scope="module")
-def outer_run(tmp_path_factory):
+def run(both_runs):
+    return both_runs[0]
+
+
+@pytest.fixture(scope="module")
+def outer_run(both_runs):
     """The log's lines as dicts, and what the launcher printed."""
-    lines, printed = run_elastic(tmp_path_factory.mktemp("outer"), "elastic_outer.py", 2)
+    lines, printed = both_runs[1]
     names = ("what", "process", "size", "rank", "step", "own", "memory", "inner", "weights", "anchors", "momenta")
     found = [dict(zip(names, (*line, *rest), strict=True)) for *line, rest in lines]
     return [{**line, "rank": int(line["rank"]), "step": int(line["step"])} for line in found], printed

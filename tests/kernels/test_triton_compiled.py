@@ -136,6 +136,7 @@ def test_badly_written_kernels_are_found(compiled, target):
     assert "bytes of shared memory" in said
 
 
+@pytest.mark.slow
 def test_every_number_may_be_one(compiled):
     """Arguments of 1 are constants to Triton, which have no methods: buckets of one element, the one largest."""
     bad, seen = {}, set()

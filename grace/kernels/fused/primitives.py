@@ -182,18 +182,18 @@ class FusedKernels(Kernels):
             out = self.empty(x.size, np.uint16)
             HALVES[dtype].narrow(out, x.reshape(-1), f32(1))
             return out.view(self.half_types[dtype]).reshape(x.shape)
-        if x.dtype.name in self.half_types and dtype == "float32":
+        half = self._half(x)
+        if half is not None and dtype == "float32":
             out = self.empty(x.size, np.float32)
-            HALVES[x.dtype.name].widen(out, _patterns(x), f32(1))
+            half.widen(out, _patterns(x), f32(1))
             return out.reshape(x.shape)
         return super().cast(x, dtype)
 
     def all_finite(self, x, most=math.inf):
         if x.dtype == np.float32:
             return bool(_max_bits(x.reshape(-1).view(np.uint32)) <= f32(min(most, FLOAT32_MAX)).view(np.uint32))
-        if x.dtype.name in self.half_types:
-            return HALVES[x.dtype.name].at_most(_patterns(x), most)
-        return super().all_finite(x, most)
+        half = self._half(x)
+        return super().all_finite(x, most) if half is None else half.at_most(_patterns(x), most)
 
     def combine(self, a, x, b, y):
         if x.shape != y.shape or not _plain(x, y):
@@ -231,11 +231,14 @@ class FusedKernels(Kernels):
             return super().divide(out, x, by)
         return out
 
+    def _half(self, x):
+        """Return the loops of an array's 16-bit format; None if it has another dtype."""
+        return next((HALVES[name] for name, dtype in self.half_types.items() if x.dtype == dtype), None)
+
     def _half_of(self, x, other):
         """Return the loops of an array's 16-bit format, if they take both arrays."""
-        if x.dtype.name not in self.half_types or x.shape != other.shape:
-            return None
-        return HALVES[x.dtype.name] if x.flags.c_contiguous and other.flags.c_contiguous else None
+        fit = x.shape == other.shape and x.flags.c_contiguous and other.flags.c_contiguous
+        return self._half(x) if fit else None
 
     def mean_abs(self, x):
         return np.array([_sum_abs_by_tiles(x) / x.size if x.size else 0.0], np.float32)

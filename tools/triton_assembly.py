@@ -19,7 +19,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
-from grace.kernels.constants import Placed
+from grace.kernels.bucket_codec import Placed
 from grace.kernels.random import Stream
 from grace.kernels.triton.launching import Launch, recorded
 from grace.kernels.triton.low_rank_codecs import LowRank

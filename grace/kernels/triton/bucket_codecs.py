@@ -9,30 +9,27 @@ import torch
 import triton
 from numpy import ndarray as Array
 
-from grace.kernels.constants import Placed, gaussian_reach
+from grace.kernels.bucket_codec import End, Places
+from grace.kernels.constants import gaussian_reach
 from grace.kernels.torch.copies import constant
 from grace.kernels.triton import bucket_levels, bucket_tables, buckets, rounding
-from grace.kernels.triton.codec_base import TYPES, End, Step, TritonCodec
+from grace.kernels.triton.codec_base import TYPES, Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, LARGEST_ROW, launch
 
 
 class TritonNumbers(TritonCodec):
     """float32 or 16 bits; see :class:`~grace.compressors.cast.Cast`."""
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
-        super().__init__(sizes, payloads, device)
-        kind, nbytes = TYPES[payloads[0][0].dtype]
-        self.kind = {"Type": kind, "BYTES": nbytes}
+    encoder = buckets.encode_numbers
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
-        given, chosen = (self.flags, table, self.owners, self.variables, most), {"KEEPS": keeps, "LOOKS": looks}
-        launch(buckets.encode_numbers, len(self.owners), *given, **chosen, **self.kind, N=self.span)
-        return self.write_end(table, end)
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device):
+        kind, nbytes = TYPES[payloads[0][0].dtype]
+        super().__init__(sizes, payloads, device, Type=kind, BYTES=nbytes)
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
-        weight = 1.0 if self.kind["BYTES"] == 4 else weight  # those of 32 bits are divided as a sum
+        weight = 1.0 if self.constants["BYTES"] == 4 else weight  # those of 32 bits are divided as a sum
         given = table, self.owners, self.variables, ranks, weight, float(count)
-        launch(buckets.decode_numbers, len(self.owners), *given, **self.kind, N=self.span)
+        launch(buckets.decode_numbers, len(self.owners), *given, **self.constants, N=self.span)
 
 
 class TritonSigns(TritonCodec):
@@ -43,9 +40,8 @@ class TritonSigns(TritonCodec):
     span = 2 * BLOCK
     granule = 4
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, form: str):
-        super().__init__(sizes, payloads, device)
-        self.form = {"FORM": self.FORMS[form]}
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, form: str):
+        super().__init__(sizes, payloads, device, FORM=self.FORMS[form])
         self.parts: tuple[Any, Any] = (None, None)
         self.unfinished = form in ("scaled", "sided")
         if self.unfinished:
@@ -54,13 +50,13 @@ class TritonSigns(TritonCodec):
 
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         programs, given = len(self.owners), (table, self.owners, self.variables)
-        shape = {**self.form, "N": self.span}
+        shape = {**self.constants, "N": self.span}
         launch(buckets.encode_signs, programs, self.flags, *self.parts, *given, most, **shape, KEEPS=keeps)
         if self.parts[0] is None:
             return self.write_end(table, end)
         ending, numbers, of_type = self.ending(end)
         given, shape = (*ending, *self.parts, table, self.variables, *numbers), {"PART": self.span, "N": BLOCK}
-        launch(buckets.write_sign_scales, self.variables, *given, **self.form, **shape, **of_type, KEEPS=keeps)
+        launch(buckets.write_sign_scales, self.variables, *given, **self.constants, **shape, **of_type, KEEPS=keeps)
         return ending[1]
 
     def finish(self, rows: Array, sides: torch.Tensor) -> None:
@@ -70,19 +66,15 @@ class TritonSigns(TritonCodec):
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         unit = float(np.float32(1) / np.float32(1 / loss_scale))
         given = table, self.owners, self.variables, ranks, weight, unit
-        launch(buckets.decode_signs, len(self.owners), *given, **self.form, N=self.span)
+        launch(buckets.decode_signs, len(self.owners), *given, **self.constants, N=self.span)
 
 
 class TritonPowers(TritonCodec):
     """See :class:`~grace.compressors.natural.Natural`."""
 
+    encoder = buckets.encode_powers
     draws = True
     granule = 4
-
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
-        given = self.flags, table, self.owners, self.variables, most, step
-        launch(buckets.encode_powers, len(self.owners), *given, KEEPS=keeps, N=self.span)
-        return self.write_end(table, end)
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         given = table, self.owners, self.variables, ranks, weight
@@ -106,7 +98,7 @@ class TritonLevels(TritonCodec):
     def __init__(
         self,
         sizes: Sequence[int],
-        payloads: Sequence[Sequence[Placed]],
+        payloads: Places,
         device: torch.device,
         levels: float = 0,
         bits: int = 8,
@@ -181,7 +173,7 @@ class TritonTernary(TritonLevels):
 
     form = bucket_levels.TERNARY
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, clip: float):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, clip: float):
         self.factor = clip
         super().__init__(sizes, payloads, device, levels=1, bits=2)
 
@@ -194,7 +186,7 @@ class Table(TritonLevels):
     def __init__(
         self,
         sizes: Sequence[int],
-        payloads: Sequence[Sequence[Placed]],
+        payloads: Places,
         device: torch.device,
         edges: Array,
         entries: Array,

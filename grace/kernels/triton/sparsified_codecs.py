@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy import ndarray as Array
 
-from grace.kernels.constants import Placed
+from grace.kernels.bucket_codec import End, Places
 from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
 from grace.kernels.triton import bucket_tables, sparsified_buckets
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
-from grace.kernels.triton.codec_base import End, Step, TritonCodec
+from grace.kernels.triton.codec_base import Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, FEWER, STEP, launch, room_of, signed, steps_of
 from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.selection import SAMPLE, STATE
@@ -25,17 +25,19 @@ class Entries(TritonCodec):
     chunk, kept = 0, 1
     """Elements of a chunk, and how many of them are sent; no chunks."""
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
-        super().__init__(sizes, payloads, device)
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, **constants: Any):
+        super().__init__(sizes, payloads, device, **constants)
         for row, (values, coded, *_) in zip(self.plan, payloads, strict=True):
             row[bucket_tables.MORE.value], row[bucket_tables.WIDTH.value] = values.shape[0], POSITION_BYTES[coded.dtype]
         self.marked = bool((self.plan[:, bucket_tables.WIDTH.value] == 1).any())
         self.written_from = self.plan[:, bucket_tables.START.value].copy()
         self.readers, self.read_from = self.shared([-(-n // BLOCK) for n in sizes])
 
-    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+    ) -> torch.Tensor:
         self.plan[:, bucket_tables.START.value] = self.written_from
-        return super().encode(rows, factors, wire, most, streams, end)
+        return super().encode(rows, factors, wire, most, streams, *end)
 
     def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         self.plan[:, bucket_tables.START.value] = self.read_from
@@ -54,17 +56,11 @@ class Entries(TritonCodec):
 class TritonLargestOfChunks(Entries):
     """See :class:`~grace.compressors.topk.TopK`, with chunks."""
 
-    def __init__(
-        self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, chunk: int, kept: int
-    ):
-        self.chunk, self.kept, self.span = chunk, kept, max(BLOCK, chunk)
-        super().__init__(sizes, payloads, device)
+    encoder = sparsified_buckets.encode_chunks
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
-        given = self.flags, table, self.owners, self.variables, most, self.kept
-        shape = {"CHUNK": self.chunk, "N": self.span, "warps": self.span // 256}
-        launch(sparsified_buckets.encode_chunks, len(self.owners), *given, KEEPS=keeps, LOOKS=looks, **shape)
-        return self.write_end(table, end)
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, chunk: int, kept: int):
+        self.chunk, self.kept, self.numbers, self.span = chunk, kept, (kept,), max(BLOCK, chunk)
+        super().__init__(sizes, payloads, device, CHUNK=chunk, warps=self.span // 256)
 
 
 class TritonLargest(Entries):
@@ -73,7 +69,7 @@ class TritonLargest(Entries):
     least: Callable[[], float] | None = None
     """The threshold that entries are above, if there is one."""
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device):
         self.steps = steps_of(sum(sizes))
         self.span = self.steps * STEP
         super().__init__(sizes, payloads, device)
@@ -108,7 +104,7 @@ class LargestAbove(TritonLargest):
     def __init__(
         self,
         sizes: Sequence[int],
-        payloads: Sequence[Sequence[Placed]],
+        payloads: Places,
         device: torch.device,
         least: Callable[[], float],
     ):
@@ -122,7 +118,7 @@ class TritonDrawn(TritonCodec):
 
     draws = "shared"
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, scaled: bool):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, scaled: bool):
         super().__init__(sizes, payloads, device)
         counts = [payload[0].shape[0] for payload in payloads]
         self.scales = np.array([n / k if scaled and k else 1.0 for n, k in zip(sizes, counts, strict=True)])
@@ -132,10 +128,12 @@ class TritonDrawn(TritonCodec):
         self.drawers, self.plan[:, bucket_tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
         self.words: Any = None
 
-    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+    ) -> torch.Tensor:
         self.words = streams.copy()
         self.words[:, 3] |= FEISTEL_DRAW
-        return super().encode(rows, factors, wire, most, self.words, end)
+        return super().encode(rows, factors, wire, most, self.words, *end)
 
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         chosen = {"KEEPS": keeps, "LOOKS": looks, "N": self.span}

@@ -21,10 +21,10 @@ from triton.compiler import ASTSource, make_backend
 
 from grace.kernels.bucket_codec import Placed
 from grace.kernels.random import Stream
+from grace.kernels.triton.bucket_codecs import CODECS
 from grace.kernels.triton.launching import Launch, recorded
 from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.primitives import TritonKernels
-from grace.kernels.triton.sparsified_codecs import CODECS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -25,6 +25,7 @@ from grace.kernels.constants import (
 from grace.kernels.fused.halves import HALVES
 from grace.kernels.fused.lanes import part
 from grace.kernels.fused.loops import (
+    SHIFT32,
     TILE,
     _max_bits,
     _philox,
@@ -33,7 +34,9 @@ from grace.kernels.fused.loops import (
     compiled,
     f32,
     f64,
+    i32,
     summing,
+    u8,
     u32,
     u64,
 )
@@ -58,15 +61,6 @@ from grace.kernels.fused.rounding import (
     _sum_squares,
 )
 from grace.kernels.fused.selection import _above, _kth_largest, _topk, _topk_chunks
-from grace.kernels.fused.sparsification import (
-    _add_at,
-    _fixed_tags,
-    _one_side,
-    _sample_indices,
-    _scaled,
-    _where_code,
-    _zero_at,
-)
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
 from grace.kernels.reference import Kernels
 
@@ -151,6 +145,73 @@ def _signs(x, out):
 def _add(out, x, weight):
     for i in range(out.size):
         out[i] += weight * x[i]
+
+
+@compiled
+def _sample_indices(bits, n, out):
+    k = u64(out.size)
+    for j in range(out.size):
+        start, stop = u64(j) * u64(n) // k, u64(j + 1) * u64(n) // k
+        out[j] = i32(start + ((stop - start) * u64(bits[j]) >> SHIFT32))
+
+
+@compiled
+def _zero_at(out, indices):
+    for i in range(indices.size):
+        index = indices[i]
+        if index < 0 or index >= out.size:
+            return i
+        out[u64(index)] = 0
+    return indices.size
+
+
+@compiled
+def _add_at(out, indices, amount):
+    for i in range(indices.size):
+        index = indices[i]
+        if index < 0 or index >= out.size:
+            return i
+        out[u64(index)] += amount
+    return indices.size
+
+
+@compiled
+def _scaled(x, factor, out):
+    for i in range(x.size):
+        out[i] = f32(f64(x[i]) * factor)
+
+
+@compiled
+def _one_side(x, sign, out):
+    count = 0
+    for i in range(x.size):
+        value = sign * x[i]
+        positive = value > 0
+        out[i] = value if positive else f32(0)
+        count += positive
+    return count
+
+
+@compiled
+def _fixed_tags(x, bound, top, per8, per16, out):
+    for i in range(x.size):
+        magnitude = abs(x[i])
+        tag = u8(3)
+        if magnitude <= top:
+            if np.rint(magnitude * per16) <= f32(32767):
+                tag = u8(2)
+            if np.rint(magnitude * per8) <= f32(127):
+                tag = u8(1)
+        out[i] = u8(0) if magnitude <= bound else tag
+
+
+@compiled
+def _where_code(codes, code, out):
+    count = 0
+    for i in range(codes.size):
+        out[count] = i  # overwritten by the next one unless it counts, which costs less than a branch
+        count += codes[i] == code
+    return count
 
 
 class FusedKernels(Kernels):

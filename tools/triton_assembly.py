@@ -19,12 +19,12 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
-from grace.kernels.constants import Placed
+from grace.kernels.bucket_codec import Placed
 from grace.kernels.random import Stream
+from grace.kernels.triton.bucket_codecs import CODECS
 from grace.kernels.triton.launching import Launch, recorded
 from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.primitives import TritonKernels
-from grace.kernels.triton.sparsified_codecs import CODECS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -283,7 +283,7 @@ class Compressor(StatefulComponent):
 
     def bucket_codec(self) -> BucketCodec | None:
         """Return the name of the codec of whole buckets that gives the same bits, of
-        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.sparsified_codecs`, and its options at
+        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.bucket_codecs`, and its options at
         this step; None if there is none for these parameters. A class that inherits it is not asked, because it may
         compute differently. Where payloads change with the step, a codec is made anew with their layout. Payloads that
         a codec does not decode are decoded with :meth:`ctx_of`."""

@@ -24,14 +24,13 @@ from grace.exchange.layout import Layout, Stamps, Status
 from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
-from grace.kernels.constants import Placed
+from grace.kernels.bucket_codec import Placed
+from grace.kernels.constants import ANY_BITS
 
 LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
 """Bits of the largest float32 that is in range."""
 LARGEST_KEPT_BITS = np.float32(LARGEST_KEPT).view(np.uint32)
 """Bits of the largest float32 that is in range if a memory keeps a residual."""
-ANY_BITS = np.uint32(0xFFFFFFFF)
-"""Bits above those of every float32: no number is checked, because the sum shows numbers that are not finite."""
 
 
 class FusedCodec(PerVariableCodec):

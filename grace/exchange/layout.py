@@ -19,7 +19,7 @@ from grace.core.compressor import Payload, PayloadSpec, Tensor, TensorSpec
 from grace.core.grace_api import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
-from grace.kernels.constants import Placed
+from grace.kernels.bucket_codec import Placed
 
 Item = TypeVar("Item")
 Status = float | Tensor
@@ -212,7 +212,7 @@ class Layout:
         self, statuses: Sequence[Status], stamps: Sequence[float]
     ) -> tuple[list[int], str, list[Status], float, list[int]]:
         """Return what a kernel on a device writes behind the payloads; see
-        :meth:`grace.kernels.triton.codec_base.Codec.encode`."""
+        :meth:`grace.kernels.bucket_codec.BucketCodec.encode`."""
         numbers = [*statuses, *stamps, *[0] * self.padding]
         return [self.body * ITEM_SIZE[self.dtype]], self.dtype, numbers, math.inf if self.sums else 2, []
 

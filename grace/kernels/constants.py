@@ -1,11 +1,11 @@
 """Constants and functions of plain numbers that the kernels of all frameworks share."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT32_MAX = np.finfo(np.float32).max
+ANY_BITS = np.uint32(0xFFFFFFFF)
+"""Bits above those of every float32, as the largest magnitude that is in range: then no number is checked."""
 LARGEST_FACTOR = 2.0**40
 """Largest magnitude in a factor of a low-rank method: products with larger ones overflow."""
 NARROW = 8
@@ -29,14 +29,6 @@ GAUSSIAN_STEPS = {1.5: 0.9957, 3.5: 0.5860, 7.5: 0.3352, 127.5: 0.03076}
 """Steps of the equidistant quantizers of 4, 8, 16 and 256 levels, half of them on each side of zero, whose squared
 error of a standard Gaussian is smallest (Max, "Quantizing for minimum distortion", IRE Trans. Information Theory 6,
 1960), by the outermost level in steps."""
-
-
-class Placed(NamedTuple):
-    """Location of one tensor of a payload in the buffer that travels: its byte offset, shape and dtype."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def gaussian_reach(levels: float) -> float:

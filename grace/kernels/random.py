@@ -8,17 +8,14 @@ bit for bit, and ranks that share a key agree without talking.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-LOW32 = 0xFFFFFFFF
 FEISTEL_ROUNDS = 8
 FEISTEL_DRAW = 1 << 31
 """Bit in the draw word of numbers that permute indices, so that they differ from all others."""
@@ -77,23 +74,6 @@ def philox(
         c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ np.uint64(k0), p1 & low, (p0 >> shift) ^ c3 ^ np.uint64(k1), p0 & low
         k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
     return tuple(word.astype(np.uint32) for word in (c0, c1, c2, c3))  # type: ignore[return-value]
-
-
-def philox_in_int64(counter: Sequence[Any], key: tuple[Any, Any], upper: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Return the four output words of each block of a framework's tensors: int64s that hold 32 bits, in and out.
-
-    Args:
-        counter: four tensors, the last ones of any shape that goes with the first.
-        key: its two words.
-        upper: shifts a tensor right by 32 bits.
-    """
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(ROUNDS):
-        # int64 products wrap, but their bits are those of the unsigned ones
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (upper(p1) & LOW32) ^ c1 ^ k0, p1 & LOW32, (upper(p0) & LOW32) ^ c3 ^ k1, p0 & LOW32
-        k0, k1 = k0 + WEYL[0] & LOW32, k1 + WEYL[1] & LOW32
-    return c0, c1, c2, c3
 
 
 def feistel_bits(n: int) -> tuple[int, int]:

@@ -180,7 +180,7 @@ def test_methods_of_two_rounds_take_few_launches_however_many_variables_they_hav
 
 
 def test_addresses_that_stay_are_copied_to_the_device_once():
-    from grace.kernels.constants import Placed
+    from grace.kernels.bucket_codec import Placed
     from grace.kernels.triton.bucket_codecs import CODECS
 
     codec = CODECS["powers"]([8], [[Placed(0, (8,), "uint8")]], device=torch.device("cpu"))

@@ -22,7 +22,6 @@ from grace.kernels.fused import (
     quantization,
     rounding,
     selection,
-    sparsification,
 )
 from tests.support.drawing import THOROUGH
 
@@ -57,7 +56,7 @@ HOT = [
     (selection._above, (WORDS, uint32, INDICES), "psubd"),
     (selection._collect, (WORDS, uint32, int64, INDICES), "psubd"),
     (selection._count_digits, (WORDS, uint32, int64, int64), "psubd"),
-    (sparsification._scaled, (FLOATS, float64, FLOATS), "mulpd"),
+    (primitives._scaled, (FLOATS, float64, FLOATS), "mulpd"),
     (quantization._round_powers_tile, (WORDS, WORDS, BYTES), "psrld"),
     (quantization._add_powers, (FLOATS, BYTES, float32), "mulps"),
     (quantization._side_sums, (FLOATS,), "addpd"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from grace.kernels.torch import fused
-from grace.kernels.torch.fused import FusedTorchKernels, HalfTorchKernels
+from grace.kernels.torch.fused import FusedTorchKernels
 from grace.kernels.torch.primitives import TorchKernels
 
 
@@ -16,7 +16,7 @@ def as_far(plain: bool = False) -> Iterator[list[str]]:
     read is written down: "list" for the numbers of one tensor, "read" for those of several at once. ``plain`` for
     torch's own operations, which leave out positions that are not there as a device's kernels do."""
     log: list[str] = []
-    kinds = (TorchKernels, HalfTorchKernels, FusedTorchKernels)
+    kinds = (TorchKernels, FusedTorchKernels)
     kept = {(kind, name): vars(kind)[name] for kind in kinds for name in FAR if name in vars(kind)}
 
     def logged(name, method):

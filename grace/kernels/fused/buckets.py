@@ -1,15 +1,14 @@
 """Codecs of a whole bucket as single passes over memory: gradients and residuals in, bytes on the wire out, and back.
 
-Each call takes all variables of a bucket, or parts of them: for each a row of addresses (its gradient, its residual,
-where the next residual goes; 0 for none) and a row of numbers (elements, where its payload tensors stand in the wire,
-and what else its codec needs). Encoding computes x = a * residual + b * gradient, writes the payload of x into the
-wire and x - C(x) where the next residual goes; without one x is the gradient, which stays as it is. Operations are
-those of the kernels that compressors call one by one, in the same order, so that the bits are the same.
+See :class:`~grace.kernels.bucket_codec.BucketCodec` for what they compute, and
+:class:`~grace.kernels.fused.bucket_codecs.Codec` for their arguments. ``plan`` has a row for each variable: elements,
+where its payload tensors stand in the wire, and what else the method needs.
 """
 
 import numpy as np
 from numba import njit
 
+from grace.kernels.constants import ANY_BITS
 from grace.kernels.fused.addresses import (
     AHEAD,
     FIRST,
@@ -60,8 +59,6 @@ from grace.kernels.fused.rounding import (
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 FLOAT, HALF, BRAIN = 0, 1, 2
-ANY = u32(0xFFFFFFFF)
-"""Largest magnitude that is in range, if magnitudes are not checked."""
 
 
 @compiled
@@ -81,12 +78,12 @@ def _narrow_brain(x, out, kept):
 
 
 @compiled
-def encode_numbers(rows, factors, plan, wire, most, form, in_range):
+def encode_numbers(rows, factors, plan, streams, wire, most, in_range, form):
     for v in range(rows.shape[0]):
         row, by, n, kept, largest = rows[v], factors[v], plan[v, SIZE], rows[v, NEXT] != 0, u32(0)
         for low in range(0, n, TILE):
             high = min(low + TILE, n)
-            if row[NEXT] == 0 and most == ANY:
+            if row[NEXT] == 0 and most == ANY_BITS:
                 x = part(_at(row[GRADIENT], n, np.float32), low, high)
             else:
                 x, top = _compensated(row, by, n, low, high)
@@ -155,7 +152,7 @@ def _subtract_signs(x, one, other):
 
 
 @compiled
-def encode_signs(rows, factors, plan, wire, most, form, in_range):
+def encode_signs(rows, factors, plan, streams, wire, most, in_range, form):
     for v in range(rows.shape[0]):
         row, by, n = rows[v], factors[v], plan[v, SIZE]
         packed = _at(wire + plan[v, FIRST], (n + 7) // 8, np.uint8)
@@ -238,7 +235,7 @@ def _pack_held(held, count, bits, packed, done):
 
 @compiled
 def encode_levels(
-    rows, factors, plan, streams, wire, most, levels, bits, bucket_size, norm, reach, nearest, held, in_range
+    rows, factors, plan, streams, wire, most, in_range, levels, bits, bucket_size, norm, reach, nearest, held
 ):
     """Round to levels. Codes of fewer than 8 bits are held, a tile and up to 7 more, until they fill whole bytes."""
     random, middle = np.empty(TILE + 4, np.uint32), f32(levels)
@@ -326,7 +323,7 @@ def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, held):
 
 
 @compiled
-def encode_ternary(rows, factors, plan, streams, wire, most, clip, in_range):
+def encode_ternary(rows, factors, plan, streams, wire, most, in_range, clip):
     """Round to levels -1, 0 and 1, in two bits, after clipping to so many standard deviations. Decoded as levels
     are."""
     random, clipped, codes = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE, np.uint8)

@@ -25,6 +25,7 @@ from grace.kernels.constants import (
 from grace.kernels.fused.halves import HALVES
 from grace.kernels.fused.lanes import part
 from grace.kernels.fused.loops import (
+    SHIFT32,
     TILE,
     _max_bits,
     _philox,
@@ -33,7 +34,9 @@ from grace.kernels.fused.loops import (
     compiled,
     f32,
     f64,
+    i32,
     summing,
+    u8,
     u32,
     u64,
 )
@@ -58,15 +61,6 @@ from grace.kernels.fused.rounding import (
     _sum_squares,
 )
 from grace.kernels.fused.selection import _above, _kth_largest, _topk, _topk_chunks
-from grace.kernels.fused.sparsification import (
-    _add_at,
-    _fixed_tags,
-    _one_side,
-    _sample_indices,
-    _scaled,
-    _where_code,
-    _zero_at,
-)
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
 from grace.kernels.reference import Kernels
 
@@ -153,6 +147,73 @@ def _add(out, x, weight):
         out[i] += weight * x[i]
 
 
+@compiled
+def _sample_indices(bits, n, out):
+    k = u64(out.size)
+    for j in range(out.size):
+        start, stop = u64(j) * u64(n) // k, u64(j + 1) * u64(n) // k
+        out[j] = i32(start + ((stop - start) * u64(bits[j]) >> SHIFT32))
+
+
+@compiled
+def _zero_at(out, indices):
+    for i in range(indices.size):
+        index = indices[i]
+        if index < 0 or index >= out.size:
+            return i
+        out[u64(index)] = 0
+    return indices.size
+
+
+@compiled
+def _add_at(out, indices, amount):
+    for i in range(indices.size):
+        index = indices[i]
+        if index < 0 or index >= out.size:
+            return i
+        out[u64(index)] += amount
+    return indices.size
+
+
+@compiled
+def _scaled(x, factor, out):
+    for i in range(x.size):
+        out[i] = f32(f64(x[i]) * factor)
+
+
+@compiled
+def _one_side(x, sign, out):
+    count = 0
+    for i in range(x.size):
+        value = sign * x[i]
+        positive = value > 0
+        out[i] = value if positive else f32(0)
+        count += positive
+    return count
+
+
+@compiled
+def _fixed_tags(x, bound, top, per8, per16, out):
+    for i in range(x.size):
+        magnitude = abs(x[i])
+        tag = u8(3)
+        if magnitude <= top:
+            if np.rint(magnitude * per16) <= f32(32767):
+                tag = u8(2)
+            if np.rint(magnitude * per8) <= f32(127):
+                tag = u8(1)
+        out[i] = u8(0) if magnitude <= bound else tag
+
+
+@compiled
+def _where_code(codes, code, out):
+    count = 0
+    for i in range(codes.size):
+        out[count] = i  # overwritten by the next one unless it counts, which costs less than a branch
+        count += codes[i] == code
+    return count
+
+
 class FusedKernels(Kernels):
     """The reference with its hot kernels compiled, those of 16-bit floats too.
 
@@ -182,18 +243,18 @@ class FusedKernels(Kernels):
             out = self.empty(x.size, np.uint16)
             HALVES[dtype].narrow(out, x.reshape(-1), f32(1))
             return out.view(self.half_types[dtype]).reshape(x.shape)
-        if x.dtype.name in self.half_types and dtype == "float32":
+        half = self._half(x)
+        if half is not None and dtype == "float32":
             out = self.empty(x.size, np.float32)
-            HALVES[x.dtype.name].widen(out, _patterns(x), f32(1))
+            half.widen(out, _patterns(x), f32(1))
             return out.reshape(x.shape)
         return super().cast(x, dtype)
 
     def all_finite(self, x, most=math.inf):
         if x.dtype == np.float32:
             return bool(_max_bits(x.reshape(-1).view(np.uint32)) <= f32(min(most, FLOAT32_MAX)).view(np.uint32))
-        if x.dtype.name in self.half_types:
-            return HALVES[x.dtype.name].at_most(_patterns(x), most)
-        return super().all_finite(x, most)
+        half = self._half(x)
+        return super().all_finite(x, most) if half is None else half.at_most(_patterns(x), most)
 
     def combine(self, a, x, b, y):
         if x.shape != y.shape or not _plain(x, y):
@@ -231,11 +292,14 @@ class FusedKernels(Kernels):
             return super().divide(out, x, by)
         return out
 
+    def _half(self, x):
+        """Return the loops of an array's 16-bit format; None if it has another dtype."""
+        return next((HALVES[name] for name, dtype in self.half_types.items() if x.dtype == dtype), None)
+
     def _half_of(self, x, other):
         """Return the loops of an array's 16-bit format, if they take both arrays."""
-        if x.dtype.name not in self.half_types or x.shape != other.shape:
-            return None
-        return HALVES[x.dtype.name] if x.flags.c_contiguous and other.flags.c_contiguous else None
+        fit = x.shape == other.shape and x.flags.c_contiguous and other.flags.c_contiguous
+        return self._half(x) if fit else None
 
     def mean_abs(self, x):
         return np.array([_sum_abs_by_tiles(x) / x.size if x.size else 0.0], np.float32)

@@ -114,6 +114,12 @@ def _filter(bits, threshold, room, indices, found):
 
 
 @compiled
+def _room(k):
+    """Return the number of elements that may be listed for k: a guess is most likely a little too low."""
+    return 4 * k + 1024
+
+
+@compiled
 def _stride(n, k, widest):
     """Return the distance of the elements of a sample of n, of which about k are searched."""
     return max(1, min(n // 2048, k // 64, widest))
@@ -238,7 +244,7 @@ def _topk(bits, k):
     if k * 8 <= n and n >= SAMPLED:
         stride = _stride(n, k, 512)
         guess = _guess(bits, k, np.empty(n // stride, np.uint32), stride)
-        room = 4 * k + 1024
+        room = _room(k)
         indices, found = np.empty(room + TILE + 1, np.int32), np.empty(room + TILE + 1, np.uint32)
         count = _filter(bits, guess, room, indices, found)
         if k <= count <= room:

@@ -6,29 +6,32 @@ from numba import njit
 from grace.kernels.fused.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
 from grace.kernels.fused.lanes import float_of, part, pattern_of
 from grace.kernels.fused.loops import TILE, compiled, i32, u8, u32, u64
+from grace.kernels.fused.primitives import _random_indices
 from grace.kernels.fused.selection import (
     LOWERED,
     SAMPLED,
     _filter,
     _filter_part,
     _guess,
+    _room,
     _stride,
     _take_chunk,
     _take_largest,
     _take_listed,
 )
+from grace.kernels.random import FEISTEL_DRAW
 
-u16 = np.uint16
+u16, PERMUTING = np.uint16, u32(FEISTEL_DRAW)
 
 
 @compiled
-def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample, chosen, in_range):
+def encode_largest(rows, factors, plan, streams, wire, most, in_range, last, indices, found, sample, chosen):
     """Write exact top-k. The pass that computes x lists what reaches the last step's threshold, a little lowered; if
     that is too little or too much, a second pass lists what reaches a guess from a sample; else all is searched."""
     for v in range(rows.shape[0]):
         row, by, n, k, width = rows[v], factors[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         guessing = k * 8 <= n and n >= SAMPLED
-        room = 4 * k + 1024
+        room = _room(k)
         threshold = pattern_of(float_of(last[v]) * LOWERED)
         largest, count = u32(0), room + 1 if last[v] == 0 else 0
         for low in range(0, n, TILE):
@@ -49,7 +52,7 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
 
 
 @compiled
-def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, chosen, in_range):
+def encode_chunks(rows, factors, plan, streams, wire, most, in_range, chunk, kept, indices, found, chosen):
     """Write the largest of each chunk, chosen while the chunk is in the cache. The smallest of them, a little lowered,
     is the next chunk's guess."""
     for v in range(rows.shape[0]):
@@ -69,29 +72,39 @@ def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, 
 
 
 @compiled
-def encode_drawn(row, by, plan, wire, most, indices, scale):
-    """Write one variable's elements at the drawn indices, and return True if all of it is in range.
+def encode_drawn(rows, factors, plan, streams, wire, most, in_range, drawn, scales):
+    """Draw indices, and write the elements there.
 
-    A receiver multiplies them by ``scale``, so that is what the residual loses.
+    A receiver multiplies them by a scale, so that is what the residual loses.
     """
-    n, largest = plan[SIZE], u32(0)
-    for low in range(0, n, TILE):
-        largest = max(largest, _compensated(row, by, n, low, min(low + TILE, n))[1])
-    x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
-    values = _at(wire + plan[FIRST], indices.size, np.float32)
-    for j in range(indices.size):
-        values[j] = x[indices[j]]
-        if row[NEXT] != 0:
-            x[indices[j]] -= scale * values[j]
-    return largest <= most
+    start = 0
+    for v in range(rows.shape[0]):
+        row, by, n, largest, bits = rows[v], factors[v], plan[v, SIZE], u32(0), plan[v, MORE + 1]
+        indices = part(drawn, start, start + plan[v, MORE])
+        words = streams[v, 0], streams[v, 1], streams[v, 2], u32(streams[v, 3] | PERMUTING)
+        _random_indices(indices, n, bits & 0xFF, bits >> 8, *words)
+        for low in range(0, n, TILE):
+            largest = max(largest, _compensated(row, by, n, low, min(low + TILE, n))[1])
+        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        values = _at(wire + plan[v, FIRST], indices.size, np.float32)
+        for j in range(indices.size):
+            values[j] = x[indices[j]]
+            if row[NEXT] != 0:
+                x[indices[j]] -= scales[v] * values[j]
+        in_range[v] = largest <= most
+        start += indices.size
 
 
 @compiled
-def decode_drawn(out, wires, plan, weight, indices):
-    out = _at(out, plan[SIZE], np.float32)
-    out[:] = 0
-    for rank in range(wires.size):
-        _add_sparsified(out, _at(wires[rank] + plan[FIRST], indices.size, np.float32), indices, weight)
+def decode_drawn(outs, wires, plan, weights, drawn):
+    start = 0
+    for v in range(outs.size):
+        indices = part(drawn, start, start + plan[v, MORE])
+        out = _at(outs[v], plan[v, SIZE], np.float32)
+        out[:] = 0
+        for rank in range(wires.size):
+            _add_sparsified(out, _at(wires[rank] + plan[v, FIRST], indices.size, np.float32), indices, weights[v])
+        start += indices.size
 
 
 @njit(inline="always")

@@ -3,77 +3,39 @@
 import functools
 import math
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from grace.kernels.constants import NARROW
-from grace.kernels.fused.availability import LOOPS, missing
+from grace.kernels.fused.availability import missing
 from grace.kernels.reference import Kernels
-from grace.kernels.torch.primitives import DTYPES, NAMES, TorchKernels
+from grace.kernels.torch.primitives import DTYPES, TorchKernels
 from grace.kernels.triton.availability import missing as triton_missing
 
-HALVES = (torch.float16, torch.bfloat16)
+FLOAT, HALVES = (torch.float32,), (torch.float16, torch.bfloat16)
 IN_CACHE = 1 << 16  # elements below which torch's temporary tensors cost nothing
+LOOPS = (
+    "mean_abs", "signs", "random_bits", "random_indices", "sample_indices", "quantize", "dequantize", "pack",
+    "unpack", "pack_signs", "add_signs", "max_abs", "side_means", "clip_deviation", "round_powers", "add_powers",
+    "round_float8", "add_float8", "rotate", "bucketize", "add_table", "quantile_buckets", "topk", "topk_chunks",
+    "above", "kth_magnitude", "gather", "scatter_add", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
+    "where_code",
+)  # fmt: skip
+"""Kernels that run compiled whatever they are given, if the loops can read all of it."""
 
 
-class HalfTorchKernels(TorchKernels):
-    """CPU tensors: 16-bit floats in compiled loops. torch converts tensors of two dtypes a few elements at a time, and
-    takes 20 copies to see whether all are finite; its casts are as fast as ours."""
-
-    def all_finite(self, x, most=math.inf):
-        half = _half_of(x, x)
-        return super().all_finite(x, most) if half is None else half.at_most(_patterns(x), most)
-
-    def add(self, out, x, weight=1.0):
-        half = _half_of(x, out) if out.dtype == torch.float32 else None
-        if half is None:
-            return super().add(out, x, weight)
-        half.add(_numbers(out), _patterns(x), np.float32(weight))
-        return out
-
-    def divide(self, out, x, by):
-        if by == 1 or x.dtype == out.dtype or x.numel() < IN_CACHE or torch.float32 not in (x.dtype, out.dtype):
-            return super().divide(out, x, by)
-        x = x.reshape(out.shape)
-        given, wanted = _half_of(x, out), _half_of(out, x)
-        if given is not None:
-            given.widen(_numbers(out), _patterns(x), np.float32(by))
-        elif wanted is not None:
-            wanted.narrow(_patterns(out), _numbers(x), np.float32(by))
-        else:
-            return super().divide(out, x, by)
-        return out
-
-
-def _half_of(x, other):
-    """Return the loops of a tensor's 16-bit format; None if they do not take both tensors."""
-    if x.dtype not in HALVES or x.shape != other.shape:
-        return None
-    fit = all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (x, other))
-    return _halves()[NAMES[x.dtype]] if fit else None
-
-
-def _numbers(x):
-    return x.detach().numpy().reshape(-1)
-
-
-def _patterns(x):
-    return x.detach().view(torch.int16).numpy().reshape(-1).view(np.uint16)
-
-
-class FusedTorchKernels(HalfTorchKernels):
+class FusedTorchKernels(TorchKernels):
     """CPU tensors: the fused kernels, on zero-copy NumPy views.
 
-    Each method named in ``FUSED`` runs compiled when its tensors are contiguous and of the dtypes that the
-    fused loops take, and in plain torch otherwise.
+    The methods named in ``LOOPS``, and those below as far as torch is slower, run compiled when their tensors are
+    contiguous and of the dtypes that the loops take, and in plain torch otherwise.
     """
 
     name = "torch-fused"
     codecs = "grace.kernels.fused.bucket_codecs"
-    FUSED = (*LOOPS, "signs")
-    DTYPES = frozenset({torch.float32, torch.uint8, torch.int32})
 
     def addresses(self, tensors, dtype="float32"):
         wanted = DTYPES[dtype]
@@ -83,16 +45,33 @@ class FusedTorchKernels(HalfTorchKernels):
     def memory(self, x):
         return x.view(torch.uint8).numpy()
 
+    def all_finite(self, x, most=math.inf):
+        # of 16 bits torch takes 20 copies
+        return _by_loops("all_finite", x, most) if _readable(x, FLOAT + HALVES) else super().all_finite(x, most)
+
     def combine(self, a, x, b, y):
         # torch takes a pass over memory for each factor that is not 1, and one for the sum
-        if (b == 1 and (a == 1 or x.numel() < IN_CACHE)) or not _both_plain(x, y):
+        is_sum = b == 1 and (a == 1 or x.numel() < IN_CACHE)
+        if is_sum or x.shape != y.shape or not (_readable(x) and _readable(y)):
             return super().combine(a, x, b, y)
-        return torch.from_numpy(_fused_kernels().combine(a, x.detach().numpy(), b, y.detach().numpy()))
+        return _by_loops("combine", a, x, b, y)
 
     def add(self, out, x, weight=1.0):
-        if weight == 1 or not _both_plain(out, x):
+        # torch converts 16-bit floats a few elements at a time, where tensors of two dtypes meet
+        is_sum = weight == 1 and x.dtype == out.dtype
+        if is_sum or x.shape != out.shape or not (_readable(out) and _readable(x, FLOAT + HALVES)):
             return super().add(out, x, weight)
-        _fused_kernels().add(out.detach().numpy(), x.detach().numpy(), weight)
+        _by_loops("add", out, x, weight)
+        return out
+
+    def divide(self, out, x, by):
+        x = x.reshape(out.shape)
+        plain = by == 1 or x.dtype == out.dtype or x.numel() < IN_CACHE  # torch's casts are as fast
+        if plain or torch.float32 not in (x.dtype, out.dtype):
+            return super().divide(out, x, by)
+        if not all(_readable(y, FLOAT + HALVES) for y in (x, out)):
+            return super().divide(out, x, by)
+        _by_loops("divide", out, x, by)
         return out
 
     def uniform(self, stream, n, like=None):
@@ -103,76 +82,82 @@ class FusedTorchKernels(HalfTorchKernels):
 
     def matmul(self, a, b, transpose=False):
         # the loops take one thread, of which BLAS needs two for as much, but for single columns; batches are small
-        loops = a.dim() == 3 or (torch.get_num_threads() <= 2 and b.shape[-1] > 1)
-        if not loops or a.dim() != b.dim() or not self._narrow(a, b):
+        faster = a.dim() == 3 or (torch.get_num_threads() <= 2 and b.shape[-1] > 1)
+        if not faster or a.dim() != b.dim() or not _narrow(a, b):
             return super().matmul(a, b, transpose)
-        return torch.from_numpy(_fused_kernels().matmul(a.detach().numpy(), b.detach().numpy(), transpose))
+        return _by_loops("matmul", a, b, transpose)
 
     def matmul_add(self, out, a, b, weight, keep=1.0):
         # always by the loops, so that all ranks decode to the same bits, whatever their threads are
-        if not self._narrow(out, a) or not self._narrow(out, b):
+        if not (_narrow(out, a) and _narrow(out, b)):
             return super().matmul_add(out, a, b, weight, keep)
-        _fused_kernels().matmul_add(*(x.detach().numpy() for x in (out, a, b)), weight, keep)
+        _by_loops("matmul_add", out, a, b, weight, keep)
         return out
 
     def zero_columns(self, matrices):
-        if not all(self._narrow(x, x) for x in matrices):
+        if not all(_narrow(x, x) for x in matrices):
             return super().zero_columns(matrices)
-        return _fused_kernels().zero_columns([x.detach().numpy() for x in matrices])
-
-    def _narrow(self, wide, factor):
-        """Return True if loops of products take the matrices."""
-        return _plain(wide) and _plain(factor) and factor.shape[-1] <= NARROW
+        return _loops().zero_columns(list(map(_array, matrices)))
 
 
-def _plain(x):
-    """Return True if compiled loops can read the tensor as a NumPy array of float32."""
-    return x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu"
+def _readable(x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOAT) -> bool:
+    """Return True if compiled loops can read the tensor as a NumPy array of one of the dtypes."""
+    return x.dtype in dtypes and x.is_contiguous() and x.device.type == "cpu"
 
 
-def _both_plain(x, y):
-    return x.shape == y.shape and _plain(x) and _plain(y)
+def _narrow(wide: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Return True if loops of products take the matrices."""
+    return _readable(wide) and _readable(factor) and factor.shape[-1] <= NARROW
 
 
-def _fused(method: str):
-    plain = getattr(HalfTorchKernels, method)
+def _compiled(method: str) -> Callable[..., Any]:
+    """Return a method that runs compiled if the loops can read its tensors."""
+    plain = getattr(TorchKernels, method)
 
-    def call(self, *args):
-        arrays = []
+    def call(self: FusedTorchKernels, *args: Any) -> Any:
         for arg in args:
-            if isinstance(arg, torch.Tensor):
-                if arg.dtype not in self.DTYPES or not arg.is_contiguous() or arg.device.type != "cpu":
-                    return plain(self, *args)
-                arg = arg.detach().numpy()
-            arrays.append(arg)
-        return _to_torch(getattr(_fused_kernels(), method)(*arrays))
+            if isinstance(arg, torch.Tensor) and not _readable(arg, (torch.float32, torch.uint8, torch.int32)):
+                return plain(self, *args)
+        return _by_loops(method, *args)
 
     call.__name__, call.__doc__ = method, f"Compiled; see Kernels.{method}."
     return call
 
 
-for _method in FusedTorchKernels.FUSED:
-    setattr(FusedTorchKernels, _method, _fused(_method))
+for _method in LOOPS:
+    setattr(FusedTorchKernels, _method, _compiled(_method))
 
 
-def _to_torch(value: Any) -> Any:
+def _by_loops(method: str, *args: Any) -> Any:
+    """Return the result of a kernel of arrays, computed with the memory of tensors."""
+    return _tensor(getattr(_loops(), method)(*map(_array, args)))
+
+
+def _array(arg: Any) -> Any:
+    """Return a tensor as an array, without a copy. NumPy has no bfloat16, so its patterns stand for it."""
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    given = arg.detach()
+    return given.view(torch.int16).numpy().view(np.uint16) if arg.dtype == torch.bfloat16 else given.numpy()
+
+
+def _tensor(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_to_torch(item) for item in value)
-    return value if isinstance(value, (bool, int, float)) else torch.from_numpy(value)
+        return tuple(map(_tensor, value))
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 @functools.cache
-def _halves():
-    from grace.kernels.fused.halves import HALVES
-
-    return HALVES
-
-
-@functools.cache
-def _fused_kernels():
+def _loops() -> Kernels:
+    """Return the kernels of arrays. They are made at the first call, since Numba may be missing."""
     from grace.kernels.fused.primitives import FusedKernels
 
-    return FusedKernels()
+    class Loops(FusedKernels):
+        """The loops, with bfloat16."""
+
+        half_types: ClassVar = {"float16": np.float16, "bfloat16": np.uint16}
+
+    return Loops()
 
 
 _PLAIN, _FUSED = TorchKernels(), FusedTorchKernels()

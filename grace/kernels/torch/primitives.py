@@ -22,7 +22,7 @@ from grace.kernels.constants import (
     gaussian_reach,
     rounded_down,
 )
-from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
+from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.kernels.reference import Kernels
 from grace.kernels.torch.copies import constant, to_device, to_host
 
@@ -32,6 +32,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT32_MAX = torch.finfo(torch.float32).max
+LOW32 = 0xFFFFFFFF
 CHUNK = 1 << 16  # Philox blocks at a time, so that its int64 temporaries stay in the cache
 
 
@@ -493,7 +494,14 @@ def weighted(x, weight):
 
 
 def _philox(counter, key):
-    return philox_in_int64(counter, key, lambda product: product >> 32)
+    """Return the four output words of each block: int64s that hold 32 bits, in and out."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(ROUNDS):
+        # int64 products wrap, but their bits are those of the unsigned ones
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32 & LOW32) ^ c1 ^ k0, p1 & LOW32, (p0 >> 32 & LOW32) ^ c3 ^ k1, p0 & LOW32
+        k0, k1 = k0 + WEYL[0] & LOW32, k1 + WEYL[1] & LOW32
+    return c0, c1, c2, c3
 
 
 def _feistel(index, n, stream):

@@ -1,7 +1,6 @@
-"""The codecs of :mod:`grace.kernels.triton.buckets` and ``bucket_levels`` by name; see
-:mod:`grace.kernels.triton.codec_base`."""
+"""The codecs of whole buckets by name: the launches of each, and what they take beside the bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,30 +8,31 @@ import torch
 import triton
 from numpy import ndarray as Array
 
-from grace.kernels.constants import Placed, gaussian_reach
+from grace.kernels.bucket_codec import End, Places
+from grace.kernels.constants import gaussian_reach
+from grace.kernels.index_coding import POSITION_BYTES
+from grace.kernels.random import FEISTEL_DRAW, feistel_bits
 from grace.kernels.torch.copies import constant
-from grace.kernels.triton import bucket_levels, bucket_tables, buckets, rounding
-from grace.kernels.triton.codec_base import TYPES, End, Step, TritonCodec
-from grace.kernels.triton.launching import BLOCK, LARGEST_ROW, launch
+from grace.kernels.triton import bucket_levels, bucket_tables, buckets, rounding, sparsified_buckets
+from grace.kernels.triton.codec_base import TYPES, Step, TritonCodec
+from grace.kernels.triton.launching import BLOCK, FEWER, LARGEST_ROW, STEP, launch, room_of, signed, steps_of
+from grace.kernels.triton.low_rank_codecs import LowRank
+from grace.kernels.triton.selection import SAMPLE, STATE
 
 
 class TritonNumbers(TritonCodec):
     """float32 or 16 bits; see :class:`~grace.compressors.cast.Cast`."""
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
-        super().__init__(sizes, payloads, device)
-        kind, nbytes = TYPES[payloads[0][0].dtype]
-        self.kind = {"Type": kind, "BYTES": nbytes}
+    encoder = buckets.encode_numbers
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
-        given, chosen = (self.flags, table, self.owners, self.variables, most), {"KEEPS": keeps, "LOOKS": looks}
-        launch(buckets.encode_numbers, len(self.owners), *given, **chosen, **self.kind, N=self.span)
-        return self.write_end(table, end)
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device):
+        kind, nbytes = TYPES[payloads[0][0].dtype]
+        super().__init__(sizes, payloads, device, Type=kind, BYTES=nbytes)
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
-        weight = 1.0 if self.kind["BYTES"] == 4 else weight  # those of 32 bits are divided as a sum
+        weight = 1.0 if self.constants["BYTES"] == 4 else weight  # those of 32 bits are divided as a sum
         given = table, self.owners, self.variables, ranks, weight, float(count)
-        launch(buckets.decode_numbers, len(self.owners), *given, **self.kind, N=self.span)
+        launch(buckets.decode_numbers, len(self.owners), *given, **self.constants, N=self.span)
 
 
 class TritonSigns(TritonCodec):
@@ -43,9 +43,8 @@ class TritonSigns(TritonCodec):
     span = 2 * BLOCK
     granule = 4
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, form: str):
-        super().__init__(sizes, payloads, device)
-        self.form = {"FORM": self.FORMS[form]}
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, form: str):
+        super().__init__(sizes, payloads, device, FORM=self.FORMS[form])
         self.parts: tuple[Any, Any] = (None, None)
         self.unfinished = form in ("scaled", "sided")
         if self.unfinished:
@@ -54,13 +53,13 @@ class TritonSigns(TritonCodec):
 
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         programs, given = len(self.owners), (table, self.owners, self.variables)
-        shape = {**self.form, "N": self.span}
+        shape = {**self.constants, "N": self.span}
         launch(buckets.encode_signs, programs, self.flags, *self.parts, *given, most, **shape, KEEPS=keeps)
         if self.parts[0] is None:
             return self.write_end(table, end)
         ending, numbers, of_type = self.ending(end)
         given, shape = (*ending, *self.parts, table, self.variables, *numbers), {"PART": self.span, "N": BLOCK}
-        launch(buckets.write_sign_scales, self.variables, *given, **self.form, **shape, **of_type, KEEPS=keeps)
+        launch(buckets.write_sign_scales, self.variables, *given, **self.constants, **shape, **of_type, KEEPS=keeps)
         return ending[1]
 
     def finish(self, rows: Array, sides: torch.Tensor) -> None:
@@ -70,19 +69,15 @@ class TritonSigns(TritonCodec):
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         unit = float(np.float32(1) / np.float32(1 / loss_scale))
         given = table, self.owners, self.variables, ranks, weight, unit
-        launch(buckets.decode_signs, len(self.owners), *given, **self.form, N=self.span)
+        launch(buckets.decode_signs, len(self.owners), *given, **self.constants, N=self.span)
 
 
 class TritonPowers(TritonCodec):
     """See :class:`~grace.compressors.natural.Natural`."""
 
+    encoder = buckets.encode_powers
     draws = True
     granule = 4
-
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
-        given = self.flags, table, self.owners, self.variables, most, step
-        launch(buckets.encode_powers, len(self.owners), *given, KEEPS=keeps, N=self.span)
-        return self.write_end(table, end)
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         given = table, self.owners, self.variables, ranks, weight
@@ -106,7 +101,7 @@ class TritonLevels(TritonCodec):
     def __init__(
         self,
         sizes: Sequence[int],
-        payloads: Sequence[Sequence[Placed]],
+        payloads: Places,
         device: torch.device,
         levels: float = 0,
         bits: int = 8,
@@ -181,7 +176,7 @@ class TritonTernary(TritonLevels):
 
     form = bucket_levels.TERNARY
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, clip: float):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, clip: float):
         self.factor = clip
         super().__init__(sizes, payloads, device, levels=1, bits=2)
 
@@ -194,13 +189,146 @@ class Table(TritonLevels):
     def __init__(
         self,
         sizes: Sequence[int],
-        payloads: Sequence[Sequence[Placed]],
+        payloads: Places,
         device: torch.device,
         edges: Array,
         entries: Array,
     ):
         super().__init__(sizes, payloads, device, nearest=True)
         self.edges, self.entries = constant(edges, device), constant(entries, device)
+
+
+class Entries(TritonCodec):
+    """Base of codecs whose payloads are values with their positions."""
+
+    chunk, kept = 0, 1
+    """Elements of a chunk, and how many of them are sent; no chunks."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, **constants: Any):
+        super().__init__(sizes, payloads, device, **constants)
+        for row, (values, coded, *_) in zip(self.plan, payloads, strict=True):
+            row[bucket_tables.MORE.value], row[bucket_tables.WIDTH.value] = values.shape[0], POSITION_BYTES[coded.dtype]
+        self.marked = bool((self.plan[:, bucket_tables.WIDTH.value] == 1).any())
+        self.written_from = self.plan[:, bucket_tables.START.value].copy()
+        self.readers, self.read_from = self.shared([-(-n // BLOCK) for n in sizes])
+
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+    ) -> torch.Tensor:
+        self.plan[:, bucket_tables.START.value] = self.written_from
+        return super().encode(rows, factors, wire, most, streams, *end)
+
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        self.plan[:, bucket_tables.START.value] = self.read_from
+        return super().decode(outs, wires, count, loss_scale)
+
+    def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+        programs, marked = len(self.readers), self.flags
+        given = table, self.readers, self.variables, ranks, programs
+        if self.marked:
+            marked = self.empty((ranks, programs), torch.int32)
+            launch(sparsified_buckets.count_marks, programs, marked, *given, N=BLOCK)
+        shape = {"CHUNK": self.chunk, "B": 128, "N": BLOCK}
+        launch(sparsified_buckets.decode_entries, programs, marked, *given, weight, self.kept, **shape)
+
+
+class TritonLargestOfChunks(Entries):
+    """See :class:`~grace.compressors.topk.TopK`, with chunks."""
+
+    encoder = sparsified_buckets.encode_chunks
+
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, chunk: int, kept: int):
+        self.chunk, self.kept, self.numbers, self.span = chunk, kept, (kept,), max(BLOCK, chunk)
+        super().__init__(sizes, payloads, device, CHUNK=chunk, warps=self.span // 256)
+
+
+class TritonLargest(Entries):
+    """See :class:`~grace.compressors.topk.TopK`."""
+
+    least: Callable[[], float] | None = None
+    """The threshold that entries are above, if there is one."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device):
+        self.steps = steps_of(sum(sizes))
+        self.span = self.steps * STEP
+        super().__init__(sizes, payloads, device)
+        kept = zip(sizes, self.plan[:, bucket_tables.MORE.value].tolist(), strict=True)
+        self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > SAMPLE.value)])
+
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+        programs, numbers = len(self.owners), (self.steps, self.room)
+        counts, rows = self.empty((self.variables, STATE.value), torch.int32), self.empty((programs, 32), torch.int16)
+        listed, ties = self.empty((2, programs), torch.int32)
+        patterns, places = (self.empty(programs * self.room, dtype) for dtype in (torch.int32, torch.int16))
+        given = counts, table, self.owners
+        above, least = {"ABOVE": self.least is not None}, 0
+        if self.least is not None:
+            least = int(np.float32(self.least()).view(np.int32))
+        launch(sparsified_buckets.guess_of_bucket, self.variables, counts, table, least, KEEPS=keeps, warps=16)
+        first = self.flags, patterns, places, listed, ties, *given, self.variables, most, least, *numbers
+        launch(sparsified_buckets.list_of_bucket, programs, *first, **above, KEEPS=keeps, LOOKS=looks, N=STEP, warps=8)
+        for done in (1, 2):
+            digits = {**above, "PASS": done, "N": STEP}
+            launch(sparsified_buckets.digit_of_bucket, programs, patterns, listed, *given, *numbers, **digits, warps=8)
+        lists = rows, patterns, listed, ties
+        launch(sparsified_buckets.last_of_bucket, programs, *lists, *given, *numbers, **above, N=STEP)
+        written = rows, places, patterns, listed, *given, self.variables, *numbers
+        launch(sparsified_buckets.write_of_bucket, programs, *written, **above, KEEPS=keeps, N=STEP, P=32)
+        return self.write_end(table, end)
+
+
+class LargestAbove(TritonLargest):
+    """See :class:`~grace.compressors.threshold.Threshold`."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        payloads: Places,
+        device: torch.device,
+        least: Callable[[], float],
+    ):
+        super().__init__(sizes, payloads, device)
+        self.least, self.plan[:, bucket_tables.COUNT.value] = least, [count.offset for _, _, count in payloads]
+
+
+class TritonDrawn(TritonCodec):
+    """See :class:`~grace.compressors.randomk.RandomK`: places that all ranks draw alike, twice, as that costs less than
+    keeping them."""
+
+    draws = "shared"
+
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, scaled: bool):
+        super().__init__(sizes, payloads, device)
+        counts = [payload[0].shape[0] for payload in payloads]
+        self.scales = np.array([n / k if scaled and k else 1.0 for n, k in zip(sizes, counts, strict=True)])
+        self.plan[:, bucket_tables.MORE.value] = counts
+        self.plan[:, bucket_tables.SCALE.value] = self.scales.astype(np.float32).view(np.int32)
+        self.plan[:, bucket_tables.WIDTH.value] = [left | right << 8 for left, right in map(feistel_bits, sizes)]
+        self.drawers, self.plan[:, bucket_tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
+        self.words: Any = None
+
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+    ) -> torch.Tensor:
+        self.words = streams.copy()
+        self.words[:, 3] |= FEISTEL_DRAW
+        return super().encode(rows, factors, wire, most, self.words, *end)
+
+    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+        chosen = {"KEEPS": keeps, "LOOKS": looks, "N": self.span}
+        launch(sparsified_buckets.compensate_bucket, len(self.owners), self.flags, table, self.owners, most, **chosen)
+        given = table, self.drawers, self.variables, step
+        launch(sparsified_buckets.encode_drawn, len(self.drawers), *given, KEEPS=keeps, N=FEWER)
+        return self.write_end(table, end)
+
+    def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        weights = np.stack([1 / count * self.scales, self.scales], axis=1).astype(np.float32)
+        table = self.table(np.asarray(outs)[:, None], wires, weights, self.words)
+        launch(sparsified_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)
+        step = signed(int(self.words[0, 2])) if self.step is None else self.step
+        given = table, self.drawers, self.variables, len(wires), step
+        launch(sparsified_buckets.decode_drawn, len(self.drawers), *given, N=FEWER)
+        return True
 
 
 CODECS: dict[str, type[TritonCodec]] = {
@@ -211,4 +339,9 @@ CODECS: dict[str, type[TritonCodec]] = {
     "coded": TritonLevels,
     "ternary": TritonTernary,
     "table": Table,
+    "drawn": TritonDrawn,
+    "largest": TritonLargest,
+    "largest above": LargestAbove,
+    "largest of chunks": TritonLargestOfChunks,
+    "low rank": LowRank,
 }

@@ -212,11 +212,13 @@ def decode_signs(table, owners, variables, ranks, weight, unit, FORM: tl.constex
 
 
 @triton.jit(do_not_specialize=("variables", "most", "step"))
-def encode_powers(flags, table, owners, variables, most, step, KEEPS: tl.constexpr, N: tl.constexpr):
+def encode_powers(
+    flags, table, owners, variables, most, step, KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr
+):
     variable, row, program = locate(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
-    deny(flags, variable, x, most, True)
+    deny(flags, variable, x, most, LOOKS)
     key = tl.load(row + KEY)
     code = powers_rounded(x, row_of_words(base, key, key >> 32, step, tl.load(row + DRAW), N))
     target = wire_at(table, variables, 0) + tl.load(row + FIRST) + base

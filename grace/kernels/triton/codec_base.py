@@ -1,12 +1,12 @@
 """Base of codecs of whole buckets on a GPU: the table that kernels read, and the end of a wire.
 
-They are called as those of :mod:`grace.kernels.fused.bucket_codecs` for CPUs. Nothing is read back from the device:
-flags there mark variables that are out of range, and one of the launches writes them into the wire.
+Nothing is read back from the device: flags there mark variables that are out of range, and one of the launches writes
+them into the wire.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from numpy import ndarray as Array
 
-from grace.kernels.constants import Placed
+from grace.kernels.bucket_codec import BucketCodec, End, Places
+from grace.kernels.constants import ANY_BITS
 from grace.kernels.torch.copies import to_device
 from grace.kernels.triton import bucket_tables
 from grace.kernels.triton.launching import BLOCK, launch, signed
@@ -23,37 +24,29 @@ TYPES = {"float32": (tl.float32, 4), "float16": (tl.float16, 2), "bfloat16": (tl
 """Types of numbers in a wire, and their bytes."""
 KEPT_TABLES = 4
 """Tables that each codec keeps: of residuals that alternate, for encoding and for decoding."""
-ANY = 0xFFFFFFFF
-"""Largest magnitude that is in range, if magnitudes are not checked."""
 
 Step = int | torch.Tensor
-End = tuple[Sequence[int], str, Sequence[float], float, Sequence[int]]
-"""End of a wire, as :meth:`grace.exchange.layout.Layout.end` returns it: byte offsets, the dtype, the numbers there,
-the status of an overflow, and addresses of received statuses."""
 
 
-class TritonCodec:
-    """Encodes and decodes all variables of a bucket; addresses are of contiguous tensors on one device.
+class TritonCodec(BucketCodec):
+    """Encodes and decodes all variables of a bucket, by launches on their device.
 
-    Args:
-        sizes: elements of each variable.
-        payloads: where each variable's payload stands in a wire.
-        device: where.
+    A method that reads each variable once names its ``encoder``; the others override ``write``.
     """
 
-    unfinished = False
-    """True if x itself is kept, and ``finish`` makes residuals of it; ``encode`` subtracts from the x that it reads."""
-    draws: bool | str = False
-    """True if encoding takes random numbers; "shared" if all ranks draw the same ones."""
     on_device = True
-    """True if it writes the header at the end of the wire, since only the device knows what is in range."""
+    encoder: ClassVar[Any]
+    """``encoder(flags, table, owners, variables, most, *numbers)``; ``numbers`` begin with the step if it ``draws``."""
+    numbers: tuple[Any, ...] = ()
+    constants: dict[str, Any]
+    """Arguments that kernels are compiled for, and options of the compiler."""
     span = BLOCK
     """Elements of a program."""
     granule = 16
     """Number of which the address of a payload's first tensor must be a multiple, to be read wide."""
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
-        self.device, self.variables = device, len(sizes)
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, **constants: Any):
+        self.device, self.variables, self.constants = device, len(sizes), constants
         self.step: torch.Tensor | None = None
         """Tensor that kernels read the step from, for CUDA graphs; else None."""
         self.plan = np.zeros((self.variables, bucket_tables.COLUMNS.value), np.int64)
@@ -119,31 +112,22 @@ class TritonCodec:
 
     # -- encoding --------------------------------------------------------------------------------------
 
-    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
-        """Write every payload into the wire, the end of that, and the next residuals.
-
-        Args:
-            rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual. Of those that are
-                ``unfinished`` (variables, 5): and of what is still to be subtracted from either, float32 of shape (2,).
-            factors: float32 of shape (variables, 2): of its residual, and of its gradient.
-            wire: the address of the wire.
-            most: the bit pattern of the largest magnitude that is in range.
-            streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
-            end: what :meth:`grace.exchange.layout.Layout.end` returns. With several offsets variables are cut into as
-                many pieces, each of which has a row, and all ends say what is in all of a variable's pieces.
-
-        Returns:
-            Of each variable 1.0 if it was in range, else 0.0; on the device.
-        """
-        ends = [*(int(wire) + offset for offset in end[0]), *end[4]]
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+    ) -> torch.Tensor:
+        (one,) = end
+        ends = [*(int(wire) + offset for offset in one[0]), *one[4]]
         table = self.table(rows, [wire], factors, streams if self.draws else None, ends)
-        keeps, looks = bool(rows[:, 2].any()), int(most) != ANY
+        keeps, looks = bool(rows[:, 2].any()), most != ANY_BITS
         step = signed(int(streams[0, 2])) if self.step is None else self.step
-        return self.write(table, keeps, looks, signed(int(most)), step, end)
+        return self.write(table, keeps, bool(looks), signed(int(most)), step, one)
 
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         """Launch what encodes; ends with :meth:`write_end`, or with a kernel that does the same."""
-        raise NotImplementedError
+        given = self.flags, table, self.owners, self.variables, most, *((step,) if self.draws else ()), *self.numbers
+        shape = {**self.constants, "KEEPS": keeps, "LOOKS": looks, "N": self.span}
+        launch(self.encoder, len(self.owners), *given, **shape)
+        return self.write_end(table, end)
 
     def ending(self, end: End) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of kernels that write the end of a wire: tensors, numbers, and a type."""
@@ -159,19 +143,9 @@ class TritonCodec:
         launch(bucket_tables.write_end, programs, *given, *numbers, **of_type, N=128)
         return in_range
 
-    def finish(self, rows: Array, sides: torch.Tensor) -> None:
-        """Subtract ``sides`` from residuals, and set it to zeros."""
-        raise NotImplementedError
-
     # -- decoding --------------------------------------------------------------------------------------
 
     def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
-        """Write the mean over ``count`` ranks' wires into ``outs``; return True if that was done.
-
-        Args:
-            outs, wires: addresses, uint64; wires of shape (ranks,), or (1, variables) if each variable has a
-                wire of its own.
-        """
         table = self.table(np.asarray(outs)[:, None], wires)
         self.read(table, len(wires), float(np.float32(1 / count)), count, loss_scale)
         return True

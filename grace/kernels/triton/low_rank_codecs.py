@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 from numpy import ndarray as Array
 
-from grace.kernels.constants import LARGEST_FACTOR, Placed
+from grace.kernels.bucket_codec import End, Places
+from grace.kernels.constants import LARGEST_FACTOR
 from grace.kernels.triton import low_rank_buckets
-from grace.kernels.triton.codec_base import End, Step, TritonCodec
+from grace.kernels.triton.codec_base import Step, TritonCodec
 from grace.kernels.triton.launching import BLOCK, launch
 
 R, C = 64, 128
@@ -33,7 +35,7 @@ class LowRank(TritonCodec):
 
     draws = "shared"
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device):
         super().__init__(sizes, payloads, device)
         ps, qs = zip(*payloads, strict=True)
         rows, columns, ranks = [p.shape[0] for p in ps], [q.shape[0] for q in qs], [p.shape[1] for p in ps]
@@ -79,13 +81,15 @@ class LowRank(TritonCodec):
         self.kept = self.nexts = np.zeros(self.variables, np.uint64)
 
     @staticmethod
-    def takes(payloads: Sequence[Sequence[Placed]]) -> bool:
+    def takes(payloads: Places) -> bool:
         """Return True if the kernels take matrices of these P and Q."""
         return all(q.shape[0] <= WIDEST for _, q in payloads)
 
-    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, end: End) -> torch.Tensor:
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+    ) -> torch.Tensor:
         self.nexts = rows[:, 2].copy()
-        return super().encode(rows, factors, wire, most, streams, end)
+        return super().encode(rows, factors, wire, most, streams, *end)
 
     def start_from(self, kept: Array, following: Array) -> None:
         """Set the addresses of the last step's Q, 0 for none, and of this one's; of each variable, uint64."""

@@ -19,7 +19,7 @@ class TritonKernels(TorchKernels):
     """Tensors on a GPU: torch's operations, and Triton's kernels where tensors are contiguous."""
 
     name = "torch-triton"
-    codecs = "grace.kernels.triton.sparsified_codecs"
+    codecs = "grace.kernels.triton.bucket_codecs"
 
     def blank(self, shape, dtype, like):
         return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)

@@ -23,7 +23,7 @@ from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, GraceError
 from grace.planner import planning
 from grace.planner.codecs import is_table
-from grace.planner.explain import MARGIN
+from grace.planner.explain import MARGIN, Plan
 from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import gather_or_raise
@@ -107,6 +107,11 @@ class Driver:
         self.phases = self._train_and_plan(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
+
+    @property
+    def explanation(self) -> Plan | None:
+        """Explanation of the choice; None as long as there is none."""
+        return None if self.plan is None else Plan.from_dict(self.plan)
 
     def _advance(self) -> None:
         """Go on with the phases, until they need steps of training."""

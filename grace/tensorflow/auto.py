@@ -17,7 +17,6 @@ from grace.tensorflow.graph_exchange import HostRun
 from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
 from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair
-from grace.tensorflow.switching import check_current, switch
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.driver import Driver
@@ -57,7 +56,7 @@ class PlannedRun(HostRun):
             assert session.runner is not None
             # The graph has these around the step.
             if session.runner.outer_rounds or traced.outer_rounds or session.late != late:
-                check_current(session, traced)
+                session.check_current(traced)
             session.start_equal()
             run = PlannedRun(session, session.runner, self.present)
             pairs = run.run(tf.nest.pack_sequence_as(like, tensors[:-1]), tensors[-1])
@@ -89,7 +88,7 @@ def driver_of(session: Session) -> "Driver":
     me = weakref.proxy(session)  # which holds the driver
 
     def do(strategy: Strategy) -> None:
-        switch(me, StrategyPlan(strategy))
+        me.switch(StrategyPlan(strategy))
 
     assert session.auto_request is not None
     assert session.runner is not None

@@ -24,7 +24,6 @@ from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flags, packe
 from grace.tensorflow.reductions import graph_engine
 from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair, cut, joined
-from grace.tensorflow.switching import check_current
 
 SMALL = 1 << 20
 """Bytes of gradient below which a bucket shares its Python functions with a neighbour: a call costs as much as to
@@ -86,7 +85,7 @@ class StepRun:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Return the context of an exchange's computations; an error drops all that this step has begun."""
-        check_current(self.session, self.runner)
+        self.session.check_current(self.runner)
         try:
             with self.session.medium.computing():
                 yield
@@ -343,7 +342,7 @@ class GraphRun(StepRun):
     def _end_step(self, *flags: tf.Tensor) -> int:
         """End the step, after the last of several groups. The graph passes the groups' flags to order the calls."""
         with self.lock:
-            check_current(self.session, self.runner)
+            self.session.check_current(self.runner)
             self._commit()
             return 0
 

@@ -35,7 +35,6 @@ from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import check_momentum, delayed_variables_left_out, not_exchanged, refuse_multi_optimizer
 from grace.tensorflow.sharding import Flag, Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
-from grace.tensorflow.switching import use_strategy
 from grace.tensorflow.variables import AnyVariable, broadcast_variables, is_overwritten, value_of
 
 if TYPE_CHECKING:  # Horovod need not be installed; the planner is loaded only by who asks for it
@@ -246,11 +245,7 @@ class DistributedMixin(Once):
         """Reasons of ``strategy="auto"`` for its choice; prints as a table. None as long as it measures, and where the
         user chose."""
         auto = self._grace.auto
-        if auto is None or auto.plan is None:
-            return None
-        from grace.planner.explain import Plan
-
-        return Plan.from_dict(auto.plan)
+        return None if auto is None else auto.explanation
 
     def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Continue with another strategy. Memories are kept; a residual that the new strategy has no memory for is
@@ -271,7 +266,7 @@ class DistributedMixin(Once):
             RankError: another rank refuses it.
         """
         former = self._grace.runner
-        use_strategy(self._grace, strategy, resources)
+        self._grace.use_strategy(strategy, resources)
         now = self._grace.runner
         if former is not None and now is not None and returns_to_step(former.outer_rounds.fragment_of, now):
             broadcast_variables(cast(keras.optimizers.Optimizer, self).variables, 0, self._grace.backend)

@@ -18,26 +18,25 @@ from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket, Traffic
 from grace.exchange.header import digest
+from grace.kernels import kernels_of
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.metrics import metrics
+from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings
 from grace.session.sharding import Shard
 from grace.session.step_runner import AnyRoundTrip, StepRunner
-from grace.session.switching import build_replacement
+from grace.session.switching import build_replacement, switch_plan
 from grace.strategy.choices import AutoRequest, Choices
-from grace.strategy.execution import StrategyPlan
+from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.plan import Strategy
+from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.reductions import largest, summed
 from grace.tensorflow.representation import Tensors, inside, medium_of
 from grace.tensorflow.sharding import Gradient, Mean, cut, put
-from grace.tensorflow.variables import (
-    AnyVariable,
-    broadcast_initial,
-    value_of,
-)
+from grace.tensorflow.variables import AnyVariable, broadcast_initial, value_of
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.driver import Driver
@@ -211,6 +210,119 @@ class Session:
             return True
         # A graph has the same collectives at every step; these communicators have others in some steps.
         return any(c.moves_payloads or c.compress_after for c in runner.communicators)
+
+    def switch(self, plan: ExchangePlan) -> None:
+        """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""
+        former = self.runner
+        assert former is not None
+        shapes = {variable.name: variable.shape for variable in former.variables}
+
+        def like(name: str) -> Tensor:
+            return self.inside(tf.zeros(shapes[name], "float32"))
+
+        def convert(made: StepRunner, value: Any) -> Any:
+            # The former runner may compute with tensors and the new one with arrays, or the other way round.
+            return inside(medium_of(made), value)
+
+        with self.medium.computing():
+            self.use_runner(switch_plan(former, plan, like, self.check, self.check_plan, convert), plan)
+
+    def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
+        """Switch to another strategy, as :meth:`grace.tensorflow.optimizer.DistributedMixin.use_strategy` documents."""
+        if not tf.executing_eagerly():
+            raise ConfigError("use_strategy is called between two steps: call it outside of tf.function")
+        self.check_open()
+        if strategy is None:
+            raise ConfigError("use_strategy needs a strategy: a file's path, a Strategy, or a builder or its spec")
+        if self.runner is None:
+            self.choices = Choices(strategy=strategy, resources=resources)
+            return
+        if self.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
+            self.runner.abandon()
+        self.flush()
+        self.switch(StrategyPlan(strategy, resources=resources))
+        if self.auto is not None:
+            self.auto.stop()
+            self.auto_request = None
+
+    def check_current(self, runner: StepRunner) -> None:
+        """Refuse a graph that was traced for another runner than the one that is in use now.
+
+        Raises:
+            ExchangeError: the graph was traced for a former runner.
+        """
+        if runner is not self.runner:
+            raise ExchangeError(
+                "the strategy was changed, and this graph was traced before: it would exchange by the former one. Call "
+                "model.make_train_function(force=True) after use_strategy, or make your tf.function anew"
+            )
+
+    # -- variables that ranks train alone --------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def take_anchors(self) -> None:
+        """Take the variables that ranks train alone for anchors, eagerly or in a graph. Called before an update."""
+        self._act(lambda rounds: not rounds.has_anchors, OuterRounds.take_anchors)
+
+    @tf.autograph.experimental.do_not_convert
+    def run_rounds(self) -> None:
+        """Run the outer rounds that are due, eagerly or in a graph. Called after the optimizer's step."""
+        self._act(lambda rounds: rounds.due, OuterRounds.run_due)
+
+    def _act(self, due: Callable[[OuterRounds], bool], act: Callable[[OuterRounds], None]) -> None:
+        """Call a method of the outer rounds if it is due. A graph passes all variables through the call, which orders
+        it among their reads and updates."""
+        if self.runner is None or not self.runner.outer_rounds:
+            return
+        fragments = self.runner.outer_rounds.fragments
+        names = list(dict.fromkeys(shard.whole.name for fragment in fragments for shard in fragment.shards))
+        variables = [self.variable(name) for name in names]
+
+        def act_on(*values: tf.Tensor) -> list[tf.Tensor]:
+            return self._act_on(act, dict(zip(names, values, strict=True)))
+
+        def run() -> int:
+            before = [tf.convert_to_tensor(variable) for variable in variables]
+            after = tf.py_function(act_on, before, [value.dtype for value in before])
+            for variable, value in zip(variables, after, strict=True):
+                variable.assign(tf.reshape(value, variable.shape))
+            return 0
+
+        tf.cond(tf.py_function(lambda: due(self._current_rounds()), [], tf.bool), run, lambda: 0)
+
+    def _current_rounds(self) -> OuterRounds:
+        """Return the rounds of the current runner, which may be another one than when a graph was traced."""
+        assert self.runner is not None
+        return self.runner.outer_rounds
+
+    def _act_on(self, act: Callable[[OuterRounds], None], values: dict[str, tf.Tensor]) -> list[tf.Tensor]:
+        """Call a method of the rounds on these values of variables, and return their values after it."""
+        rounds = self._current_rounds()
+        whole = {name: self.inside(value) for name, value in values.items()}
+
+        def read(shard: Shard) -> Tensor:
+            return shard.slice_of(whole[shard.whole.name])
+
+        def write(shard: Shard, value: Tensor) -> None:
+            before = whole[shard.whole.name]
+            k = kernels_of(before)
+            value = k.cast(value, k.dtype(before))
+            if shard.axis is not None:
+                front = (slice(None),) * shard.axis
+                before_shard, after_shard = (*front, slice(shard.start)), (*front, slice(shard.stop, None))
+                value = k.concat([before[before_shard], value, before[after_shard]], shard.axis)
+            whole[shard.whole.name] = value
+
+        # The graph holds the variables' values: for this call rounds work on these, not on the variables themselves.
+        reading, writing = rounds.read, rounds.write
+        rounds.read = read
+        rounds.write = write
+        try:
+            with self.medium.computing():
+                act(rounds)
+        finally:
+            rounds.read, rounds.write = reading, writing
+        return [self.medium.outside(value) for value in whole.values()]
 
     def flush(self) -> None:
         """Run a last round, so that all ranks have equal variables."""

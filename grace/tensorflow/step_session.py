@@ -16,7 +16,6 @@ from grace.session.hierarchy import advise_hierarchy
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
-from grace.tensorflow import rounds
 from grace.tensorflow.auto import PlannedRun, driver_of
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
 from grace.tensorflow.session import Session
@@ -191,15 +190,3 @@ class StepSession(Session):
             values = tf.cast(value.values, variable.dtype)
             return tf.IndexedSlices(values, value.rows, tf.constant(variable.shape, tf.int32)), found
         return tf.cast(value, variable.dtype), found
-
-    # -- parameters that ranks train alone -------------------------------------------------------------
-
-    @tf.autograph.experimental.do_not_convert
-    def take_anchors(self) -> None:
-        """Take the variables that ranks train alone for anchors, before their first update."""
-        rounds.take_anchors(self)
-
-    @tf.autograph.experimental.do_not_convert
-    def run_rounds(self) -> None:
-        """Run the outer rounds that are due. Called after the optimizer's step."""
-        rounds.run_rounds(self)

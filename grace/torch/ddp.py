@@ -1,7 +1,7 @@
 """Compressed exchange as a communication hook of DistributedDataParallel."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
-from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
@@ -22,7 +23,6 @@ from grace.exchange.header import digest, resolve
 from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
-from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.hyperparameters import momentum_owners
@@ -171,6 +171,7 @@ class DDPState(PythonReducerMixin):
         self.hooks = [] if optimizer is None else around_steps(optimizer, None, self._after_step)
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
         runner.hyperparameters = self._describe_hyperparameters
+        runner.context.lr = self.lr
 
     def __reduce__(self) -> Any:
         """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
@@ -355,6 +356,51 @@ class DDPState(PythonReducerMixin):
             self.plans[first, names] = buckets
         return [bucket.at_step(self.runner.context.step) for bucket in self.plans[first, names]]
 
+    def _begin_step(self) -> None:
+        """Begin a step, before its first gradient is exchanged."""
+        check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
+        self._count_updates()
+        self.open = True
+        if self.grad_scaler is not None and self.runner.follows_scaler():
+            self.runner.rescale(self.grad_scaler.get_scale())
+
+    def _has_state(self) -> bool:
+        """Return True if state is kept between steps, so that an overflow must be found wherever state would keep
+        it."""
+        return self.runner.stateful
+
+    def _start_trips(
+        self, gradients: Mapping[str, torch.Tensor], first: bool, missing: Collection[str] = ()
+    ) -> tuple[list[RoundTrip | HierarchicalRoundTrip], dict[str, torch.Tensor]]:
+        """Start the round trips of gradients that the framework hands over together.
+
+        Args:
+            gradients: the gradients by parameter name, as views of the framework's buffer.
+            first: True if they are the first of a step.
+            missing: names of parameters for which this rank has no gradient.
+
+        Returns:
+            the round trips, and the views of their gradients, by variable.
+        """
+        if recorder.run is not None:
+            recorder.run.gradient()
+        shards = [shard for name in gradients for shard in self.runner.shards_of[name]]
+        views = {shard.variable.name: shard.slice_of(gradients[shard.whole.name]) for shard in shards}
+        absent = {shard.variable.name for shard in shards if shard.whole.name in missing}
+        guards_state = self._has_state()
+        trips: list[RoundTrip | HierarchicalRoundTrip] = []
+        for bucket in self.buckets(tuple(gradients), first):
+            sent = [gradient_to_send(views[name], name in absent) for name in bucket.names]
+            present = [name not in absent for name in bucket.names]
+            trip = self.runner.start_round_trip(Contribution(bucket, sent, present, guards_state, self.runner.traffic))
+            assert not isinstance(trip, DelayedRoundTrip)  # hooks refuse methods that delay
+            if self.runner.hierarchy is None:
+                assert isinstance(trip, RoundTrip)
+                # Reading headers would wait for the device: they are read when the step is closed.
+                trip.defers_headers = trip.headers_after_use = True
+            trips.append(trip)
+        return trips, views
+
     @torch.no_grad()
     def exchange_bucket(self, grad_bucket: Any) -> torch.futures.Future:
         """Start the exchange of a bucket of DDP's; return the future of its buffer. This is the work of the
@@ -369,31 +415,14 @@ class DDPState(PythonReducerMixin):
             assert model is not None  # whose backward pass calls this
             check_no_join(model)
             self.close_step()
-            check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
-            self._count_updates()
-            self.open = True
-            if self.grad_scaler is not None and self.runner.follows_scaler():
-                self.runner.rescale(self.grad_scaler.get_scale())
-        if recorder.run is not None:
-            recorder.run.gradient()
+            self._begin_step()
         names = tuple(self.names[p] for p in grad_bucket.parameters())
-        wholes = zip(names, bucket_gradients(grad_bucket), strict=True)
-        shards = [(shard, whole) for name, whole in wholes for shard in self.runner.shards_of[name]]
-        views = {shard.variable.name: shard.slice_of(whole) for shard, whole in shards}
-        without = self._missing_gradients(grad_bucket.parameters())
-        missing = {shard.variable.name for shard, _ in shards if shard.whole.name in without}
+        gradients = dict(zip(names, bucket_gradients(grad_bucket), strict=True))
+        missing = self._missing_gradients(grad_bucket.parameters())
         self.uses.record_exchange(names)
         if grad_bucket.is_last():
             self.uses.arrived.clear()
-        guards_state = self.runner.stateful
-        traffic = self.runner.traffic
-        trips: list[RoundTrip | HierarchicalRoundTrip] = []
-        for bucket in self.buckets(names, grad_bucket.index() == 0):
-            gradients = [gradient_to_send(views[v.name], v.name in missing) for v in bucket.variables]
-            present = [v.name not in missing for v in bucket.variables]
-            trip = self.runner.start_round_trip(Contribution(bucket, gradients, present, guards_state, traffic))
-            assert not isinstance(trip, DelayedRoundTrip)  # register_ddp_hook refuses methods that delay
-            trips.append(trip)
+        trips, views = self._start_trips(gradients, grad_bucket.index() == 0, missing)
         exchange = BucketTrips(trips, views, grad_bucket.buffer(), (id(self), grad_bucket.index()))
         # Messages say where this rank waits until the futures are done.
         waits[exchange.wait_key] = Wait(trips[0].describe_wait)
@@ -406,9 +435,6 @@ class DDPState(PythonReducerMixin):
             return future
         works: list[dist.Work] = []
         for trip in trips:
-            assert isinstance(trip, RoundTrip)
-            # Reading headers would wait for the device: they are read when the step is closed.
-            trip.defers_headers = trip.headers_after_use = True
             while trip.advance():  # legs that need the result of an earlier one wait for it here
                 pass
         for trip in trips:
@@ -502,19 +528,72 @@ class RoundsError(ConfigError):
     """Refusal of a strategy with outer rounds, which a hook cannot run."""
 
 
-def check_no_rounds(runner: StepRunner, what: str) -> None:
-    """Refuse a strategy whose ranks train variables alone between outer rounds, and close its runner.
+def build_hook_runner(
+    list_variables: Callable[[], list[Variable]],
+    choices: Choices,
+    backend: TorchBackend,
+    context: Context,
+    facts: Sequence[tuple[str, str]],
+    *,
+    hook: str,
+    wrapper: str,
+    optimizer: torch.optim.Optimizer | None,
+    grad_scaler: torch.amp.GradScaler | None,
+    compress_after: int,
+    hierarchical: bool = False,
+    instead: str = "",
+) -> StepRunner:
+    """Build the runner of a hook, which exchanges gradients in every step.
+
+    Args:
+        list_variables: returns the variables, or raises an error.
+        facts: further facts that must be equal on all ranks.
+        hook: the hook, for messages.
+        wrapper: name of the part of torch that makes the buckets, and waits for them.
+        instead: advice for methods that apply means in later steps, for messages.
 
     Raises:
-        RoundsError: the strategy does so.
+        ConfigError: the arguments cannot work; see :func:`build_step_runner`.
+        RoundsError: the strategy lets ranks train variables alone between outer rounds.
     """
+
+    def checked_variables() -> list[Variable]:
+        """Check the arguments and list the variables to exchange."""
+        check_integer("compress_after", compress_after, low=0)
+        return list_variables()
+
+    def check(communicator: Communicator) -> None:
+        """Refuse a communicator that does not go with the optimizer or the hook."""
+        check_optimizer(communicator, optimizer)
+        check_not_delayed(communicator, f"{hook} cannot{instead}")
+
+    compared = [
+        ("torch", public(torch.__version__)),
+        ("the buckets of", wrapper),
+        *facts,
+        ("compress_after", str(compress_after)),
+        ("grad_scaler", "none" if grad_scaler is None else "given"),
+        *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
+    ]
+    runner = build_step_runner(
+        checked_variables,
+        lambda: choices.plan_for_hook(hook),
+        backend,
+        context,
+        compared,
+        check,
+        hierarchical=hierarchical,
+        compress_after=compress_after,
+    )
     alone = [name for name, shard in runner.shards.items() if shard.period]
     if alone:
         runner.close()
         raise RoundsError(
-            f"the strategy lets ranks train {alone[0]!r} alone between outer rounds (outer, none(period)), and {what} "
+            f"the strategy lets ranks train {alone[0]!r} alone between outer rounds (outer, none(period)), and {hook} "
             "exchanges in every step: give grace.DistributedOptimizer the plain model, or leave it out of the strategy"
         )
+    recorder.note(waits=wrapper)  # traces: this part of torch waits for the exchange, and not Grace
+    return runner
 
 
 def register_ddp_hook(
@@ -569,46 +648,32 @@ def register_ddp_hook(
             f"register_ddp_hook needs a DistributedDataParallel model, not {type(model).__name__}: wrap it first, "
             "torch.nn.parallel.DistributedDataParallel(model), or use grace.DistributedOptimizer with the plain model"
         )
-    context = Context(seed=seed)
 
-    def list_variables():
-        """Check the arguments and list the variables to exchange."""
+    def list_variables() -> list[Variable]:
+        """List the variables to exchange; refuse sparse gradients, and a wrong size of buckets."""
         if bucket_bytes is not None:
             check_integer("bucket_bytes", bucket_bytes)
-        check_integer("compress_after", compress_after, low=0)
         parameters = trainable_parameters(model)
         check_dense(parameters)
         return make_variables(parameters)
 
     check_group(TorchBackend())
-    backend = TorchBackend(model.process_group)
-
-    def check(communicator):
-        """Refuse a communicator that does not go with the optimizer or the hook."""
-        check_optimizer(communicator, optimizer)
-        check_not_delayed(communicator, "DDP's hook cannot: use grace.DistributedOptimizer")
-
-    def choose() -> ExchangePlan:
-        """Return the plan; refuse planning during training."""
-        return Choices(compressor, memory, communicator, strategy).plan_for_hook("DDP's hook")
-
-    facts = [
-        ("torch", public(torch.__version__)),
-        ("the buckets of", "DistributedDataParallel"),
-        ("bucket_bytes", str(bucket_bytes)),
-        ("compress_after", str(compress_after)),
-        ("hierarchical", str(hierarchical)),
-        ("grad_scaler", "none" if grad_scaler is None else "given"),
-        *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
-    ]
-    runner = build_step_runner(
-        list_variables, choose, backend, context, facts, check, False, hierarchical, compress_after
+    runner = build_hook_runner(
+        list_variables,
+        Choices(compressor, memory, communicator, strategy),
+        TorchBackend(model.process_group),
+        Context(seed=seed),
+        [("bucket_bytes", str(bucket_bytes)), ("hierarchical", str(hierarchical))],
+        hook="DDP's hook",
+        wrapper="DistributedDataParallel",
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
+        compress_after=compress_after,
+        hierarchical=hierarchical,
+        instead=": use grace.DistributedOptimizer",
     )
-    check_no_rounds(runner, "DDP's hook")
     advise_hierarchy(runner)
-    recorder.note(waits="DistributedDataParallel")
     state = DDPState(trainable_parameters(model), runner, optimizer, grad_scaler, bucket_bytes)
-    context.lr = state.lr
     state.model = weakref.ref(model)  # DDP's C++ reducer refers to the state, a cycle that Python could not collect
     if getattr(model, "_use_python_reducer", False):
         state.use_python_reducer()

@@ -12,21 +12,15 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
-from grace.exchange.bucket import Contribution, Outcome, Traffic
+from grace.exchange.bucket import Outcome, Traffic
 from grace.exchange.header import resolve
-from grace.exchange.round_trip import RoundTrip, advance_all, start_round_trip
-from grace.exchange.tracing import recorder
+from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.session import checkpoint
-from grace.session.exchange_plan import ExchangePlan
-from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
-from grace.session.settings import check_integer
-from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
-from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
-from grace.torch.ddp import DDPState, check_no_rounds
+from grace.torch.ddp import DDPState, build_hook_runner
 from grace.torch.fsdp_layout import (
     ModuleLayout,
     ShardGroup,
@@ -34,7 +28,6 @@ from grace.torch.fsdp_layout import (
     fsdp_param_groups,
     reduce_scatter_states,
 )
-from grace.torch.parameters import check_momentum, check_not_delayed, check_optimizer, hyperparameters
 from grace.torch.state_dict import move_to_devices, unpack_state
 
 
@@ -189,27 +182,13 @@ class FSDPState(DDPState):
         first = not self.seen
         self.seen.add(layout.name)
         if first:
-            check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
-            self.open = True
-            if self.grad_scaler is not None and self.runner.follows_scaler():
-                self.runner.rescale(self.grad_scaler.get_scale())
-        if recorder.run is not None:
-            recorder.run.gradient()
-        pieces = layout.pieces(flat)
-        shards = [(shard, piece.view(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
-        views = {shard.variable.name: shard.slice_of(whole) for shard, whole in shards}
-        guards_state = self._has_state()  # an overflow must be found wherever state would keep it
-        traffic = self.runner.traffic
-        trips: list[RoundTrip] = []
-        for bucket in self.buckets(tuple(piece.name for piece in pieces), first):
-            gradients = [views[variable.name] for variable in bucket.variables]
-            trip = start_round_trip(Contribution(bucket, gradients, [True] * len(gradients), guards_state, traffic))
-            # Reading headers would wait for the device: they are read when the step is closed.
-            trip.defers_headers = trip.headers_after_use = True
-            trips.append(trip)
+            self._begin_step()
+        gradients = {piece.name: piece.view(flat) for piece in layout.pieces(flat)}
+        trips, views = self._start_trips(gradients, first)
         try:
             advance_all(trips)
             for trip in trips:
+                assert isinstance(trip, RoundTrip)  # the hook refuses hierarchies
                 trip.wait()
                 self._write(trip, views)
                 if trip.header.out_of_step:
@@ -220,7 +199,7 @@ class FSDPState(DDPState):
             self._discard_step()
             raise
         self.trips += trips
-        self.uses.record_exchange(piece.name for piece in pieces)
+        self.uses.record_exchange(gradients)
 
 
 def _do_nothing(flat: torch.Tensor) -> None:
@@ -277,38 +256,22 @@ def register_fsdp_hook(
     check_group(TorchBackend())
     backend = TorchBackend(_replicate_group(mesh, shard_group.ranks))
     shard_group.meet_replicas([backend.number_of(rank) for rank in range(backend.size)], "mesh=")
-    context = Context(seed=seed)
-
-    def check(communicator):
-        """Refuse a communicator that does not go with the optimizer or the hook."""
-        check_optimizer(communicator, optimizer)
-        check_not_delayed(communicator, "FSDP's hook cannot")
-
-    def choose() -> ExchangePlan:
-        """Return the plan; refuse planning during training."""
-        return Choices(compressor, memory, communicator, strategy).plan_for_hook("FSDP's hook")
-
-    facts = [
-        ("torch", public(torch.__version__)),
-        ("the buckets of", "fully_shard"),
-        ("grad_scaler", "none" if grad_scaler is None else "given"),
-        *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
-    ]
-    facts.append(("compress_after", str(compress_after)))
-
-    def list_variables():
-        """Check the arguments and list the variables to exchange."""
-        check_integer("compress_after", compress_after, low=0)
-        return [variable for layout in layouts for variable in layout.variables()]
-
-    runner = build_step_runner(list_variables, choose, backend, context, facts, check, compress_after=compress_after)
-    check_no_rounds(runner, "FSDP's hook")
+    runner = build_hook_runner(
+        lambda: [variable for layout in layouts for variable in layout.variables()],
+        Choices(compressor, memory, communicator, strategy),
+        backend,
+        Context(seed=seed),
+        [],
+        hook="FSDP's hook",
+        wrapper="fully_shard",
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
+        compress_after=compress_after,
+    )
     if runner.hierarchical:
         runner.close()
         raise ConfigError("the strategy is hierarchical, which FSDP's hook cannot")
-    recorder.note(waits="fully_shard")  # traces: FSDP2 waits for the exchange, and not Grace
     state = FSDPState(shard_group, runner, optimizer, grad_scaler)
-    context.lr = state.lr
     for layout in layouts:
         # buffers then have the same size on all replicas, whatever parameters a rank used
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)

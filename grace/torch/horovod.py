@@ -3,13 +3,14 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from grace.backends.horovod_torch import TorchHorovodBackend
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import digest
@@ -21,7 +22,12 @@ from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know 
 from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.outside import OutsideMixin
-from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters, sparse_names
+from grace.torch.parameters import (
+    NamedParameters,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    sparse_names,
+)
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 
@@ -31,8 +37,16 @@ class HorovodSession(Session):
 
     ranks_load_alone = True  # scripts for Horovod then broadcast rank 0's state and settings
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: NamedParameters,
+        choices: Choices,
+        backend: TorchHorovodBackend,
+        **options: Any,
+    ):
+        self.backend = backend
+        super().__init__(optimizer, parameters, choices, backend, **options)
         self._name_buckets()
         self.name_of = {p: name for name, p in self.parameters.items()}
         own = self.runner.hyperparameters
@@ -48,8 +62,7 @@ class HorovodSession(Session):
 
     def _name_buckets(self) -> None:
         """Give every bucket the name under which Horovod pairs its collectives."""
-        backend: Any = self.runner.backend
-        number = backend.count_optimizer()  # only now that the ranks agree: a refused optimizer counts on no rank
+        number = self.backend.count_optimizer()  # only now that the ranks agree: a refused optimizer counts on no rank
         for bucket in self.runner.buckets:
             bucket.label = f"grace.{number}.{bucket.index}"
         for i, bucket in enumerate(self.runner.outer_rounds.buckets):
@@ -141,7 +154,7 @@ class HorovodSession(Session):
 
     def start_remaining(self) -> None:
         """Start the remaining exchanges, and await the sparse gradients that Horovod exchanges."""
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         handles = optimizer._handles
         for p in sorted(optimizer._requires_update, key=optimizer._parameter_names.__getitem__):
             handle, _ = handles.get(p, (None, None))
@@ -157,8 +170,7 @@ class HorovodSession(Session):
 
     def drop(self) -> None:
         """Await the exchanges in progress, and discard their results. Every rank must call it."""
-        optimizer: Any = self.optimizer
-        if any(handle is not None for handle, _ in optimizer._handles.values()):
+        if any(handle is not None for handle, _ in self.optimizer._handles.values()):
             self.start_remaining()
         self.discard()
 
@@ -171,7 +183,7 @@ class HorovodSession(Session):
 
     def reset_step(self) -> None:
         """Clear the record of exchanges in progress, here and in Horovod's optimizer."""
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         optimizer._handles.clear()
         optimizer._synchronized = False
         # Horovod's counters of backward passes until the exchange
@@ -201,8 +213,7 @@ class HorovodSession(Session):
     @property
     def in_progress(self) -> bool:
         """True if gradients are being exchanged, by Grace or by Horovod."""
-        optimizer: Any = self.optimizer
-        return super().in_progress or bool(optimizer._handles)
+        return super().in_progress or bool(self.optimizer._handles)
 
     def abandon(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""
@@ -212,204 +223,200 @@ class HorovodSession(Session):
     def rejoin(self) -> None:
         """Adapt to other ranks: discard the exchanges in progress, and all state that was only valid among the former
         ranks."""
-        backend: Any = self.runner.backend
         former = self.context.size
         self.abandon()
-        backend.rejoin()
+        self.backend.rejoin()
         self.runner.rejoin()
         self._index_buckets()  # the factor of sums is the number of ranks
         for kind, part in self.runner.components:
-            if kind == "shard_memory" and backend.size != former:  # shards are cut by the number of ranks
+            if kind == "shard_memory" and self.backend.size != former:  # shards are cut by the number of ranks
                 part.state.clear()
                 part.state.commit()
+
+    @property
+    def optimizer(self) -> "HorovodOptimizer":
+        """The distributed optimizer."""
+        optimizer: HorovodOptimizer = super().optimizer
+        return optimizer
 
     @property
     def computed(self) -> bool:
         """True if gradients were computed since the last exchange."""
         return bool(self.optimizer._handles) or self.gradient_removed
 
+    def finish_exchange(self) -> None:
+        """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
+        if self.auto is not None:
+            self.auto.computed(self.copies)
+        with recorder.phase("synchronize", "part"):
+            if not self.checked:
+                self.check()
+            self.start_remaining()
+            self.complete()
+        if self.auto is not None:
+            self.auto.exchanged()
+        self.optimizer._synchronized = True
+
     def before_step(self) -> None:
         """Synchronize before ``step()``, as Horovod's ``step()`` does."""
         self.check()
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
-            _finish_exchange(optimizer)
+            self.finish_exchange()
         optimizer._synchronized = False
         self.commit_used_means()
 
 
-def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
-    """Start the exchange of one gradient. A sparse one that is not to be made dense is exchanged by Horovod,
-    uncompressed."""
-    session = self._grace
-    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.leave_to_horovod(p):
-        session.count_sparse(p.grad)
-        return self._sparse_allreduce_grad_async(p, self._parameter_names[p])
-    session.mark_ready(p)
-    return True, None
+class HorovodOptimizer(_DistributedOptimizer):
+    """Methods that replace those of Horovod's optimizer; all others are Horovod's."""
 
+    _grace: HorovodSession
+    """The session; None on a rank outside of the process set, which calls few of these methods."""
+    _paused: bool
+    _synchronized: bool
 
-def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
-    """Return Horovod's hook of a parameter, which ``no_sync()`` suspends. The hook stays with the parameter's node of
-    the graph, so it must not keep the optimizer alive, and does nothing once the optimizer was closed."""
-    session = weakref.ref(self._grace)
+    def _allreduce_grad_async(self, p: torch.nn.Parameter) -> tuple[object, None]:
+        """Start the exchange of one gradient. A sparse one that is not to be made dense is exchanged by Horovod,
+        uncompressed."""
+        session = self._grace
+        if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.leave_to_horovod(p):
+            session.count_sparse(p.grad)
+            return self._sparse_allreduce_grad_async(p, self._parameter_names[p])
+        session.mark_ready(p)
+        return True, None
 
-    def hook(*ignore: torch.Tensor) -> None:
-        """Run Horovod's hook if the optimizer is open and not paused."""
-        alive = session()
-        if alive is None or not alive.hooks:
+    def _make_hook(self, p: torch.nn.Parameter) -> Callable:
+        """Return Horovod's hook of a parameter, which ``no_sync()`` suspends. The hook stays with the parameter's node
+        of the graph, so it must not keep the optimizer alive, and does nothing once the optimizer was closed."""
+        session = weakref.ref(self._grace)
+
+        def hook(*ignore: torch.Tensor) -> None:
+            """Run Horovod's hook if the optimizer is open and not paused."""
+            alive = session()
+            if alive is None or not alive.hooks:
+                return
+            if recorder.run is not None:
+                recorder.run.gradient()
+            alive.idle = False
+            # A hook of the program may have removed it; the tensor it stores instead is exchanged in step().
+            removed = p.grad is None
+            alive.gradient_removed |= removed
+            if removed or alive.optimizer._paused:
+                alive.optimizer._synchronized = False
+            else:
+                if not alive.checked:
+                    alive.check()
+                _DistributedOptimizer._make_hook(alive.optimizer, p)(*ignore)
+
+        return hook
+
+    def synchronize(self) -> None:
+        """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
+        # A rank outside of the process set has no session; and Horovod allows synchronize() twice.
+        if self._grace is None or (self._synchronized and not self._handles):
+            self._synchronized = True
             return
-        if recorder.run is not None:
-            recorder.run.gradient()
-        alive.idle = False
-        removed = (
-            p.grad is None
-        )  # a hook of the program removed it; the tensor it stores instead is exchanged in step()
-        alive.gradient_removed |= removed
-        if removed or alive.optimizer._paused:
-            alive.optimizer._synchronized = False
-        else:
-            if not alive.checked:
-                alive.check()
-            _DistributedOptimizer._make_hook(alive.optimizer, p)(*ignore)
+        with self._grace.deferring_commit():
+            self._grace.finish_exchange()
 
-    return hook
+    def join(self) -> int:
+        """Run Horovod's ``join()``: this rank has no more batches and takes part in the other ranks' sums with zeros.
 
+        Afterwards every rank has the parameters, momenta, settings, counters and shared state (PowerSGD's factors) of
+        the rank that was last, so that training can go on; memories stay each rank's own. It is a method because all
+        this needs the optimizer.
 
-def synchronize(self: Any) -> None:
-    """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
-    # A rank outside of the process set has no session; and Horovod allows synchronize() twice.
-    if self._grace is None or (self._synchronized and not self._handles):
-        self._synchronized = True
-        return
-    with self._grace.deferring_commit():
-        _finish_exchange(self)
+        Returns:
+            the last rank; ``grace.broadcast_parameters(model, last)`` gives its buffers to all.
 
+        Raises:
+            ConfigError: an exchange is not an all-reduce, as Horovod needs it; or only a set of ranks exchanges.
+        """
+        session = self._grace
+        if self.process_set.process_set_id:
+            raise ConfigError(
+                "Horovod's join() is for all ranks, and this optimizer was given a process_set. Give every rank of the "
+                "set as many batches, and leave out join()"
+            )
+        if session.unsummed and session.context.size > 1:
+            raise ConfigError(
+                "the other ranks can go on after join() only if everything is summed, and this optimizer exchanges "
+                f"by {session.unsummed}. Choose communicator='allreduce' and a method that it takes ('none', "
+                "'fp16', 'randomk', 'powersgd'), or give every rank as many batches and leave out join()"
+            )
+        last: int = mpi_ops.join()  # returns when all ranks have joined
+        backend = session.runner.backend
+        broadcast_parameters(session.parameters, last, backend)
+        broadcast_optimizer_state(self, last, backend)
+        session.runner.broadcast_state(last)
+        return last
 
-def _finish_exchange(self: Any) -> None:
-    """Start the remaining exchanges, await all, and write the means, without deferring the commit of state."""
-    auto = self._grace.auto
-    if auto is not None:
-        auto.computed(self._grace.copies)
-    with recorder.phase("synchronize", "part"):
-        if not self._grace.checked:
-            self._grace.check()
-        self._grace.start_remaining()
-        self._grace.complete()
-    if auto is not None:
-        auto.exchanged()
-    self._synchronized = True
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which backward passes only accumulate; the next pass outside starts the exchange."""
+        paused_before = self._paused  # contexts may be nested
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = paused_before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients. Raise, as Horovod does, while their exchange is in progress."""
+        if self._handles:
+            _DistributedOptimizer.zero_grad(self)  # raises
+        if self._grace is not None:
+            self._grace.on_zero_grad()
+            self._grace.gradient_removed = False
+        self._synchronized = False  # also if no step() followed synchronize(), as after an overflow
+        super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
-def join(self: Any) -> int:
-    """Run Horovod's ``join()``: this rank has no more batches and takes part in the other ranks' sums with zeros.
-
-    Afterwards every rank has the parameters, momenta, settings, counters and shared state (PowerSGD's factors) of the
-    rank that was last, so that training can go on; memories stay each rank's own. It is a method because all this
-    needs the optimizer.
-
-    Returns:
-        the last rank; ``grace.broadcast_parameters(model, last)`` gives its buffers to all.
-
-    Raises:
-        ConfigError: an exchange is not an all-reduce, as Horovod needs it; or only a set of ranks exchanges.
-    """
-    session = self._grace
-    if self.process_set.process_set_id:
-        raise ConfigError(
-            "Horovod's join() is for all ranks, and this optimizer was given a process_set. Give every rank of the set "
-            "as many batches, and leave out join()"
-        )
-    if session.unsummed and session.context.size > 1:
-        raise ConfigError(
-            "the other ranks can go on after join() only if everything is summed, and this optimizer exchanges "
-            f"by {session.unsummed}. Choose communicator='allreduce' and a method that it takes ('none', "
-            "'fp16', 'randomk', 'powersgd'), or give every rank as many batches and leave out join()"
-        )
-    last: int = mpi_ops.join()  # returns when all ranks have joined
-    backend = session.runner.backend
-    broadcast_parameters(session.parameters, last, backend)
-    broadcast_optimizer_state(self, last, backend)
-    session.runner.broadcast_state(last)
-    return last
-
-
-@contextlib.contextmanager
-def no_sync(self: Any) -> Iterator[None]:
-    """Return a context in which backward passes only accumulate; the next pass outside starts the exchange."""
-    paused_before = self._paused  # contexts may be nested
-    self._paused = True
-    try:
-        yield
-    finally:
-        self._paused = paused_before
-
-
-def zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """Clear gradients. Raise, as Horovod does, while their exchange is in progress."""
-    if self._handles:
-        _DistributedOptimizer.zero_grad(self)  # raises
-    if self._grace is not None:
-        self._grace.on_zero_grad()
-        self._grace.gradient_removed = False
-    self._synchronized = False  # also if no step() followed synchronize(), as after an overflow
-    super(self.__class__, self).zero_grad(set_to_none=set_to_none)
-
-
-def _amp_scaling(self: Any) -> bool:
-    """Return torch's attribute ``_step_supports_amp_scaling``, which ``GradScaler.step()`` reads before it unscales
-    gradients. The exchange must be over by then, so reading it synchronizes."""
-    if self._grace is not None and self._grace.computed:
-        self.synchronize()
-    return self.__dict__.get("_step_supports_amp_scaling", False)
-
-
-PATCHES = {
-    "_allreduce_grad_async": _allreduce_grad_async,
-    "_make_hook": _make_hook,
-    "synchronize": synchronize,
-    "join": join,
-    "no_sync": no_sync,
-    "zero_grad": zero_grad,
-    "_step_supports_amp_scaling": property(_amp_scaling),
-}
-"""Methods that replace Horovod's in the class body; all others are Horovod's."""
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Value of torch's attribute of this name, which ``GradScaler.step()`` reads before it unscales gradients. The
+        exchange must be over by then, so reading it synchronizes."""
+        if self._grace is not None and self._grace.computed:
+            self.synchronize()
+        return self.__dict__.get("_step_supports_amp_scaling", False)
 
 
 def distribute(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Any,
+    named_parameters: NamedParameters,
     choices: Choices,
-    backend: Any,
+    backend: TorchHorovodBackend,
     options: dict[str, Any],
     before_step: Callable,
     after_step: Callable,
-) -> Any:
+) -> torch.optim.Optimizer:
     """Make the optimizer, in place, a Horovod DistributedOptimizer that exchanges through Grace.
 
-    Horovod derives a class from the user's at run time, and so does this function, from Horovod's class body with
-    ``PATCHES`` in it. Horovod's methods call ``super(self.__class__, self)``, so they must be in the class of the
-    object itself. ``step`` is left out: learning-rate schedulers made earlier have bound the user's ``step``, so a hook
-    does its work.
+    Horovod derives a class from the user's at run time, and so does this function, from Horovod's class body with the
+    methods of :class:`HorovodOptimizer` in it. Horovod's methods call ``super(self.__class__, self)``, so they must be
+    in the class of the object itself. ``step`` is left out: learning-rate schedulers made earlier have bound the user's
+    ``step``, so a hook does its work.
     """
-    module = isinstance(named_parameters, torch.nn.Module)
-    pairs: Any = named_parameters if named_parameters is None or module else list(named_parameters)
-    session = HorovodSession(optimizer, pairs, choices, backend, **options) if backend.included else None
-    names: Any = pairs.named_parameters() if module else pairs
+    names = named_parameters
+    if isinstance(named_parameters, torch.nn.Module):
+        names = named_parameters.named_parameters()
+    elif named_parameters is not None:
+        named_parameters = names = list(named_parameters)  # they may come from a generator, and are read twice
+    session = HorovodSession(optimizer, named_parameters, choices, backend, **options) if backend.included else None
     if session is not None:
         known = {p: name for name, p in session.parameters.items()}
         others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
         names = [*session.parameters.items(), *((f"grace.frozen.{i}", p) for i, p in enumerate(others))]
     cls = type(optimizer)
     attributes_before = set(vars(optimizer))
-    body = {**_DistributedOptimizer.__dict__, **PATCHES, "__module__": cls.__module__}
+    patches = {name: value for name, value in vars(HorovodOptimizer).items() if not name.startswith("__")}
+    body = {**vars(_DistributedOptimizer), **patches, "__module__": cls.__module__}
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
     bases = (AlreadyInitialized, Closable, BroadcastableState, OutsideMixin if session is None else StateMixin, cls)
     optimizer.__class__ = type(cls.__name__, bases, body)
-    distributed: Any = optimizer
+    distributed = cast(HorovodOptimizer, optimizer)
     settings = options["settings"]
-    distributed._grace = session
+    distributed._grace = cast(HorovodSession, session)
     distributed._paused = False
     _DistributedOptimizer.__init__(
         distributed,

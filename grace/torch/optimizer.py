@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing
 from grace.torch.wrappers import check_unwrapped
+
+if TYPE_CHECKING:  # Horovod need not be installed
+    from horovod.common.process_sets import ProcessSet
+
+    from grace.backends.horovod_torch import TorchHorovodBackend
 
 
 class HookedSession(Session):
@@ -280,12 +285,12 @@ def DistributedOptimizer(
     strategy: StrategyArg | None = None,
     resources: ResourcesArg | None = None,
     backward_passes_per_step: int = 1,
-    op: Any = "average",
+    op: str | int = "average",
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     process_group: "dist.ProcessGroup | None" = None,
-    process_set: Any = None,
+    process_set: "ProcessSet | None" = None,
     backend: Backend | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     sparse_as_dense: bool = False,
@@ -391,7 +396,8 @@ def DistributedOptimizer(
     if backend.name == "horovod":
         from grace.torch.horovod import distribute
 
-        return distribute(optimizer, named_parameters, choices, backend, options, before_step, after_step)
+        horovod = cast("TorchHorovodBackend", backend)
+        return distribute(optimizer, named_parameters, choices, horovod, options, before_step, after_step)
     # close() removes what is added from here on.
     attributes_before = set(vars(optimizer))
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
@@ -403,7 +409,7 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _backend(process_group: "dist.ProcessGroup | None", process_set: Any) -> Backend:
+def _backend(process_group: "dist.ProcessGroup | None", process_set: "ProcessSet | None") -> Backend:
     """Return the engine for a torch.distributed group or a Horovod process set; that of ``grace.init()`` without
     one."""
     if process_group is not None and process_set is not None:

@@ -146,11 +146,7 @@ class StateMixin:
         """Explanation of the choice that ``strategy="auto"`` made; prints as a table. None as long as it measures, and
         if the user chose."""
         auto = self._grace.auto
-        if auto is None or auto.plan is None:
-            return None
-        from grace.planner.explain import Plan
-
-        return Plan.from_dict(auto.plan)
+        return None if auto is None else auto.explanation
 
     def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Switch to another strategy. Memories go along; a residual for which the new strategy has no memory is

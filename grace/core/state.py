@@ -12,15 +12,18 @@ Values = dict[str, Value]
 """Values by the variable's name."""
 
 
+class _Deleted:
+    """Marker that is staged in place of a value that was deleted; a class, so that copies and pickles are the same."""
+
+
 class State(MutableMapping[str, Value]):
-    """A mapping from variable name to value whose writes are staged until :meth:`commit`.
+    """A mapping from variable name to value whose writes and deletions are staged until :meth:`commit`.
 
     Memories and compressors write to it as to a dict. Reads see staged writes. At the end of a step
     the exchange commits; when any rank's gradient overflowed it rolls back, so that no NaN enters
     and the step is as if it had not been (Micikevicius et al., arXiv 1710.03740: skipped steps).
 
-    The last computation of an array may be deferred until the array is
-    read.
+    The last computation of an array may be deferred until the array is read.
 
     Attributes:
         deferred: deferred computations by name: objects with ``finish()``, which computes values in place, and
@@ -65,13 +68,17 @@ class State(MutableMapping[str, Value]):
     def __getitem__(self, name: str) -> Value:
         if self.deferred:
             self.run_deferred(name)
-        return self._staged[name] if name in self._staged else self._committed[name]
+        value = self._staged[name] if name in self._staged else self._committed[name]
+        if value is _Deleted:
+            raise KeyError(name)
+        return value
 
     def get(self, name: str, default: Value = None) -> Value:
         """Return the value of a variable, staged or committed; ``default`` if there is none."""
         if self.deferred:
             self.run_deferred(name)
-        return self._staged[name] if name in self._staged else self._committed.get(name, default)
+        value = self._staged[name] if name in self._staged else self._committed.get(name, default)
+        return default if value is _Deleted else value
 
     def __setitem__(self, name: str, value: Value) -> None:
         self._staged[name] = value
@@ -79,23 +86,27 @@ class State(MutableMapping[str, Value]):
     def __delitem__(self, name: str) -> None:
         if name not in self:
             raise KeyError(name)
-        self._staged.pop(name, None)
-        self._committed.pop(name, None)
+        if name in self._committed:
+            self._staged[name] = _Deleted
+        else:
+            del self._staged[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._staged or name in self._committed
+        if name in self._staged:
+            return self._staged[name] is not _Deleted  # type: ignore[index]
+        return name in self._committed
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._committed, **self._staged})
+        return iter([name for name, value in {**self._committed, **self._staged}.items() if value is not _Deleted])
 
     def __len__(self) -> int:
-        return len({**self._committed, **self._staged})
+        return len(list(iter(self)))
 
     def __repr__(self) -> str:
         return f"State(kept={sorted(self._committed)}, staged={sorted(self._staged)})"
 
     def changed(self, *names: str) -> bool:
-        """Return True if a value of one of these names was written since the last commit."""
+        """Return True if a value of one of these names was written or deleted since the last commit."""
         return not self._staged.keys().isdisjoint(names)
 
     @property
@@ -105,8 +116,10 @@ class State(MutableMapping[str, Value]):
         return dict(self._committed)
 
     def commit(self) -> None:
-        """Make the staged writes permanent."""
+        """Make the staged writes and deletions permanent."""
         self._committed.update(self._staged)
+        for name in [name for name, value in self._staged.items() if value is _Deleted]:
+            del self._committed[name]
         self._staged.clear()
 
     def write(self, into: Callable[[Tensor, Tensor], object]) -> None:
@@ -125,6 +138,9 @@ class State(MutableMapping[str, Value]):
         for one in {id(one): one for name, one in self.deferred.items() if name in self._staged}.values():
             one.write(into)
         for name, staged in self._staged.items():
+            if staged is _Deleted:
+                del self._committed[name]
+                continue
             kept = self._committed[name]
             for key in staged if isinstance(staged, dict) else ():
                 into(kept[key], staged[key])
@@ -145,7 +161,7 @@ class State(MutableMapping[str, Value]):
         self.write(into)
 
     def rollback(self, name: str | None = None) -> None:
-        """Drop the staged writes: all of them, or those of one variable."""
+        """Drop the staged writes and deletions: all of them, or those of one variable."""
         if name is None:
             self._staged.clear()
         else:

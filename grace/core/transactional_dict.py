@@ -48,7 +48,7 @@ class TransactionalDict(Component, MutableMapping[Any, Value]):
             self.unsaved_items[name] = value
             return
         self.unsaved_items.pop(name, None)
-        changed_in_place = self.state.changed(name) and self.state[name] is value
+        changed_in_place = self.state.changed(name) and self.state.get(name) is value
         self._staged(name, value if changed_in_place else _copy(value))
 
     def _staged(self, name: str, value: Value) -> Value:

@@ -134,7 +134,7 @@ def test_a_saved_plan_is_gone_on_with_bit_for_bit(horovod, saved):
     for way in WAYS:
         found = horovod.run(went_on, folder, way)
         for (weights, plan), (resumed, other, began, ended, said) in zip(wanted, found, strict=True):
-            assert plan == other == {"chosen": TOPK}
+            assert plan == other == {"chosen": TOPK}, (other, began, ended, said)
             assert began == ended == TOPK
             assert resumed == weights
             assert "dropped" not in said

@@ -221,8 +221,14 @@ class _Job:
 
     @property
     def failed(self) -> bool:
-        """True if the last process has ended with an error."""
-        return self.process.poll() not in (None, 0)
+        """True if the last process has ended with an error, or too early."""
+        return self.ended_early or self.process.poll() not in (None, 0)
+
+    @property
+    def ended_early(self) -> bool:
+        """True if the process that sends variables to the node has ended without an error, before the node had them."""
+        sends = len(self.started) == 1 and bool(self.command.env_sender)
+        return sends and not self.env_sent and self.process.poll() == 0
 
     def close(self) -> None:
         """Wait for the threads that copy output."""
@@ -232,6 +238,9 @@ class _Job:
 
     def end(self, one_of_several: bool) -> End:
         """Return how the job ended, from its output and exit code."""
+        if self.ended_early:
+            why = "its shell ended before it had the variables of shared_envs; does a start-up file of it call exit?"
+            return End(1, f"node {self.command.node}: {why}")
         output = self.output.decode(errors="replace")
         code = self.process.returncode
         failure = first_failure(output)

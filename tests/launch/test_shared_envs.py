@@ -9,8 +9,9 @@ import subprocess
 import pytest
 import yaml
 
+from grace.launch import supervisor
 from grace.launch.cluster import Resources
-from grace.launch.command_lines import command
+from grace.launch.command_lines import Command, command
 
 SECRETS = """
 nodes: [{address: a, chief: true}, {address: b, ssh_config: x}, {address: c, ssh_config: x}]
@@ -82,3 +83,12 @@ def test_a_file_that_is_handed_over_is_its_owners_and_is_removed_unread(tmp_path
         assert file.read_text() == over_ssh.env_exports
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not file.exists()
+
+
+def test_a_node_whose_shell_ends_at_once_is_a_failure_and_nothing_is_started_there(tmp_path):
+    started = tmp_path / "started"
+    over_ssh = Command("b", ["touch", str(started)], remote=True, env_sender=["true"], env_exports="export A=1\n")
+    end = supervisor.run([over_ssh])
+    assert end.code == 1
+    assert end.message.startswith("node b: its shell ended before it had the variables of shared_envs")
+    assert not started.exists()

@@ -52,9 +52,8 @@ class PlanningError(Exception):
 
 
 class Resumed(NamedTuple):
-    """State of planning in a checkpoint: the name and document of the run's strategy; the plan, None before there is
-    one; whether the strategy was chosen, and not only tried; steps until all is measured again, 0 for never; and the
-    numbers of ranks and nodes."""
+    """State of planning in a checkpoint: name and document of the run's strategy; the plan, None before there is one;
+    True if it was chosen; steps until all is measured again, 0 for never; and the numbers of ranks and nodes."""
 
     current: str
     strategy: dict[str, Any]
@@ -159,8 +158,7 @@ class Driver:
         return json.dumps(state._asdict())
 
     def resumed_from(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
-        """Return what a checkpoint says of planning; None if nothing, or for another cluster. Raise ConfigError if it
-        is damaged."""
+        """Return a checkpoint's state, or None if it is of another cluster; raise ConfigError if it is damaged."""
         if not saved or "plan" not in saved:
             return None
         try:

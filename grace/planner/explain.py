@@ -220,8 +220,7 @@ def largest_share(problem: Problem, plan: VariablePlan) -> float:
 
 
 def _saved(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> float:
-    """Return the seconds by which the step would be longer if these were not compressed: in the same group, or over the
-    same root."""
+    """Return the seconds by which the step would be longer with variables of one group, or one root, uncompressed."""
     dense = {}
     for plan in plans:
         if plan.parts[0].compressor == "none":

@@ -112,8 +112,7 @@ class Greedy:
         return choice
 
     def units(self, choice: Choice) -> list[tuple[int, ...]]:
-        """Return the sets of variables that are moved together: the buckets of a choice, those that are alike, and the
-        largest alone."""
+        """Return the sets of variables that move together: buckets, those that are alike, and the largest alone."""
         alike: dict[str, list[int]] = {}
         for v, variable in enumerate(self.variables):
             alike.setdefault(re.sub(r"\d+", "*", variable.name), []).append(v)

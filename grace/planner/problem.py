@@ -120,8 +120,7 @@ class ExchangeMethod:
 
 
 def offers() -> dict[str, bool]:
-    """Return the specs by which compressors offer themselves, no compression first; True for those that do for tables
-    only."""
+    """Return the specs by which compressors offer themselves, ``none`` first; True for those of tables only."""
     found: dict[str, bool] = {}
     for _, cls in sorted(known("compressor").items(), key=lambda item: (item[0] != "none", item[0])):
         made: type[Compressor] = cls  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from typing import Any
 from tests.support import ROOT
 from tests.support.drawing import THOROUGH
 from tests.support.limits import HANGS
-from tests.support.pool import RankFailure, Ranks, tell_stacks
+from tests.support.pool import RankFailure, Ranks, own_settings, tell_stacks
 from tests.support.warm import collect_seldom
 
 ENGINES = {
@@ -158,7 +158,8 @@ def _serve(address: str, framework: str) -> None:
                 tell_stacks(stacks)
                 collect_seldom()
                 try:
-                    answer = (True, function(*args))
+                    with own_settings():
+                        answer = (True, function(*args))
                 except BaseException:
                     answer = (False, traceback.format_exc())
                 pipe.send(pickle.dumps(answer))

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,19 @@ def tell_stacks(file: str) -> None:
     faulthandler.register(signal.SIGUSR1, Path(file).open("a"), all_threads=True)  # noqa: SIM115
 
 
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Give a function, in this context, Grace's settings of its own: variables that it sets would hold for the ranks'
+    next functions, those of other tests."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("GRACE_")}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("GRACE_")]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def _serve(pipe: Any, rank: int, size: int, store: str, stacks: str) -> None:
     pipe.send(os.getpid())
     tell_stacks(stacks)
@@ -165,7 +178,8 @@ def _serve(pipe: Any, rank: int, size: int, store: str, stacks: str) -> None:
             try:
                 grace.shutdown()
                 grace.init("torch")
-                answer = (True, function(*args))
+                with own_settings():
+                    answer = (True, function(*args))
             except BaseException:
                 answer = (False, traceback.format_exc())
             pipe.send(pickle.dumps(answer))

@@ -68,16 +68,21 @@ class State(MutableMapping[str, Value]):
     def __getitem__(self, name: str) -> Value:
         if self.deferred:
             self.run_deferred(name)
-        value = self._staged[name] if name in self._staged else self._committed[name]
+        value = self._find(name)
         if value is _Deleted:
             raise KeyError(name)
         return value
+
+    def _find(self, name: str) -> Value:
+        """Return the value of a variable, staged or committed, without its deferred computation; ``_Deleted`` if there
+        is none."""
+        return self._staged.get(name, self._committed.get(name, _Deleted))
 
     def get(self, name: str, default: Value = None) -> Value:
         """Return the value of a variable, staged or committed; ``default`` if there is none."""
         if self.deferred:
             self.run_deferred(name)
-        value = self._staged[name] if name in self._staged else self._committed.get(name, default)
+        value = self._find(name)
         return default if value is _Deleted else value
 
     def __setitem__(self, name: str, value: Value) -> None:
@@ -86,21 +91,20 @@ class State(MutableMapping[str, Value]):
     def __delitem__(self, name: str) -> None:
         if name not in self:
             raise KeyError(name)
+        self.run_deferred(name)  # a rollback brings the value back, and write() must find no computation of it
         if name in self._committed:
             self._staged[name] = _Deleted
         else:
             del self._staged[name]
 
     def __contains__(self, name: object) -> bool:
-        if name in self._staged:
-            return self._staged[name] is not _Deleted  # type: ignore[index]
-        return name in self._committed
+        return isinstance(name, str) and self._find(name) is not _Deleted
 
     def __iter__(self) -> Iterator[str]:
         return iter([name for name, value in {**self._committed, **self._staged}.items() if value is not _Deleted])
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return f"State(kept={sorted(self._committed)}, staged={sorted(self._staged)})"

@@ -59,6 +59,27 @@ def test_a_deletion_is_undone_by_a_rollback_even_in_a_copy():
     assert (dict(state), dict(again)) == ({"w": 1.0, "b": 2.0}, {"b": 2.0})
 
 
+def test_write_drops_what_was_deleted_and_computes_nothing_for_it():
+    class Deferred:
+        def __init__(self):
+            self.calls = []
+
+        def finish(self):
+            self.calls.append("finish")
+
+        def write(self, into):
+            self.calls.append("write")
+
+    state, deferred = State(), Deferred()
+    state["w"], state["b"] = np.zeros(1), np.zeros(1)
+    state.commit()
+    state.deferred = {"w": deferred}
+    del state["w"]
+    state["b"] = np.ones(1)
+    state.write(np.copyto)
+    assert (dict(state), deferred.calls) == ({"b": np.ones(1)}, ["finish"])
+
+
 def test_reads_see_staged_writes():
     state = State()
     state["w"] = 1.0

@@ -1,6 +1,7 @@
 """``grace bench kernels``: what it measures, against what is known in closed form; its table, files and refusals."""
 
 import csv
+import io
 import json
 import math
 import os
@@ -13,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import grace
 from grace.bench.common import clocks, options
 from grace.bench.common import results as record
 from grace.bench.kernels import fidelity, gradients, peak_memory, timing
 from grace.bench.kernels.kernels_command import TENSORS
+from grace.bench.report import kernel_tables
 from grace.errors import ConfigError
 from tests.support.limits import HANGS
 from tests.support.passing import Passing
@@ -97,6 +100,11 @@ def test_a_run_gives_tables_and_files(tmp_path):
     shown = next(line for line in words if line[:2] == ["topk(ratio=0.1)", "gaussian"])
     assert float(shown[2]) == pytest.approx(results.rows[2]["vnmse"], rel=0.005)
     assert ["signsgd*", "gaussian"] in [line[:2] for line in words]  # votes are marked
+    assert "*: the aggregate is a vote" in done.stdout
+    results.rows = [row for row in results.rows if row["method"] != "signsgd"]
+    console = Console(width=80, file=io.StringIO())
+    kernel_tables.show(console, results)
+    assert "*:" not in console.file.getvalue()
 
 
 @pytest.mark.ranks

@@ -22,9 +22,9 @@ HOW_TO_READ = (
     "memory copies: error feedback's compensate and update, which decodes, too.\n"
     "extra memory: the most held at once in two steps, beyond the gradient and its aggregate.\n"
     "vNMSE: E|C(x) - x|^2 / |x|^2, of one rank's gradient, and of the aggregate of simulated ranks against their mean. "
-    "bias: |E[aggregate] - mean| / |mean|; '< b': none was seen, and one of b would have been.\n"
-    "*: the aggregate is a vote, not a mean: neither it nor its error is on a gradient's scale."
+    "bias: |E[aggregate] - mean| / |mean|; '< b': none was seen, and one of b would have been."
 )
+VOTES = "*: the aggregate is a vote, not a mean: neither it nor its error is on a gradient's scale."
 ON_DEVICE = (
     "ms: the median. of copy: the bytes that the part cannot do without, over its time, as a fraction of what a copy_ "
     "of the same tensor moves in the same run; 100 % is as fast as the device's memory. Floors in bytes an element: "
@@ -56,6 +56,8 @@ def show(console: Console, results: Results) -> None:
     gbps = number(settings.get("copy_gbps"))
     copy = "" if gbps is None else f", which moves {digits(gbps)} GB/s"
     console.print(HOW_TO_READ.format(copy=copy, unknown=UNKNOWN), markup=False, style="dim")
+    if any(_votes(row["method"]) for row in results.rows):
+        console.print(VOTES, markup=False, style="dim")
 
 
 def _times(kind: str, rows: list[Row]) -> Table:

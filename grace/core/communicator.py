@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
-from grace.core.compressor import Compressor, Tensor
+from grace.core.compressor import Compressor, Ctx, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
@@ -135,7 +135,7 @@ class Communicator(Component):
         """Start the collective for this rank's ``wire``; see the class."""
         raise TypeError(f"{type(self).__name__} must define communicate(wire)")
 
-    def send_receive(self, tensors: list[Tensor], ctx: Any, name: str) -> Tensor:
+    def send_receive(self, tensors: list[Tensor], ctx: Ctx, name: str) -> Tensor:
         """Exchange one variable's payload, and return the mean of what all ranks' decode to; may block. All ranks call
         it for the same variables in the same order, at the end of the step."""
         raise TypeError(f"{type(self).__name__} must define send_receive(tensors, ctx, name)")
@@ -144,7 +144,7 @@ class Communicator(Component):
         """Start to exchange one variable's payload; return the handles for :meth:`wait_receive`."""
         raise TypeError(f"{type(self).__name__} must define async_send(tensors, name)")
 
-    def wait_receive(self, handles: Any, ctx: Any, name: str) -> Tensor:
+    def wait_receive(self, handles: Any, ctx: Ctx, name: str) -> Tensor:
         """Await the exchange that :meth:`async_send` started, and return the mean."""
         raise TypeError(f"{type(self).__name__} must define wait_receive(handles, ctx, name)")
 

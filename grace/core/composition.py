@@ -1,9 +1,8 @@
 """Composition: a value compressor on the values that a sparsifier sends."""
 
 import math
-from typing import Any
 
-from grace.core.compressor import Compressor, FixedSize, Payload, PayloadSpec, Tensor, TensorSpec, Traits
+from grace.core.compressor import Compressor, Ctx, FixedSize, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 MANY = 1 << 20
@@ -108,22 +107,22 @@ class Composed(Compressor):
         """True if the values' noise is neither bounded nor damped."""
         return self.values.traits.unbiased and not self.values.traits.exact and not self._damps
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Ctx]:
         (values, *where), ctx = self.sparsifier.compress(tensor, name)
         coded, values_ctx = self.values.compress(values, name)
         return [*coded, *where], (ctx, values_ctx, len(coded))
 
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+    def decompress(self, payload: Payload, ctx: Ctx) -> Tensor:
         return self.sparsifier.decompress(*self._decode(payload, ctx))
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Ctx, out: Tensor, weight: float = 1.0) -> Tensor:
         decoded, first_ctx = self._decode(payload, ctx)
         return self.sparsifier.accumulate(decoded, first_ctx, out, weight)
 
-    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+    def sent_indices(self, payload: Payload, ctx: Ctx) -> Tensor | None:
         return self.sparsifier.sent_indices(*self._decode(payload, ctx))
 
-    def _decode(self, payload: Payload, ctx: Any) -> tuple[Payload, Any]:
+    def _decode(self, payload: Payload, ctx: Ctx) -> tuple[Payload, Ctx]:
         first_ctx, values_ctx, count = ctx
         coded, where = payload[:count], payload[count:]
         if self.sparsifier.traits.varies:  # another rank sent another number of values
@@ -150,7 +149,7 @@ class Composed(Compressor):
         coded = [a if a == b else TensorSpec(a.dtype, (None, *a.shape[1:])) for a, b in zip(few, many, strict=True)]
         return [*coded, *picked[1:]]
 
-    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Ctx:
         picked = self.sparsifier.payload_spec(shape, self.context.step) or []
         # If the data decide the number of values, their shape is taken from the payload when it is decoded.
         values = picked[0].shape if picked and picked[0].known else (0,)

@@ -15,6 +15,8 @@ from grace.kernels.index_coding import coded_as, decode, encode
 Tensor = Any
 Payload = list[Tensor]
 Shape = tuple[int, ...]
+Ctx = Any
+"""What a rank keeps to decode payloads of a variable, of any rank: a shape, a seed. It is not sent."""
 AFTER_WARMUP = 1 << 62
 """A step after every warm-up, for which sizes are quoted."""
 BucketCodec = tuple[str, dict[str, object]]
@@ -196,7 +198,7 @@ class Compressor(StatefulComponent):
         return (self.traits.unbiased and not self.traits.exact) or self.votes
 
     @wrap_compress
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Ctx]:
         """Encode a tensor; a method of several rounds runs them here as if this were the only rank."""
         rounds = self.exchange(tensor, name)
         payload = next(rounds)
@@ -206,11 +208,11 @@ class Compressor(StatefulComponent):
             except StopIteration as end:
                 return end.value
 
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+    def decompress(self, payload: Payload, ctx: Ctx) -> Tensor:
         """Decode one payload, of this or another rank, to a float32 tensor of the original shape."""
         raise TypeError(f"{type(self).__name__} must define decompress(payload, ctx)")
 
-    def exchange(self, tensor: Tensor, name: str) -> Generator[Payload, Payload, tuple[Payload, Any]]:
+    def exchange(self, tensor: Tensor, name: str) -> Generator[Payload, Payload, tuple[Payload, Ctx]]:
         """Run the rounds of a method with ``traits.rounds > 1``: yield each payload, receive its mean over ranks, and
         return the final ``(payload, ctx)``, which decodes to the aggregate on every rank."""
         if type(self).exchange_all is Compressor.exchange_all:
@@ -227,7 +229,7 @@ class Compressor(StatefulComponent):
 
     def exchange_all(
         self, tensors: Iterable[Tensor], names: Sequence[str]
-    ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]:
+    ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Ctx]]]:
         """Run :meth:`exchange` for several variables that share their collectives: yield the list of their payloads,
         receive the list of the means, and return the list of the variables' results. Override it instead of
         ``exchange`` where variables are faster together.
@@ -253,14 +255,14 @@ class Compressor(StatefulComponent):
                     )
                 return returned
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Ctx, out: Tensor, weight: float = 1.0) -> Tensor:
         """Compute ``out += weight * decompress(payload, ctx)``; override it to avoid the dense copy.
 
         Returns ``out`` (a new tensor where the framework's tensors are immutable)."""
         return kernels_of(out).add(out, check_shape(self.decompress(payload, ctx), out), weight)
 
     @wrap_aggregate
-    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+    def aggregate(self, payloads: Sequence[Payload], ctx: Ctx, out: Tensor, count: float) -> Tensor:
         """Write the mean into ``out``: the sum of what ``payloads`` decode to, divided by ``count`` (unless the method
         ``votes``). There is one payload per rank, or their sum; ``count`` is the number of ranks, or the divisor of
         such a sum.
@@ -289,7 +291,7 @@ class Compressor(StatefulComponent):
         a codec does not decode are decoded with :meth:`ctx_of`."""
         raise TypeError(f"{type(self).__name__} has no codec for whole buckets")
 
-    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+    def sent_indices(self, payload: Payload, ctx: Ctx) -> Tensor | None:
         """Return the flat int32 positions that a sparsifier's payload holds; None if the method does not know them."""
         return None
 
@@ -337,7 +339,7 @@ class Compressor(StatefulComponent):
             return [spec and [TensorSpec(kept.get(t.dtype, t.dtype), t.shape) for t in spec] for spec in specs]
         return specs
 
-    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Ctx:
         """Return the ctx that :meth:`compress` gives at this step for a variable of this shape, and so decodes any
         rank's payload of it; ``like`` is a tensor of the framework and device. None if the method decodes without a
         ctx, or cannot know it without a payload, which users' methods need not."""
@@ -355,10 +357,10 @@ class Compressor(StatefulComponent):
 class Accumulating(Compressor):
     """Method whose decoder is ``accumulate``, and whose ``ctx`` is the tensor's shape."""
 
-    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Ctx:
         return shape
 
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+    def decompress(self, payload: Payload, ctx: Ctx) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
@@ -386,7 +388,7 @@ class Sparsifier(Accumulating):
         dtype, _ = coded_as(math.prod(shape) + 1)
         return [TensorSpec("float32", (room,)), TensorSpec(dtype, (room,)), TensorSpec("int32", (1,))]
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Ctx, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         values = without_padding(payload[:1], payload[2:])[0] if self.bounded else payload[0]
         return k.reshape(k.scatter_add(k.flat(out), self.sent_indices(payload, ctx), values, weight), ctx)
@@ -399,7 +401,7 @@ class Sparsifier(Accumulating):
         dtype, length = coded_as(n, count, chunk)
         return [TensorSpec("float32", (count,)), TensorSpec(dtype, (length,))]
 
-    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+    def sent_indices(self, payload: Payload, ctx: Ctx) -> Tensor | None:
         values, coded = without_padding(payload[:2], payload[2:]) if self.bounded else payload[:2]
         return decode(kernels_of(coded), coded, math.prod(ctx), values.shape[0])
 

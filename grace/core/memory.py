@@ -2,9 +2,9 @@
 
 import copy
 from numbers import Number
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.transactional_dict import StatefulComponent, TransactionalDict
 from grace.kernels import kernels_of
 
@@ -41,7 +41,7 @@ class Memory(StatefulComponent):
         """Return the tensor to compress instead of ``tensor``: a new float32 tensor, which ``update`` may reuse."""
         raise TypeError(f"{type(self).__name__} must define compensate(tensor, name)")
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Ctx) -> None:
         """Store the part of ``tensor`` (the compensated one) that ``payload`` left out.
 
         It runs while the payload is in flight, and ``tensor`` may be overwritten.
@@ -106,5 +106,5 @@ class ErrorFeedback(Memory):
             return kernels_of(tensor).combine(b, tensor, 0.0, tensor)
         return kernels_of(tensor).combine(a, residual, b, tensor)
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Ctx) -> None:
         self.keep(name, compressor.accumulate(payload, ctx, tensor, -1.0))

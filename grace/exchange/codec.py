@@ -6,9 +6,9 @@ fall back on it for inputs that they do not support.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, PayloadSpec, Tensor
 from grace.core.context import Context
 from grace.core.grace_api import check_decodes
 from grace.core.memory import Memory
@@ -62,7 +62,7 @@ class PerVariableCodec:
     withheld: Withheld | None = None
     wrote_statuses = False
     """True if ``average`` has written the statuses of the means as well."""
-    rounds: Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]
+    rounds: Generator[list[Payload], list[Payload], list[tuple[Payload, Ctx]]]
 
     def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool = False):
         communicator = bucket.communicator
@@ -95,10 +95,10 @@ class PerVariableCodec:
         self.inputs: list[Tensor] = []
         self._ranges: list[Flag] = []
         self._detects_overflow = False
-        self.encoded: list[tuple[Payload, Any]] = []
+        self.encoded: list[tuple[Payload, Ctx]] = []
         """Payload of each variable (or one for each owner), and the ctx that decodes any rank's."""
         self.means: list[Tensor] = []
-        self.encoded_means: list[tuple[Payload, Any]] = []
+        self.encoded_means: list[tuple[Payload, Ctx]] = []
         self.known = self._known_layouts()
         self.layouts: list[Layout] = self.known[0] or []
 
@@ -160,7 +160,7 @@ class PerVariableCodec:
             gradient = k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
         return self.memory.compensate(gradient, name)
 
-    def _compressed(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def _compressed(self, tensor: Tensor, name: str) -> tuple[Payload, Ctx]:
         """Return a payload, or one for each owner, and the ctx that decodes it."""
         if self.pieces is not None:
             return self.pieces.compress_pieces(tensor, name)
@@ -240,7 +240,7 @@ class PerVariableCodec:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
             self.inputs = []  # copies of all gradients, which nobody reads any more
 
-    def _update(self, tensor: Tensor, encoded: tuple[Payload, Any], name: str) -> None:
+    def _update(self, tensor: Tensor, encoded: tuple[Payload, Ctx], name: str) -> None:
         self.memory.update(tensor, name, self.pieces or self.compressor, *encoded)
 
     # -- several rounds --------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class PerVariableCodec:
         out = self.kernels.zeros(shape, "float32", payloads[0][0])
         return self.aggregated(payloads, ctx, out, self.context.size, name)
 
-    def _compressed_mean(self, mean: Tensor, name: str) -> tuple[Payload, Any]:
+    def _compressed_mean(self, mean: Tensor, name: str) -> tuple[Payload, Ctx]:
         assert self.mean_compression is not None
         return self.mean_compression.compressor.compress(mean, f"{name}/{self.mean_compression.label}")
 
@@ -404,7 +404,7 @@ class PerVariableCodec:
         dtype = self.bucket.variables[i].dtype if self.traits.exact else "float32"
         return self.aggregated(payloads, self.encoded[i][1], self.room(i, out, payloads[0][0], dtype), count, name)
 
-    def aggregated(self, payloads: list[Payload], ctx: Any, out: Tensor, count: float, name: str) -> Tensor:
+    def aggregated(self, payloads: list[Payload], ctx: Ctx, out: Tensor, count: float, name: str) -> Tensor:
         """Return the aggregate of payloads; a PayloadError names the variable."""
         with payload_of(variable=name):
             return self.compressor.aggregate(payloads, ctx, out, count)
@@ -441,29 +441,29 @@ class PiecewiseCompressor(Compressor):
         self.owners = owners
         self.traits = inner.traits
 
-    def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
+    def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Ctx]:
         """Return a payload for each owner, and the ctx that decodes them."""
         flat = kernels_of(tensor).flat(tensor)
         cuts = equal_bounds(flat.shape[0], self.owners)
         coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
         return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded])
 
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+    def decompress(self, payload: Payload, ctx: Ctx) -> Tensor:
         cuts = ctx[0]
         k = kernels_of(payload[0][0])
         return self.accumulate(payload, ctx, k.zeros((cuts[-1][1],), "float32", payload[0][0]))
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Ctx, out: Tensor, weight: float = 1.0) -> Tensor:
         return self._piece_by_piece(self.inner.accumulate, payload, ctx, out, weight)
 
-    def join(self, means: Payload, ctx: Any, out: Tensor) -> Tensor:
+    def join(self, means: Payload, ctx: Ctx, out: Tensor) -> Tensor:
         """Return the tensor made of the means of its pieces. Each payload is aggregated alone, so that a vote stays a
         vote."""
         return self._piece_by_piece(self.inner.aggregate, [[mean] for mean in means], ctx, out, 1)
 
     @staticmethod
     def _piece_by_piece(
-        decode: Callable[..., Tensor], payloads: Sequence[Payload], ctx: Any, out: Tensor, number: float
+        decode: Callable[..., Tensor], payloads: Sequence[Payload], ctx: Ctx, out: Tensor, number: float
     ) -> Tensor:
         """Return ``out`` with every piece decoded by a method of the inner compressor."""
         k = kernels_of(out)

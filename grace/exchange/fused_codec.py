@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.context import Context
 from grace.core.memory import ErrorFeedback, Memory
 from grace.core.transactional_dict import is_ours
@@ -276,11 +276,11 @@ class FusedCodec(PerVariableCodec):
         count = self.divisor if self.mean_compression is None else 1
         return bool(self.codec.decode(outs, begins, count, self.context.loss_scale))
 
-    def _decoding_ctxs(self, like: Sequence[Tensor]) -> list[tuple[Payload, Any]]:
+    def _decoding_ctxs(self, like: Sequence[Tensor]) -> list[tuple[Payload, Ctx]]:
         """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``:
         the payloads themselves are empty, because they were written by kernels."""
         ctx_of = self.compressor.ctx_of
-        found: list[tuple[Payload, Any]] = []
+        found: list[tuple[Payload, Ctx]] = []
         for variable, cuts, tensor in zip(self.bucket.variables, self.cuts, like, strict=True):
             if self.pieces is None:
                 found.append(([], ctx_of(variable.name, variable.shape, tensor)))

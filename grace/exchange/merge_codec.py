@@ -15,9 +15,9 @@ then the positions of the small variables.
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec
+from grace.core.compressor import Compressor, Ctx, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec
 from grace.errors import payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
@@ -133,7 +133,7 @@ class SentEntries(Sparsifier):
     def __init__(self, inner: Compressor):
         self.traits = inner.traits
 
-    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+    def sent_indices(self, payload: Payload, ctx: Ctx) -> Tensor | None:
         return payload[1]
 
 

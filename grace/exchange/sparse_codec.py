@@ -11,9 +11,8 @@ of rows, so the ctx to decode them is that of a tensor of as many rows.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.grace_api import ITEM_SIZE
 from grace.core.memory import Memory
 from grace.errors import payload_of
@@ -55,7 +54,7 @@ class RowCompressor(Compressor):
         """False: the user has been warned of the inner compressor's noise."""
         return False
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Ctx]:
         k = kernels_of(tensor)
         payload, ctx = self.inner.compress(tensor, name)
         layout = self._layout(payload)
@@ -63,10 +62,10 @@ class RowCompressor(Compressor):
         coded = [part if is_floating(dtype) else k.to_bytes(part) for part, (dtype, _) in each]
         return [*coded, self.rows[name]], (ctx, tuple(tensor.shape), name, layout)
 
-    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+    def accumulate(self, payload: Payload, ctx: Ctx, out: Tensor, weight: float = 1.0) -> Tensor:
         return self.inner.accumulate(_from_bytes(payload[:-1], ctx[3]), ctx[0], out, weight)
 
-    def context_of(self, count: int, shape: Sequence[int], name: str, like: Tensor) -> Any:
+    def context_of(self, count: int, shape: Sequence[int], name: str, like: Tensor) -> Ctx:
         """Return the ctx that decodes any rank's payload of ``count`` rows of this shape."""
         rows = (count, *shape)
         ctx = self.inner.ctx_of(name, rows, like)
@@ -85,7 +84,7 @@ class RowCompressor(Compressor):
     def _sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (-1, *shape[1:])[: len(shape)] if self.inner.traits.varies else tuple(shape)
 
-    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+    def aggregate(self, payloads: Sequence[Payload], ctx: Ctx, out: Tensor, count: float) -> Tensor:
         """Return the mean over all ranks of each distinct row, and store the row numbers in ``received``."""
         (own_rows, *shape), name = ctx[1:3]
         k, like = kernels_of(payloads[0][-1]), payloads[0][-1]
@@ -163,7 +162,7 @@ class RowMemory(Memory):
             return k.combine(gamma, tensor, 0.0, tensor)
         return k.combine(beta, k.take_rows(self.state[name], self.compressor.rows[name]), gamma, tensor)
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Ctx) -> None:
         k = kernels_of(tensor)
         if is_nothing(payload[-1]):
             return

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Shape, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, Shape, Tensor
 from grace.core.memory import Memory
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
@@ -86,7 +85,7 @@ class DGCMemory(Memory):
         self.state[name] = {"velocity": u, "accumulated": v}
         return v
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Ctx) -> None:
         # Both tensors were made in this step, so they may be changed; committed state must not change before the
         # commit.
         k = kernels_of(tensor)
@@ -96,7 +95,7 @@ class DGCMemory(Memory):
         self.state[name] = {"velocity": u, "accumulated": v}
 
 
-def _sent(compressor: Compressor, payload: Payload, ctx: Any, shape: tuple[int, ...]) -> Tensor:
+def _sent(compressor: Compressor, payload: Payload, ctx: Ctx, shape: tuple[int, ...]) -> Tensor:
     """Return the flat indices of sent entries; if the compressor does not know them, those that decode to non-zero."""
     indices = compressor.sent_indices(payload, ctx)
     if indices is not None:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Shape, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, Shape, Tensor
 from grace.core.memory import Memory
 from grace.kernels import kernels_of
 
@@ -56,7 +55,7 @@ class LoCo(Memory):
         k, error = kernels_of(tensor), self._recall(name)
         return k.combine(1.0, tensor, 0.0, tensor) if error is None else k.combine(1.0, error, 1.0, tensor)
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Ctx) -> None:
         k, error = kernels_of(tensor), self._recall(name)
         left_out = compressor.accumulate(payload, ctx, tensor, -1.0)
         if error is None:

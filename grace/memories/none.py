@@ -1,9 +1,8 @@
 """No memory."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.memory import Memory
 
 
@@ -21,5 +20,5 @@ class NoMemory(Memory):
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         return tensor
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Ctx) -> None:
         pass

@@ -6,7 +6,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from grace.session.agreement import compare_facts
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 
 Tensors = Tensor | Sequence[Tensor]
@@ -238,7 +238,7 @@ class ByHand:
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
-    def state_dict(self, everyone: bool = False) -> dict[str, Any]:
+    def state_dict(self, everyone: bool = False) -> SavedState:
         """Return the saved state; see :meth:`grace.Communicator.state_dict`."""
         if self.runner is None:
             raise ConfigError("nothing was exchanged yet, so that there is nothing to save")
@@ -246,7 +246,7 @@ class ByHand:
         groups = [[[v.name, list(v.shape), v.dtype] for v in bucket.variables] for bucket in self.buckets.values()]
         return {"of": FORM, "tensors": groups, "grace": saved}
 
-    def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
+    def load_state_dict(self, state: SavedState, memory: str = "strict") -> None:
         """Restore a saved state; see :meth:`grace.Communicator.load_state_dict`."""
         backend, groups, error = runtime.joined(), list[list[Variable]](), None
         if self.runner is not None and self.runner.backend is not backend:
@@ -336,7 +336,7 @@ def _groups(state: object) -> list[list[Variable]]:
     return groups
 
 
-def _check_pieces(saved: state_schema.SavedState, groups: list[list[Variable]]) -> None:
+def _check_pieces(saved: SavedState, groups: list[list[Variable]]) -> None:
     """Refuse a state whose list of tensors differs from its sealed part, which has a checksum."""
     pieces, given = saved.get("pieces"), {v.name: list(v.shape) for group in groups for v in group}
     if pieces is not None and {name: list(cut.get("shape", given.get(name))) for name, cut in pieces.items()} != given:

@@ -22,6 +22,7 @@ from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import warn_own_state
 from grace.session.hyperparameters import facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
+from grace.session.state_schema import SavedState
 from grace.session.switching import returns_to_step
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
@@ -298,18 +299,18 @@ class DistributedMixin(Once):
         """
         return self._grace.metrics()
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> SavedState | None:
         """Return the state of this rank's compressor and memory: plain numbers, text and tensors; None before the first
         exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
         if self._grace.runner is not None:
             warn_own_state(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
         return self._grace.state()
 
-    def full_state(self) -> dict[str, Any] | None:
+    def full_state(self) -> SavedState | None:
         """Return the ``state()`` of all ranks, which loads on any number of ranks. Every rank must call it."""
         return self._grace.state(everyone=True)
 
-    def load_state(self, state: dict[str, Any] | None, memory: str = "strict") -> None:
+    def load_state(self, state: SavedState | None, memory: str = "strict") -> None:
         """Continue from ``state()`` of the same rank, or from ``full_state()``.
 
         Args:

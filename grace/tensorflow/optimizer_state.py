@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.session.checkpoint import warn_own_state
-from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, damage_error
+from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, SavedState, damage_error
 from grace.tensorflow.session import Session
 from grace.tensorflow.variables import is_overwritten
 
@@ -90,7 +90,7 @@ class Remembered(tf.train.experimental.PythonState):
     def __init__(self, session: Session):
         super().__init__()
         self.session = session
-        self.everyone: dict[str, Any] | None = None
+        self.everyone: SavedState | None = None
         self.warned = False
 
     def serialize(self) -> bytes:

@@ -10,7 +10,7 @@ import keras
 from grace.errors import ConfigError
 from grace.session.checkpoint import check_mode, compare
 from grace.session.files import save_from_root
-from grace.session.state_schema import MODEL
+from grace.session.state_schema import MODEL, SavedState
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.optimizer_state import FILE, decode, distributed
 from grace.tensorflow.reductions import engine_of
@@ -77,7 +77,7 @@ def load_model(
 
 def _loaded(
     path: str | Path,
-    saved: dict[str, Any] | None,
+    saved: SavedState | None,
     choices: Sequence[Any],
     memory_state: str,
     custom_objects: dict[str, Any] | None,
@@ -110,7 +110,7 @@ def _loaded(
     return model
 
 
-def _read_saved(path: Path) -> dict[str, Any] | None:
+def _read_saved(path: Path) -> SavedState | None:
     """Return the part of a model's file that Grace wrote; None if there is none.
 
     Raises:

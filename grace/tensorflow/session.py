@@ -26,6 +26,7 @@ from grace.session.metrics import metrics
 from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings
 from grace.session.sharding import Shard
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import AnyRoundTrip, StepRunner
 from grace.session.switching import build_replacement, switch_plan
 from grace.strategy.choices import AutoRequest, Choices
@@ -92,7 +93,7 @@ class Session:
         self.names: list[str] = []
         self.runner: StepRunner | None = None
         self.closed = False
-        self.saved: tuple[dict[str, Any] | None, str] | None = None
+        self.saved: tuple[SavedState | None, str] | None = None
         """State to load at the first exchange, and how memories are treated."""
         self.plan: ExchangePlan | None = None
         self.auto_request: AutoRequest | None = None
@@ -157,7 +158,7 @@ class Session:
         with tf.init_scope():
             put(shard, self.variable(shard.whole.name), self.medium.outside(value))
 
-    def _load(self, saved: dict[str, Any] | None, memory: str) -> None:
+    def _load(self, saved: SavedState | None, memory: str) -> None:
         former, auto = self.runner, self.auto
         assert former is not None
         if auto is None:
@@ -407,7 +408,7 @@ class Session:
         chosen = plan.options() if self.auto_request is None else {"strategy": self.auto_request.options.spec}
         return {**chosen, **self.settings.arguments()}
 
-    def state(self, everyone: bool = False) -> dict[str, Any] | None:
+    def state(self, everyone: bool = False) -> SavedState | None:
         """Return the state of this rank's compressor and memory (with ``everyone``, by a collective, of all ranks');
         None before the first exchange."""
         if self.runner is None:
@@ -416,7 +417,7 @@ class Session:
             self.runner.abandon()
         return checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
 
-    def restore(self, saved: dict[str, Any] | None, memory: str = "strict") -> None:
+    def restore(self, saved: SavedState | None, memory: str = "strict") -> None:
         """Continue from a saved state. Before the first exchange it is loaded at the first one, where all ranks receive
         a refusal."""
         checkpoint.check_mode(memory)

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Union
+from typing import Union
 
 import keras
 import numpy as np
@@ -19,6 +19,7 @@ from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
 from grace.session import state_schema
 from grace.session.agreement import first_difference, gather_or_raise
+from grace.session.state_schema import SavedState
 from grace.tensorflow.distribute import refuse_distribute, strategy_of
 from grace.tensorflow.preprocessing import broadcast_adapted_layers
 
@@ -84,7 +85,7 @@ def names_match(names: Sequence[str], others: Sequence[str]) -> bool:
     return True
 
 
-def names_as_saved(names: list[str], variables: Sequence[AnyVariable], saved: dict[str, Any] | None) -> list[str]:
+def names_as_saved(names: list[str], variables: Sequence[AnyVariable], saved: SavedState | None) -> list[str]:
     """Return the names that a checkpoint has for these variables, if :func:`names_match` and the shapes are equal; else
     ``names``.
     """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.api_names import REDUCE_SCATTER
-from grace.core.compressor import Compressor, Payload, Shape
+from grace.core.compressor import Compressor, Ctx, Payload, Shape
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.specs import Spec
@@ -21,6 +21,7 @@ from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
 from grace.session.by_hand import WholeTensorPlan
 from grace.session.setup import build_step_runner
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, subscribe_to_steps
 from grace.torch.shard_group import ShardGroupState, build_method
@@ -87,7 +88,7 @@ class AllGatherState(ShardGroupState):
             RankError: another rank refused its state, or loads that of another save.
         """
 
-        def read() -> dict[str, Any] | None:
+        def read() -> SavedState | None:
             """Return the state to load for this rank."""
             own = self.own_entry(given)
             if own is None and memory != "reset":
@@ -207,7 +208,7 @@ class AllGatherState(ShardGroupState):
         sizes = self.sizes[layout.name]
         return dict(zip(sizes, shard.split(list(sizes.values())), strict=True))
 
-    def _decode(self, payload: Payload, ctx: Any) -> torch.Tensor:
+    def _decode(self, payload: Payload, ctx: Ctx) -> torch.Tensor:
         """Return the weights that a payload holds."""
         decoded: torch.Tensor = self.compressor.decompress(payload, ctx)
         return decoded

@@ -30,6 +30,7 @@ from grace.session.metrics import metrics
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, cut_into_buckets
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
@@ -207,18 +208,18 @@ class DDPState(PythonReducerMixin):
         checkpoint.warn_own_state(self.runner, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.runner)
 
-    def full_state_dict(self, packed: bool = False) -> dict[str, Any] | bytes:
+    def full_state_dict(self, packed: bool = False) -> SavedState | bytes:
         """Return the state of all ranks' memories and compressors. Every rank must call it. If ``packed``, the result
         is one value, bytes, which ``torch.distributed.checkpoint`` loads whole."""
         saved = checkpoint.gather(self.runner, self._close_settled_step)
         return pack_state(saved) if packed else saved
 
-    def load_state_dict(self, state: dict[str, Any] | bytes | None, memory: str = "strict") -> None:
+    def load_state_dict(self, state: SavedState | bytes | None, memory: str = "strict") -> None:
         """Restore a saved state; :mod:`grace.session.checkpoint` documents the rules and the values of ``memory``.
         Every rank must call it."""
         parameters = {name: p for p, name in self.names.items()}
 
-        def read() -> dict[str, Any] | None:
+        def read() -> SavedState | None:
             """Return the state to load, unpacked."""
             self._close_settled_step()
             return unpack_state(state)

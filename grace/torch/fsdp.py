@@ -17,6 +17,7 @@ from grace.exchange.header import resolve
 from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.session import checkpoint
 from grace.session.metrics import metrics
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
@@ -148,7 +149,7 @@ class FSDPState(DDPState):
         """
         parameters = {name: p for p, name in self.names.items()}
 
-        def read() -> dict[str, Any] | None:
+        def read() -> SavedState | None:
             """Return this rank's entry of the state to load."""
             self._close_settled_step()
             part = self.shard_group.part

@@ -4,6 +4,7 @@ from typing import Any
 
 from grace.exchange.bucket import Traffic
 from grace.session.metrics import metrics
+from grace.session.state_schema import SavedState
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 
@@ -23,7 +24,7 @@ class OutsideMixin:
         """Return numbers for a logger, all of whose counts are 0."""
         return metrics(None, self.traffic)
 
-    def full_state_dict(self, packed: bool = False) -> dict[str, Any]:
+    def full_state_dict(self, packed: bool = False) -> SavedState:
         """Return the user's optimizer's state. This rank has no memories."""
         return self.state_dict()  # type: ignore[attr-defined]
 

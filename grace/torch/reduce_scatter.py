@@ -16,7 +16,7 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.api_names import REDUCE_SCATTER
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator, MemoryArg
-from grace.core.compressor import Compressor, Payload
+from grace.core.compressor import Compressor, Ctx, Payload
 from grace.core.context import Context, SubgroupContext
 from grace.core.specs import Spec
 from grace.core.variable import Variable
@@ -28,6 +28,7 @@ from grace.session import checkpoint, state_schema
 from grace.session.by_hand import WholeTensorPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, replica_states, subscribe_to_steps
 from grace.torch.parameters import scaler_enabled
@@ -139,7 +140,7 @@ class ReduceScatterState(ShardGroupState):
             RankError: another rank refused its state, or loads that of another save.
         """
 
-        def read() -> dict[str, Any]:
+        def read() -> SavedState:
             """Return the state to load for this rank."""
             self.settle(saves=False)
             own = self.own_entry(given)
@@ -158,7 +159,7 @@ class ReduceScatterState(ShardGroupState):
         replicas = [state.runner.backend for state in replica_states(self.layouts)]
         checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, {}, device), replicas)
 
-    def _redistribute(self, given: Any, memory: str) -> dict[str, Any]:
+    def _redistribute(self, given: Any, memory: str) -> SavedState:
         """Return a state for this rank, made of the states of all ranks of another run. Each sender of a part gets an
         equal share of the residual of that part."""
         given = given if isinstance(given, dict) else {}
@@ -262,7 +263,7 @@ class ReduceScatterState(ShardGroupState):
         parts: Sequence[torch.Tensor],
         finite: bool,
         compressor: Compressor,
-        encode: Callable[[int, torch.Tensor, bool], tuple[Payload, Any]],
+        encode: Callable[[int, torch.Tensor, bool], tuple[Payload, Ctx]],
     ) -> tuple[torch.Tensor, bool]:
         """Send each rank of a backend its part, compressed.
 
@@ -301,11 +302,11 @@ class ReduceScatterState(ShardGroupState):
                 total = compressor.accumulate(payload, ctx, total)
         return total, finite
 
-    def _encode_between(self, name: str, peer: int, part: torch.Tensor, finite: bool) -> tuple[Payload, Any]:
+    def _encode_between(self, name: str, peer: int, part: torch.Tensor, finite: bool) -> tuple[Payload, Ctx]:
         """Compensate and compress a module's part for one of the peers."""
         return self._encode(f"{name}/to_{self.peer_ranks[peer]}", part, finite)
 
-    def _encode_inside(self, name: str, number: int, part: torch.Tensor, finite: bool) -> tuple[Payload, Any]:
+    def _encode_inside(self, name: str, number: int, part: torch.Tensor, finite: bool) -> tuple[Payload, Ctx]:
         """Compress a module's parts for one rank of this node and its peers."""
         x = part if finite else torch.zeros_like(part)
         assert self.inside is not None  # else sums inside nodes are exact
@@ -326,7 +327,7 @@ class ReduceScatterState(ShardGroupState):
         for parameter in self.trained[name]:
             self.uses.record_mean(parameter, nonzero)
 
-    def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Payload, Any]:
+    def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Payload, Ctx]:
         """Compensate and compress the part for one receiver, and update its residual."""
         if not finite:  # receivers set their sums to NaN, because its status is OVERFLOW
             payload, ctx = self.compressor.compress(torch.zeros_like(row), key)
@@ -357,7 +358,7 @@ def _shard_of(tensor: torch.Tensor, to: int, size: int) -> torch.Tensor:
 
 
 def _sum_residuals(
-    layout: ModuleLayout, states: Sequence[dict[str, Any]], weight: float
+    layout: ModuleLayout, states: Sequence[SavedState], weight: float
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Sum the residuals of all ranks of a run for a module's gradients, times a weight.
 

@@ -1,6 +1,6 @@
 """Parts that compressed collectives within the shard groups of FSDP2 have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from grace.core.specs import Spec
 from grace.errors import ConfigError
 from grace.exchange.layout import Layout
 from grace.session import checkpoint
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.torch.copied import InertState
 from grace.torch.fsdp_layout import ModuleLayout
@@ -72,7 +73,7 @@ class ShardGroupState:
         """Return this rank's entry of a saved state, with unchecked values; None if there is none."""
         return from_file_format(given.get(self.key)) if isinstance(given, dict) else None
 
-    def check_choice(self, saved: Mapping[str, Any], memory: str) -> None:
+    def check_choice(self, saved: SavedState, memory: str) -> None:
         """Refuse a state that was saved with another method."""
         if memory == "strict" and saved["components"] != self.runner.name:
             raise ConfigError(
@@ -81,7 +82,7 @@ class ShardGroupState:
             )
 
 
-def to_file_format(saved: dict[str, Any]) -> dict[str, Any]:
+def to_file_format(saved: SavedState) -> dict[str, Any]:
     """Return a state under the names that saved files have: "choice", and "memory" by module and receiver."""
     state = dict(saved["state"])
     kept = {"choice": saved["components"], "memory": state.pop("memory", {}), "state": state}

@@ -15,6 +15,7 @@ from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.session import checkpoint, state_schema
 from grace.session.metrics import metrics
+from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.session.switching import returns_to_step
 from grace.strategy.execution import StrategyArg, StrategyPlan
@@ -86,7 +87,7 @@ class StateMixin:
         state["param_groups"][0][_key(self._grace.runner)] = pack_state(saved)
         return state
 
-    def full_state_dict(self, packed: bool = False) -> dict[str, Any]:
+    def full_state_dict(self, packed: bool = False) -> SavedState:
         """Return the state as ``state_dict()`` does, with every rank's memories, for one file that loads on any number
         of ranks.
 
@@ -217,7 +218,7 @@ def check_not_saved_directly(runner: StepRunner, what: str) -> None:
         )
 
 
-def rank_state(optimizer: Any) -> dict[str, Any]:
+def rank_state(optimizer: Any) -> SavedState:
     """Return the result of ``state_dict()`` for this rank."""
     return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.runner)}
 
@@ -296,7 +297,7 @@ def _reporting_damage() -> Iterator[None]:
         raise ConfigError(f"the checkpoint's part of the optimizer itself is damaged: {error!r}") from error
 
 
-def pack_state(saved: dict[str, Any]) -> bytes:
+def pack_state(saved: SavedState) -> bytes:
     """Return a state as bytes that ``torch.load`` reads with ``weights_only=True``."""
     file = io.BytesIO()
     torch.save(saved, file)
@@ -320,7 +321,7 @@ def _key(runner: StepRunner) -> str:
     return f"{KEY}{runner.backend.rank}" + (f".{runner.part}" if runner.part else "")
 
 
-def _split_state(state_dict: Any, runner: StepRunner) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _split_state(state_dict: Any, runner: StepRunner) -> tuple[dict[str, Any], SavedState | None]:
     """Return a state dict as torch knows it, and Grace's part of it: this rank's, if there are several."""
     if not isinstance(state_dict, dict):
         raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")

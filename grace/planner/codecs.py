@@ -231,9 +231,6 @@ def _computed(backend: SimulatedRanks, gradient: Tensor) -> float:
     return time.perf_counter() - backend.spent
 
 
-# -- gradients of any framework ------------------------------------------------------------------------
-
-
 def is_table(gradient: Tensor | SparseRows) -> bool:
     """Return True if most rows of a gradient are zero, as those of an embedding table are: no sample has used them.
 

@@ -3,10 +3,8 @@
 import bisect
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from statistics import fmean
 
 import numpy as np
 
@@ -125,31 +123,22 @@ class Curve:
 
     @classmethod
     def through(cls, measured: Iterable[tuple[float, float]]) -> "Curve":
-        """Return the curve through measured bytes and seconds, on which more bytes take no less: neighbours that do are
-        given their mean (of logarithms; the pool-adjacent-violators algorithm).
+        """Return the curve through measured bytes and seconds, on which more bytes take no less: the geometric mean of
+        what fewer bytes take at most, and more bytes at least.
 
         >>> Curve.through([(1, 4e-4), (10, 1e-4)]).points
         ((1.0, 0.0002), (10.0, 0.0002))
         """
         ordered = sorted(measured)
-        blocks: list[list[float]] = []
-        """Logarithms of seconds that are given their mean."""
-        for _, seconds in ordered:
-            blocks.append([math.log(max(seconds, 1e-300))])
-            while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
-                blocks[-2:] = [blocks[-2] + blocks[-1]]
-        risen = [round(math.exp(fmean(block)), 12) for block in blocks for _ in block]
-        return cls(tuple((float(nbytes), seconds) for (nbytes, _), seconds in zip(ordered, risen, strict=True)))
+        sizes, seconds = [float(nbytes) for nbytes, _ in ordered], [took for _, took in ordered]
+        most_before, least_after = np.maximum.accumulate(seconds), np.minimum.accumulate(seconds[::-1])[::-1]
+        risen = np.round(np.sqrt(most_before * least_after), 12).tolist()
+        return cls(tuple(zip(sizes, risen, strict=True)))
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds for so many bytes."""
         sizes, times = self._columns
-        i = bisect.bisect_left(sizes, nbytes)
-        if i == 0:
-            return times[0]
-        if i == len(sizes):
-            return times[-1] + (nbytes - sizes[-1]) * self.slope
-        return times[i - 1] + (times[i] - times[i - 1]) * ((nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1]))
+        return float(np.interp(nbytes, sizes, times)) + max(0.0, nbytes - sizes[-1]) * self.slope
 
     @functools.cached_property
     def _columns(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

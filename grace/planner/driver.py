@@ -116,8 +116,6 @@ class Driver:
         """Go on with the phases, until they need steps of training."""
         self.left, self.skip, self.timer = next(self.phases, 0), SETTLED, StepTimer()
 
-    # -- what a session tells -------------------------------------------------------------------------
-
     def ready(self, name: str) -> None:
         """Note that a variable's gradient is there."""
         self.timer.ready(name)
@@ -146,8 +144,6 @@ class Driver:
                 self.timer.begin()
         if self.watch is not None:
             self._check_link(self.watch)
-
-    # -- checkpoints ----------------------------------------------------------------------------------
 
     def document(self) -> str:
         """Return what a checkpoint holds of planning; empty once the user chose."""
@@ -184,8 +180,6 @@ class Driver:
         self.holds, self.settled = False, True
         self.phases.close()
         self._advance()
-
-    # -- phases ---------------------------------------------------------------------------------------
 
     def _train_and_plan(self, steps: int) -> Generator[int, None, None]:
         """Train so many steps, plan, and go on by the plan; again and again, since links and steps may change."""
@@ -292,8 +286,6 @@ class Driver:
             return False
         self.current = name
         return True
-
-    # -- agreement ------------------------------------------------------------------------------------
 
     def _agree(self, what: str, compute: Callable[[], Any], everywhere: bool = False) -> Any:
         """Return what rank 0 computes, or every rank. Raise PlanningError if that fails on one."""

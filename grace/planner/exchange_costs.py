@@ -148,11 +148,12 @@ def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tupl
         if kind not in KINDS:
             kind, root, sent = "alltoall", -1, max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
             nbytes = sent * ranks / (ranks - 1)
-        half = kind == "allreduce" and dtype in ("float16", "bfloat16")
-        seconds = network.seconds("allreduce16" if half else kind, nbytes, ranks)
+        timed = "allreduce16" if kind == "allreduce" and dtype in ("float16", "bfloat16") else kind
+        seconds, taken = network.seconds(timed, nbytes, ranks), network.taken.get(timed, 0.0)
         if kind == "broadcast" and root < 0:  # each rank in its turn
             seconds *= ranks
-        found.append(Transfer(kind, seconds, sent, root, leg.sent(nbytes, ranks, root) if root >= 0 else 0.0))
+        root_sends = leg.sent(nbytes, ranks, root) if root >= 0 else 0.0
+        found.append(Transfer(kind, seconds, sent, root, root_sends, taken))
     return tuple(found)
 
 

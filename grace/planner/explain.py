@@ -184,9 +184,6 @@ def _seconds(one: Candidate, plain: Candidate) -> tuple[str, float, float]:
     return "measured", one.measured, plain.measured
 
 
-# -- variables -----------------------------------------------------------------------------------------
-
-
 def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
     """Yield variables that are alike and are treated alike, those with most elements first."""
     kinds: dict[tuple[str, str, str], list[VariablePlan]] = {}
@@ -246,9 +243,6 @@ def _why(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> str
         return "no method makes them smaller" if lossy else ""
     least = min(problem.share(method, largest) for method in serving)
     return "every method loses too much" if least > SLACK else "compressing them gains nothing"
-
-
-# -- text ----------------------------------------------------------------------------------------------
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,5 +1,6 @@
 """Times of collectives on the very links; all ranks measure together."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ FIRST, ENOUGH = 3, 1 << 20
 """Calls of a size before these passes, and bytes up to which a kind is measured unless that takes very long."""
 MOST_BYTES = 1 << 30
 """That a collective may need on a rank."""
+BESIDE, MOST_TAKEN = 0.01, 0.9
+"""Seconds of a collective, if a size takes as long, beside which computing is timed; and the largest share of it."""
 REPEATS, LEAST = 12, 3
 """Of a size, if time allows, and in any case; in so many passes over all sizes and kinds."""
 
@@ -37,7 +40,8 @@ def measure_network(
     counts, and of all calls of a size the lower quartile, because what else a machine does makes them longer only; or
     the median where ranks share cores, since they wait for those in steps too. Several passes go through all sizes and
     kinds, so that what disturbs for a while is a minority of each. A kind goes up to 1 MB, and on until one more size
-    would take more than its share of the time. What is sent is not counted as training's.
+    would take more than its share of the time. Beside one size of each kind some computing is timed. What
+    is sent is not counted as training's.
 
     Args:
         seconds: about how long all may take.
@@ -65,12 +69,18 @@ def measure_network(
         for _ in range(LEAST):
             for (kind, nbytes), found in took.items():
                 found += timing.seconds(kind, nbytes, max(1, int(min(REPEATS, share / 16 / min(found)) / LEAST)))
+        sizes = dict[str, int]()
+        for kind, nbytes in took:
+            if kind not in sizes or min(took[kind, sizes[kind]]) < BESIDE:
+                sizes[kind] = nbytes
+        taken = {kind: timing.taken(kind, nbytes, min(took[kind, nbytes])) for kind, nbytes in sizes.items()}
     finally:
         backend.sent_bytes = sent
     typical, points = median if crowded else undisturbed, dict[str, list[tuple[float, float]]]()
     for (kind, nbytes), found in took.items():
         points.setdefault(kind, []).append((nbytes, typical(found)))
-    return MeasuredNetwork({kind: Curve.through(measured) for kind, measured in points.items()}, backend.size)
+    curves = {kind: Curve.through(measured) for kind, measured in points.items()}
+    return MeasuredNetwork(curves, backend.size, taken)
 
 
 def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
@@ -111,6 +121,30 @@ class _Timing:
         tensor = self._allocate(kind, nbytes)
         took = self._gather([self._time(kind, tensor) for _ in range(count)])
         return [max(*each, 1e-9) for each in zip(*took, strict=True)]
+
+    def taken(self, kind: str, nbytes: int, seconds: float) -> float:
+        """Return the share of computing that a collective of so many seconds takes, on the rank that it slows most: 0
+        where it has a core, or a device, for itself. Computing of half as long is timed alone and beside it."""
+        tensor = self._allocate(kind, nbytes)
+        if "cpu" not in str(getattr(tensor, "device", "cpu")).lower():
+            return 0.0
+        (calls,) = {min(self._gather(math.ceil(50 * seconds / self._compute(100))))}
+        alone, beside = [], []
+        for _ in range(LEAST):
+            self._start("allreduce", self.small).wait()
+            alone.append(self._compute(calls))
+            self._start("allreduce", self.small).wait()
+            handle = self._start(kind, tensor)
+            beside.append(self._compute(calls))
+            handle.wait()
+        return max(0.0, min(MOST_TAKEN, 1 - min(self._gather(median(alone) / median(beside)))))
+
+    def _compute(self, calls: int) -> float:
+        """Return the seconds of so many small computations."""
+        block, began = np.ones(1 << 12, np.float32), time.perf_counter()
+        for _ in range(calls):
+            np.sqrt(block, out=block)
+        return max(1e-6 * calls, time.perf_counter() - began)
 
     def _time(self, kind: str, tensor: Tensor) -> float:
         """Return the seconds of one collective on this rank, from when all are there."""

@@ -56,13 +56,15 @@ class Timeline:
 class Transfer:
     """One collective of a bucket: its kind, as "allgather"; the seconds that it takes when nothing else travels, its
     latency included; the bytes that leave a rank, each but the root, where there is one; the root, -1 where there is
-    none; and the bytes that leave the root."""
+    none; the bytes that leave the root; and the share of a rank's computing, below 1, that it takes meanwhile: engines
+    add up and copy on the processor."""
 
     kind: str
     seconds: float
     nbytes: float = 0.0
     root: int = -1
     root_nbytes: float = 0.0
+    taken: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,12 @@ class _SimulatedStep:
 
     def __init__(self, timeline: Timeline, works: Sequence[Work]):
         self.timeline, self.works = timeline, works
-        self.time = self.codec = 0.0
-        self.free = 0.0
+        self.time = self.free = 0.0
         """When the wire can carry one more collective."""
         self.done = [0.0] * len(works)
         """When the last collective that a bucket has started is done."""
+        self.under_way: list[tuple[float, float, float]] = []
+        """Begin and end of collectives that take a share of computing, in order, and this share."""
         self.events: list[Event] = []
 
     def run(self) -> Prediction:
@@ -128,13 +131,12 @@ class _SimulatedStep:
         self._further_rounds()
         for i, work in enumerate(self.works):
             self._wait(i)
-            self._encode("finish", i, work.finish)
+            self._compute("finish", i, work.finish)
         self._compute("compute", -1, self.timeline.optimizer)
         compute, memory = self.timeline.compute, sum(work.memory for work in self.works)
-        exposed = max(0.0, self.time - compute - self.codec)
-        return Prediction(
-            round(self.time, 12), compute, self.codec, exposed, most_sent(self.works), memory, self.events
-        )
+        codec = sum(work.start + work.middle * max(0, len(work.transfers) - 1) + work.finish for work in self.works)
+        exposed = max(0.0, self.time - compute - codec)
+        return Prediction(round(self.time, 12), compute, codec, exposed, most_sent(self.works), memory, self.events)
 
     def _backward(self) -> None:
         """Play backward through, and the buckets that start in it."""
@@ -143,7 +145,7 @@ class _SimulatedStep:
             need = max([ready.get(name, end) for name in work.names], default=0.0)
             self._compute("compute", -1, max(0.0, need - done))
             done = max(done, need)
-            self._encode("start", i, work.start)
+            self._compute("start", i, work.start)
             if work.transfers:
                 self._launch(i, 0)
         self._compute("compute", -1, end - done)
@@ -155,19 +157,27 @@ class _SimulatedStep:
             for i, work in enumerate(self.works):
                 if number < len(work.transfers):
                     self._wait(i)
-                    self._encode("middle", i, work.middle)
+                    self._compute("middle", i, work.middle)
                     self._launch(i, number)
 
     def _compute(self, kind: str, i: int, seconds: float) -> None:
         """Go on computing."""
-        begin, self.time = self.time, self.time + seconds
         if seconds > 0:
+            begin, self.time = self.time, self._end_of(seconds)
             self.events.append((kind, i, begin, self.time))
 
-    def _encode(self, kind: str, i: int, seconds: float) -> None:
-        """Let a bucket's codec compute: its "start", "middle" or "finish"."""
-        self._compute(kind, i, seconds)
-        self.codec += seconds
+    def _end_of(self, seconds: float) -> float:
+        """Return when so much computing is done that begins now, slower beside collectives that take a share of it."""
+        time, left = self.time, seconds
+        for start, end, taken in self.under_way:
+            undisturbed, beside = max(0.0, start - time), max(0.0, end - max(start, time))
+            if left <= undisturbed:
+                break
+            left, time = left - undisturbed, time + undisturbed
+            if left <= (1 - taken) * beside:
+                return time + left / (1 - taken)
+            left, time = left - (1 - taken) * beside, time + beside
+        return time + left
 
     def _wait(self, i: int) -> None:
         """Wait for the collective of a bucket that is under way."""
@@ -175,8 +185,12 @@ class _SimulatedStep:
 
     def _launch(self, i: int, number: int) -> None:
         """Let a bucket's collective join the queue of the wire."""
-        begin = max(self.time, self.free)
-        self.free = self.done[i] = begin + self.works[i].transfers[number].seconds
+        begin, transfer = max(self.time, self.free), self.works[i].transfers[number]
+        self.free = self.done[i] = begin + transfer.seconds
+        if transfer.taken:
+            self.under_way = [one for one in self.under_way if one[1] > self.time] + [
+                (begin, self.free, transfer.taken)
+            ]
         self.events.append(("wire", i, begin, self.free))
 
 

@@ -21,7 +21,7 @@ CURVE = Curve(((1e3, 1e-4), (1e6, 1e-3), (1e8, 0.1)))
 MADE = Calibration(
     key=KEY,
     made=1e9,
-    network=MeasuredNetwork({"allreduce": CURVE, "allgather": CURVE}, 4),
+    network=MeasuredNetwork({"allreduce": CURVE, "allgather": CURVE}, 4, {"allgather": 0.25}),
     inside=MeasuredNetwork({"allreduce": CURVE}, 2),
     codecs={
         "allreduce, none, none": CodecCost(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),

@@ -275,8 +275,9 @@ def test_sums_of_halves_take_what_those_were_measured_to_take():
     }
     shards = uniform([Variable("w", (500_000 - 8,))], quiet("fp16", "allreduce"))
     codecs = {"allreduce, cast, none": CodecCost()}
-    (halves,) = works_of(shards, 2, Costs(MeasuredNetwork(curves, 2), codecs))
+    (halves,) = works_of(shards, 2, Costs(MeasuredNetwork(curves, 2, {"allreduce16": 0.5}), codecs))
     (unknown,) = works_of(shards, 2, Costs(MeasuredNetwork({"allreduce": curves["allreduce"]}, 2), codecs))
     assert halves.transfers[0].seconds == pytest.approx(2e-3, rel=0.01)
     assert unknown.transfers[0].seconds == pytest.approx(1e-3, rel=0.01)
     assert halves.transfers[0].kind == "allreduce"
+    assert (halves.transfers[0].taken, unknown.transfers[0].taken) == (0.5, 0.0)

@@ -3,6 +3,7 @@
 import time
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import grace
@@ -110,6 +111,47 @@ def test_waits_for_cores_that_ranks_share_are_measured(crowded, seconds):
     assert found.curves["allreduce"].seconds(1000) == pytest.approx(seconds)
 
 
+class Computing(Wire):
+    """Collectives beside which computing is slower, until they are awaited."""
+
+    under_way = 0
+
+    def allgather(self, tensor):
+        handle = super().allgather(tensor)
+        self.under_way += 1
+
+        def wait():
+            self.under_way -= 1
+            handle.wait()
+
+        return Handle(wait, later=handle.result)
+
+
+@only((100_000, 1_000_000, 4_000_000), ("allreduce", "allgather"))
+def test_the_share_of_computing_that_a_collective_takes_is_measured(clock, monkeypatch):
+    backend = Computing(2)
+
+    def compute(self, calls):
+        clock.sleep(1e-5 * calls * (4 if backend.under_way else 1))
+        return 1e-5 * calls * (4 if backend.under_way else 1)
+
+    monkeypatch.setattr(links._Timing, "_compute", compute)
+    assert measure_network(backend, 2.0).taken == {"allreduce": 0.0, "allgather": 0.75}
+
+
+class OnDevice(np.ndarray):
+    """Arrays that say that they are on a device, whose computing no collective of the host slows."""
+
+    device = "cuda:0"
+
+
+@only((1_000_000,))
+@pytest.mark.usefixtures("clock")
+def test_on_a_device_nothing_is_taken(monkeypatch):
+    monkeypatch.setattr(links._Timing, "_compute", mock.Mock(side_effect=AssertionError))
+    assert measure_network(Wire(2), 0.5, lambda array: array.view(OnDevice)).taken == {"allreduce": 0.0}
+
+
 def measured():
     backend = grace.init()
     before = backend.sent_bytes
@@ -126,6 +168,8 @@ def test_ranks_measure_together_and_get_the_same(ranks):
     assert sent == 0
     assert set(found.curves) == set(KINDS)
     assert found.ranks == ranks.size
+    assert found.taken.keys() == set(KINDS)
+    assert all(0 <= share < 1 for share in found.taken.values())
     for curve in found.curves.values():
         assert [nbytes for nbytes, _ in curve.points] == list(SMALL)
         assert all(1e-6 < seconds < 5 for _, seconds in curve.points)

@@ -55,6 +55,8 @@ def test_what_is_no_collective_is_refused():
         MeasuredNetwork({"reduce": Curve.through([(1, 1)])}, 2)
     with pytest.raises(ConfigError, match="there are none"):
         MeasuredNetwork({}, 2)
+    with pytest.raises(ConfigError, match=r"a share of computing from 0 to below 1, not \{'allreduce': 1.0\}"):
+        MeasuredNetwork({"allreduce": Curve.through([(1, 1)])}, 2, {"allreduce": 1.0})
 
 
 def measured(links, ranks, kinds=("allreduce", "allgather"), sizes=(1e3, 1e5, 1e6, 1e7, 1e8)):

@@ -20,7 +20,7 @@ TIMELINE = Timeline({"c": 1.0, "b": 2.0, "a": 4.0}, forward=1.0, backward=4.0, o
 
 
 def sends(*seconds, **more):
-    return tuple(Transfer("allreduce", s, 100.0 * s) for s in seconds)
+    return tuple(Transfer("allreduce", s, 100.0 * s, **more) for s in seconds)
 
 
 def step(works, timeline=TIMELINE):
@@ -45,6 +45,17 @@ def test_one_bucket_of_everything_overlaps_nothing():
         ("finish", 0, 8.5, 8.75),
         ("compute", -1, 8.75, 9.25),
     ]
+
+
+def test_computing_is_slower_beside_a_collective_that_takes_a_part_of_it():
+    half = Transfer("allreduce", 2.0, taken=0.5)
+    # backward goes on from 2.0 to 4.0 at half speed, and has 2.0 of its 3.0 seconds left then
+    assert step([Work(("c",), transfers=(half,))]).step == 2.0 + 2.0 + 2.0 + 0.5
+    # the second one waits in the queue of the wire until 4.0, and both are done at 6.0, as backward is
+    assert step([Work(("c",), transfers=(half,)), Work(("b",), transfers=(half,))]).step == 6.0 + 1.0 + 0.5
+    # one that starts behind backward slows nothing, but the codec of the next one
+    late = [Work(("a",), transfers=(half,)), Work(("a",), start=1.5)]
+    assert step(late).step == 5.0 + 2.0 + 0.5 + 0.5
 
 
 def test_a_link_without_latency_or_end_costs_nothing():
@@ -133,7 +144,7 @@ def a_work(draw):
     kind = draw(st.sampled_from(KINDS))
     names = tuple(draw(st.sets(st.sampled_from("abc"), min_size=1)))
     seconds = [draw(QUARTERS) for _ in range(1 if kind == "sum" else draw(st.integers(1, 3)))]
-    transfers = sends(*seconds)
+    transfers = sends(*seconds, taken=draw(st.sampled_from([0.0, 0.25, 0.75])))
     if kind == "root":
         root, kinds = draw(st.integers(0, 2)), ("gather", "broadcast", "broadcast")
         transfers = tuple(Transfer(k, s, 1, root) for k, s in zip(kinds, seconds, strict=False))

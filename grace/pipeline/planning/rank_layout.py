@@ -1,7 +1,7 @@
 """Layout of stages on ranks, and the links between them: within nodes, and between nodes."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grace.errors import ConfigError
@@ -43,6 +43,11 @@ class SharedNetwork:
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
         """Return the seconds of a collective; see :class:`grace.planner.network.Network`."""
         return self.network.seconds(kind, nbytes * self.groups, ranks)
+
+    @property
+    def taken(self) -> Mapping[str, float]:
+        """The shares of computing that collectives take."""
+        return self.network.taken
 
 
 @dataclass(frozen=True)

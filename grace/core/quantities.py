@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from grace.errors import ConfigError
 
@@ -82,3 +82,25 @@ def show_bytes(nbytes: float, digits: int = 4) -> str:
     """
     unit, size = byte_unit(nbytes)
     return f"{nbytes / size:.{digits}g} {unit}"
+
+
+def show_ms(seconds: float) -> str:
+    """Return seconds as text: milliseconds, to three digits.
+
+    >>> show_ms(0.0121), show_ms(1.5), show_ms(0.0), show_ms(-1e-17)
+    ('12.1 ms', '1500 ms', '0 ms', '0 ms')
+    """
+    ms = seconds * 1e3
+    if abs(ms) < 5e-4:
+        return "0 ms"
+    return f"{ms:.0f} ms" if abs(ms) >= 100 else f"{ms:.3g} ms"
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of text whose cells stand below each other.
+
+    >>> align_columns([("plan", "step"), ("fp16", "2 ms")])
+    ['plan  step', 'fp16  2 ms']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -62,12 +62,6 @@ def _compressor(spec: str) -> Compressor:
     return make("compressor", spec)  # type: ignore[no-any-return]
 
 
-@functools.cache
-def _keeps(memory: str) -> bool:
-    """Return True if a memory keeps something."""
-    return bool(make("memory", memory).stateful)
-
-
 def class_of(compressor: Spec | Compressor, memory: Spec | Memory | None = None) -> str | None:
     """Return the class of a method with its memory (the compressor's default if left out); None if it is in none.
 
@@ -173,7 +167,7 @@ class ErrorModel:
         error = self.error(method, variable)
         if not error:
             return 0.0
-        if communicator in RECOMPRESSING and not _keeps(memory):
+        if communicator in RECOMPRESSING and not make("memory", memory).stateful:
             error *= 2
         bound = self.bound(method, variable)
         return error / bound if bound else math.inf

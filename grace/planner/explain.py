@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from grace.core.quantities import show_bytes
+from grace.core.quantities import align_columns, show_bytes, show_ms
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
@@ -95,14 +95,14 @@ class Plan:
         how, mine, other = _seconds(one, plain)
         if not self.compresses:
             sure = " by more than turns differ" if how == "measured" else ""
-            return f"do not compress: nothing is {100 * MARGIN:g} % faster than {_ms(other)}{sure}"
+            return f"do not compress: nothing is {100 * MARGIN:g} % faster than {show_ms(other)}{sure}"
         lost = "it loses nothing" if not one.share else f"its errors take at most {one.share:.2g} of a variable's bound"
-        return f"{one.name}: {_ms(mine)} {how} against {_ms(other)} uncompressed, {other / mine:.1f}x; {lost}"
+        return f"{one.name}: {show_ms(mine)} {how} against {show_ms(other)} uncompressed, {other / mine:.1f}x; {lost}"
 
     def __str__(self) -> str:
-        found = [self.why, *self.remarks, "", *_table([PLAN_HEADINGS, *map(self._cells, self.candidates)])]
+        found = [self.why, *self.remarks, "", *align_columns([PLAN_HEADINGS, *map(self._cells, self.candidates)])]
         if self.rows:
-            found += ["", *_table([HEADINGS, *(row.cells for row in self.rows)])]
+            found += ["", *align_columns([HEADINGS, *(row.cells for row in self.rows)])]
         return "\n".join([*found, "", self.legend])
 
     @property
@@ -114,7 +114,7 @@ class Plan:
     def _cells(self, one: Candidate) -> tuple[str, ...]:
         """Return a candidate as text, under :data:`PLAN_HEADINGS`."""
         step, sent, memory = one.prediction.step, one.prediction.sent, one.prediction.memory
-        times = _ms(step), "" if one.measured is None else _ms(one.measured)
+        times = show_ms(step), "" if one.measured is None else show_ms(one.measured)
         taken = "*" if one is self.chosen else ""
         return (taken, one.name, *times, show_bytes(sent, 3), f"{one.share:.2g}", show_bytes(memory, 3))
 
@@ -193,7 +193,7 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
         if part.memory not in (None, "none"):
             method = f"{method}, {part.memory}"
         kinds.setdefault((re.sub(r"\d+", "*", plan.variable.name), method, part.sync.type), []).append(plan)
-    ordered = sorted(kinds.items(), key=lambda kind: _elements(kind[1]), reverse=True)
+    ordered = sorted(kinds.items(), key=lambda kind: -sum(plan.variable.numel for plan in kind[1]))
     named = [
         (plans[0].variable.name if len(plans) == 1 else name, method, sync, plans)
         for (name, method, sync), plans in ordered[:MOST_ROWS]
@@ -202,12 +202,8 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
         methods, syncs = (" / ".join(sorted({kind[i] for kind, _ in others})) for i in (1, 2))
         named.append(("others", methods, syncs, [plan for _, plans in others for plan in plans]))
     for name, method, sync, plans in named:
-        share = max(largest_share(problem, plan) for plan in plans)
-        yield Row(name, len(plans), _elements(plans), method, sync, share, _why(problem, one, plans))
-
-
-def _elements(plans: Sequence[VariablePlan]) -> int:
-    return sum(plan.variable.numel for plan in plans)
+        share, elements = max(largest_share(problem, plan) for plan in plans), sum(p.variable.numel for p in plans)
+        yield Row(name, len(plans), elements, method, sync, share, _why(problem, one, plans))
 
 
 def largest_share(problem: Problem, plan: VariablePlan) -> float:
@@ -235,7 +231,7 @@ def _why(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> str
     """Return why variables are treated so: what compressing them saves, or why they are not compressed."""
     if any(plan.parts[0].compressor != "none" for plan in plans):
         saved = _saved(problem, one, plans)
-        return f"saves {_ms(saved)}" if saved > 5e-7 else "saves nothing alone"
+        return f"saves {show_ms(saved)}" if saved > 5e-7 else "saves nothing alone"
     largest = max(plans, key=lambda plan: plan.variable.numel).variable
     lossy = [method for method in problem.candidates() if method.compressor != "none"]
     serving = [method for method in lossy if method.serves(largest, problem.errors.tables)]
@@ -243,20 +239,3 @@ def _why(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> str
         return "no method makes them smaller" if lossy else ""
     least = min(problem.share(method, largest) for method in serving)
     return "every method loses too much" if least > SLACK else "compressing them gains nothing"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _ms(seconds: float) -> str:
-    """Return seconds as text: milliseconds, to three digits.
-
-    >>> _ms(0.0121), _ms(1.5), _ms(0.0), _ms(-1e-17)
-    ('12.1 ms', '1500 ms', '0 ms', '0 ms')
-    """
-    ms = seconds * 1e3
-    if abs(ms) < 5e-4:
-        return "0 ms"
-    return f"{ms:.0f} ms" if abs(ms) >= 100 else f"{ms:.3g} ms"

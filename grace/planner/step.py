@@ -130,7 +130,7 @@ class _SimulatedStep:
         self._backward()
         self._further_rounds()
         for i, work in enumerate(self.works):
-            self._wait(i)
+            self.time = max(self.time, self.done[i])
             self._compute("finish", i, work.finish)
         self._compute("compute", -1, self.timeline.optimizer)
         compute, memory = self.timeline.compute, sum(work.memory for work in self.works)
@@ -156,7 +156,7 @@ class _SimulatedStep:
         for number in range(1, most):
             for i, work in enumerate(self.works):
                 if number < len(work.transfers):
-                    self._wait(i)
+                    self.time = max(self.time, self.done[i])
                     self._compute("middle", i, work.middle)
                     self._launch(i, number)
 
@@ -178,10 +178,6 @@ class _SimulatedStep:
                 return time + left / (1 - taken)
             left, time = left - (1 - taken) * beside, time + beside
         return time + left
-
-    def _wait(self, i: int) -> None:
-        """Wait for the collective of a bucket that is under way."""
-        self.time = max(self.time, self.done[i])
 
     def _launch(self, i: int, number: int) -> None:
         """Let a bucket's collective join the queue of the wire."""

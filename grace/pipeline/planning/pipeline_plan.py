@@ -9,7 +9,7 @@ from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
-from grace.core.quantities import show_bytes
+from grace.core.quantities import align_columns, show_bytes
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
@@ -206,9 +206,7 @@ class Plan:
             times = [f"{1e3 * seconds:.3f}" for seconds in (stage.forward, stage.backward, stage.exchange)]
             sizes = [f"{nbytes / 1e6:.3f}" for nbytes in (stage.sent, stage.parameters)]
             rows.append((str(i), f"{ends} ({len(stage.nodes)})", ", ".join(map(str, stage.ranks)), *times, *sizes))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, self.summary])
+        return "\n".join([*align_columns(rows), self.summary])
 
     @property
     def summary(self) -> str:

@@ -14,13 +14,41 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.common.ending import WorkerError
-from grace.bench.common.json_lines import EventReader
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise
 
 LAST_WORDS = 1.0
 """Seconds that the other ranks get to notice that one has failed."""
+
+
+class EventReader:
+    """Reader of the objects that other processes append to a file.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp(), "events.jsonl")
+    >>> reader = EventReader(file)
+    >>> reader.read_new()
+    []
+    >>> _ = file.write_text('{"a": 1}\\n{"b"')
+    >>> reader.read_new(), reader.read_new()
+    ([{'a': 1}], [])
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.position = 0
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return the events that were written since the last call; an incomplete line is read by a later call."""
+        if not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            file.seek(self.position)
+            written = file.read()
+        complete = written[: written.rfind(b"\n") + 1]
+        self.position += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 def run_scenario(

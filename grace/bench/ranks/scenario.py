@@ -22,35 +22,6 @@ LAST_WORDS = 1.0
 """Seconds that the other ranks get to notice that one has failed."""
 
 
-class EventReader:
-    """Reader of the objects that other processes append to a file.
-
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp(), "events.jsonl")
-    >>> reader = EventReader(file)
-    >>> reader.read_new()
-    []
-    >>> _ = file.write_text('{"a": 1}\\n{"b"')
-    >>> reader.read_new(), reader.read_new()
-    ([{'a': 1}], [])
-    """
-
-    def __init__(self, file: Path):
-        self.file = file
-        self.position = 0
-
-    def read_new(self) -> list[dict[str, Any]]:
-        """Return the events that were written since the last call; an incomplete line is read by a later call."""
-        if not self.file.exists():
-            return []
-        with self.file.open("rb") as file:
-            file.seek(self.position)
-            written = file.read()
-        complete = written[: written.rfind(b"\n") + 1]
-        self.position += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
-
-
 def run_scenario(
     program: Sequence[str],
     settings: Any,
@@ -81,10 +52,15 @@ def run_scenario(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
         facts = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
         (folder / "settings.json").write_text(json.dumps(facts))
-        reader = EventReader(folder / "events.jsonl")
+        (folder / "events.jsonl").touch()
+        events = stack.enter_context((folder / "events.jsonl").open())
+        incomplete = ""
 
         def handle_new_events() -> None:
-            for event in reader.read_new():
+            nonlocal incomplete
+            *lines, incomplete = (incomplete + events.read()).split("\n")
+            for line in lines:
+                event = json.loads(line)
                 found.update(event.get("scenario", {}))
                 watch(event)
 

@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from grace.bench.common.results import Results
 from grace.bench.ranks.rank_program import Event
-from grace.bench.train import training_runs
-from grace.bench.train.train_settings import TrainSettings
+from grace.bench.train import train_command
+from grace.bench.train.train_command import TrainSettings
 from grace.bench.workloads.torch_tasks import InTorch, Recommender
 
 OUT = Path("benchmarks/results/planner_learning.json")
@@ -203,7 +203,7 @@ def train(task: str, optimizer: str, seeds: list[int], epochs: int | None, link:
         if run := event.get("run"):
             print(f"{task}, {optimizer}, {run['method']}, seed {run['seed']}: {run['quality']:.4g}", file=sys.stderr)
 
-    training_runs.run(settings, results, say)
+    train_command.train(settings, results, say)
     none, auto = results.rows
     return {"higher": lag(none["runs"], auto["runs"]), "rows": results.rows}
 

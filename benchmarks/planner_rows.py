@@ -15,8 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grace.bench.plan.plan_command import SWEEP
-from grace.bench.plan.plan_settings import PlanSettings
+from grace.bench.plan.plan_command import SWEEP, PlanSettings
 
 MODELS = {"mlp": 0.3, "ncf": 9.6, "lstm": 10.6, "resnet": 11.2, "transformer": 16.8}
 """Models, and their millions of parameters."""

@@ -13,10 +13,10 @@ from grace.bench.common import options, results
 from grace.bench.common.options import option
 from grace.bench.common.results import Results
 from grace.bench.kernels import kernels_command
-from grace.bench.lifecycle import BenchmarkRun, need_report
+from grace.bench.lifecycle import BenchmarkRun, need_report, write_report_of
 from grace.bench.link.emulation import possible
 from grace.bench.step import step_command, step_settings
-from grace.bench.train import train_command, train_settings
+from grace.bench.train import train_command
 from grace.core.quantities import parse_rate
 
 BANDWIDTHS, QUICK_BANDWIDTH = "10gbit,1gbit,100mbit", "1gbit"
@@ -101,7 +101,7 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
         baselines=["ddp"] if quick else list(step_settings.BASELINES),
     )
     seeds = settings.seeds or ([0] if quick else [0, 1, 2])
-    trained = train_settings.TrainSettings(settings.task, methods, ranks=settings.ranks, seeds=seeds)
+    trained = train_command.TrainSettings(settings.task, methods, ranks=settings.ranks, seeds=seeds)
     if quick:
         trained.use_quick_epochs()
     coded = kernels_command.KernelsSettings(
@@ -126,7 +126,7 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
             finished.append(running.results)
         if running.code:
             break
-    report = running.report(finished, out)
+    report = write_report_of(out, finished)
     running.exit_if_failed()
     console.print("\nIn short", style="bold")
     for run in finished:

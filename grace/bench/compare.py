@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from grace.bench.common.results import Results, load
+from grace.bench.common.quality import better, scale
+from grace.bench.common.results import Results, Row, load, refusing_wrong_values
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate
 from grace.errors import ConfigError
 
-Row = Mapping[str, Any]
 Key = tuple[Any, ...]
 BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "same", "unknown"
 STYLES = {BETTER: "green", WORSE: "red", SAME: "", UNKNOWN: "dim"}
@@ -123,21 +122,16 @@ class Comparison:
     only_b: list[Key]
     differences: list[tuple[str, str, Any, Any]]
 
-    def slower(self, percent: float) -> dict[Key, float]:
-        """Return b / a of rows whose time rose by more than so many percent, and by more than noise.
-
-        The time is that of a step, and of kernels that of encoding and decoding together.
-        """
-        worse = {key: change.ratio for key, change in self._times().items() if change.verdict == WORSE}
-        return {key: ratio for key, ratio in worse.items() if ratio is not None and ratio > 1 + percent / 100}
-
-    def lost(self) -> list[Key]:
-        """Return rows whose time b lacks, so that they might have become slower."""
-        unknown = [key for key, change in self._times().items() if change.a is not None and change.b is None]
-        return [*self.only_a, *unknown]
-
-    def _times(self) -> dict[Key, Change]:
-        return {key: changes[3 if self.kind == "train" else 0] for key, changes in self.rows.items()}
+    def complaints(self, percent: float) -> dict[Key, str]:
+        """Return rows whose time rose by more than so many percent and by more than noise, or is missing in b, with the
+        complaint. The time is that of a step, and of kernels that of encoding and decoding together."""
+        times = {key: changes[3 if self.kind == "train" else 0] for key, changes in self.rows.items()}
+        found = {}
+        for key, time in times.items():
+            if time.verdict == WORSE and time.ratio is not None and time.ratio > 1 + percent / 100:
+                found[key] = f"slower by {100 * (time.ratio - 1):.1f} %"
+        lost = [*self.only_a, *(key for key, time in times.items() if time.a is not None and time.b is None)]
+        return found | dict.fromkeys(lost, "not measured in b")
 
     def describe(self, key: Key) -> str:
         """Return the name of a row, and where it was measured."""
@@ -166,11 +160,7 @@ class Comparison:
 
 
 def compare_results(a: Results, b: Results) -> Comparison:
-    """Compare two results, whose rows are matched by their identities.
-
-    Raises:
-        ConfigError: they are of different kinds, lack keys that identify rows, or have no row in common.
-    """
+    """Compare two results, whose rows are matched by their identities."""
     if a.kind != b.kind:
         raise ConfigError(f"results of different kinds cannot be compared: the first are of {a.kind}, not of {b.kind}")
     first, second = _by_identity(a), _by_identity(b)
@@ -196,8 +186,7 @@ def _by_identity(results: Results) -> dict[Key, Row]:
 def _changes(one: Row, other: Row, a: Results, b: Results) -> tuple[Change, ...]:
     changes = [measure.change(one, other) for measure in MEASURES[a.kind]]
     if a.kind == "train":
-        sign = 1 if a.settings.get("higher_is_better", True) else -1
-        changes[0] = MEASURES["train"][0].change(one, other, sign)
+        changes[0] = MEASURES["train"][0].change(one, other, better(a.settings))
         if min(len(each.settings.get("seeds") or []) for each in (a, b)) < 2:
             changes[0] = dataclasses.replace(changes[0], verdict=UNKNOWN)  # qualities of one seed have no spread
     return tuple(changes)
@@ -226,9 +215,18 @@ def compare(
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise ConfigError(f"--fail-if-slower is a number of percent, 0 or more, not {fail_if_slower:g}")
     first, second = load(a), load(b)
-    found = compare_results(first, second)
-    console = Console(highlight=False, markup=False)
-    for name, path, each in (("a", a, first), ("b", b, second)):
+    with refusing_wrong_values(first, second):
+        found = compare_results(first, second)
+        _print_comparison(found, {"a": (a, first), "b": (b, second)}, Console(highlight=False, markup=False))
+        complaints = {} if fail_if_slower is None else found.complaints(fail_if_slower)
+        for key, complaint in complaints.items():
+            print(f"grace bench compare: {complaint}: {found.describe(key)}", file=sys.stderr)
+    raise typer.Exit(bool(complaints))
+
+
+def _print_comparison(found: Comparison, files: dict[str, tuple[Path, Results]], console: Console) -> None:
+    """Print how two results differ, their tables, and the verdict."""
+    for name, (path, each) in files.items():
         state = "" if each.complete else ", incomplete: interrupted"
         console.print(f"{name}: {path} ({each.kind}, {each.when}{state})")
     if any(what == "machine" for what, *_ in found.differences):
@@ -238,31 +236,23 @@ def compare(
         console.print(f"{what}: {clean(name)}: {one} in a, {other} in b")
     if not found.differences:
         console.print("The machine, the versions and the settings are the same.")
-    _print_tables(found, first, console)
+    _print_tables(found, files["a"][1].settings, console)
     for name, keys in (("a", found.only_a), ("b", found.only_b)):
         for key in keys:
             console.print(f"only in {name}: {found.describe(key)}")
     console.print(f"{found}.")
-    if fail_if_slower is not None:
-        complaints = {
-            key: f"slower by {100 * (ratio - 1):.1f} %" for key, ratio in found.slower(fail_if_slower).items()
-        }
-        complaints |= dict.fromkeys(found.lost(), "not measured in b")
-        for key, complaint in complaints.items():
-            print(f"grace bench compare: {complaint}: {found.describe(key)}", file=sys.stderr)
-        raise typer.Exit(bool(complaints))
 
 
-def _print_tables(found: Comparison, first: Results, console: Console) -> None:
+def _print_tables(found: Comparison, settings: dict[str, Any], console: Console) -> None:
     """Print a table for each place where rows were measured."""
     main, *others = MEASURES[found.kind]
-    task = first.settings if found.kind == "train" else {}
-    scale, metric = task.get("scale") or 1, task.get("metric") or main.title
+    task = settings if found.kind == "train" else {}
+    factor, metric = scale(task), task.get("metric") or main.title
     words = {**found.words, SAME: "", UNKNOWN: "?"}
     columns: Columns = {
         IDENTITY[found.kind][-1]: lambda row: row[0][-1],
-        f"{metric}\na": lambda row: digits(None if row[1][0].a is None else row[1][0].a * scale),
-        "\nb": lambda row: digits(None if row[1][0].b is None else row[1][0].b * scale),
+        f"{metric}\na": lambda row: digits(None if row[1][0].a is None else row[1][0].a * factor),
+        "\nb": lambda row: digits(None if row[1][0].b is None else row[1][0].b * factor),
         "\nb / a": lambda row: _ratio(row[1][0]),
         "": lambda row: words[row[1][0].verdict],
     }

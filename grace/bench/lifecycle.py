@@ -16,8 +16,7 @@ from grace.errors import missing_extra
 
 
 class BenchmarkRun(Ending):
-    """Benchmark that is under way: the command's name, the kind of results, the settings to be recorded, and the folder
-    to write to, if any; ``ending`` has further arguments of :class:`Ending`."""
+    """Benchmark that is under way, and writes to a folder if there is one; ``ending`` goes to :class:`Ending`."""
 
     def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, **ending: str):
         super().__init__(name, **ending)
@@ -45,23 +44,20 @@ class BenchmarkRun(Ending):
         finally:
             self.save()
 
-    def report(self, results: Sequence[Results] | None = None, out: Path | None = None) -> Path | None:
-        """Write ``report.html`` on the results so far, or on those of several benchmarks if they are given."""
-        from grace.bench.report.page import write_report
-
-        folder = out or self.out
-        found = [self.results] if results is None else results
-        if folder is None or not any(each.rows for each in found):
-            return None
-        return write_report(folder / "report.html", found)
-
     def report_and_exit(self, console: Console) -> None:
         """Write the report, and print the names of written files; or exit with the failure."""
-        report = self.report()
+        report = self.out is not None and write_report_of(self.out, [self.results])
         self.exit_if_failed()
         if self.out is not None:
             files = f"results.json, results.csv{' and report.html' if report else ''}"
             console.print(f"\nWrote {files} to {self.out} after {self.results.seconds:.0f} s.", soft_wrap=True)
+
+
+def write_report_of(folder: Path, results: Sequence[Results]) -> Path | None:
+    """Write ``report.html`` on results into a folder, if any of them has rows."""
+    from grace.bench.report.page import write_report
+
+    return write_report(folder / "report.html", results) if any(each.rows for each in results) else None
 
 
 def need_report() -> None:

@@ -2,22 +2,26 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
 from grace.bench.common.options import methods as parse_methods
 from grace.bench.common.options import option, with_options
-from grace.bench.common.progress import ShowProgress, progress_bar
+from grace.bench.common.progress import progress_bar
+from grace.bench.common.tables import Columns, table
+from grace.bench.common.text import digits, of_bytes
 from grace.cli.calibration import Calibration, Key, read
-from grace.cli.calibration_tables import print_calibration
 from grace.cli.inputs import load_variables, random_gradients, to_tensor
 from grace.cli.terminal import check_writable, standard_output
 from grace.communicators.choice import build_communicator
@@ -27,6 +31,7 @@ from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, missing_extra
+from grace.planner.costs import CodecCost, Curve
 from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
 from grace.planner.planning import measure_methods
@@ -37,6 +42,10 @@ SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,)
 SECONDS, QUICK_SECONDS = (10.0, 0.5), (1.0, 0.1)
 """Seconds for the network, and for each method."""
 FAILED = "could not calibrate"
+TABLE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
+"""Bytes of collectives in the table."""
+VARIABLES, ELEMENTS = 10, 1_000_000
+"""Variables and elements of the bucket in the table of methods."""
 FRAMEWORKS = (*runtime.FRAMEWORKS, "numpy")
 
 
@@ -89,17 +98,20 @@ def calibrate(given: dict[str, Any]) -> None:
     with _all_or_none(backend, "begin"):
         choices = parse_choices(asked.methods, backend.size, asked.quick)
         installed = filter(runtime._installed, FRAMEWORKS)
-        bench = Workbench(asked.framework or backend.framework or next(installed), asked.seed + backend.rank)
-        gradients = bench.gradients(asked.model)
+        framework = asked.framework or backend.framework or next(installed)
+        device, threads = _device_and_threads(framework)
+        gradients = _gradients(framework, device, asked.model, asked.seed + backend.rank)
     names = backend.allgather_object(node_name())
-    key = Key.of(backend, names, bench.framework, bench.threads)
+    key = Key.of(backend, names, framework, threads)
     with _all_or_none(backend, "find room for the file"):
         if backend.rank == 0:
             check_writable(asked.out)
     network_seconds, method_seconds = QUICK_SECONDS if asked.quick else SECONDS
     shared = oversubscription(backend, names)
     with progress_bar(console, backend.rank == 0) as progress:
-        network, inside = _measure_links(backend, names, bench, network_seconds, shared > 1, progress)
+        progress("network", 0.0)
+        tensor_of = functools.partial(to_tensor, framework, device=device)
+        network, inside = _measure_links(backend, names, tensor_of, network_seconds, shared > 1)
         methods_found, left_out = measure_methods(
             backend,
             choices,
@@ -137,55 +149,39 @@ def calibrate(given: dict[str, Any]) -> None:
     runtime.shutdown()
 
 
-class Workbench:
-    """Tensors of a framework on the device of gradients.
-
-    Args:
-        framework: "torch", "tensorflow" or "numpy".
-        seed: the seed of gradients.
+def _device_and_threads(framework: str) -> tuple[str, int]:
+    """Return the device of a framework's gradients, and the number of threads that compute with them.
 
     Raises:
         ConfigError: there is no such framework, or it is not installed.
     """
+    if framework not in FRAMEWORKS:
+        raise ConfigError(f"--framework is torch, tensorflow or numpy, not {framework!r}")
+    if not runtime._installed(framework):
+        raise missing_extra(framework, framework)
+    if framework != "torch":
+        return "cpu", int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
+    import torch
 
-    def __init__(self, framework: str, seed: int):
-        if framework not in FRAMEWORKS:
-            raise ConfigError(f"--framework is torch, tensorflow or numpy, not {framework!r}")
-        if not runtime._installed(framework):
-            raise missing_extra(framework, framework)
-        self.framework = framework
-        self.random = np.random.default_rng(seed)
-        self.device = "cpu"
-        self.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
-        if framework == "torch":
-            import torch
+    device = f"cuda:{runtime.local_rank()}" if torch.cuda.is_available() else "cpu"
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    return device, torch.get_num_threads()
 
-            self.threads = torch.get_num_threads()
-            if torch.cuda.is_available():
-                self.device = f"cuda:{runtime.local_rank()}"
-                torch.cuda.set_device(self.device)
 
-    def to_tensor(self, array: np.ndarray) -> Tensor:
-        """Return an array as a tensor on the device."""
-        return to_tensor(self.framework, array, self.device)
-
-    def gradients(self, model: str | None) -> dict[str, Tensor]:
-        """Return gradients with the shapes of a model, or of :data:`SHAPES`."""
-        variables = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
-        if model is not None:
-            variables = load_variables(model)
-        found = random_gradients(self.framework, variables, self.random, self.device)
-        if not found:
-            raise ConfigError(f"{model} has no variable with dense gradients, which methods are measured on")
-        return found
+def _gradients(framework: str, device: str, model: str | None, seed: int) -> dict[str, Tensor]:
+    """Return gradients with the shapes of a model, or of :data:`SHAPES`."""
+    variables = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
+    if model is not None:
+        variables = load_variables(model)
+    found = random_gradients(framework, variables, np.random.default_rng(seed), device)
+    if not found:
+        raise ConfigError(f"{model} has no variable with dense gradients, which methods are measured on")
+    return found
 
 
 def parse_choices(text: str, ranks: int, quick: bool) -> list[Communicator]:
-    """Return methods with their communicators; dense gradients are always among them.
-
-    Raises:
-        ConfigError: a method is unknown, or its parts do not go together.
-    """
+    """Return methods with their communicators; dense gradients are always among them."""
     found: list[Communicator] = []
     for method in dict.fromkeys(["none", *parse_methods(text)]):
         compressor, _, memory = method.partition("/")
@@ -203,21 +199,18 @@ def parse_choices(text: str, ranks: int, quick: bool) -> list[Communicator]:
 def _measure_links(
     backend: Backend,
     names: Sequence[str],
-    bench: Workbench,
+    tensor_of: Callable[[np.ndarray], Tensor],
     seconds: float,
     crowded: bool,
-    progress: ShowProgress,
 ) -> tuple[MeasuredNetwork | None, MeasuredNetwork | None]:
     """Measure collectives between all ranks, and between those of a node if there are several nodes."""
-    options: dict[str, Any] = {"tensor_of": bench.to_tensor, "crowded": crowded}
-    progress("network", 0.0)
-    network = measure_network(backend, seconds, **options)
+    network = measure_network(backend, seconds, tensor_of, crowded)
     inside = None
     if 1 < len(set(names)) < len(names) and not backend.pairs_by_name:
         error = None
         try:
             node = node_groups(backend, names).node
-            inside = measure_network(node, seconds / 2, **options)
+            inside = measure_network(node, seconds / 2, tensor_of, crowded)
         except GraceError as raised:
             error = raised
         inside = next(filter(None, gather_or_raise(backend, "times of collectives", inside, error, FAILED)))
@@ -233,3 +226,52 @@ def _all_or_none(backend: Backend, operation: str) -> Iterator[None]:
     except Exception as raised:
         error = raised
     gather_or_raise(backend, f"calibration: {operation}", None, error, FAILED)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def print_calibration(calibration: Calibration, console: Console, age: float | None = None) -> None:
+    """Print a calibration, with its age in seconds if that is given."""
+    key = calibration.key
+    hosts = ", ".join(f"{name} ({count})" for name, count in key.hosts.items())
+    ranks = f"{key.ranks} rank{'s' * (key.ranks > 1)}"
+    threads = f"{key.threads} thread{'s' * (key.threads > 1)} each"
+    console.print(f"{escape(key.engine)}, {ranks} on {escape(hosts)}, {threads}", style="bold")
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(calibration.made))
+    days = "" if age is None else f", {age / 86400:.0f} days ago"
+    versions = f"{escape(key.framework)}, Python {escape(key.python)}, Grace {escape(key.grace)}"
+    console.print(f"{versions}; made {when}{days}")
+    for network, among in ((calibration.network, "all {} ranks"), (calibration.inside, "the {} ranks of a node")):
+        if network is not None:
+            title = f"milliseconds of a collective over {among.format(network.ranks)}"
+            console.print(_collectives_table(network.curves, title))
+    if calibration.codecs:
+        console.print(_codecs_table(calibration.codecs, key.ranks))
+
+
+def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:
+    def cell(size: int, kind: str) -> str:
+        return digits(1e3 * curves[kind].seconds(size)) if size <= curves[kind].points[-1][0] else ""
+
+    columns: Columns = {
+        "collective": str,
+        **{of_bytes(size): functools.partial(cell, size) for size in TABLE_SIZES},
+        "MB/s beyond": lambda kind: f"{1e-6 / curves[kind].slope:,.0f}" if curves[kind].slope > 0 else "",
+    }
+    return table(curves, columns, title=title)
+
+
+def _codecs_table(codecs: Mapping[str, CodecCost], ranks: int) -> Table:
+    def ms(part: str, row: tuple[str, CodecCost]) -> str:
+        return digits(1e3 * getattr(row[1], part).seconds(VARIABLES, ELEMENTS, ranks))
+
+    columns: Columns = {
+        "method": lambda row: row[0],
+        "start": functools.partial(ms, "start"),
+        "between": functools.partial(ms, "middle"),
+        "finish": functools.partial(ms, "finish"),
+        "bits": lambda row: digits(row[1].bits),
+    }
+    title = f"milliseconds of computing for {ELEMENTS:,} values in {VARIABLES} variables"
+    return table(codecs.items(), columns, title=title)

@@ -29,16 +29,7 @@ AGAIN = "Run `grace calibrate` as the training is run"
 
 @dataclass(frozen=True)
 class Key:
-    """Run that a calibration is for.
-
-    Attributes:
-        hosts: how many ranks each node has, by the nodes' names.
-        engine: the description of the backend.
-        framework: whose tensors are exchanged, and its version.
-        ranks: number of all ranks.
-        threads: number of threads that a rank computes with.
-        grace, python: their versions.
-    """
+    """Run that a calibration is for; ``hosts`` are the numbers of ranks by the names of nodes."""
 
     hosts: Mapping[str, int]
     engine: str
@@ -50,14 +41,7 @@ class Key:
 
     @classmethod
     def of(cls, backend: Backend, nodes: Sequence[str], framework: str, threads: int) -> "Key":
-        """Return the key of a run.
-
-        Args:
-            backend: its engine.
-            nodes: the name of each rank's node.
-            framework: "torch", "tensorflow" or "numpy".
-            threads: number of threads that a rank computes with.
-        """
+        """Return the key of a run on an engine, whose ranks are on these nodes."""
         version = public(str(getattr(sys.modules.get(framework), "__version__", "")))
         hosts = {name: list(nodes).count(name) for name in sorted(set(nodes))}
         engine = backend.describe().partition(", rank")[0]
@@ -103,13 +87,10 @@ class Calibration:
             raise ConfigError(f"made must be a number from 0 on, not {self.made}")
 
     def costs(self, network: Network | None = None) -> Costs:
-        """Return what the planner predicts with.
-
-        Args:
-            network: replaces the measured one between the ranks.
+        """Return what the planner predicts with; ``network`` replaces the measured one between the ranks.
 
         Raises:
-            ConfigError: there is none, and there was one rank, and no link to measure.
+            ConfigError: there is neither, since one rank has no link to measure.
         """
         network = network or self.network
         if network is None:
@@ -124,11 +105,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, document: Any) -> "Calibration":
-        """Return the calibration of a document.
-
-        Raises:
-            ConfigError: something is missing, unknown, of a wrong type, or no time.
-        """
+        """Return the calibration of a document, or raise a ConfigError that names what is wrong."""
         version = document.get("format") if isinstance(document, dict) else None
         if isinstance(version, int) and version != FORMAT:
             raise ConfigError(f"is of format {version}; this Grace reads format {FORMAT}")
@@ -154,10 +131,6 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
         key: the run that it must be for; any if left out.
         max_age: seconds that it may be old; None for any.
         now: seconds since 1970; the clock's if left out.
-
-    Raises:
-        ConfigError: it cannot be read, is damaged, of another format, for something else, or too old; the message says
-            which, and names the file.
     """
     try:
         found = Calibration.from_dict(documents.parse(documents.read(path), str(path), infinite=True))

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -66,26 +66,23 @@ def list_components(
 
 def _print_tables(kind: str, long: bool, console: Console) -> None:
     """Print a table of a kind's components: what each is, or its traits."""
+    classes: Mapping[str, Any] = known(kind)
     if long and kind == "compressor":
         console.print(table(_compressors(), TRAITS, list(TRAITS)))
-        for cls in filter(_needs_parameters, known(kind).values()):
+        for cls in filter(_needs_parameters, classes.values()):
             console.print(f"{_summary(cls)} To be used as {signature(cls)}.", markup=False)
         return
-    columns: Columns = {
-        kind: lambda row: signature(known(kind)[row[0]]) if long else row[0],
-        **({"communicator": lambda row: _default_communicator(row[0])} if kind == "compressor" else {}),
-        **({"cost per rank": lambda row: _cost_formula(row[0])} if long and kind == "communicator" else {}),
-        **({} if long else {"what it is": lambda row: row[1]}),
-    }
-    rows = [(name, _summary(cls)) for name, cls in known(kind).items()]
+    columns: Columns = {kind: lambda row: signature(classes[row[0]]) if long else row[0]}
+    if kind == "compressor":
+        columns["communicator"] = lambda row: _default_communicator(row[0])
+    if not long:
+        columns["what it is"] = lambda row: row[1]
+    elif kind == "communicator":
+        columns["cost per rank"] = lambda row: classes[row[0]].cost or "?"
+    rows = [(name, _summary(cls)) for name, cls in classes.items()]
     if kind == "compressor":
         rows += [(name, f"Short for {_text(spec)}.") for name, spec in aliases(kind).items()]
     console.print(table(rows, columns, list(columns)))
-
-
-def _cost_formula(name: str) -> str:
-    cls: Any = known("communicator")[name]
-    return cls.cost or "?"
 
 
 def _default_communicator(name: str) -> str:

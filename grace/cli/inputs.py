@@ -18,11 +18,7 @@ from grace.strategy.builder import Cluster, OneNode
 
 
 def call_model_function(spec: str) -> Any:
-    """Return the result of ``module:function``: a model, or a tuple that begins with one, as for ``grace bench``.
-
-    Raises:
-        ConfigError: there is no such module or function, or it fails.
-    """
+    """Return the result of ``module:function``: a model, or a tuple that begins with one, as for ``grace bench``."""
     function = load_function(spec, "model", ())
     try:
         return function()
@@ -44,22 +40,14 @@ def framework_of(model: Any) -> str:
 
 
 def load_variables(spec: str) -> list[Variable]:
-    """Return the variables of the model that ``module:function`` makes.
-
-    Raises:
-        ConfigError: there is no such module or function, or it makes no model.
-    """
+    """Return the variables of the model that ``module:function`` makes."""
     return model_variables(model_of(call_model_function(spec)))
 
 
 def model_variables(model: Any) -> list[Variable]:
-    """Return the trainable variables of a torch module or a Keras model, in order.
+    """Return the trainable variables of a torch module or a Keras model, in order; a list of variables as it is.
 
-    Embeddings of torch with ``sparse=True``, and Keras's, are sparse. A list of :class:`~grace.core.variable.Variable`
-    is returned as it is.
-
-    Raises:
-        ConfigError: the model is none of these.
+    Embeddings of torch with ``sparse=True``, and Keras's, are sparse.
     """
     torch: Any = sys.modules.get("torch")
     keras: Any = sys.modules.get("keras")

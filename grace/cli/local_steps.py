@@ -28,12 +28,7 @@ LR = 1e-4
 
 
 class LocalSteps(NamedTuple):
-    """Result of some steps.
-
-    Attributes:
-        timeline: the times of forward, of each gradient, and of the optimizer.
-        gradients: the last step's gradients, by name; of sparse variables the rows that there are.
-    """
+    """Times of a step's parts, and the last step's gradients by name; of sparse variables the rows that there are."""
 
     timeline: Timeline
     gradients: dict[str, Tensor | SparseRows]
@@ -51,12 +46,6 @@ def run_steps(
 
     In torch a hook notes when each gradient is there. In TensorFlow all are there when backward ends, since exchanges
     begin then; forward and backward are timed as compiled functions.
-
-    Args:
-        model: a torch module, or a Keras model.
-        loss: returns the loss of a batch for the model.
-        variables: the model's variables.
-        progress: called with the operation, and the part that is done.
 
     Raises:
         ConfigError: a step fails, or its gradients are not finite.
@@ -98,14 +87,11 @@ def _run_torch(
         if on_gpu:
             torch.cuda.synchronize()
 
-    def hook(name: str) -> Callable[[Any], None]:
-        def ready(parameter: Any) -> None:
-            wait()
-            timer.ready(name)
+    def mark_ready(name: str, parameter: Any) -> None:
+        wait()
+        timer.ready(name)
 
-        return ready
-
-    hooks = [p.register_post_accumulate_grad_hook(hook(name)) for name, p in parameters.items()]
+    hooks = [p.register_post_accumulate_grad_hook(partial(mark_ready, name)) for name, p in parameters.items()]
     try:
         for step in _steps(SECONDS):
             progress("forward and backward", step / (WARM + STEPS))

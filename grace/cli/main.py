@@ -7,7 +7,7 @@ import typer
 
 from grace.bench.all import demo
 from grace.bench.cli import app as bench
-from grace.bench.report.report_command import report
+from grace.bench.cli import report
 from grace.cli.calibrate import calibrate
 from grace.cli.components import describe, list_components
 from grace.cli.launch import launch

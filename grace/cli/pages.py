@@ -1,6 +1,5 @@
 """Plans of exchanges and of pipelines as HTML files: what the commands print, and figures."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from grace.bench.common.text import digits, of_bytes, short
-from grace.bench.report.figures import Bars, Figure, Lines, Look, Panel, looks_of
+from grace.bench.report.figures import Figure, Look, Panel, bars, lines, looks_of
 from grace.bench.report.page import recorded, section, write_page
 from grace.bench.report.scaling import Line, over_ranks, over_rates
 from grace.core.quantities import byte_unit
@@ -32,14 +31,13 @@ MOST_NUMBERS = 120
 
 
 def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console], None]) -> Path:
-    """Write a plan of exchanges: what is shown on a console, a step as a Gantt chart, other ranks and bandwidths, and
-    memory."""
+    """Write a plan of exchanges: the console's tables, a step's Gantt chart, other ranks and bandwidths, memory."""
     methods = methods_of(problem.methods, problem.quality, problem.cluster.world_size, bool(problem.errors.tables))
     names = [short_method(method.compressor) for method in methods]
     chosen = {CHOSEN: plan.chosen.strategy} if plan.compresses else {}
     steps = {name: problem.predict(strategy) for name, strategy in chosen.items()}
     ranks, links = problem.cluster.world_size, links_of(problem.costs.network)
-    here = {name: line[0][1] for name, line in over_ranks(problem, names, ranks=[ranks]).items()}
+    here = {name: line[0][1] for name, line in over_ranks(problem, names, {}, [ranks]).items()}
     all_ranks, all_rates = over_ranks(problem, names, chosen), over_rates(problem, names, chosen)
     memory = dict(sorted({**steps, **here}.items(), key=lambda item: item[1].memory))
     drawn = [
@@ -48,7 +46,7 @@ def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console
             "Forward, backward, and the optimizer in grey; encoding interrupts backward as gradients become ready, "
             "decoding follows when what travelled has come. Where the upper lane is empty, the step waits.",
             {
-                f"{short(name, 44)}: {digits(1e3 * step.step)} ms": Gantt("ms of a step", "", step)
+                f"{short(name, 44)}: {digits(1e3 * step.step)} ms": _gantt(step)
                 for name, step in {"plain all-reduce": problem.predict(plan.plain.strategy), **steps}.items()
             },
         ),
@@ -68,34 +66,29 @@ def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console
             "Memory",
             "Bytes that exchanges keep on the rank that keeps most: residuals, buffers that travel, and what comes "
             "from other ranks.",
-            {"": Bars("MB on a rank", "", {name: [step.memory / 1e6] for name, step in memory.items()})},
+            {"": bars("MB on a rank", {name: [step.memory / 1e6] for name, step in memory.items()})},
         ),
     ]
     title = f"{'A plan' if plan.compresses else 'No compression'} for {ranks} ranks"
     return write_page(path, "Grace plan", [section(title, {}, recorded(show), drawn)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Gantt(Panel):
-    """Computation and communication over the time of a step."""
+def _gantt(step: Prediction) -> Panel:
+    """Return the panel of computation and communication over the time of a step."""
 
-    step: Prediction
-
-    @property
-    def height(self) -> float:
-        return 2.0
-
-    def draw_data(self, axes: Axes) -> None:
-        for kind, _, begin, end in self.step.events:
+    def draw(axes: Axes) -> None:
+        for kind, _, begin, end in step.events:
             lane = LANES.get(kind, LANES["compute"])
             label = {"compute": "the model computes", "wire": "on the wire"}.get(kind, "encode and decode")
             axes.barh(lane, 1e3 * (end - begin), left=1e3 * begin, color=COLORS.get(kind, "C1"), label=label)
         axes.set_yticks(list(LANES.values()), ["wire", "computing"])
 
+    return Panel(draw, "ms of a step", height=2.0)
+
 
 def _scaling(predictions: Mapping[str, Line], x: str, now: float | None) -> Panel:
     series = {name: [(at, 1e3 * step.step) for at, step in line] for name, line in predictions.items()}
-    return Lines(x, "ms of a step", series, looks_of(series), "xy", along={":": now})
+    return lines(x, "ms of a step", series, looks_of(series), "xy", along={":": now})
 
 
 def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console], None]) -> Path:
@@ -106,7 +99,7 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
             "One step",
             "What each stage of the pipeline computes, and the gradients' exchange. What is empty is bubble, "
             f"{100 * plan.bubble:.1f} % of the schedule, or waits for what crosses.",
-            {plan.schedule: Schedule("ms", "", plan)},
+            {plan.schedule: _schedule(plan)},
         )
     ]
     if plan.memory:
@@ -119,21 +112,17 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
         caption += "" if plan.limit is None else f" A device has {of_bytes(plan.limit)}."
         caption += " The dashed line is there." if near else ""
         ranks = {f"rank {rank}": [nbytes / size] for rank, nbytes in enumerate(plan.memory)}
-        panel = Bars(unit, "", ranks, along={"--": plan.limit / size if near and plan.limit is not None else None})
+        panel = bars(unit, ranks, along={"--": plan.limit / size if near and plan.limit is not None else None})
         drawn.append(Figure("Memory by rank", caption, {"": panel}))
     return write_page(path, "Grace pipeline plan", [section(title, {}, recorded(show), drawn)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule(Panel):
-    """Actions over the time of a step; replicas of stages have one row."""
+def _schedule(plan: pipeline_plan.Plan) -> Panel:
+    """Return the panel of actions over the time of a step; replicas of stages have one row."""
 
-    plan: pipeline_plan.Plan
-
-    def draw_data(self, axes: Axes) -> None:
-        stages = self.plan.stages
-        played = simulate(self.plan.schedule, stages, self.plan.microbatches)
-        groups = list(dict.fromkeys(stage.ranks for stage in stages))
+    def draw(axes: Axes) -> None:
+        played = simulate(plan.schedule, plan.stages, plan.microbatches)
+        groups = list(dict.fromkeys(stage.ranks for stage in plan.stages))
         looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
         for event in played.events:
             width = 1e3 * (event.end - event.start)
@@ -141,8 +130,10 @@ class Schedule(Panel):
             if len(played.events) <= MOST_NUMBERS:
                 axes.text(1e3 * event.start, event.stage, f" {event.microbatch}", va="center", clip_on=True)
         for row, ranks in enumerate(groups):
-            exchange = sum(stage.exchange for stage in stages if stage.ranks == ranks)
+            exchange = sum(stage.exchange for stage in plan.stages if stage.ranks == ranks)
             axes.barh(row, 1e3 * exchange, left=1e3 * played.done[row], color="C2", label="the gradients' exchange")
         names = [f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" for ranks in groups]
         axes.set_yticks(range(len(groups)), [short(name) for name in names])
         axes.invert_yaxis()
+
+    return Panel(draw, "ms")

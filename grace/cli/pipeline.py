@@ -55,29 +55,27 @@ def parse_numbers(text: str, name: str) -> set[int]:
     ({4}, {1, 2}, {2, 3, 4})
     """
     found: set[int] = set()
-    for part in _split_numbers(text, name, r"\d{1,9}(-\d{1,9})?"):
-        first, _, last = part.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part, re.ASCII)
+        if match is None:
+            raise ConfigError(f"{name} must be {RANGE}, not {text!r}")
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
         if not 1 <= len(numbers) <= LONGEST_RANGE:
             raise ConfigError(
-                f"{name}: the range {part} has {len(numbers):,} numbers, and may have 1 to {LONGEST_RANGE:,}"
+                f"{name}: the range {part.strip()} has {len(numbers):,} numbers, and may have 1 to {LONGEST_RANGE:,}"
             )
         found.update(numbers)
     return found
 
 
-def _split_numbers(text: str, name: str, form: str = r"\d{1,9}") -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(form, part, re.ASCII) for part in parts):
-        raise ConfigError(f"{name} must be {RANGE}, not {text!r}")
-    return parts
-
-
 def _replicas(text: str) -> set[int] | list[int]:
     """Return the numbers of replicas that are allowed; of several with commas, the number of each stage."""
-    if "," in text:
-        return [int(count) for count in _split_numbers(text, "--replicas")]
-    return parse_numbers(text, "--replicas")
+    stages = [parse_numbers(part, "--replicas") for part in text.split(",")]
+    if len(stages) == 1:
+        return stages[0]
+    if any(len(numbers) > 1 for numbers in stages):
+        raise ConfigError(f"--replicas must be {RANGE}, not {text!r}")
+    return [number for numbers in stages for number in numbers]
 
 
 def _latency(text: str) -> float:
@@ -252,12 +250,9 @@ def check(
 
 
 def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Graph:
-    """Return the graph of a profile, or of a model.
-
-    Args:
-        profile: a file with the times of a model.
-        model: ``module:function``, which makes (model, example inputs).
-        dry: True to estimate times without running the model.
+    """Return the graph of a profile, or of the (model, example inputs) that ``module:function`` makes; if ``dry``,
+    times
+    are estimated without running the model.
 
     Raises:
         ConfigError: none is given, or both are; there is no such model; or it cannot be cut.

@@ -125,14 +125,7 @@ def plan(
 
 
 def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: Mapping[str, Prediction]) -> None:
-    """Print a plan as tables.
-
-    Args:
-        plan: the plan.
-        sources: facts about the problem, and sources of figures, in words.
-        console: the console to print to.
-        outer: mean steps of plans whose ranks train alone, which are shown beside the others.
-    """
+    """Print a plan: sources of figures, candidates beside plans whose ranks train alone, and each variable's choice."""
     for heading, source in sources.items():
         console.print(f"{heading + ':':<9}{escape(source)}", soft_wrap=True, style="dim")
     console.print()

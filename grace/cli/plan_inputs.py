@@ -41,8 +41,11 @@ CODECS = ("measure", "usual")
 PARTS = ("forward", "backward", "optimizer")
 
 
-def _seconds(option: str, text: str) -> float:
-    return parse_quantity(text, SECONDS, f"{option} is a time with its unit, as in 12ms or 0.5s")
+def _time(part: str, help: str) -> Any:
+    """Return the option of the time of a step's part."""
+    form = f"--{part} is a time with its unit, as in 12ms or 0.5s"
+    parse = partial(parse_quantity, units=SECONDS, form=form)
+    return option(None, help, parse=parse, show_default="measured here")
 
 
 def _specs(texts: list[str]) -> list[str] | None:
@@ -51,15 +54,7 @@ def _specs(texts: list[str]) -> list[str] | None:
 
 @dataclass
 class PlanRequest:
-    """Options of ``grace plan`` that say what is planned for.
-
-    Attributes:
-        auto: the builder that the options of links and methods make.
-        times: the seconds of forward, backward and optimizer, as far as the user gave them.
-
-    Raises:
-        ConfigError: a value cannot work.
-    """
+    """Options that say what is planned for; ``auto`` is the builder that they make, ``times`` are given seconds."""
 
     ranks: int | None = option(
         None, "Number of ranks, on one machine. For several machines use --resources.", "--ranks", "-n", least=1
@@ -74,18 +69,9 @@ class PlanRequest:
     calibration: Path | None = option(
         None, "A file that grace calibrate wrote: the links and methods are as it measured them."
     )
-    forward: float | None = option(
-        None,
-        "Time of a step's forward pass, as in 12ms.",
-        parse=partial(_seconds, "--forward"),
-        show_default="measured here",
-    )
-    backward: float | None = option(
-        None, "Time of a step's backward pass.", parse=partial(_seconds, "--backward"), show_default="measured here"
-    )
-    optimizer: float | None = option(
-        None, "Time of the optimizer's step.", parse=partial(_seconds, "--optimizer"), show_default="measured here"
-    )
+    forward: float | None = _time("forward", "Time of a step's forward pass, as in 12ms.")
+    backward: float | None = _time("backward", "Time of a step's backward pass.")
+    optimizer: float | None = _time("optimizer", "Time of the optimizer's step.")
     codecs: str | None = option(
         None,
         "Source of the times of compressing and decompressing: measure (on this machine, with this model's gradients) "
@@ -126,14 +112,8 @@ class PlanRequest:
 
 
 class TrainedModel(NamedTuple):
-    """Model that is planned for.
-
-    Attributes:
-        model: a torch module, a Keras model, or a list of variables.
-        loss: returns the loss of a batch for the model; None if the user gave none.
-        variables: the trainable variables.
-        framework: "torch", "tensorflow" or "numpy".
-    """
+    """Model of torch, TensorFlow or, as a list of variables, "numpy"; and the loss of a batch for it, if there is
+    one."""
 
     model: Any
     loss: Callable[[Any], Any] | None
@@ -142,11 +122,7 @@ class TrainedModel(NamedTuple):
 
 
 def load_model(spec: str) -> TrainedModel:
-    """Return the model of ``module:function``, or one of ``grace bench step`` by its name.
-
-    Raises:
-        ConfigError: there is none, it has nothing to exchange, or its loss cannot be called.
-    """
+    """Return the model of ``module:function``, or one of ``grace bench step`` by its name."""
     if spec.isidentifier():
         from grace.bench.workloads.models import workload
 
@@ -164,11 +140,7 @@ def load_model(spec: str) -> TrainedModel:
 
 
 def choose_cluster(request: PlanRequest, calibration: Calibration | None) -> Cluster:
-    """Return the cluster of a file, so many ranks on one node, or the cluster of a calibration.
-
-    Raises:
-        ConfigError: none is given, two are, or there is one rank only.
-    """
+    """Return the cluster of a file, so many ranks on one node, or the cluster of a calibration."""
     ranks, resources = request.ranks, request.resources
     if ranks is not None and resources is not None:
         raise ConfigError(f"{resources} says how many ranks there are; -n is for planning without a cluster's file")
@@ -200,9 +172,8 @@ def _calibrated_cluster(ranks: int | None, calibration: Calibration) -> Cluster:
 
 
 def read_calibration(path: Path, framework: str) -> Calibration:
-    """Read a calibration that is of the last 30 days, of these versions, and of the model's framework.
-
-    The framework "numpy" takes any.
+    """Read a calibration that is of the last 30 days, of these versions, and of the model's framework; "numpy" takes
+    any.
 
     Raises:
         ConfigError: the calibration is another; the message names the file and the difference.
@@ -280,9 +251,6 @@ def build_problem(
     """Measure what is not known yet, and return the problem, and the source of each kind of figures in words.
 
     ``progress`` is called with the operation, and the part of all that is done.
-
-    Raises:
-        ConfigError: the inputs do not go together, or the model's steps fail.
     """
     costs, links = choose_costs(request, cluster, calibration)
     measures = request.codecs == "measure" or (request.codecs is None and calibration is None)
@@ -324,9 +292,6 @@ def measure_methods(problem: Problem, framework: str, gradients: Mapping[str, An
     """Return the problem with the codecs of all methods, and their errors, measured on gradients.
 
     Without gradients, codecs are measured on random ones of the framework, whose errors do not count.
-
-    Raises:
-        ConfigError: all gradients are sparse, and none is known.
     """
     random = np.random.default_rng(problem.seed)
     samples = gradients or random_gradients(framework, problem.variables, random)

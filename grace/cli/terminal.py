@@ -16,17 +16,11 @@ def standard_output(least_width: int = 0) -> Console:
 
 
 def check_writable(path: Path, make_folder: bool = True) -> None:
-    """Raise if a file cannot be written, before a long computation whose result it is to hold.
+    """Raise a ConfigError if a file cannot be written, before a long computation whose result it is to hold.
 
-    A result replaces its file in one step (see :func:`grace.core.atomic_files.atomic_write`), so the folder must be
-    writable; the file is not opened, and stays as it is.
-
-    Args:
-        path: the file; a link stays for its target, and devices and pipes are taken as they are.
-        make_folder: True to make its folder.
-
-    Raises:
-        ConfigError: the file is a folder, or its folder is missing, cannot be made or cannot be written to.
+    A result replaces its file in one step (see :func:`grace.core.atomic_files.atomic_write`), so the folder, which is
+    made unless ``make_folder`` is False, must be writable. A link stays for its target; devices and pipes are taken as
+    they are.
     """
     target = Path(os.path.realpath(path))
     code = None

@@ -93,7 +93,7 @@ def test_step_times_changed_where_quartiles_do_not_overlap(one):
         rows[name]["step_high_ms"] *= 2
     found = compare(one, other)
     assert verdicts(found) == {"qsgd": WORSE}
-    assert [key[-1] for key in found.slower(10)] == ["qsgd"]
+    assert [key[-1] for key in found.complaints(10)] == ["qsgd"]
     assert verdicts(compare(other, one)) == {"qsgd": BETTER}
 
 
@@ -113,7 +113,7 @@ def test_times_without_a_spread_changed_by_a_tenth():
     found = compare(kernels(), kernels(slower=1.5))
     assert set(verdicts(found).values()) == {WORSE}
     assert "none" not in verdicts(found)  # it takes no time
-    assert len(found.slower(10)) == 36
+    assert len(found.complaints(10)) == 36
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
@@ -135,4 +135,4 @@ def test_unknown_values_are_no_changes(one):
         row["step_ms"] = None
     found = compare(one, other)
     assert {changes[0].verdict for changes in found.rows.values()} == {UNKNOWN}
-    assert found.slower(0) == {}
+    assert set(found.complaints(0).values()) == {"not measured in b"}

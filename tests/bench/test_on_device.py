@@ -176,7 +176,7 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     assert found["none", 1e6]["wire_ms"] == pytest.approx(8e3 * sent / 1e6)
     assert found["none", 2e6]["exposed_ms"] == pytest.approx(found["none", 1e6]["exposed_ms"] / 2)
     waits = {name: {"waits_per_step": 1.0, "reads_per_step": 0.0} for name in (BOUND, "none", "fp16")}
-    one_gpu.conclude_all(results, waits, 4)
+    one_gpu.conclude_all(results, waits)
     assert list(results.settings["verdict"]) == ["4 ranks at 1mbit", "4 ranks at 2mbit"]
     results.settings |= {"model": "wide", "about": one_gpu.SIMULATED_NOTE}
     shown = said(step_table.show, results)

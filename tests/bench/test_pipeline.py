@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from grace.bench.pipeline.cut_verdicts import judge, markdown, merged, verdict_words
-from grace.bench.pipeline.pipeline_command import SWEEP
-from grace.bench.pipeline.pipeline_settings import CHOSEN, KNOWN, PipelineSettings
+from grace.bench.pipeline.cut_verdicts import CHOSEN, judge, markdown, merged, verdict_words
+from grace.bench.pipeline.pipeline_command import KNOWN, SWEEP, PipelineSettings
 from grace.bench.ranks import sweep
 from grace.bench.workloads.pipelines import MODELS, cuttable
 from tests.support.bench_runs import bench

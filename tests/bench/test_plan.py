@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from grace.bench.common.json_lines import open_scenarios
 from grace.bench.common.options import bandwidths
-from grace.bench.plan.plan_command import SWEEP
-from grace.bench.plan.plan_settings import LINKS, QUICK, PlanSettings
+from grace.bench.plan.plan_command import LINKS, QUICK, SWEEP, PlanSettings
 from grace.bench.plan.plan_verdicts import GOALS, judge, markdown, order, totals
+from grace.bench.ranks.sweep import open_scenarios
 
 
 def plan(name, predicted, measured, **said):

@@ -25,7 +25,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(monkeypatch, tmp_path, caps
             watch(None, {"run": run})
             results.rows.append({"method": method, "quality": quality, "runs": [run]})
 
-    monkeypatch.setattr(planner_learning.training_runs, "run", run)
+    monkeypatch.setattr(planner_learning.train_command, "train", run)
     words = "--tasks", "Lora", "--seeds", "4", "--epochs", "1", "--out", str(out)
     with pytest.raises(KeyboardInterrupt):
         told(monkeypatch, *words)

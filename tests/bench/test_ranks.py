@@ -17,7 +17,7 @@ from grace.bench.common import results
 from grace.bench.common.ending import WorkerError
 from grace.bench.ranks import launchers, scenario
 from grace.bench.ranks.rank_program import RANK_VARIABLES
-from grace.bench.train.train_settings import TrainSettings
+from grace.bench.train.train_command import TrainSettings
 from tests.support.bench_runs import GRACE, bench
 from tests.support.limits import HANGS
 

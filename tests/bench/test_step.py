@@ -12,9 +12,8 @@ from grace.bench.common import results as record
 from grace.bench.kernels import fidelity
 from grace.bench.link.emulation import possible
 from grace.bench.ranks import launchers
-from grace.bench.step.step_rows import compare_with_plain
+from grace.bench.step.step_rows import compare_with_plain, verdict_text
 from grace.bench.step.step_settings import BOUND
-from grace.bench.step.step_verdicts import verdict_text
 from tests.support.bench_runs import bench, interrupted_bench
 
 pytestmark = pytest.mark.ranks
@@ -280,7 +279,7 @@ def row(name, ms, kind="grace", spread=1.0):
 )
 def test_the_verdict(others, words):
     rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), *others]
-    said = verdict_text(compare_with_plain(rows, "torch"), "torch")
+    said = verdict_text(compare_with_plain(rows))
     assert words in said
     assert "Without any communication it would be 4.0x" in said
 
@@ -303,7 +302,7 @@ def test_the_verdict(others, words):
 def test_the_verdict_recommends_no_method_that_learns_less(shortfalls, words):
     rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), row("DDP fp16 hook", 40, "baseline")]
     rows += [row("topk", 50), row("qsgd", 70)]
-    assert words in verdict_text(compare_with_plain(rows, "torch"), "torch", shortfalls)
+    assert words in verdict_text(compare_with_plain(rows), shortfalls)
 
 
 @pytest.mark.alone

@@ -37,7 +37,7 @@ def steps(line):
 
 @pytest.mark.parametrize("bandwidth", ["100mbit", "10gbit"])
 def test_more_ranks_never_take_less_but_where_the_default_changes(bandwidth):
-    lines = over_ranks(problem_of(bandwidth), METHODS)
+    lines = over_ranks(problem_of(bandwidth), METHODS, {})
     assert list(lines) == list(METHODS)
     for name, line in lines.items():
         assert [ranks for ranks, _ in line] == list(RANKS)
@@ -46,7 +46,7 @@ def test_more_ranks_never_take_less_but_where_the_default_changes(bandwidth):
 
 
 def test_gathers_rise_with_the_ranks_and_all_else_levels_off():
-    lines = {name: dict(line) for name, line in over_ranks(problem_of("1gbit", "0us"), METHODS).items()}
+    lines = {name: dict(line) for name, line in over_ranks(problem_of("1gbit", "0us"), METHODS, {}).items()}
     for name, line in lines.items():
         more = line[1024].step / line[256].step
         assert more == pytest.approx(4, rel=0.05) if name == "topk(ratio=0.01)" else more < 1.15, name
@@ -72,7 +72,7 @@ def test_measured_links_of_few_ranks_tell_of_many():
     curves = {"allreduce": curve(1.5e-9), "allgather": curve(3e-9)}
     problem = problem_of()
     problem = replace(problem, costs=Costs(MeasuredNetwork(curves, 4), DefaultCodecs()))
-    lines = {name: dict(line) for name, line in over_ranks(problem, ["none", "topk"]).items()}
+    lines = {name: dict(line) for name, line in over_ranks(problem, ["none", "topk"], {}).items()}
     for line in lines.values():
         assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(p.step for p in line.values()))
     assert lines["topk"][1024].step / lines["topk"][256].step == pytest.approx(4, rel=0.1)

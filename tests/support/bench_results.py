@@ -180,11 +180,7 @@ def train(methods: Any = METHODS, bandwidths: Any = (1e9,), seeds: Any = (0, 1, 
                     "step_ms": step_ms,
                     "samples_per_s": 64e3 / step_ms,
                     "train_seconds": curve[-1][2],
-                    "relative_volume": sent / (PARAMETERS * 6),
-                    "relative_throughput": 0.0,
                     "reached": len(seeds) if reached else 0,
-                    "epochs_to_target": reached and reached[0],
-                    "bytes_to_target": reached and reached[1],
                     "seconds_to_target": reached and reached[2],
                     "curve": curve,
                     "runs": [{"seed": seed, "quality": curve[-1][3], "curve": curve} for seed in seeds],
@@ -193,8 +189,6 @@ def train(methods: Any = METHODS, bandwidths: Any = (1e9,), seeds: Any = (0, 1, 
         plain = [row for row in rows if row["bandwidth"] == rate]
         for row in plain:
             has = plain[0]["method"] == "none"
-            row["relative_throughput"] = row["samples_per_s"] / plain[0]["samples_per_s"] if has else None
-            row["relative_volume"] = row["relative_volume"] if has else None
             row["shortfall"] = (plain[0]["quality"] - row["quality"]) / 0.86 if has else None
     settings = {
         "task": "digits",

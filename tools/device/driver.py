@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from grace.bench.common.json_lines import append_line
+from grace.bench.ranks.rank_program import append_line
 from grace.core.atomic_files import atomic_write
 from grace.launch.processes import end, guarded, signals_raise
 from tools.device import tables

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.bench.common.json_lines import append_line
+from grace.bench.ranks.rank_program import append_line
 from tools.device import place
 
 LONGEST = 6000

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grace.bench.common.json_lines import append_line
+from grace.bench.ranks.rank_program import append_line
 from grace.bench.step import step_rank
 from tools.device import place
 

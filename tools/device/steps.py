@@ -14,8 +14,7 @@ import grace
 import grace.torch
 from grace.bench.ranks.scenario import run_scenario
 from grace.bench.step.contestants import Stepper
-from grace.bench.step.one_gpu import on_wire, traced
-from grace.bench.step.simulated import Lane, Simulated
+from grace.bench.step.one_gpu import Lane, Simulated, on_wire, traced
 from grace.bench.step.step_rows import EngineRows
 from grace.bench.step.step_settings import StepSettings
 from grace.core.backend import Handle

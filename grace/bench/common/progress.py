@@ -18,13 +18,9 @@ def _columns(width: int) -> list[ProgressColumn]:
 
 @contextlib.contextmanager
 def progress_bar(console: Console, shown: bool = True) -> Iterator[ShowProgress]:
-    """Return a context with a bar on a terminal; it yields the function that moves the bar.
+    """Return a context that yields the function that moves a bar on a terminal; with ``shown`` False there is none.
 
     No thread draws the bar: what the command measures meanwhile would wait for it.
-
-    Args:
-        console: the console with the bar.
-        shown: False for a process that shows none.
     """
     hidden = not (shown and console.is_terminal)
     with Progress(*_columns(40), console=console, disable=hidden, transient=True, auto_refresh=False) as progress:
@@ -44,8 +40,8 @@ class ScenarioBars(Progress):
         self.bars: dict[str, TaskID] = {}
 
     def show(self, scenario: str, event: dict[str, Any]) -> None:
-        """Show an event of a scenario's ranks: the engine that starts them, the number of blocks, or a block: of steps,
-        or an epoch."""
+        """Show an event of a scenario's ranks: their engine, the number of blocks, or a block (of steps, or an
+        epoch)."""
         if "engine" in event:
             name = f"{scenario}, {event['engine']}"
             if not self.console.is_terminal:

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,8 @@ from typing import Any
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
-from grace.errors import ConfigError
+from grace.errors import ConfigError, GraceError
+from grace.planner.links import cores
 
 FORMAT = 1
 """Format of the file; a later one is refused."""
@@ -81,11 +81,7 @@ class Results:
                 raise ConfigError(f"row {number} of the {self.kind} results has no {', '.join(wrong)}")
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``results.json`` and ``results.csv``, each atomically: an interruption leaves the last complete file.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Write ``results.json`` and ``results.csv``, each atomically."""
         facts = {"grace_bench": FORMAT, **dataclasses.asdict(self)}
         make_folder(folder)
         try:
@@ -112,60 +108,19 @@ def load(path: Path | str) -> Results:
     complete = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
     if not complete or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
-    for fault in _faults(facts):
-        raise ConfigError(f"{path} is damaged: {fault}")
     return Results(**facts)
 
 
-TYPES = (
-    (
-        "text",
-        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor",
-    ),
-    ("true or false", "pays|higher_is_better"),
-    ("a list", "times_ms|curve|runs|gpus|seeds|bandwidths|optimizers"),
-    (
-        "a number",
-        "bandwidth|elements|steps|speedup|quality|lr|reached|vnmse|aggregate_vnmse|bias|parameters|batch|rounds|repeats|"
-        "threads|scale|target|epochs|cores|shortfall|.*_(ms|bytes|gbps|copies|seconds|s|step|element|spread|to_target|"
-        "volume|throughput)",
-    ),
-)
-"""Types of the values of reports, and patterns of the names that have them; the first one that matches counts."""
-
-
-def _faults(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield values of other types than reports expect: their place, and the right type."""
-    settings, rows = facts["settings"], [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
-    for field, named in [("settings.", settings), ("machine.", facts["machine"]), *rows]:
-        yield from (f"{field}{key} {fault}" for key, value in named.items() if (fault := _fault(key, value)))
-    yield from (f"{field}ranks must be a number" for field, row in rows if not isinstance(row.get("ranks", 1), int))
-    for key in ("ranks", "seeds", "bandwidths"):
-        values = settings.get(key)
-        if not all(map(_is_number, values if isinstance(values, list) else [values])):
-            yield f"settings.{key} must hold numbers"
-    verdict = settings.get("verdict", {})
-    if not isinstance(verdict, dict) or not all(isinstance(text, str) for text in verdict.values()):
-        yield "settings.verdict must be an object of sentences"
-    if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
-        yield "seconds, complete must be a number, and true or false"
-    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *facts["machine"].get("gpus", [])]):
-        yield "versions, machine.gpus must be text"
-
-
-def _fault(key: str, value: object) -> str:
-    """Return the type that a value should have, if it has another; empty if it is right, or unknown."""
-    kind = next((kind for kind, names in TYPES if re.fullmatch(names, key)), None)
-    if value is None or kind is None:
-        return ""
-    simple = {"text": str, "true or false": bool, "a list": list}
-    right = isinstance(value, simple[kind]) if kind in simple else _is_number(value)
-    return "" if right else f"must be {kind}"
-
-
-def _is_number(value: object) -> bool:
-    """Return True if a value is a number, or unknown."""
-    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
+@contextlib.contextmanager
+def refusing_wrong_values(*results: Results) -> Iterator[None]:
+    """Return a context in which an error that values of the results cause becomes a ConfigError."""
+    try:
+        yield
+    except GraceError:
+        raise
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
+        kinds = ", ".join(each.kind for each in results)
+        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
 
 
 def make_folder(folder: Path) -> None:
@@ -178,7 +133,7 @@ def make_folder(folder: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """Return facts of this machine; GPUs are among them if torch is imported."""
-    facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": cores()}
+    facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": len(cores())}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     torch: Any = sys.modules.get("torch")
@@ -204,11 +159,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _plain(value: object) -> bool:

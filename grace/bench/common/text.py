@@ -73,8 +73,8 @@ def of_rate(value: object) -> str:
     value = number(value)
     if value is None:
         return "no emulated link"
-    unit = next((unit for unit in ("g", "m", "k") if value >= UNITS[unit]), "")
-    return f"{value / UNITS[unit]:.4g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
+    amount, unit = _in_unit(value)
+    return f"{amount:.4g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
 
 
 def of_seconds(value: object) -> str:
@@ -92,7 +92,7 @@ def of_seconds(value: object) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+UNITS = {"g": 1e9, "m": 1e6, "k": 1e3}
 
 
 def show_rate(rate: float) -> str:
@@ -101,9 +101,14 @@ def show_rate(rate: float) -> str:
     >>> show_rate(1e9), show_rate(2.5e9), show_rate(98_765_432), show_rate(999_990)
     ('1gbit', '2.5gbit', '98.77mbit', '1mbit')
     """
-    rounded = float(f"{rate:.4g}")
-    unit = next((unit for unit in ("g", "m", "k") if rounded >= UNITS[unit]), "")
-    return f"{rounded / UNITS[unit]:.10g}bit".replace("bit", f"{unit}bit")
+    amount, unit = _in_unit(float(f"{rate:.4g}"))
+    return f"{amount:.10g}{unit}bit"
+
+
+def _in_unit(rate: float) -> tuple[float, str]:
+    """Return bits per second in the largest unit that is not larger, and its prefix."""
+    size, unit = next(((size, unit) for unit, size in UNITS.items() if rate >= size), (1.0, ""))
+    return rate / size, unit
 
 
 def scenario(ranks: int, rate: float | None) -> str:

@@ -66,12 +66,7 @@ class KernelsSettings:
     quick: bool = False
 
     def about(self) -> dict[str, Any]:
-        """Return the settings as they are recorded, defaults filled in.
-
-        Raises:
-            ConfigError: they make no benchmark.
-            MissingExtraError: a package is not installed.
-        """
+        """Return the settings as they are recorded, defaults filled in, or raise if they make no benchmark."""
         if importlib.util.find_spec("torch") is None:
             raise missing_extra("torch", "torch")
 

@@ -50,7 +50,9 @@ def measure(
 ) -> list[Row]:
     """Return the costs of methods on one tensor (float32, contiguous), as rows of the results file.
 
-    All take turns, so that other work of the machine, and the clock rate of a device, are those of all.
+    All take turns, so that other work of the machine, and the clock rate of a device, are those of all. ``show`` is
+    called with the part that is prepared or measured next. ``whole`` measures exchanges too, and rivals (see
+    :mod:`grace.bench.kernels.rivals`), which have no floors.
 
     - ``encode``: ``compress``, all rounds of a method that has several; ``decode``: adding the decoded payload to a
       dense tensor; ``memory``: the memory's ``compensate`` and ``update`` (which decodes, too), with a residual kept;
@@ -60,15 +62,6 @@ def measure(
     - ``encode_gbps``, ``decode_gbps``: bytes of x per second, over 10^9.
     - ``bits_per_element``: of the payload that travels, measured; all rounds together.
     - ``eager``: the parts that wait for the host.
-
-    Args:
-        methods: compressor specs.
-        x: the gradient.
-        repeats: measurements, of which the medians count.
-        memory: the memory of all methods; None for each one's own.
-        clock: the clock of the tensor's device.
-        show: called with the part that is prepared or measured next.
-        whole: True to measure exchanges too, and rivals (see :mod:`grace.bench.kernels.rivals`), which have no floors.
     """
     out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], Any]](), dict[str, list[str]]()
     about: dict[str, tuple[float | None, dict[str, float], str]] = {}

@@ -48,17 +48,15 @@ def link(
         reason = possible(latency)
         if reason:
             raise LinkError(f"not possible here: {reason}")
-        measured = [_median(each, seconds, console) for each in links]
+        rates = [(each.rate, _median(each, seconds, console)) for each in links]
     ending.exit_if_failed()
-    rates = [show_rate(each.rate) for each in links]
-    ratios = [found / each.rate for each, found in zip(links, measured, strict=True)]
     columns: Columns = {
-        "asked": lambda row: row[0],
+        "asked": lambda row: show_rate(row[0]),
         "measured": lambda row: show_rate(row[1]),
-        "ratio": lambda row: f"{row[2]:.3f}",
-        "can be trusted": lambda row: "yes" if trusted(row[2]) else "no",
+        "ratio": lambda row: f"{row[1] / row[0]:.3f}",
+        "can be trusted": lambda row: "yes" if trusted(row[1] / row[0]) else "no",
     }
-    console.print(table(zip(rates, measured, ratios, strict=True), columns))
+    console.print(table(rates, columns))
     console.print(
         f"\nA rate can be trusted where what was measured is within {TOLERANCE:.0%} of it. One that is missed while "
         "the machine does nothing else is more than its processors can move.",

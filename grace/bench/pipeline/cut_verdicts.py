@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from grace.bench.common.json_lines import Scenario
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
-from grace.bench.pipeline.pipeline_settings import CHOSEN
-from grace.bench.ranks.sweep import PLACE
+from grace.bench.ranks.sweep import PLACE, Scenario
 from grace.pipeline.planning.baselines import BY_HAND
+
+CHOSEN = "planned"
+"""Name of the cut that the search finds."""
 
 
 class Verdict(NamedTuple):

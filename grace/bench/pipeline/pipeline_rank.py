@@ -14,7 +14,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import grace
-from grace.bench.pipeline.pipeline_settings import CHOSEN, PipelineSettings
+from grace.bench.pipeline.cut_verdicts import CHOSEN
+from grace.bench.pipeline.pipeline_command import PipelineSettings
 from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
 from grace.bench.workloads.pipelines import Cuttable, cuttable
 from grace.core.backend import Backend
@@ -24,15 +25,16 @@ from grace.pipeline.planning.blocks import cut_at
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.search import space_of
 from grace.pipeline.torch.node_costs import build_graph
-from grace.planner.network import Links
+from grace.planner.links import measure_network
+from grace.planner.network import Links, Network
 from grace.planner.step_timer import undisturbed
 from grace.torch import Pipeline
 
 LR = 1e-4
 MOST = 50
 """Largest number of steps of a turn."""
-SMALL, LARGE, REPEATS = 2, 2**20, 10
-"""Numbers of elements of sums whose seconds tell of the links, and the number of sums of each."""
+LINK_SECONDS = 1.0
+"""Seconds in which the links are measured."""
 CutArguments = dict[str, Any]
 """Arguments of a pipeline that say how the model is cut."""
 
@@ -46,28 +48,8 @@ class Run:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def measure_links(backend: Backend) -> Links:
-    """Return the bandwidth and latency between the ranks. Every rank must call it.
-
-    They are measured by sums over all ranks, which are most of the traffic.
-    """
-    times = []
-    for elements in (SMALL, LARGE):
-        numbers, took = torch.zeros(elements), list[float]()
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            backend.allreduce(numbers).wait()
-            took.append(time.perf_counter() - began)
-        times.append(undisturbed(took))
-    steps = 2 * (backend.size - 1)
-    nbytes = 4 * (LARGE - SMALL) * steps / backend.size
-    found = [nbytes / max(times[1] - times[0], 1e-9), times[0] / steps]
-    return Links(*backend.allgather_object(found)[0])
-
-
 def baseline_cuts(graph: Graph, settings: PipelineSettings) -> dict[str, CutArguments]:
-    """Return the cuts that the plan is compared with, by name: every cut in two, cuts by hand, or other shares of the
-    ranks."""
+    """Return the cuts that the plan is compared with: every cut in two, by hand, or other shares of the ranks."""
     found = dict[str, CutArguments]()
     if settings.stages is None:
         count = settings.ranks
@@ -101,13 +83,10 @@ def repeat_rows(work: Cuttable, copies: int) -> Cuttable:
 
 
 def measure(settings: PipelineSettings, model: str, compressor: str, backend: Backend, emit: Emit) -> None:
-    """Plan, and measure the plan in turns with other cuts; rank 0 calls ``emit`` with each event.
-
-    Raises:
-        ConfigError: the model cannot be cut.
-    """
+    """Plan, and measure the plan in turns with other cuts; rank 0 calls ``emit`` with each event."""
     began = time.perf_counter()
-    between = measure_links(backend)
+    network = measure_network(backend, LINK_SECONDS)
+    assert network is not None  # there are two ranks or more
     copies = settings.ranks if settings.stages is None else 1  # so that any number of replicas divides the rows
     work = repeat_rows(cuttable(model), copies)
     graph = build_graph(work.model, work.inputs)  # on all ranks at once, as steps compute: they share the machine
@@ -118,7 +97,7 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
     for name, arguments in wanted.items():
         try:
             runs.append(
-                Run(name, _engine(repeat_rows(cuttable(model), copies), settings, compressor, between, arguments))
+                Run(name, _engine(repeat_rows(cuttable(model), copies), settings, compressor, network, arguments))
             )
         except GraceError as error:  # on all ranks: the plan is rank 0's
             if name == CHOSEN:
@@ -135,12 +114,13 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
             emit({"times_ms": [1e3 * s for s in run.seconds]})
     cuts = [_document(run) for run in runs]
     seconds = time.perf_counter() - began
-    about = {"bytes_per_second": between.bandwidth, "latency": between.latency, "planning_seconds": planning}
+    about = {"planning_seconds": planning, "latency": network.links.latency}
+    about["bytes_per_second"] = network.links.bandwidth
     emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds}})
 
 
 def _engine(
-    work: Cuttable, settings: PipelineSettings, compressor: str, between: Links, arguments: CutArguments
+    work: Cuttable, settings: PipelineSettings, compressor: str, network: Network, arguments: CutArguments
 ) -> Pipeline:
     return Pipeline(
         work.model,
@@ -151,7 +131,7 @@ def _engine(
         microbatches=settings.microbatches,
         schedule=settings.schedule,
         blocks=settings.blocks,
-        links=between,
+        links=network,
         inputs="global",
         profiles=False,
         **arguments,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import grace
-from grace.bench.plan.plan_settings import PlanSettings
+from grace.bench.plan.plan_command import PlanSettings
 from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
 from grace.bench.step.contestants import Stepper, in_optimizer
 from grace.bench.workloads.models import workload
@@ -38,51 +38,17 @@ NEAR = 0.3
 between them noise could decide."""
 
 
-class AutoTrainer:
-    """Model that trains under ``strategy="auto"``."""
-
-    def __init__(self, model: str, backend: Backend):
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        torch.manual_seed(0)
-        work = workload(model, backend.rank)
-        self.backend = backend
-        self.stepper = Stepper(in_optimizer("auto", strategy="auto"), work.model, work.loss)
-        self.optimizer = self.stepper.exchange
-        self.session: Any = self.optimizer._grace
-
-    def step(self) -> float:
-        """Make a step, and return its seconds."""
-        began = time.perf_counter()
-        self.stepper()
-        return time.perf_counter() - began
-
-    def train_until_settled(self) -> tuple[int, int]:
-        """Train until ``auto`` has chosen; return the steps that took, and those of them before it tried anything.
-
-        Raises:
-            ExchangeError: nothing was planned; rank 0 has said why.
-        """
-        auto, steps, plain = self.session.auto, 0, 0
-        while not auto.settled:
-            self.step()
-            steps += 1
-            plain += not auto.trying
-        if auto.plan is None:
-            raise ExchangeError("nothing was planned; rank 0 has said why")
-        auto.watch = None  # what other plans take is no news of the link
-        return steps, plain
-
-
 def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) -> None:
-    """Let ``auto`` choose, then measure plans in turns; rank 0 calls ``emit`` with each event.
-
-    Raises:
-        ExchangeError: the engine failed, or planning did.
-    """
-    began, trainer = time.perf_counter(), AutoTrainer(model, backend)
-    settled, uncompressed = trainer.train_until_settled()
-    planner = trainer.session.auto.planner
-    plan = trainer.optimizer.plan  # which the turns end
+    """Let ``auto`` choose, then measure plans in turns; rank 0 calls ``emit`` with each event."""
+    began = time.perf_counter()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(0)
+    work = workload(model, backend.rank)
+    stepper = Stepper(in_optimizer("auto", strategy="auto"), work.model, work.loss)
+    optimizer = stepper.exchange
+    settled, uncompressed = _train_until_settled(stepper)
+    planner = optimizer._grace.auto.planner
+    plan = optimizer.plan  # which the turns end
     rows, missing = list[dict[str, Any]](), dict[str, str]()
     planning = 0.0
     if backend.rank == 0:
@@ -91,8 +57,8 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     given: list[tuple[Strategy, bool, bool]] = backend.allgather_object(
         [(row.pop("strategy"), row["allowed"], row["chosen"]) for row in rows]
     )[0]
-    runs = [PlanRun(trainer, number, *each) for number, each in enumerate(given)]
-    _take_turns(runs, settings, trainer, emit)
+    runs = [PlanRun(stepper, backend, number, *each) for number, each in enumerate(given)]
+    _take_turns(runs, settings, backend, emit)
     if backend.rank == 0:
         for row, run in zip(rows, runs, strict=True):
             row["measured_ms"] = 1e3 * median(run.turns)
@@ -103,6 +69,23 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
         emit({"scenario": {**about, "missing": missing, "plans": rows}})
 
 
+def _train_until_settled(stepper: Stepper) -> tuple[int, int]:
+    """Train until ``auto`` has chosen; return the steps that took, and those of them before it tried anything.
+
+    Raises:
+        ExchangeError: nothing was planned; rank 0 has said why.
+    """
+    auto, steps, plain = stepper.exchange._grace.auto, 0, 0
+    while not auto.settled:
+        stepper()
+        steps += 1
+        plain += not auto.trying
+    if auto.plan is None:
+        raise ExchangeError("nothing was planned; rank 0 has said why")
+    auto.watch = None  # what other plans take is no news of the link
+    return steps, plain
+
+
 def _planning_seconds(problem: Problem) -> float:
     """Return the seconds that planning takes once all methods are measured."""
     began = time.perf_counter()
@@ -111,8 +94,7 @@ def _planning_seconds(problem: Problem) -> float:
 
 
 def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a row for each plan, plain sums first, the chosen one among them; and the methods that cannot be used,
-    with reasons."""
+    """Return a row for each plan, plain sums first, the chosen one among them; and why methods cannot be used."""
     made, missing = dict[str, Strategy](), dict[str, str]()
     for method in ["none", *settings.methods]:
         try:
@@ -150,15 +132,18 @@ def _allowed(problem: Problem, strategy: Strategy) -> bool:
 class PlanRun:
     """Plan that is ready to train by, with memories of its own. Runners of later plans are made beside the first's."""
 
-    def __init__(self, trainer: AutoTrainer, number: int, strategy: Strategy, allowed: bool, chosen: bool):
-        self.session, self.allowed, self.chosen = trainer.session, allowed, chosen
+    def __init__(
+        self, stepper: Stepper, backend: Backend, number: int, strategy: Strategy, allowed: bool, chosen: bool
+    ):
+        self.stepper, self.allowed, self.chosen = stepper, allowed, chosen
+        self.session: Any = stepper.exchange._grace
         if number == 0:
-            trainer.optimizer.use_strategy(strategy)
+            stepper.exchange.use_strategy(strategy)
             self.runner, self.plan = self.session.runner, self.session.plan
         else:
             self.runner, self.plan = self.session.build_runner(strategy)
         self.activate()
-        self.seconds = max(trainer.backend.allgather_object([trainer.step(), trainer.step()][-1]))
+        self.seconds = max(backend.allgather_object([self.step(), self.step()][-1]))
         self.turns: list[float] = []
         """The median seconds of each turn's steps, each on the rank that took longest for it."""
 
@@ -166,8 +151,14 @@ class PlanRun:
         """Let the next steps use this plan."""
         self.session.switch_runner(self.runner, self.plan)
 
+    def step(self) -> float:
+        """Make a step, and return its seconds."""
+        began = time.perf_counter()
+        self.stepper()
+        return time.perf_counter() - began
 
-def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, trainer: AutoTrainer, emit: Emit) -> None:
+
+def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, backend: Backend, emit: Emit) -> None:
     """Measure plans in turns, one round after the other, backwards in every other one; after two rounds the chosen one
     and those that are near the best alone."""
     emit({"blocks": settings.rounds * len(runs)})
@@ -178,10 +169,10 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, trainer: AutoTr
         for run in runs if number % 2 == 0 else runs[::-1]:
             run.activate()
             if run.seconds < SHORT:
-                trainer.step()
-            trainer.backend.allgather_object(None)  # nobody starts before what came earlier is done
+                run.step()
+            backend.allgather_object(None)  # nobody starts before what came earlier is done
             steps = min(MOST, max(1, round(settings.seconds / settings.rounds / run.seconds)))
-            took = trainer.backend.allgather_object([trainer.step() for _ in range(steps)])
+            took = backend.allgather_object([run.step() for _ in range(steps)])
             run.turns.append(median(map(max, zip(*took, strict=True))))
             emit({"times_ms": [1e3 * seconds for seconds in took[0]]})
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from grace.bench.common.json_lines import Scenario
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
-from grace.bench.ranks.sweep import PLACE
+from grace.bench.ranks.sweep import PLACE, Scenario
 
 APART = 0.10
 """Relative difference of two plans from which on their order counts."""
@@ -121,13 +120,7 @@ def judge(scenario: Scenario) -> PlanVerdict:
 
 
 def totals(scenarios: Sequence[Scenario]) -> tuple[PlanVerdict, float]:
-    """Return the worst of all scenarios, of which there must be one, and the median regret.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not scenarios:
-        raise ValueError("there is no scenario")
+    """Return the worst of all scenarios, and the median regret."""
     found = [judge(scenario) for scenario in scenarios]
     worst = max(found, key=lambda verdict: verdict.regret)
     most = {key: max(getattr(one, key) for one in found) for key in GOALS if key != "order"}

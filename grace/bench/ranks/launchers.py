@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from grace.bench.common.ending import WorkerError
-from grace.bench.common.results import cores
 from grace.bench.link.emulation import Link
 from grace.errors import ConfigError, MissingExtraError
 from grace.launch.processes import end
+from grace.planner.links import cores
 
 ENGINES = ("torch", "horovod", "mpi")
 LOOPBACK = "127.0.0.1"
@@ -42,14 +42,8 @@ class Process:
 
 @dataclasses.dataclass
 class RankLauncher:
-    """Launcher of a benchmark's ranks.
-
-    Attributes:
-        processes: one per rank, in order; or one that starts them all.
-        defaults: variables in the environment of all ranks, unless the user has set them.
-        killed: a pattern for the message of a process that starts them all about a rank that a signal ended, with its
-            ``rank`` and the ``signal``.
-    """
+    """Launcher of a benchmark's ranks: a process for each rank, or one that starts them all; variables that all ranks
+    get unless the user has set them; and a pattern for messages about a ``rank`` that a ``signal`` ended."""
 
     processes: list[Process]
     ranks: int
@@ -107,7 +101,7 @@ def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Rank
     ['0', '1']
     """
     defaults = {  # of all ranks: a share of the cores
-        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
+        "OMP_NUM_THREADS": str(max(1, len(cores()) // ranks)),
         "PYTHONSAFEPATH": "1",  # else `python -m` would import modules of the current folder
     }
     with contextlib.ExitStack() as stack:

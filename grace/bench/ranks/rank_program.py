@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import grace
-from grace.bench.common.json_lines import append_line
 from grace.errors import GraceError
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
@@ -18,9 +17,14 @@ Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
 
+def append_line(file: Path, content: dict[str, Any]) -> None:
+    """Append an object to the file."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(content) + "\n")
+
+
 def run_as_rank(main: Callable[..., None]) -> None:
-    """Run a rank's program with the arguments of the command line; an error of Grace's is printed without a
-    traceback."""
+    """Run a rank's program with the command line's arguments; Grace's errors are printed without a traceback."""
     try:
         main(*sys.argv[1:])
     except GraceError:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.common.ending import WorkerError
-from grace.bench.common.json_lines import EventReader
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise
@@ -53,10 +52,15 @@ def run_scenario(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
         facts = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
         (folder / "settings.json").write_text(json.dumps(facts))
-        reader = EventReader(folder / "events.jsonl")
+        (folder / "events.jsonl").touch()
+        events = stack.enter_context((folder / "events.jsonl").open())
+        incomplete = ""
 
         def handle_new_events() -> None:
-            for event in reader.read_new():
+            nonlocal incomplete
+            *lines, incomplete = (incomplete + events.read()).split("\n")
+            for line in lines:
+                event = json.loads(line)
                 found.update(event.get("scenario", {}))
                 watch(event)
 

@@ -1,6 +1,7 @@
 """Benchmarks whose scenarios are kept in a file, one after the other."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,13 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from grace.bench.common.ending import Ending
-from grace.bench.common.json_lines import Scenario, append_line, open_scenarios
 from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.tables import Columns
 from grace.bench.common.text import of_rate
 from grace.bench.common.text import scenario as scenario_name
+from grace.bench.ranks.rank_program import append_line
 from grace.bench.ranks.scenario import run_scenario
+from grace.core import documents
+from grace.errors import ConfigError
 
+Scenario = dict[str, Any]
 PLACE: Columns = {
     "model": lambda scenario: scenario["model"],
     "link": lambda scenario: "loopback" if scenario["bandwidth"] is None else of_rate(scenario["bandwidth"]),
@@ -47,15 +51,9 @@ class Sweep:
         """Measure all scenarios of settings, show tables on the console, if any, and return the scenarios, the file's
         first.
 
-        Args:
-            settings: a dataclass with ``scenarios``, dicts with model, ranks, bandwidth and what else tells one from
-                another.
-            out: the file that each scenario is added to; None for no file.
-            resume: True to leave out the scenarios that are in the file, whatever else they were measured with.
-
-        Raises:
-            ConfigError: the file to continue from is damaged.
-            typer.Exit: a rank or a network failed (1), or Ctrl-C (130); finished scenarios are shown and kept.
+        Each scenario, a dict with model, ranks, bandwidth and what else tells one from another, is added to the file
+        ``out``. With ``resume`` those in the file are left out, whatever else they were measured with. The command
+        exits with 1 if a rank or a network failed, or 130 after Ctrl-C; finished scenarios are shown and kept.
         """
         console = console or Console(quiet=True)
         found = [] if out is None else open_scenarios(out, resume)
@@ -86,3 +84,19 @@ class Sweep:
         for left_out, why in found["missing"].items():
             console.print(f"Left out: {left_out}: {why}", markup=False, style="dim")
         return found
+
+
+def open_scenarios(file: Path, resume: bool) -> list[Scenario]:
+    """Return the scenarios in the file, if the benchmark continues from them; else empty the file."""
+    if not (resume and file.exists()):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    found = []
+    for number, line in enumerate(documents.read(file).splitlines(), start=1):
+        try:
+            scenario = json.loads(line)
+            scenario["model"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{file}, line {number}, is no scenario of a benchmark") from None
+        found.append(scenario)
+    return found

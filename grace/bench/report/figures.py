@@ -6,13 +6,14 @@ import html
 import io
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from grace.bench.common.quality import better, scale
-from grace.bench.common.results import Results
+from grace.bench.common.results import Results, Row
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate, short
-from grace.bench.report.rows import Row, cases, identity, one_bound, plain
+from grace.bench.report.rows import cases, identity, one_bound, plain_row
 from grace.errors import missing_extra
 
 try:
@@ -44,22 +45,21 @@ class Panel:
     """Drawing of a figure.
 
     Attributes:
+        draw_data: draws what was measured.
         x, y: the labels of the axes.
+        height: its height in inches.
         across, along: where horizontal and vertical lines stand, by their styles.
         ylim: the limits of the y axis, if they are not those of what is drawn.
     """
 
+    draw_data: Callable[[Axes], None]
     x: str
-    y: str
+    y: str = ""
     _: dataclasses.KW_ONLY
+    height: float = 3.6
     across: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     along: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     ylim: tuple[float, float] | None = None
-
-    @property
-    def height(self) -> float:
-        """Height in inches."""
-        return 3.6
 
     def draw(self, axes: Axes) -> None:
         """Draw all of it."""
@@ -73,69 +73,52 @@ class Panel:
         if self.ylim is not None:
             axes.set_ylim(*self.ylim)
 
-    def draw_data(self, axes: Axes) -> None:
-        """Draw what was measured."""
-        raise NotImplementedError
 
+def bars(
+    x: str,
+    rows: Mapping[str, Sequence[float]],
+    parts: Mapping[str, str] = MappingProxyType({"": "C0"}),
+    end: float = 0.0,
+    **more: Any,
+) -> Panel:
+    """Return a panel with a bar for each name, from the top, with its sum behind the name: the lengths of its parts are
+    stacked, which have names and colours. The axis ends at ``end``, if that is not 0."""
 
-@dataclasses.dataclass(frozen=True)
-class Bars(Panel):
-    """Bar of stacked parts for each name, from the top, with its sum behind the name.
-
-    Attributes:
-        rows: the lengths of a bar's parts, by its name.
-        parts: the colour of each part, by its name.
-        end: where the axis ends, if it is not 0.
-    """
-
-    rows: Mapping[str, Sequence[float]]
-    parts: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"": "C0"})
-    end: float = 0.0
-
-    @property
-    def height(self) -> float:
-        return 0.26 * len(self.rows) + 0.8
-
-    def draw_data(self, axes: Axes) -> None:
-        left = [0.0] * len(self.rows)
-        for i, (part, color) in enumerate(self.parts.items()):
-            lengths = [row[i] for row in self.rows.values()]
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(rows)
+        for i, (part, color) in enumerate(parts.items()):
+            lengths = [row[i] for row in rows.values()]
             axes.barh(range(len(lengths)), lengths, left=left, color=color, label=part)
             left = [start + length for start, length in zip(left, lengths, strict=True)]
-        forms = labels_of(self.rows)
-        names = [f"{forms[name]}  {digits(sum(lengths))}" for name, lengths in self.rows.items()]
+        forms = labels_of(rows)
+        names = [f"{forms[name]}  {digits(sum(lengths))}" for name, lengths in rows.items()]
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
-        if self.end:
-            axes.set_xlim(0, min(self.end, 1.02 * max(left)) or 1)
+        if end:
+            axes.set_xlim(0, min(end, 1.02 * max(left)) or 1)
+
+    return Panel(draw, x, height=0.26 * len(rows) + 0.8, **more)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lines(Panel):
-    """Lines, or points alone if they are not joined; axes named in ``log``, as "xy", are logarithmic."""
+def lines(
+    x: str, y: str, series: Series, looks: Mapping[str, Look], log: str = "", joined: bool = True, **more: Any
+) -> Panel:
+    """Return a panel with lines, or points alone if they are not joined; axes in ``log``, as "xy", are logarithmic."""
 
-    series: Series
-    looks: Mapping[str, Look]
-    log: str = ""
-    joined: bool = True
-
-    def draw_data(self, axes: Axes) -> None:
-        style: Look = {"linestyle": "-" if self.joined else "", "markersize": 4}
-        forms = labels_of(self.looks)  # of all panels, which have one legend
-        for name, points in self.series.items():
+    def draw(axes: Axes) -> None:
+        style: Look = {"linestyle": "-" if joined else "", "markersize": 4}
+        forms = labels_of(looks)  # of all panels, which have one legend
+        for name, points in series.items():
             if points:
-                axes.plot(*zip(*sorted(points), strict=True), **self.looks[name], **style, label=forms[name])
-        axes.set(**{f"{axis}scale": "log" for axis in self.log})
-        for axis in [{"x": axes.xaxis, "y": axes.yaxis}[name] for name in self.log]:
+                axes.plot(*zip(*sorted(points), strict=True), **looks[name], **style, label=forms[name])
+        axes.set(**{f"{axis}scale": "log" for axis in log})
+        for axis in [{"x": axes.xaxis, "y": axes.yaxis}[name] for name in log]:
             low, high = axis.get_view_interval()
             axis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_locator(NullLocator())
 
-    @property
-    def several(self) -> bool:
-        """True if any line has more than one point."""
-        return any(len(points) > 1 for points in self.series.values())
+    return Panel(draw, x, y, **more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,25 +207,27 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
 def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     rows = one_bound([row for row in results.rows if number(row.get("step_ms"))])
     parts = {"compute": "lightgrey", "codec": "C1", "communication that nothing hides": "C0"}
-    times = dict[str, Bars]()
+    times = dict[str, Panel]()
     for (ranks, rate), some in cases(rows, "ranks", "bandwidth").items():
+        plain = plain_row(some)
         some = sorted(some, key=lambda row: (row["kind"] == "grace", row["kind"] == "bound", row["step_ms"]))
         slowest = max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0.0)
         end = CLIP * (slowest or some[len(some) // 2]["step_ms"])
-        marks = {"--": plain(some), ":": next((row for row in some if row["kind"] == "bound"), None)}
+        marks = {"--": plain, ":": next((row for row in some if row["kind"] == "bound"), None)}
         along = {style: None if row is None else row["step_ms"] for style, row in marks.items()}
         split = {row["name"]: _parts(row) for row in some}
-        times[f"{of_ranks(ranks)}, {of_rate(rate)}"] = Bars("ms of a step", "", split, parts, end, along=along)
+        times[f"{of_ranks(ranks)}, {of_rate(rate)}"] = bars("ms of a step", split, parts, end, along=along)
+    speedups, throughput = dict[str, Panel](), dict[str, Panel]()
     link, gain = "bit/s of the emulated link", "speedup over plain training"
-    speedups = {
-        of_ranks(ranks): Lines(link, gain, series_of(some, "bandwidth", "speedup", "x"), looks, "xy", across={"--": 1})
-        for (ranks,), some in cases(rows, "ranks").items()
-    }
-    samples = "samples per second, all ranks together"
-    throughput = {
-        of_rate(rate): Lines("ranks", samples, series_of(some, "ranks", "samples_per_s", "y"), looks, "xy")
-        for (rate,), some in cases(rows, "bandwidth").items()
-    }
+    for (ranks,), some in cases(rows, "ranks").items():
+        series = series_of(some, "bandwidth", "speedup", "x")
+        if _several(series):
+            speedups[of_ranks(ranks)] = lines(link, gain, series, looks, "xy", across={"--": 1})
+    for (rate,), some in cases(rows, "bandwidth").items():
+        series = series_of(some, "ranks", "samples_per_s", "y")
+        if _several(series):
+            samples = "samples per second, all ranks together"
+            throughput[of_rate(rate)] = lines("ranks", samples, series, looks, "xy")
     return [
         Figure(
             "Where the time of a step goes",
@@ -255,14 +240,19 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
             "Speedup against bandwidth",
             "Plain training's time of a step, divided by the method's. Above the dashed line the method makes a step "
             "faster, below it slower.",
-            {title: panel for title, panel in speedups.items() if panel.several},
+            speedups,
         ),
         Figure(
             "Throughput against the number of ranks",
             "Every rank has a batch of its own, so twice the ranks are at best twice the samples per second.",
-            {title: panel for title, panel in throughput.items() if panel.several},
+            throughput,
         ),
     ]
+
+
+def _several(series: Series) -> bool:
+    """Return True if any line has more than one point."""
+    return any(len(points) > 1 for points in series.values())
 
 
 def _parts(row: Row) -> list[float]:
@@ -301,12 +291,12 @@ def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str,
             ("samples_per_s", "samples per second", ""),
         ):
             final = series_of(some, key, "shown", log)
-            finals[f"against {x}, {over}"] = Lines(x, quality, final, looks, log, False, across=none, ylim=ylim)
+            finals[f"against {x}, {over}"] = lines(x, quality, final, looks, log, False, across=none, ylim=ylim)
         for i, (x, log) in enumerate((("epochs", ""), ("bytes", "x"), ("seconds", ""))):
             series = {row["method"]: _curve(row, i, task, log) for row in some}
             again = x != "seconds" and over != next(iter(places))  # it is the same over any network
             if any(series.values()) and not again:
-                curve = Lines(x, quality, series, looks, log, across=goal, ylim=ylim)
+                curve = lines(x, quality, series, looks, log, across=goal, ylim=ylim)
                 curves[f"against {x}, {over}"] = curve
     return [
         Figure(
@@ -349,18 +339,18 @@ def window(finals: Sequence[float], sign: int) -> tuple[float, float]:
 
 def _kernels(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     colors = {"encode": "C0", "decode": "C1", "memory": "C2"}
-    errors, times = dict[str, Panel](), dict[str, Bars]()
+    errors, times = dict[str, Panel](), dict[str, Panel]()
     for (tensor,), some in cases(results.rows, "tensor").items():
         series = series_of(some, "bits_per_element", "vnmse", "xy")
         if series:
             labels = "bits per element", "vNMSE of one rank"
-            errors[f"{tensor} tensor"] = Lines(*labels, series, looks, "xy", False, across={"--": 1})
+            errors[f"{tensor} tensor"] = lines(*labels, series, looks, "xy", False, across={"--": 1})
         parts = {row["method"]: [number(row.get(f"{part}_copies")) or 0.0 for part in colors] for row in some}
         lengths = sorted(sum(each) for each in parts.values() if any(each))
         if lengths:
             taken = {method: each for method, each in sorted(parts.items(), key=lambda one: sum(one[1])) if any(each)}
             end = 2 * CLIP * lengths[len(lengths) // 2]
-            times[f"{tensor} tensor"] = Bars("multiples of the time of one copy", "", taken, colors, end)
+            times[f"{tensor} tensor"] = bars("multiples of the time of one copy", taken, colors, end)
     return [
         Figure(
             "Error against bits",

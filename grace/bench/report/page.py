@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grace.bench.common.results import Results
+from grace.bench.common.results import Results, refusing_wrong_values
 from grace.bench.common.text import clean, of_bytes, of_seconds
 from grace.bench.report import kernel_tables, step_table, train_table
 from grace.bench.report.figures import Figure, Look, figures, looks_of
@@ -58,30 +58,19 @@ footer, dt {{ color: #59636e; }}
 
 
 def write_report(path: Path, results: Sequence[Results]) -> Path:
-    """Write one self-contained HTML file. Each of the results, at least one, becomes a section.
-
-    Raises:
-        ConfigError: a row lacks keys that identify it, a value cannot be shown, or the file cannot be written.
-    """
+    """Write one self-contained HTML file. Each of the results, at least one, becomes a section."""
     if not results:
         raise ConfigError("a report needs results of at least one benchmark")
     return write_page(path, "Grace benchmark report", report_sections(results))
 
 
 def report_sections(results: Sequence[Results]) -> list[str]:
-    """Return the section of each of the results; a method has the same colour in all of them.
-
-    Raises:
-        ConfigError: a row lacks keys that identify it, or a value cannot be shown.
-    """
+    """Return the section of each of the results; a method has the same colour in all of them."""
     for each in results:
         each.require_keys(NEEDED[each.kind])
-    try:
+    with refusing_wrong_values(*results):
         looks = methods_looks(results)
         return [_section(each, looks) for each in results]
-    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
-        kinds = ", ".join(each.kind for each in results)
-        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
 
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:

@@ -1,16 +1,28 @@
 """Rows of results, sorted into the cases that a report shows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from grace.bench.common.results import Row
 from grace.bench.common.tables import grouped
-from grace.bench.common.text import number
 
-Row = Mapping[str, Any]
-Rows = Sequence[Row]
+PLAIN = {"torch": ("DDP", "HSDP"), "horovod": ("Horovod",)}
+"""Uncompressed baselines of each engine."""
 
 
-def one_bound(rows: Rows) -> Rows:
+def plain_row(rows: Sequence[Row]) -> Row | None:
+    """Return the row of steps that others are compared with: the uncompressed baseline of the methods' engine, which
+    is that of the first row; another engine's; Grace's ``none``; or None.
+
+    >>> plain_row([{"name": "none", "engine": "mpi"}, {"name": "DDP"}]), plain_row([{"name": "none"}])
+    ({'name': 'DDP'}, {'name': 'none'})
+    """
+    order = [*PLAIN.get(rows[0].get("engine", ""), ()), "DDP", "Horovod", "none"] if rows else []
+    found = {row["name"]: row for row in rows}
+    return next((found[name] for name in order if name in found), None)
+
+
+def one_bound(rows: Sequence[Row]) -> Sequence[Row]:
     """Return the rows without bounds of engines that only baselines were measured on: the first engine is that of the
     methods.
 
@@ -21,14 +33,7 @@ def one_bound(rows: Rows) -> Rows:
     return [row for row in rows if row["kind"] != "bound" or row.get("engine") == rows[0].get("engine")]
 
 
-def plain(rows: Rows) -> Mapping[str, Any] | None:
-    """Return the row that speedups are relative to: the baseline whose own is 1; else the first baseline, or "none"."""
-    baselines = [row for row in rows if row["kind"] == "baseline"]
-    ones = [row for row in baselines if abs((number(row.get("speedup")) or 0) - 1) < 1e-9]
-    return next(iter(ones + baselines + [row for row in rows if row["name"] == "none"]), None)
-
-
-def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
+def cases(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
     """Return rows by the values of some keys; numbers ascend, None comes last, texts keep their order.
 
     >>> list(cases([{"ranks": 4, "bandwidth": None}, {"ranks": 2, "bandwidth": 1e9}], "bandwidth", "ranks"))
@@ -42,6 +47,6 @@ def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
     return {values: found[values] for values in sorted(found, key=rank)}
 
 
-def identity(row: Mapping[str, Any]) -> str:
+def identity(row: Row) -> str:
     """Return the name that a row's look belongs to: its method, or else its own name."""
     return str(row.get("method") or row.get("name"))

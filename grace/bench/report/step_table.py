@@ -6,6 +6,7 @@ from rich.table import Table
 from grace.bench.common.results import Results, Row
 from grace.bench.common.tables import Columns, grouped, table
 from grace.bench.common.text import UNKNOWN, digits, number, of_bytes, scenario
+from grace.bench.report.rows import plain_row
 
 ROOMY = 100
 """Width of the terminal, in characters, from which on all columns are shown."""
@@ -52,7 +53,7 @@ def show(console: Console, results: Results) -> None:
 
 def scenario_table(rows: list[Row], width: int = 80, whose: str = "rank") -> Table:
     """Return the table of one scenario's rows; a wide one has bytes received and samples per second too."""
-    plain = next((row["name"] for row in rows if row.get("speedup") == 1.0), "plain")
+    plain = (plain_row(rows) or {"name": "plain"})["name"]
     engines = {row["engine"] for row in rows}
 
     def name(row: Row) -> str:

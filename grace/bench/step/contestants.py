@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -76,8 +77,7 @@ def bound() -> Contestant:
 
 
 def in_optimizer(name: str, method: str | None = None, **choices: Any) -> Contestant:
-    """Return a contestant in Grace's optimizer, of these arguments; ``method`` is its compressor, if it has one for all
-    variables."""
+    """Return a contestant in Grace's optimizer; ``method`` is its compressor, if it has one for all variables."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
         optimizer = grace.DistributedOptimizer(optimizer, model, **choices)  # which finds its sparse embeddings
@@ -98,39 +98,33 @@ def in_hook(spec: str, bucket_bytes: int | None = None) -> Contestant:
 
 
 def torch_baselines() -> list[Contestant]:
-    """Return the contestants with DistributedDataParallel: plain, and with torch's own hooks for 16 bits and
-    PowerSGD."""
+    """Return the contestants with plain DistributedDataParallel, and with torch's hooks: 16 bits, PowerSGD."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    def contestant(name: str, hook: Any = None, rank: int | None = None, **options: Any) -> Contestant:
-        def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-            wrapped = DistributedDataParallel(model, **options)
-            if hook is not None:
-                state = None if rank is None else powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
-                wrapped.register_comm_hook(state, hook)
-            return wrapped, optimizer, None
+    def build(model: nn.Module, optimizer: torch.optim.Optimizer, hook: Any, rank: int = 0, **options: Any) -> Trained:
+        wrapped = DistributedDataParallel(model, **options)
+        if hook is not None:
+            state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2) if rank else None
+            wrapped.register_comm_hook(state, hook)
+        return wrapped, optimizer, None
 
-        return Contestant(name, "baseline", build)
-
-    power = powerSGD_hook.powerSGD_hook
-    return [
-        contestant("DDP"),
-        contestant("DDP fp16 hook", default_hooks.fp16_compress_hook),
-        contestant("DDP bf16 hook", default_hooks.bf16_compress_hook),
-        contestant(f"DDP PowerSGD({POWERSGD_RANK}) hook", power, POWERSGD_RANK, bucket_cap_mb=ONE_BUCKET),
-    ]
+    power = {"hook": powerSGD_hook.powerSGD_hook, "rank": POWERSGD_RANK, "bucket_cap_mb": ONE_BUCKET}
+    choices: dict[str, dict[str, Any]] = {
+        "DDP": {"hook": None},
+        "DDP fp16 hook": {"hook": default_hooks.fp16_compress_hook},
+        "DDP bf16 hook": {"hook": default_hooks.bf16_compress_hook},
+        f"DDP PowerSGD({POWERSGD_RANK}) hook": power,
+    }
+    return [Contestant(name, "baseline", functools.partial(build, **chosen)) for name, chosen in choices.items()]
 
 
 def horovod_baselines() -> list[Contestant]:
     """Return the contestants with Horovod's optimizer: plain, and with its 16-bit compression."""
     import horovod.torch as hvd
 
-    def contestant(name: str, compression: Any) -> Contestant:
-        def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            names = model.named_parameters()
-            return model, hvd.DistributedOptimizer(optimizer, names, compression=compression), None
+    def build(compression: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression), None
 
-        return Contestant(name, "baseline", build)
-
-    return [contestant("Horovod", hvd.Compression.none), contestant("Horovod fp16", hvd.Compression.fp16)]
+    choices = {"Horovod": hvd.Compression.none, "Horovod fp16": hvd.Compression.fp16}
+    return [Contestant(name, "baseline", functools.partial(build, chosen)) for name, chosen in choices.items()]

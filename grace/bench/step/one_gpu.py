@@ -9,22 +9,27 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
+from grace.backends.simulated import SimulatedRanks
 from grace.bench.common.clocks import DeviceClock, HostClock, device_facts
 from grace.bench.common.results import Results
+from grace.bench.common.tables import grouped
 from grace.bench.common.text import scenario
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.rank_program import Event
 from grace.bench.step.contestants import Contestant, Stepper, bound, in_optimizer
-from grace.bench.step.simulated import Lane, Simulated
 from grace.bench.step.step_rows import EngineRows, compare_with_plain, conclude
 from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
+from grace.core.backend import Handle
 
 ENGINE = "simulated"
+CALIBRATION = 20_000_000
+"""Cycles that a kernel sleeps, to measure the cycles of a second."""
 WARM_UP, BLOCK = 5, 10
 """Numbers of steps before anything is timed, and of a block."""
 TRACED = 5
@@ -36,6 +41,75 @@ SIMULATED_NOTE = (
     "The wire is simulated: one process, whose exchange waits for a kernel that sleeps as long as its bytes take; what "
     "arrives are copies. Nothing has travelled."
 )
+
+
+class Lane:
+    """Stream on which a kernel sleeps as long as bytes would travel."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(2):  # the first one wakes the device up
+            began.record()
+            torch.cuda._sleep(CALIBRATION)
+            ended.record()
+            ended.synchronize()
+        self.cycles = 1e3 * CALIBRATION / began.elapsed_time(ended)
+
+    def carry(self, move: Callable[[], Handle], seconds: Callable[[], float], sent: torch.Tensor) -> Handle:
+        """Start a collective after all work so far; its handle lets later work wait, and not the host. ``move`` makes
+        the received tensors of the sent one; ``seconds`` returns the seconds on the wire afterwards."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            handle = move()
+            torch.cuda._sleep(round(seconds() * self.cycles))
+            done = self.stream.record_event()
+        sent.record_stream(self.stream)
+
+        def wait() -> None:
+            here = torch.cuda.current_stream()
+            here.wait_event(done)
+            result = handle.result()
+            for tensor in result if isinstance(result, list) else [result]:
+                tensor.record_stream(here)
+
+        return Handle(wait, later=handle.result)
+
+
+class Simulated(SimulatedRanks):
+    """Ranks that one process pretends, behind a wire: a collective takes its bytes over the rate, in bits per second;
+    None lets them arrive at once.
+
+    Received tensors are copies, made on the lane's stream, as NCCL would write them; collectives travel one after the
+    other.
+    """
+
+    name = "simulated"
+
+    def __init__(self, size: int, lane: Lane, rate: float | None):
+        super().__init__(size)
+        self.lane = lane
+        self.rate = rate
+
+    def _carried(self, move: Callable[[], Handle], sent: torch.Tensor) -> Handle:
+        before = self.sent_bytes
+
+        def seconds() -> float:
+            return 0.0 if self.rate is None else 8 * (self.sent_bytes - before) / self.rate
+
+        return self.lane.carry(move, seconds, sent)
+
+    def allreduce(self, tensor: Any) -> Handle:
+        return self._carried(partial(super().allreduce, tensor), tensor)
+
+    def allgather(self, tensor: Any) -> Handle:
+        return self._carried(partial(super().allgather, tensor), tensor)
+
+    def alltoall(self, tensor: Any) -> Handle:
+        return self._carried(partial(super().alltoall, tensor), tensor)
+
+    def gather(self, tensor: Any, root: int) -> Handle:
+        return self._carried(partial(super().gather, tensor, root), tensor)
 
 
 def on_wire(spec: str, wire: Simulated) -> Contestant:
@@ -141,17 +215,17 @@ def run(running: BenchmarkRun, settings: StepSettings, show_status: Callable[[st
     def add_event(rate: float | None, event: Event) -> None:
         show_status(f"{event['name']} at {scenario(settings.ranks[0], rate)}")
         tables[rate].add(event)
-        results.rows = [row for table in tables.values() for row in compare_with_plain(table.rows(), ENGINE)]
+        results.rows = [row for table in tables.values() for row in compare_with_plain(table.rows())]
         running.save()
 
     contest.measure(DeviceClock(), add_event)
     show_status("tracing")
-    conclude_all(results, contest.waits(), settings.ranks[0])
+    conclude_all(results, contest.waits())
 
 
-def conclude_all(results: Results, waits: dict[str, dict[str, float]], ranks: int) -> None:
+def conclude_all(results: Results, waits: dict[str, dict[str, float]]) -> None:
     """Write the host's waits into the rows, and a verdict for each bandwidth into the settings."""
     for row in results.rows:
         row.update(waits[row["name"]])
-    for rate in dict.fromkeys(row["bandwidth"] for row in results.rows):
-        conclude(results, [row for row in results.rows if row["bandwidth"] == rate], ranks, rate, ENGINE)
+    for rows in grouped(results.rows, "bandwidth").values():
+        conclude(results, rows)

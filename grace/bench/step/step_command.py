@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import grace
+from grace.backends import launchers
 from grace.bench.common import options
 from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.results import Results
@@ -58,8 +59,8 @@ def command(
     long as its bytes take. codec is what the exchange adds without a wire, exposed
     what the wire adds to that, and waits of the host for the GPU are counted.
     """
-    here = options.launched()
-    on_device = device == "cuda"
+    launcher = launchers.detect()
+    here = launcher is not None and launcher.size > 1
     sharded = given.get("sharded", 0)
     defaults: dict[str, Any] = {"rounds": step_settings.QUICK_ROUNDS} if quick else {}
     if quick or sharded:
@@ -73,7 +74,8 @@ def command(
     settings = StepSettings(**{**defaults, **given})
     if here and "bandwidths" in given:
         raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
-    (run_on_device if on_device else run)(settings, out, here).report_and_exit(Console(highlight=False))
+    running = run_on_device(settings, out) if device == "cuda" else run(settings, out, here)
+    running.report_and_exit(Console(highlight=False))
 
 
 def check_on_device(device: str, here: bool, given: dict[str, Any]) -> None:
@@ -81,7 +83,8 @@ def check_on_device(device: str, here: bool, given: dict[str, Any]) -> None:
     from grace.bench.common.clocks import check_device
 
     flags = {"ddp_hook": "--ddp-hook", "sharded": "--sharded", "reduce_scatter": "--reduce-scatter"}
-    needs_ranks = [flag for field, flag in {**flags, "strategies": "--strategy"}.items() if given.get(field)]
+    flags["strategies"] = "--strategy"
+    needs_ranks = [flag for field, flag in flags.items() if given.get(field)]
     if given.get("engine", "torch") != "torch":
         needs_ranks.append(f"--engine {given['engine']}")
     needs_ranks += ["a launcher"] if here else []
@@ -92,7 +95,7 @@ def check_on_device(device: str, here: bool, given: dict[str, Any]) -> None:
     check_device(device)
 
 
-def run_on_device(settings: StepSettings, out: Path, here: bool = False) -> BenchmarkRun:
+def run_on_device(settings: StepSettings, out: Path) -> BenchmarkRun:
     """Measure on one GPU over simulated wires, show and save."""
     from grace.bench.step import one_gpu
 
@@ -146,8 +149,7 @@ def _measure(settings: StepSettings, results: Results, watch: Callable[[str, Eve
 
 
 def _measure_here(settings: StepSettings, results: Results, watch: Callable[[str, Event], None]) -> None:
-    """Measure on the ranks that a launcher has started, of which this process is one, over the network between them;
-    rank 0 fills in the results."""
+    """Measure over the network between the ranks that a launcher has started; rank 0 fills in the results."""
     from grace.bench.step.step_rank import measure
 
     backend = grace.init()

@@ -8,9 +8,13 @@ Usage: python -m grace.bench.step.step_rank FOLDER ENGINE, where FOLDER holds se
      "times_ms", "codec_ms", "sent_bytes", "received_bytes"}    a block of steps
 """
 
+import contextlib
 import math
 import os
+import socket
 import statistics
+import struct
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +32,6 @@ from grace.bench.step.contestants import (
     in_optimizer,
     torch_baselines,
 )
-from grace.bench.step.sockets import tcp_bytes
 from grace.bench.step.step_settings import StepSettings
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
@@ -41,6 +44,8 @@ BLOCK_SECONDS = 0.2
 """Approximate seconds of a block."""
 LONGEST_BLOCK = 50
 """Largest number of a block's steps, if a period is not longer; a block has at least one."""
+ACKNOWLEDGED, RECEIVED = 120, 128
+"""Offsets in TCP_INFO (linux/tcp.h) of ``tcpi_bytes_acked`` and ``tcpi_bytes_received``, 64 bits each."""
 
 
 def measure(settings: StepSettings, backend: Backend, engine: str, emit: Emit) -> None:
@@ -116,7 +121,7 @@ def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> 
     """
     backend.allgather_object(None)  # a barrier: the former contestant's collectives are done on all ranks
     traffic = stepper.traffic
-    sockets = tcp_bytes(bool(sharded))
+    sockets = _tcp_bytes(bool(sharded))
     codec = traffic.codec_seconds if traffic else None
     counted = traffic.sent_bytes if traffic else 0
     times = []
@@ -127,7 +132,7 @@ def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> 
         times.append(1e3 * (time.perf_counter() - began))
     backend.allgather_object(None)
     own = stepper.traffic.sent_bytes - counted if stepper.traffic else None
-    sent, received = zip(*backend.allgather_object(_moved(sockets, tcp_bytes(bool(sharded)), own)), strict=True)
+    sent, received = zip(*backend.allgather_object(_moved(sockets, _tcp_bytes(bool(sharded)), own)), strict=True)
     after = stepper.traffic
     period = stepper.period
     return {
@@ -136,6 +141,31 @@ def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> 
         "sent_bytes": _most(sent, steps, sharded or 1),
         "received_bytes": _most(received, steps, sharded or 1),
     }
+
+
+def _tcp_bytes(between_nodes: bool = False) -> tuple[int, int] | None:
+    """Return the bytes sent (and acknowledged) and received so far by all open TCP connections, without headers; None
+    where they cannot be known.
+
+    With ``between_nodes`` only connections whose ends have different addresses count, and None means that no connection
+    leaves this node.
+    """
+    if sys.platform != "linux":
+        return None
+    sent = received = found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if between_nodes and connection.getpeername()[:1] == connection.getsockname()[:1]:
+                    continue
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(info) >= RECEIVED + 8:
+                found += 1
+                sent += struct.unpack_from("Q", info, ACKNOWLEDGED)[0]
+                received += struct.unpack_from("Q", info, RECEIVED)[0]
+    return None if between_nodes and not found else (sent, received)
 
 
 def _moved(before: Any, after: Any, counted: float | None) -> tuple[float | None, float | None]:

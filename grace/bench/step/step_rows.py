@@ -1,14 +1,24 @@
-"""Rows of ``grace bench step``, made of the events of ranks."""
+"""Rows of ``grace bench step``, made of the events of ranks; and the verdict on a scenario: does compression pay?"""
 
 import dataclasses
+import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from grace.bench.common.results import Results, Row
 from grace.bench.common.text import scenario as scenario_name
 from grace.bench.ranks.rank_program import Event
-from grace.bench.step.step_verdicts import pays, plain_row, verdict_text
+from grace.bench.report.rows import plain_row
+from grace.bench.step.step_settings import SHARDS_ALONE
+
+LEAST_GAIN = 1.05
+"""Speedup over plain averaging that a method must have to pay."""
+LARGEST_SHORTFALL = 0.03
+"""Part of what uncompressed training gains that a recommended method may lack."""
+LONGEST_LIST = 4
 
 
 @dataclasses.dataclass
@@ -39,7 +49,7 @@ class EngineRows:
 
     def _row(self, blocks: list[Event], compute: float) -> Row:
         times, about, rate = _times(blocks), blocks[0], self.rate
-        low, step, high = quartiles(times)
+        low, step, high = map(float, np.quantile(times, (0.25, 0.5, 0.75)))
         codecs = [block["codec_ms"] for block in blocks]
         codec = None if None in codecs else statistics.median(codecs)
         sent, received = (_largest(block[key] for block in blocks) for key in ("sent_bytes", "received_bytes"))
@@ -55,10 +65,7 @@ class EngineRows:
 
 @dataclasses.dataclass
 class ScenarioRows:
-    """Rows of a scenario, which are added to the results as the events of its ranks come in.
-
-    The first engine is that of Grace's methods; ``watch`` is called with the scenario's name and each event.
-    """
+    """Rows of a scenario, added to the results as its ranks' events come in; each event is passed on to ``watch``."""
 
     results: Results
     ranks: int
@@ -76,43 +83,12 @@ class ScenarioRows:
         self.by_engine[engine].add(event)
         self.results.settings.update(self.by_engine[engine].facts)
         rows = [row for each in self.by_engine.values() for row in each.rows()]
-        self.results.rows = [*self.rows_before, *compare_with_plain(rows, self.engines[0])]
+        self.results.rows = [*self.rows_before, *compare_with_plain(rows)]
         self.watch(self.name, event)
 
     def conclude(self) -> None:
         """Write the verdict on the scenario into the settings."""
-        rows = self.results.rows[len(self.rows_before) :]
-        conclude(self.results, rows, self.ranks, self.rate, self.engines[0])
-
-
-def conclude(results: Results, rows: list[Row], ranks: int, rate: float | None, engine: str) -> None:
-    """Write the verdict on the rows of a scenario into the settings, by the settings' ``shortfalls`` if there are."""
-    words = verdict_text(rows, engine, results.settings.get("shortfalls"))
-    results.settings.setdefault("verdict", {})[scenario_name(ranks, rate)] = words
-
-
-def compare_with_plain(rows: list[Row], engine: str) -> list[Row]:
-    """Return the rows of a scenario, compared with its plain baseline: ``speedup`` and ``pays`` are filled in."""
-    plain = plain_row(rows, engine)
-    for row in rows:
-        if plain is None:
-            row["speedup"] = row["pays"] = None
-            continue
-        row["speedup"] = plain["step_ms"] / row["step_ms"]
-        row["pays"] = None if row["kind"] == "bound" or row is plain else pays(row, plain)
-    return rows
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the first quartile, the median and the third quartile.
-
-    >>> quartiles([4.0, 1.0, 2.0, 3.0, 5.0]), quartiles([7.0])
-    ((2.0, 3.0, 4.0), (7.0, 7.0, 7.0))
-    """
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, statistics.median(values), high
+        conclude(self.results, self.results.rows[len(self.rows_before) :])
 
 
 def _times(blocks: list[Event]) -> list[float]:
@@ -121,3 +97,110 @@ def _times(blocks: list[Event]) -> list[float]:
 
 def _largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
+
+
+# -- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def compare_with_plain(rows: list[Row]) -> list[Row]:
+    """Return the rows of a scenario, compared with its plain baseline: ``speedup`` and ``pays`` are filled in."""
+    plain = plain_row(rows)
+    for row in rows:
+        row["speedup"] = None if plain is None else plain["step_ms"] / row["step_ms"]
+        row["pays"] = None if plain is None or row["kind"] == "bound" or row is plain else pays(row, plain)
+    return rows
+
+
+def conclude(results: Results, rows: list[Row]) -> None:
+    """Write the verdict on the rows of a scenario into the settings, by the settings' ``shortfalls`` if there are."""
+    name = scenario_name(rows[0]["ranks"], rows[0]["bandwidth"])
+    results.settings.setdefault("verdict", {})[name] = verdict_text(rows, results.settings.get("shortfalls"))
+
+
+def pays(row: Row, plain: Row) -> bool:
+    """Return True if a row is clearly faster than the plain one: by 5 %, and their middle halves do not overlap.
+
+    >>> plain = {"step_ms": 100.0, "step_low_ms": 95.0}
+    >>> [pays({"step_ms": step, "step_high_ms": step + 3}, plain) for step in (50.0, 93.0, 96.0)]
+    [True, False, False]
+    """
+    return row["step_high_ms"] < plain["step_low_ms"] and plain["step_ms"] >= LEAST_GAIN * row["step_ms"]
+
+
+def verdict_text(rows: list[Row], shortfalls: Mapping[str, float | None] | None = None) -> str:
+    """Return the verdict on a scenario, in a few sentences; of methods with ``shortfalls`` it recommends those that
+    learn."""
+    plain = plain_row(rows)
+    bound = next((row for row in rows if row["kind"] == "bound"), None)
+    if rows and all(row.get("ranks") == 1 for row in rows):
+        return "One rank has nobody to send to: nothing can be gained."
+    if plain is None or bound is None:
+        return "There is no uncompressed exchange to compare with."
+    others = [row for row in rows if row is not plain and row["kind"] != "bound"]
+    paying = sorted((row for row in others if row["pays"]), key=lambda row: row["step_ms"])
+    slower = [row["name"] for row in others if row["step_low_ms"] > plain["step_high_ms"]]
+    good = [row for row in paying if shortfalls is None or learns(row, shortfalls)]
+    own = [row for row in good if row["kind"] == "grace" and row.get("method", row["name"]) != "none"]
+    sentences = []
+    if own:
+        gain = f"{own[0]['name']} makes a step {_speedup(own[0], plain)} as fast as {plain['name']}"
+        sentences.append(f"Compress: {gain} ({_ms(own[0])} instead of {_ms(plain)}).")
+        if good[0] is not own[0]:
+            sentences.append(f"Faster still: {', '.join(_gain(row, plain) for row in good[: good.index(own[0])])}.")
+        rest = good[good.index(own[0]) + 1 :]
+        if rest:
+            sentences.append(f"It pays too with {_listed([_gain(row, plain) for row in rest])}.")
+    else:
+        such = "method" if len(good) == len(paying) else "method that learns as well"
+        sentences.append(f"Do not compress: no {such} is clearly faster than {plain['name']} ({_ms(plain)} a step).")
+        if good:
+            sentences.append(f"But {', '.join(_gain(row, plain) for row in good)} would be.")
+    if shortfalls is not None and len(good) < len(paying):
+        bad = [_fast_but(row, plain, _lacks(row, shortfalls)) for row in paying if not learns(row, shortfalls)]
+        sentences.append(f"Fast, but not recommended: {', '.join(bad)}.")
+    if slower:
+        sentences.append(f"Slower than {plain['name']}: {_listed(slower)}.")
+    most = plain["step_ms"] / bound["step_ms"]
+    without = "Without an exchange between replicas" if bound["name"] == SHARDS_ALONE else "Without any communication"
+    sentences.append(f"{without} it would be {most:.1f}x{'' if own else ' as fast'}.")
+    return " ".join(sentences)
+
+
+def learns(row: Row, shortfalls: Mapping[str, float | None]) -> bool:
+    """Return True if a row's method was trained, and lacks at most 3 % of what training gains without compression."""
+    lacks = _lacks(row, shortfalls)
+    return lacks is not None and lacks <= LARGEST_SHORTFALL
+
+
+def _lacks(row: Row, shortfalls: Mapping[str, float | None]) -> float | None:
+    method = row.get("method", row["name"])
+    return None if method is None else shortfalls.get(method)
+
+
+def _fast_but(row: Row, plain: Row, lacks: float | None) -> str:
+    """Return a row's name, its speedup, and why it is not recommended."""
+    why = "not trained here" if lacks is None else "diverged"
+    if lacks is not None and math.isfinite(lacks):
+        why = f"lacks {100 * lacks:.0f} % of what training gains without compression"
+    return f"{row['name']} ({_speedup(row, plain)}; {why})"
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first few names as a list in words.
+
+    >>> _listed(["a", "b", "c", "d"]), _listed(["a", "b", "c", "d", "e", "f"])
+    ('a, b, c, d', 'a, b, c and 3 others')
+    """
+    return ", ".join(names) if len(names) <= LONGEST_LIST else f"{', '.join(names[:3])} and {len(names) - 3} others"
+
+
+def _gain(row: Row, plain: Row) -> str:
+    return f"{row['name']} ({_speedup(row, plain)})"
+
+
+def _speedup(row: Row, plain: Row) -> str:
+    return f"{plain['step_ms'] / row['step_ms']:.1f}x"
+
+
+def _ms(row: Row) -> str:
+    return f"{row['step_ms']:.3g} ms" if row["step_ms"] < 1000 else f"{row['step_ms'] / 1000:.2f} s"

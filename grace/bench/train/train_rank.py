@@ -15,7 +15,7 @@ from typing import Any
 
 import grace
 from grace.bench.ranks.rank_program import join_run, run_as_rank
-from grace.bench.train.train_settings import TrainSettings
+from grace.bench.train.train_command import TrainSettings
 from grace.bench.workloads.task import Task, in_optimizer
 from grace.bench.workloads.tasks import task_class
 from grace.bench.workloads.torch_tasks import Trainer
@@ -60,7 +60,7 @@ def train(
             began = time.perf_counter()
             trainer.step(share)
             if (epoch + 1, i) == (epochs, per_epoch):
-                trainer.flush()
+                trainer.optimizer.flush()  # a last outer round, where ranks train alone
             step_seconds.append(time.perf_counter() - began)
             trained += step_seconds[-1]
             traffic = trainer.traffic

@@ -32,8 +32,7 @@ def _of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def vgg11() -> Cuttable:
-    """VGG-11 (Simonyan and Zisserman, 2015) for 8 images of 64 x 64: early layers compute, late ones have
-    parameters."""
+    """VGG-11 (Simonyan and Zisserman, 2015) for 8 images of 64 x 64: late layers have the parameters."""
     layers, before = list[nn.Module](), 3
     for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
         if width:
@@ -51,8 +50,7 @@ def resnet18() -> Cuttable:
 
 
 def gpt() -> Cuttable:
-    """A causal language model of 8 layers of width 256 and a vocabulary of 32,768: its head takes as long as several
-    layers."""
+    """A causal language model of 8 layers of width 256; its head, of 32,768 words, takes as long as several layers."""
     return Cuttable(torch_modules.GPT(32_768, 256, 8, 4, 32), *random_texts(0, 8, 32, 32_768), _of_tokens)
 
 

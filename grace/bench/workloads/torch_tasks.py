@@ -93,10 +93,7 @@ CHANNELS, HIDDEN = (16, 32), 64
 
 
 class Digits(_Labelled):
-    """1,437 training and 360 test images of 8 x 8 pixels, scaled to [0, 1]; the same split in every run.
-
-    One fifth of each digit's images is held out.
-    """
+    """1,437 training and 360 test images of 8 x 8 pixels in [0, 1]; a fifth of each digit's images is held out."""
 
     about = "scikit-learn's digits"
     metric, unit, scale = "accuracy", "%", 100.0
@@ -198,13 +195,11 @@ class CharacterModel(_Labelled):
 
 
 class CharacterGPT(CharacterModel):
-    """A GPT (Radford et al., 2018) of two blocks, whose quality is its mean cross-entropy in nats on held-out text.
+    """A GPT (Radford et al., 2018) of two blocks and about ``size`` parameters, whose quality is its mean cross-entropy
+    in nats on held-out text.
 
     AdamW's rate rises in the first tenth of all steps; it is 6e-3 for a width of 48, the default's, and falls with the
     width's inverse.
-
-    Args:
-        size: about how many parameters there are.
     """
 
     about = "characters of Python's manual, GPT"
@@ -240,11 +235,7 @@ def width_of(size: int, characters: int) -> int:
 
 
 def windows(codes: np.ndarray, size: int) -> np.ndarray:
-    """Return the characters in rows of ``size``; a last row that is not full is left out.
-
-    >>> windows(np.arange(70), 32).shape
-    (2, 32)
-    """
+    """Return the characters in rows of ``size``; a last row that is not full is left out."""
     return codes[: len(codes) // size * size].reshape(-1, size)
 
 
@@ -347,10 +338,6 @@ class Trainer:
             self.optimizer.synchronize()
             nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
         self.optimizer.step()
-
-    def flush(self) -> None:
-        """Run a last outer round, where ranks train alone."""
-        self.optimizer.flush()
 
     def quality(self) -> float:
         """Return the task's quality of the parameters that all ranks share."""

@@ -47,12 +47,7 @@ class SimulatedStep:
 
 
 def simulate(schedule: str, stages: Sequence[Stage], microbatches: int) -> SimulatedStep:
-    """Simulate a step.
-
-    Args:
-        schedule: one of :data:`~grace.pipeline.planning.schedules.SCHEDULES`.
-        stages: the stages, with their seconds for a micro-batch.
-        microbatches: number of micro-batches.
+    """Simulate a step of a schedule, of stages with their seconds for a micro-batch.
 
     Raises:
         ConfigError: torch refuses the schedule.

@@ -84,12 +84,7 @@ def _ends_within(sums: Sequence[float], most: float) -> list[int]:
 def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
     """Return the best plan of a rule for cuts, over every number of stages that divides the ranks, with as many
     replicas each, every number of micro-batches and schedule, and with and without recomputation; None if memory
-    suffices for none of them.
-
-    Args:
-        space: the model, devices, batch and memory; its blocks are not used.
-        how: one of :data:`BY_HAND`.
-    """
+    suffices for none of them. The blocks of ``space`` are not used; ``how`` is one of :data:`BY_HAND`."""
     found = []
     count, graph = space.devices.count, space.graph
     for stages in (s for s in range(2, min(count, len(graph.nodes)) + 1) if count % s == 0):
@@ -119,4 +114,4 @@ def data_parallel(space: Space) -> float | None:
     variables = [graph.variable(name) for name in graph.parameters]
     network = space.devices.exchange_network(*space.devices.exchange([tuple(range(count))], 0))
     before = many * forward + (many - 1) * backward
-    return space.exchanges.overlapped_step(variables, count, network, Timeline(ready, before, backward))
+    return space.exchanges.seconds(variables, count, network, Timeline(ready, before, backward))

@@ -1,7 +1,7 @@
 """A graph cut into blocks, which stages are made of.
 
-A unit is the smallest group of nodes that may be a stage. Units stand in an order in which each reads values of earlier
-units only, so any run of neighbours may be a stage too. Blocks are such runs: as long as there are more than k, the two
+A unit is the smallest run of nodes, in the graph's order, that may be a stage. Each reads values of earlier units only,
+so any run of neighbours may be a stage too. Blocks are such runs: as long as there are more than k, the two
 neighbours that are shortest together are merged, if they fit on a device. Then each border moves to where the fewest
 bytes cross nearby: on a slow network a cut there is worth more than blocks of equal length.
 
@@ -11,17 +11,14 @@ On profiles of PipeDream, U-Nets and transformers that gave no shorter steps.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
 
 Fits = Callable[[float, float], bool]
-"""Function that returns True if a block fits on a device, of its :attr:`ModelBlock.parameters` and
-:attr:`ModelBlock.kept`."""
-
-
+"""Function of a block's :attr:`ModelBlock.parameters` and :attr:`ModelBlock.kept`: True if it fits on a device."""
 SLACK = 1.5
 """Length of a block to that of blocks of equal length, up to which a border may move to where fewer bytes cross."""
 
@@ -45,8 +42,8 @@ class ModelBlock:
 
     @classmethod
     def of_nodes(cls, graph: Graph, names: Iterable[str]) -> "ModelBlock":
-        """Return the block of some nodes of a graph."""
-        nodes = [graph.nodes[i] for i in sorted(graph.index[name] for name in names)]
+        """Return the block of some nodes of a graph, which stand in its order."""
+        nodes = [graph.nodes[graph.index[name]] for name in names]
         parameters = {name: nbytes for node in nodes for name, nbytes in node.parameters.items()}
         return cls(
             tuple(node.name for node in nodes),
@@ -103,48 +100,38 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always) -> list[Model
         for b in (at - 1, at):  # the pairs that the merged block is in now
             if 0 <= b < len(pairs):
                 pairs[b] = found[b].seconds + found[b + 1].seconds
-    return _at_narrow_borders(graph, smallest, found, fits)
+    _move_to_narrow_borders(graph, list(itertools.accumulate(map(len, smallest))), found, fits)
+    return found
 
 
-def _at_narrow_borders(
-    graph: Graph, smallest: Sequence[Sequence[str]], found: list[ModelBlock], fits: Fits
-) -> list[ModelBlock]:
-    """Return the blocks with each border moved to where the fewest bytes cross between its neighbours. No block gets
-    longer than :data:`SLACK` blocks of equal length, or than the longest was."""
-    numbers = {name: u for u, names in enumerate(smallest) for name in names}
-    last_read = dict(numbers)
-    for node in graph.nodes:
-        for name in node.inputs:
-            if name in last_read:
-                last_read[name] = max(last_read[name], numbers[node.name])
-    changes = [0.0] * (len(smallest) + 1)
-    for node in graph.nodes:
-        changes[numbers[node.name] + 1] += node.nbytes
-        if last_read[node.name] + 1 < len(changes):
-            changes[last_read[node.name] + 1] -= node.nbytes
-    crossing = list(itertools.accumulate(changes))  # bytes that cross the border before each unit
-    seconds = [
-        sum(graph.nodes[graph.index[name]].forward + graph.nodes[graph.index[name]].backward for name in names)
-        for names in smallest
-    ]
-    until = [0.0, *itertools.accumulate(seconds)]
+def _move_to_narrow_borders(graph: Graph, borders: Sequence[int], found: list[ModelBlock], fits: Fits) -> None:
+    """Move each border of the blocks to the border of units (numbers of nodes before them) where the fewest bytes cross
+    between its neighbours. No block gets longer than :data:`SLACK` blocks of equal length, or than the longest was."""
+    names = [node.name for node in graph.nodes]
+    last_read = dict(graph.index)
+    for i, node in enumerate(graph.nodes):
+        last_read.update((name, i) for name in node.inputs if name in last_read)
+    changes = [0.0] * (len(names) + 1)
+    for i, node in enumerate(graph.nodes):
+        changes[i + 1] += node.nbytes
+        changes[last_read[node.name] + 1] -= node.nbytes
+    crossing = list(itertools.accumulate(changes))  # bytes that cross the border before each node
+    until = [0.0, *itertools.accumulate(node.forward + node.backward for node in graph.nodes)]
     longest = max([SLACK * until[-1] / len(found), *(block.seconds for block in found)]) * (1 + 1e-9)
-    ends = [max(numbers[name] for name in block.nodes) + 1 for block in found]
-    for b in range(len(found) - 1):
-        start, at, end = (ends[b - 1] if b else 0), ends[b], ends[b + 1]
+    ends = [0, *itertools.accumulate(len(block.nodes) for block in found)]
+    for b in range(1, len(found)):
+        start, at, end = ends[b - 1 : b + 2]
         possible = [
-            i for i in range(start + 1, end) if until[i] - until[start] <= longest and until[end] - until[i] <= longest
+            i
+            for i in borders
+            if start < i < end and until[i] - until[start] <= longest and until[end] - until[i] <= longest
         ]
         best = min(possible, key=lambda i: (crossing[i], abs(i - at)), default=at)
-        if crossing[best] >= crossing[at]:
-            continue
-        names = [name for unit in smallest[start:end] for name in unit]
-        size = sum(map(len, smallest[start:best]))
-        moved = [ModelBlock.of_nodes(graph, part) for part in (names[:size], names[size:])]
-        if all(fits(block.parameters, block.kept) for block in moved):
-            found[b : b + 2] = moved
-            ends[b] = best
-    return found
+        if crossing[best] < crossing[at]:
+            moved = [ModelBlock.of_nodes(graph, names[i:j]) for i, j in ((start, best), (best, end))]
+            if all(fits(block.parameters, block.kept) for block in moved):
+                found[b - 1 : b + 1] = moved
+                ends[b] = best
 
 
 def cut_at(graph: Graph, cuts: Sequence[str]) -> list[ModelBlock]:
@@ -167,66 +154,24 @@ def cut_at(graph: Graph, cuts: Sequence[str]) -> list[ModelBlock]:
 
 def units(graph: Graph) -> list[list[str]]:
     """Return the names of the nodes of each unit, in topological order: nodes that must be together, with all nodes
-    between them."""
-    parent = list(range(len(graph.nodes)))
+    between them in the graph's order.
 
-    def root(i: int) -> int:
-        """Return the representative of a node's group."""
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
+    >>> from grace.pipeline.planning.graph import GraphNode
+    >>> nodes = [GraphNode(f"n{i}", (f"n{i - 1}",) if i else ("x",)) for i in range(4)]
+    >>> units(Graph(tuple(nodes), {"x": 1.0}, ("n3",), together=(frozenset({"n0", "n2"}),)))
+    [['n0', 'n1', 'n2'], ['n3']]
+    """
+    until = list(range(len(graph.nodes)))
+    """The last node that must be with each node or with one before it."""
     for group in graph.together:
-        first, *others = sorted(graph.index[name] for name in group) or [0]
-        for other in others:
-            low, high = sorted((root(first), root(other)))
-            parent[high] = low
-    reads: dict[int, dict[int, None]] = {root(i): {} for i in range(len(graph.nodes))}
-    members: dict[int, list[int]] = {}
+        members = [graph.index[name] for name in group]
+        if members:
+            until[min(members)] = max(until[min(members)], *members)
+    found: list[list[str]] = []
+    end = -1
     for i, node in enumerate(graph.nodes):
-        members.setdefault(root(i), []).append(i)
-        for name in node.inputs:
-            if name in graph.index and root(graph.index[name]) != root(i):
-                reads[root(i)][root(graph.index[name])] = None
-    # what lies between the nodes of a group reads from it and is read by it: a circle
-    circles = _strongly_connected(reads)
-    return [[graph.nodes[i].name for i in sorted(i for one in circle for i in members[one])] for circle in circles]
-
-
-def _strongly_connected(reads: Mapping[int, Iterable[int]]) -> list[list[int]]:
-    """Return the strongly connected components in topological order, by Tarjan's algorithm without recursion."""
-    number: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
-    found = []
-    for start in reads:
-        if start in number:
-            continue
-        work = [(start, iter(reads[start]))]
-        number[start] = low[start] = len(number)
-        stack.append(start)
-        on_stack.add(start)
-        while work:
-            at, others = work[-1]
-            for other in others:
-                if other not in number:
-                    number[other] = low[other] = len(number)
-                    stack.append(other)
-                    on_stack.add(other)
-                    work.append((other, iter(reads[other])))
-                    break
-                if other in on_stack:
-                    low[at] = min(low[at], number[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[at])
-                if low[at] == number[at]:
-                    component: list[int] = []
-                    while not component or component[-1] != at:
-                        component.append(stack.pop())
-                        on_stack.discard(component[-1])
-                    found.append(component)
+        if i > end:
+            found.append([])
+        found[-1].append(node.name)
+        end = max(end, until[i])
     return found

@@ -24,6 +24,8 @@ from grace.strategy.plan import Strategy
 
 LEAST = Variable("", (1,))
 """The only variable of an exchange that shows the time of an empty one."""
+ALL_READY = Timeline({})
+"""Timeline of an exchange while nothing is computed."""
 
 
 class Exchanges:
@@ -72,30 +74,22 @@ class Exchanges:
             build_communicator(method.compressor, method.memory, method.communicator)
         self._made: dict[tuple[int, int], Communicator] = {}
 
-    def seconds(self, variables: Sequence[Variable], replicas: int, network: Network) -> float:
-        """Return the seconds of an exchange that begins when all gradients are there, while nothing is computed."""
-        if replicas == 1 or not variables:
-            return 0.0
-        every = self._work_by_method(variables, replicas, network)
-        return min(simulate(Timeline({}), one).step for one in every)
-
-    def overlapped_step(
-        self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline
+    def seconds(
+        self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline = ALL_READY
     ) -> float:
-        """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward."""
-        every = [[]] if replicas == 1 or not variables else self._work_by_method(variables, replicas, network)
-        return min(simulate(timeline, one).step for one in every)
+        """Return the seconds of a step whose gradients are ready as ``timeline`` says; by default those of the exchange
+        alone, which begins when all gradients are there."""
+        return min(simulate(timeline, one).step for one in self._work_by_method(variables, replicas, network))
 
     def grace_bytes(self, variables: Sequence[Variable], replicas: int) -> float:
         """Return the bytes of memories and buffers on a rank."""
-        if replicas == 1 or not variables:
-            return 0.0
-        return max(
-            sum(work.memory for work in one) for one in self._work_by_method(variables, replicas, self.costs.network)
-        )
+        every = self._work_by_method(variables, replicas, self.costs.network)
+        return max(sum(work.memory for work in one) for one in every)
 
     def _work_by_method(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
         """Return the work of the exchange, for each method that may be chosen."""
+        if replicas == 1 or not variables:
+            return [[]]
         costs = dataclasses.replace(self.costs, network=network)
         if self.strategy is not None and variables[0] is not LEAST:  # no document names it
             own = of_stage(self.strategy, [variable.name for variable in variables])

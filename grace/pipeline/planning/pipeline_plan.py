@@ -170,7 +170,8 @@ class Plan:
         """
         if not isinstance(document, dict):
             raise ConfigError(f"{source} is no plan of a pipeline: it must be an object")
-        version = document.get("versions", {}).get("plan") if isinstance(document.get("versions"), dict) else None
+        versions = document.get("versions")
+        version = versions.get("plan") if isinstance(versions, dict) else None
         if version != VERSION:
             raise ConfigError(f"{source} is no plan of version {VERSION} (its version is {version!r}): plan again")
         stages = document.get("stages")

@@ -61,7 +61,7 @@ def _predicted_stage(
         there = space.devices.crossing(groups[stage], groups[stage + 1], sent)
         back = space.devices.crossing(groups[stage + 1], groups[stage], returned)
     return Stage(
-        nodes=tuple(sorted(names, key=space.graph.index.__getitem__)),
+        nodes=tuple(names),
         ranks=groups[stage],
         sends=sends,
         forward=forward,

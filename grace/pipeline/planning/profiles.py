@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
@@ -120,11 +120,10 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
         if rows is None:
             raise ConfigError(f"{source} does not tell how many rows its batch has: give rows=")
     try:
-        table = {row.name: row for row in map(_parse_row, document["nodes"])}
+        table = {node.name: node for node in map(_parse_row, document["nodes"])}
         reads: dict[str, list[str]] = {name: [] for name in table}
         for start, end in document["edges"]:
-            reads[end].append(start)
-            table[start]
+            reads[end].append(table[start].name)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"{source} is no profile of PipeDream's: {type(error).__name__}: {error}") from None
     order = list(table)
@@ -134,46 +133,28 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
             order = list(graphlib.TopologicalSorter(reads).static_order())
         except graphlib.CycleError as error:
             raise ConfigError(f"{source}: its edges go in a circle: {' -> '.join(error.args[1])}") from None
-    inputs = {name: row.nbytes for name, row in table.items() if row.kind.startswith("Input")}
-    nodes = []
-    for name in order:
-        row = table[name]
-        if name not in inputs:
-            nodes.append(
-                GraphNode(
-                    name,
-                    tuple(reads[name]),
-                    nbytes=row.nbytes,
-                    forward=row.forward / 1e3,
-                    backward=row.backward / 1e3,
-                    kept=0.0 if row.kind in VIEWS else row.nbytes,
-                    parameters={f"{name}.parameters": row.parameters} if row.parameters else {},
-                    kind=row.kind,
-                )
-            )
+    inputs = {name: node.nbytes for name, node in table.items() if node.kind.startswith("Input")}
+    nodes = [dataclasses.replace(table[name], inputs=tuple(reads[name])) for name in order if name not in inputs]
     read_by = {start for start, _ in document["edges"]}
     outputs = tuple(node.name for node in nodes if node.name not in read_by and node.kind != "__getitem__")
     return Graph(tuple(nodes), inputs, outputs, rows)
 
 
-class _NodeRow(NamedTuple):
-    """Row of a node in a PipeDream profile: milliseconds, and bytes."""
-
-    name: str
-    kind: str
-    forward: float
-    backward: float
-    nbytes: float
-    parameters: float
-
-
-def _parse_row(row: Any) -> _NodeRow:
-    """Return a row of a document, validated."""
+def _parse_row(row: Any) -> GraphNode:
+    """Return the node of a row of a PipeDream document, without its inputs."""
     name, kind, *numbers = row
     if not (isinstance(name, str) and isinstance(kind, str)):
         raise ValueError(f"a row begins with a name and a kind, not {documents.shown(row)}")
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= sys.float_info.max:
             raise ValueError(f"node {name!r} has {documents.shown(number)} where a number of at least 0 must be")
-    forward, backward, nbytes, parameters = map(float, numbers)
-    return _NodeRow(name, kind, forward, backward, nbytes, parameters)
+    forward, backward, nbytes, weights = map(float, numbers)
+    return GraphNode(
+        name,
+        nbytes=nbytes,
+        forward=forward / 1e3,
+        backward=backward / 1e3,
+        kept=0.0 if kind in VIEWS else nbytes,
+        parameters={f"{name}.parameters": weights} if weights else {},
+        kind=kind,
+    )

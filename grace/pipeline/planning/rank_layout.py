@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from grace.errors import ConfigError
 from grace.planner.network import Network
@@ -68,7 +68,6 @@ class Devices:
     nodes: tuple[int, ...]
     network: Network
     inside: Network | None = None
-    _shared: dict[int, SharedNetwork] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -109,10 +108,10 @@ class Devices:
         return True, max(sum(node in nodes for nodes in leaving) for node in own)
 
     def exchange_network(self, leaves: bool, groups: int) -> Network:
-        """Return the network of an exchange (:meth:`exchange`); the same object each time."""
+        """Return the network of an exchange (:meth:`exchange`)."""
         if not leaves:
             return self.inner_network
-        return self.network if groups == 1 else self._shared.setdefault(groups, SharedNetwork(self.network, groups))
+        return self.network if groups == 1 else SharedNetwork(self.network, groups)
 
 
 @functools.lru_cache(maxsize=100_000)

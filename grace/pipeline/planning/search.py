@@ -32,24 +32,10 @@ MOST_MICROBATCHES = 8
 """Largest number of micro-batches for each rank that is tried if none is given."""
 BLOCKS = (32, 128)
 """Numbers of blocks that are tried if none is given: on slow links the best cut may lie within one of few blocks."""
-FINER, MOST_BLOCKS = 2, 128
-"""Factor by which the number of blocks grows if memory nearly suffices, and the largest number of blocks."""
 LEAST_USED = 0.5
 """Least share of the devices that a plan uses if it may use fewer."""
 Numbers = int | Iterable[int] | None
 """A number, several possible numbers, or None for any."""
-
-
-class TooLittleMemory(ConfigError):
-    """Memory suffices for no cut between a space's blocks.
-
-    Attributes:
-        nearly: True if no more is missing than a cut within a block may bring.
-    """
-
-    def __init__(self, said: str, nearly: bool):
-        super().__init__(said)
-        self.nearly = nearly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,19 +164,12 @@ def search_plan(
     else:
         block_counts = [len(options.cuts) + 1]
     least = math.ceil(devices * LEAST_USED) if options.fewer else devices
-    tries = [(most, used) for used in range(devices, least - 1, -1) for most in block_counts]
     found: list[Plan] = []
     refused = ConfigError("blocks= must be at least one number")
-    while tries:
-        most, used = tries.pop(0)
+    for used, most in itertools.product(range(devices, least - 1, -1), block_counts):
         space = space_of(graph, used, batch, links, options, most)
         try:
             found.append(search(space, options))
-        except TooLittleMemory as error:
-            refused = error
-            can_be_finer = most <= space.count < MOST_BLOCKS  # fewer than asked for: each unit is a block already
-            if error.nearly and can_be_finer and not (found or tries or options.cuts):
-                tries = [(min(FINER * space.count, MOST_BLOCKS), devices)]
         except ConfigError as error:
             refused = error
     if not found:
@@ -380,19 +359,14 @@ def _no_plan_message(space: Space, options: SearchOptions) -> str:
 
 def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     """Return the error that names the missing memory, of the plan whose fullest rank has least."""
-    best: tuple[float, StageSearch, StageCut] | None = None
-    for one in searches:
-        by_memory = StageSearch(space, one.setting, one.stages, one.replicas, by_memory=True)
-        cut = by_memory.cut()
-        if cut is not None and (best is None or cut.longest < best[0]):
-            best = cut.longest, by_memory, cut
-    if best is None:
+    by_memory = [StageSearch(space, one.setting, one.stages, one.replicas, by_memory=True) for one in searches]
+    cuts = [(one.setting, cut) for one in by_memory if (cut := one.cut()) is not None]
+    if not cuts:
         return ConfigError(
             f"no number of replicas of {space.devices.count} devices divides the rows of a micro-batch: "
             f"the batch has {space.batch} rows"
         )
-    _, found, cut = best
-    setting = found.setting
+    setting, cut = min(cuts, key=lambda found: found[1].longest)
     memory = memory_of(space, setting, cut)
     needed = max(memory)
     stage = memory.index(needed)
@@ -400,14 +374,13 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     first, last = space.blocks[i].nodes[0], space.blocks[j - 1].nodes[-1]
     again = ", recomputing" if setting.recompute else ""
     missing = needed - space.limit
-    alone = space.needed_bytes(setting, cut.replicas[stage], in_flight=1)
+    alone = space.needed_bytes(setting, cut.replicas[stage], 1)
     several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
-    nearly = missing <= FINER * max(several, default=0.0)  # a border that moves within two blocks
-    return TooLittleMemory(
+    # a border that moves within two blocks might do
+    finer = space.count > len(cut.ends) and missing <= 2 * max(several, default=0.0)
+    return ConfigError(
         f"memory does not suffice: even where it is used least ({len(cut.ends)} stages, {setting.schedule}, "
         f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}) needs "
-        f"{needed / 1e9:.3f} GB, and may use {space.limit / 1e9:.3f} GB: "
-        f"{missing / 1e9:.3f} GB are missing"
-        + (f"; blocks={FINER * space.count} cuts finer" if nearly and space.count >= MOST_BLOCKS else ""),
-        nearly,
+        f"{needed / 1e9:.3f} GB, and may use {space.limit / 1e9:.3f} GB: {missing / 1e9:.3f} GB are missing"
+        + (f"; blocks={2 * space.count} cuts finer" if finer else "")
     )

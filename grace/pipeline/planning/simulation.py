@@ -10,7 +10,6 @@ other as in torch:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import NamedTuple
 
 from grace.pipeline.planning.pipeline_plan import Stage
@@ -48,12 +47,7 @@ class SimulatedStep:
 
 
 def simulate(schedule: str, stages: Sequence[Stage], microbatches: int) -> SimulatedStep:
-    """Simulate a step.
-
-    Args:
-        schedule: one of :data:`~grace.pipeline.planning.schedules.SCHEDULES`.
-        stages: the stages, with their seconds for a micro-batch.
-        microbatches: number of micro-batches.
+    """Simulate a step of a schedule, of stages with their seconds for a micro-batch.
 
     Raises:
         ConfigError: torch refuses the schedule.
@@ -127,29 +121,21 @@ class _Simulation:
     def _run_stage(self, stage: int) -> Iterator[int]:
         """Run a stage; yield its number while it waits."""
         unfinished: list[_Message] = []  # sends that are awaited later
-        with_next: list[_Message] = []  # sends that are awaited together with the next action's receive
-        actions = self.actions[stage]
-        for action, following in zip_longest(actions, actions[1:]):
+        former = "F"
+        for action in self.actions[stage]:
+            turned, former = action.kind != former, action.kind
+            if turned and self.schedule == "gpipe":
+                yield from self._wait(stage, unfinished)
             received = self._message(action.kind, stage, action.microbatch)
-            for message in received:
-                self.posted.setdefault(message, self.clocks[stage])
-            yield from self._wait(stage, [*with_next, *received])
-            with_next = []
+            self.posted.update(dict.fromkeys(received, self.clocks[stage]))
+            yield from self._wait(stage, [*unfinished, *received] if turned else received)
             self._compute(stage, action)
+            if turned or self.schedule == "1f1b":
+                yield from self._wait(stage, unfinished)
+                unfinished = []
             sent = self._message(action.kind, stage + (1 if action.kind == "F" else -1), action.microbatch)
-            turns = following is not None and following.kind != action.kind
-            if self.schedule == "1f1b":
-                yield from self._wait(stage, unfinished)
-                unfinished = []
-            for message in sent:
-                self.sent[message] = self.clocks[stage]
-            if self.schedule == "1f1b" and turns:
-                with_next = sent
-                continue
+            self.sent.update(dict.fromkeys(sent, self.clocks[stage]))
             unfinished += sent
-            if turns:
-                yield from self._wait(stage, unfinished)
-                unfinished = []
         yield from self._wait(stage, unfinished)
 
     def _wait(self, stage: int, messages: Sequence[_Message]) -> Iterator[int]:

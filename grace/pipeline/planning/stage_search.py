@@ -40,15 +40,8 @@ class StageCut(NamedTuple):
 
 
 class StageSearch:
-    """The dynamic program for one setting and number of stages.
-
-    Args:
-        space: blocks and devices.
-        setting: the choices that are given.
-        stages: number of stages; that of the setting if its stages have equally many replicas.
-        replicas: possible numbers of replicas of each stage; None for any.
-        by_memory: True to minimize the largest memory instead of the longest stage.
-    """
+    """The dynamic program for one setting and number of stages, and the possible numbers of ``replicas`` of each stage
+    (None for any). It minimizes the longest stage, or with ``by_memory`` the largest memory."""
 
     def __init__(
         self,
@@ -74,6 +67,8 @@ class StageSearch:
         if setting.equal_stages:
             start = stage if setting.layout == "stages" else stage * self.most
         in_flight = micro_batches_in_flight(setting.schedule, stage, self.stages, setting.microbatches)
+        if space.devices.one_node:  # all ranks are alike
+            start = 0
         found = space.arrays(setting, start, self.most, in_flight)[self.by_memory]
         if self.replicas is not None:
             found = found.copy()

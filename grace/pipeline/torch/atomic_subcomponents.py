@@ -1,7 +1,7 @@
 """Atomic subcomponents of a captured model: operations that depend on its inputs, with the constant operations that
 feed them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,10 @@ from grace.pipeline.torch.capture import (
 class Atoms:
     """The nodes of a captured model that are atomic subcomponents, and the constant nodes that feed them.
 
-    Args:
-        captured: the model's graph.
-
     Attributes:
         dynamic: nodes that depend on the inputs, draw random numbers, or touch memory that is written to. Each of them
             runs once.
-        values: fake values of all nodes.
+        values: fake values of all nodes, under the autocast that is active now.
         inseparable: sets of names of nodes that must be in one stage.
 
     Raises:
@@ -83,11 +80,13 @@ class Atoms:
             if not node.users and node.all_input_nodes and all(one.op == "get_attr" for one in node.all_input_nodes):
                 following = next((one for one in self.dynamic if self.order[one] > self.order[node]), None)
                 sets.append({node, following or node})  # a counter stays with the operation that it counts
-        return [
-            frozenset(node.name for node in merged)
-            for merged in _merge_overlapping(sets, self.dynamic)
-            if len(merged) > 1
-        ]
+        named = [frozenset(node.name for node in one if node in self.dynamic) for one in sets]
+        return [names for names in dict.fromkeys(named) if len(names) > 1]
+
+    @property
+    def values_by_name(self) -> dict[str, Any]:
+        """Fake values of all nodes, by the nodes' names."""
+        return {node.name: value for node, value in self.values.items()}
 
     def constants(self, node: fx.Node) -> list[fx.Node]:
         """Return the constant nodes that feed a node, get_attr among them, in order."""
@@ -117,12 +116,8 @@ class Atoms:
         return [one for one in nodes if one.op == "placeholder" or one in self.dynamic]
 
     def graph(self, rows: int, measured: Mapping[str, Mapping[str, float]] | None = None) -> Graph:
-        """Return the graph for planning.
-
-        Args:
-            rows: rows of the batch that the model was captured with.
-            measured: the fields "forward", "backward", "kept" and others of each node, by the node's name.
-        """
+        """Return the graph for planning, of a batch of so many rows. ``measured`` has the fields "forward", "backward",
+        "kept" and others of each node, by its name."""
         nodes = []
         trained: dict[str, torch.Tensor] = {}
         for node in self.dynamic:
@@ -210,18 +205,3 @@ def storage_ids(value: Any) -> set[int]:
 def _nbytes(value: Any) -> float:
     """Return the bytes of the tensors in a value."""
     return float(sum(one.nbytes for one in tensor_leaves(value)))
-
-
-def _merge_overlapping(sets: Iterable[set[fx.Node]], dynamic: Mapping[fx.Node, None]) -> list[set[fx.Node]]:
-    """Merge sets that share a node, and drop nodes that are not dynamic."""
-    merged: list[set[fx.Node]] = []
-    for new in sets:
-        own = {node for node in new if node in dynamic}
-        apart = []
-        for other in merged:
-            if other.isdisjoint(own):
-                apart.append(other)
-            else:
-                own |= other
-        merged = [*apart, own]
-    return merged

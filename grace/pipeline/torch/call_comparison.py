@@ -3,13 +3,11 @@
 Stages get activations from each other, and everything else (the batch, its targets, the mode) from their own program.
 If a rank's program left out a call, the rank would compute one batch's activations with another batch's targets; if a
 rank had a shorter batch, it would wait for messages of another size. Each rank therefore sends a few numbers to all
-others. The all-gather starts before the first stage computes, and is awaited before the first message between two
-stages is sent or awaited. So it takes no time of its own, and a refusal leaves no message behind.
+others before anything is computed or sent, so that a refusal leaves no message behind.
 
-Ranks compare a sample of each tensor of the batch. Tensors that were equal once must stay equal. If some tensors differ
-from the beginning, a warning says so once: they may be dummies (targets where no loss is computed, inputs that a later
-stage does not read). For these tensors it is an error if one rank has the tensor that another had a step before, or if
-all tensors of a batch differ and change from step to step: then the data are in another order.
+Ranks compare a sample of each tensor of the batch. Tensors that were equal once must stay equal, unless one of them is
+one number all over. If all tensors of the first batch differ, the ranks read their data in another order. If some do, a
+warning says so once: they may be dummies (targets where no loss is computed, inputs that a later stage does not read).
 """
 
 import warnings
@@ -19,7 +17,6 @@ from typing import TypeVar
 
 import torch
 
-from grace.core.backend import Handle
 from grace.errors import StepError
 from grace.exchange.header import ADVICE, describe_ranks
 from grace.pipeline.torch.mesh import Mesh
@@ -73,12 +70,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CallComparison:
-    """The comparison of the ranks' calls, and its record of former calls.
-
-    Args:
-        mesh: the pipeline's ranks.
-        by_replica: True if each replica's ranks have a batch of their own; else all ranks have the same batch.
-    """
+    """The comparison of the ranks' calls, and its record of former calls. With ``by_replica`` each replica's ranks have
+    a batch of their own; else all ranks have the same batch."""
 
     def __init__(self, mesh: Mesh, by_replica: bool):
         self.mesh = mesh
@@ -88,17 +81,15 @@ class CallComparison:
         """Sets of ranks that are given the same batch."""
         self.same_so_far: dict[tuple[int, int], set[int]] = {}
         """Positions of the tensors that were the same so far, by mode and number of the set of ranks."""
-        self.before: dict[int, list[list[int]]] = {}
-        """Numbers of all ranks in the last call, by mode."""
         self.rates: list[float] = []
         """Learning rates of this rank's optimizer."""
         self.warned_rates = False
         self.calls = 0
-        self._begun: tuple[Handle, Sequence[object], Exception | None] | None = None
 
-    def begin(self, prepare: Callable[[], tuple[W, Hashable, Sequence[object]]], mode: int, gradients: Gradients) -> W:
-        """Start to compare a call. Ranks without the first stage await the comparison at once, since they have to wait
-        anyway.
+    def compare(
+        self, prepare: Callable[[], tuple[W, Hashable, Sequence[object]]], mode: int, gradients: Gradients
+    ) -> W:
+        """Prepare a call, and compare it with the other ranks' calls. Every rank must call it.
 
         Args:
             prepare: a function that returns this rank's work, the shapes that messages depend on, and the call's
@@ -110,19 +101,18 @@ class CallComparison:
             this rank's work.
 
         Raises:
-            RankError, StepError: see :meth:`end`.
+            RankError: another rank refused its batch.
+            StepError: the ranks are not at the same step, or have different batches.
         """
         channel = self.mesh.channel
         if channel is None:  # there is no other rank
             return prepare()[0]
-        work: W | None = None
         error: Exception | None = None
-        sums = -1
-        batch = [-1] * TENSORS
+        shapes, batch = -1, [-1] * TENSORS
         values: Sequence[object] = []
         try:
-            work, shapes, values = prepare()
-            sums = zlib.crc32(repr(shapes).encode())
+            work, key, values = prepare()
+            shapes = zlib.crc32(repr(key).encode())
             batch = checksums(values)
         except Exception as raised:
             error = raised
@@ -130,30 +120,13 @@ class CallComparison:
         self.rates = _rates(gradients.optimizer) if has_optimizer else []
         counts = gradients.batches, gradients.updates if has_optimizer else -1
         rates = zlib.crc32(repr(self.rates).encode()) if has_optimizer else -1
-        stamp = [int(error is not None), mode, *counts, sums, rates, *batch]
-        self._begun = channel.allgather(channel.tensor_of(stamp)), values, error
-        if error is not None or self.mesh.stage != 0:
-            self.end()
-        assert work is not None  # or the comparison has raised the error
-        return work
-
-    def end(self) -> None:
-        """Await the comparison of the call, if it was not awaited yet.
-
-        Raises:
-            RankError: another rank refused its batch.
-            StepError: the ranks are not at the same step, or have different batches.
-        """
-        if self._begun is None:
-            return
-        handle, values, error = self._begun
-        self._begun = None
-        received = [part.tolist() for part in handle.wait()]
+        stamp = [int(error is not None), mode, *counts, shapes, rates, *batch]
+        received = [part.tolist() for part in channel.allgather(channel.tensor_of(stamp)).wait()]
         if any(one[FAILED] for one in received):
             gather_or_raise(self.backend, "a batch", None, error, "refused its batch")  # raises on every rank
         self._compare(received, values)
         self.calls += 1
-        self.before[received[0][MODE]] = received
+        return work
 
     def _compare(self, received: list[list[int]], values: Sequence[object]) -> None:
         """Compare the numbers of all ranks."""
@@ -191,39 +164,29 @@ class CallComparison:
 
     def _compare_batches(self, received: list[list[int]], mode: int, number: int, ranks: Sequence[int]) -> None:
         """Compare the samples of the batches of ranks that must have the same batch."""
-        first = ranks[0]
         known = self.same_so_far.get((mode, number))
-        same_so_far = set(range(TENSORS)) if known is None else set(known)
-        before = self.before.get(mode)
+        same = set(range(TENSORS)) if known is None else set(known)
         for rank in ranks[1:]:
-            now = list(zip(received[first][BATCH:], received[rank][BATCH:], strict=True))
-            then = None if before is None else list(zip(before[first][BATCH:], before[rank][BATCH:], strict=True))
-            differ = {i for i, (a, b) in enumerate(now) if a != b and a >= 0 and b >= 0}
-            other_batch = False
-            if known is not None and then is not None:
-                changed = {i for i in differ if now[i][0] != then[i][0] and now[i][1] != then[i][1]}
-                shifted = {i for i in changed if now[i][0] == then[i][1] or now[i][1] == then[i][0]}
-                # odd checksums are of tensors of one number, which programs pass where nothing reads them
-                dummies = {
-                    i for i in differ - changed if any(a % 2 and a == b for a, b in zip(now[i], then[i], strict=True))
-                }
-                compared = {i for i, (a, b) in enumerate(now) if a >= 0 and b >= 0}
-                reordered = mode > 0 and len(changed) > 1 and changed == compared  # inputs and targets both differ
-                other_batch = bool((differ & known) - dummies or shifted or reordered)
-            if other_batch:
+            pairs = list(zip(received[ranks[0]][BATCH:], received[rank][BATCH:], strict=True))
+            compared = {i for i, pair in enumerate(pairs) if min(pair) >= 0}
+            differ = {i for i in compared if pairs[i][0] != pairs[i][1]}
+            # odd checksums are of tensors of one number, which programs pass where nothing reads them
+            unlike = {i for i in differ if pairs[i][0] % 2 == pairs[i][1] % 2}
+            other_batch = unlike & same if known is not None else mode > 0 and unlike == compared
+            if unlike and other_batch:
                 raise StepError(
-                    f"in call {self.calls} of the pipeline rank {rank} was given another batch than rank {first}: a "
+                    f"in call {self.calls} of the pipeline rank {rank} was given another batch than rank {ranks[0]}: a "
                     "rank left out a step, or takes its data in another order. Let all ranks of a replica read the "
                     f"same rows, by a sampler of the same seed. {ADVICE}"
                 )
-            same_so_far -= differ
-        if same_so_far != known and len(same_so_far) < TENSORS:
+            same -= differ
+        if same != known and len(same) < TENSORS:
             warnings.warn(
                 f"{describe_ranks(ranks)} of a pipeline were given different tensors for some of their batch. Where no "
-                "stage of a rank reads them this does no harm, and they are hardly compared from now on",
+                "stage of a rank reads them this does no harm, and they are not compared from now on",
                 stacklevel=2,
             )
-        self.same_so_far[mode, number] = same_so_far
+        self.same_so_far[mode, number] = same
 
     def _compare_rates(self, received: list[list[int]]) -> None:
         """Warn once if stages have different learning rates, which may be intended."""

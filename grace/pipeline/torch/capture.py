@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
-from grace.pipeline.torch.context_blocks import inline_blocks, unwrap_operation
 from grace.pipeline.torch.own_backward import CarriedFunctions, check_hooks, is_user_code
 
 OLDEST_TORCH = "2.13"
@@ -26,6 +26,11 @@ UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
 }
 """Operations that write to arguments without declaring it in their schemas: the position of the flag that makes them
 write, and the positions of these arguments."""
+BLOCKS: dict[Any, tuple[Any, int]] = {
+    wrap_with_set_grad_enabled: (torch.set_grad_enabled, 1),
+    wrap_with_autocast: (torch.autocast, 4),
+}
+"""Context, and number of its arguments, for each operation that ``torch.export`` makes of a block."""
 
 
 @dataclass
@@ -108,7 +113,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         raise ConfigError(_export_error(model, error)) from error
     module: Any = program.module(check_guards=False)
     functions.insert_into(module)
-    inline_blocks(module)
+    _inline_blocks(module)
     graph = module.graph
     for node in graph.nodes:
         if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
@@ -133,6 +138,65 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     flat = tuple(pytree.arg_tree_leaves(output.args[0]))
     return Captured(module, attributes, placeholders, module._in_spec, module._out_spec, flat)
+
+
+class WithinBlock:
+    """An operation that runs in the context of a block of the model, which ``context`` makes of ``arguments``."""
+
+    def __init__(self, operation: Any, context: Any, arguments: tuple[Any, ...]):
+        self.operation = operation
+        self.context = context
+        self.arguments = arguments
+        self.__name__ = self.__qualname__ = str(getattr(operation, "__name__", operation))
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.context(*self.arguments):
+            return self.operation(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.operation} in {self.context.__name__}{self.arguments}"
+
+
+def unwrap_operation(node: fx.Node) -> Any:
+    """Return the operation that a node calls, without the contexts of blocks."""
+    operation: Any = node.target
+    while isinstance(operation, WithinBlock):
+        operation = operation.operation
+    return operation
+
+
+def _inline_blocks(module: fx.GraphModule) -> None:
+    """Replace each node of a block by the operations of its graph. ``torch.export`` makes one node with a graph of its
+    own of a block."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target not in BLOCKS:
+            continue
+        context, count = BLOCKS[node.target]
+        arguments = node.args[:count]
+        inner = node.args[count]
+        block_inputs = iter(node.args[count + 1 :])
+        block = operator.attrgetter(inner.target)(module)
+        _inline_blocks(block)
+        new: dict[fx.Node, Any] = {}
+        outputs: Any = ()
+        with graph.inserting_before(node):
+            for one in block.graph.nodes:
+                if one.op == "placeholder":
+                    new[one] = next(block_inputs)
+                elif one.op == "output":
+                    outputs = fx.map_arg(one.args[0], new.__getitem__)
+                else:
+                    new[one] = graph.node_copy(one, new.__getitem__)
+                    if one.op == "get_attr":
+                        new[one].target = f"{inner.target}.{one.target}"
+                    elif one.target is not operator.getitem:
+                        new[one].target = WithinBlock(one.target, context, arguments)
+        for user in list(node.users):  # each reads one of the block's outputs
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def first_names(model: torch.nn.Module) -> dict[str, str]:
@@ -196,7 +260,7 @@ def _fake_meta_tensors(
     given, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), kwargs))
     device = first_device(pytree.tree_leaves((args, kwargs)))
     with mode:
-        fakes = {name: _allocate_like(tensor, device) for name, tensor in tensors.items()}
+        fakes = {name: allocate_like(tensor, device) for name, tensor in tensors.items()}
     with torch.nn.utils.stateless._reparametrize_module(model, fakes, tie_weights=True), mode:
         yield given, named
 
@@ -206,7 +270,7 @@ def first_device(values: Sequence[Any]) -> torch.device:
     return next((one.device for one in values if isinstance(one, torch.Tensor)), torch.device("cpu"))
 
 
-def _allocate_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def allocate_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor like one on ``meta``, on a device."""
     fresh = torch.empty_like(tensor, device=device if tensor.is_meta else None)
     return torch.nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
@@ -313,7 +377,7 @@ class _FakeInterpreter(fx.Interpreter):
             return value
         if id(value) not in self.converted:
             if value.is_meta:
-                self.converted[id(value)] = _allocate_like(value, self.device)
+                self.converted[id(value)] = allocate_like(value, self.device)
             else:
                 self.converted[id(value)] = self.mode.from_tensor(value, static_shapes=True)
         return self.converted[id(value)]
@@ -322,11 +386,7 @@ class _FakeInterpreter(fx.Interpreter):
         """Run a node in its context, and report its value."""
         if n.op == "output":
             return None
-        if n.op != "call_function":
-            value = self.fetch_attr(str(n.target)) if n.op == "get_attr" else super().run_node(n)
-            self.on_value(n, value)
-            return value
-        with self.context_of(n):
+        with self.context_of(n) if n.op == "call_function" else contextlib.nullcontext():
             value = super().run_node(n)
         self.on_value(n, value)
         return value
@@ -334,21 +394,13 @@ class _FakeInterpreter(fx.Interpreter):
 
 def fake_values(
     captured: Captured,
-    flat: Sequence[Any] | None = None,
     context_of: Callable[[fx.Node], Any] = lambda node: contextlib.nullcontext(),
     on_value: Callable[[fx.Node, Any], None] = lambda node, value: None,
 ) -> dict[fx.Node, Any]:
     """Return a fake tensor of each node's value: shapes, dtypes, storages, and ``requires_grad``, under the active
-    autocast.
-
-    Args:
-        captured: the graph.
-        flat: the inputs, which may be on ``meta``; the inputs that the model was captured with if left out.
-        context_of: a function that returns the context in which a node's operation runs.
-        on_value: a function that is called with each node and its fake value.
+    autocast. A node's operation runs in ``context_of(node)``, and ``on_value`` is called with the node and its value.
     """
-    if flat is None:
-        flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]
+    flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), torch.random.fork_rng([]):
         fresh = lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)  # noqa: E731
         own = [fresh(one) if isinstance(one, torch.Tensor) else one for one in flat]

@@ -2,8 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,45 +41,26 @@ Overlap = tuple[int, int, int]
 """Rows that this replica shares with a replica of another stage: the other's rank, first row, and number of rows."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The ranks of a stage and the replica that this is: replica r of ``len(ranks)`` has rows [r M/R, (r+1) M/R) of
-    M."""
+def overlaps(replica: int, replicas: int, others: Sequence[int], rows: int) -> list[Overlap]:
+    """Return the rows that a replica of a stage, with so many rows, shares with each replica of another stage, whose
+    ranks are given. Replica r of R has rows [r M/R, (r+1) M/R) of M.
 
-    ranks: tuple[int, ...]
-    replica: int = 0
-
-    def overlaps(self, other: "Placement | None", rows: int) -> list[Overlap]:
-        """Return the rows that this replica shares with each replica of another stage; none if there is no other
-        stage.
-
-        Args:
-            other: placement of the previous or the next stage.
-            rows: number of rows of this replica.
-
-        >>> Placement((0,)).overlaps(Placement((1, 2)), 8), Placement((1, 2), 1).overlaps(Placement((0,)), 4)
-        ([(1, 0, 4), (2, 4, 4)], [(0, 0, 4)])
-        """
-        if other is None:
-            return []
-        whole = rows * len(self.ranks)
-        first = rows * self.replica
-        other_rows = whole // len(other.ranks)
-        overlaps = []
-        for q, rank in enumerate(other.ranks):
-            low = max(first, q * other_rows)
-            high = min(first + rows, (q + 1) * other_rows)
-            if low < high:
-                overlaps.append((rank, low - first, high - low))
-        return overlaps
+    >>> overlaps(0, 1, (1, 2), 8), overlaps(1, 2, (0,), 4)
+    ([(1, 0, 4), (2, 4, 4)], [(0, 0, 4)])
+    """
+    first = rows * replica
+    found = []
+    for q, rank in enumerate(others):
+        other_rows = rows * replicas // len(others)
+        low = max(first, q * other_rows)
+        high = min(first + rows, (q + 1) * other_rows)
+        if low < high:
+            found.append((rank, low - first, high - low))
+    return found
 
 
 class Mesh:
-    """The ranks of a plan. Every rank must make one.
-
-    Args:
-        plan: the plan, which must be for as many ranks as the run has.
-        backend: the backend of all ranks.
+    """The ranks of a plan, which must be for as many ranks as the run has. Every rank must make one.
 
     Attributes:
         stage: number of this rank's stage.
@@ -114,15 +94,6 @@ class Mesh:
         if ranks not in self.groups:
             self.groups[ranks] = self.channel.split(list(ranks))
         return self.groups[ranks]
-
-    @property
-    def placement(self) -> Placement:
-        """Placement of this rank."""
-        return Placement(self.ranks[self.stage], self.replica)
-
-    def placement_of(self, stage: int) -> Placement | None:
-        """Return the placement of the first replica of a stage; None if there is no such stage."""
-        return Placement(self.ranks[stage]) if 0 <= stage < len(self.ranks) else None
 
     @contextlib.contextmanager
     def naming_failed_rank(self, what: str) -> Iterator[None]:

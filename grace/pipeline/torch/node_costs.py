@@ -2,6 +2,7 @@
 anything."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from grace.core.atomic_files import atomic_write
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.torch.atomic_subcomponents import Atoms, CapturedBatch, storage_ids, tensor_leaves
 from grace.pipeline.torch.batches import slice_rows
-from grace.pipeline.torch.capture import check_plain_model, fake_values, split_call, written_nodes
+from grace.pipeline.torch.capture import check_plain_model, fake_values, first_device, split_call, written_nodes
 
 REPEATS = 5
 """Least number of runs of a node."""
@@ -65,13 +66,7 @@ def measure_costs(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = N
     real inputs.
 
     Identical subgraphs (operations, shapes, dtypes, devices) are measured once, in this process and, if there is a
-    ``file``, in all processes that use it.
-
-    Args:
-        atoms: the subcomponents of a model whose parameters have values.
-        flat: the inputs that it was captured with.
-        file: the file of profiles.
-        local_ranks: number of ranks of this host that measure at once.
+    ``file`` of profiles, in all processes that use it, if as many ranks of a host measure at once.
 
     >>> from grace.pipeline.torch.capture import capture
     >>> x = torch.ones(4, 2)
@@ -80,9 +75,9 @@ def measure_costs(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = N
     (['backward', 'forward', 'kept'], True)
     """
     known = _read_profiles(file)
-    known_before = dict(known)
+    count = len(known)
     costs = _Measure(atoms, known, local_ranks).costs(flat)
-    if file is not None and known != known_before:
+    if file is not None and len(known) > count:
         with contextlib.suppress(OSError):  # a cache that cannot be written is left out
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(file) as draft:
@@ -111,13 +106,17 @@ def costs_by_rows(
     fixed_parts = {"kept": "kept_fixed"}
     if not dry:  # estimates know the overhead
         fixed_parts |= {"forward": "overhead", "backward": "overhead_back"}
-    costs = estimate_costs(batch.atoms) if dry else measure_costs(batch.atoms, batch.flat, file, local_ranks)
+
+    def costs_of(some: CapturedBatch) -> Costs:
+        """Return the costs of a batch."""
+        return estimate_costs(some.atoms) if dry else measure_costs(some.atoms, some.flat, file, local_ranks)
+
+    costs = costs_of(batch)
     few = max(batch.rows // 4, 2)
     if few >= batch.rows:
         return costs
     try:
-        fewer = batch.with_inputs(slice_rows(batch.flat, batch.rows, 0, few, batch.whole))
-        smaller = estimate_costs(fewer.atoms) if dry else measure_costs(fewer.atoms, fewer.flat, file, local_ranks)
+        smaller = costs_of(batch.with_inputs(slice_rows(batch.flat, batch.rows, 0, few, batch.whole)))
     except Exception:  # the model takes batches of the original size only
         return costs
     for name, cost in costs.items():
@@ -191,8 +190,6 @@ class _Measure(fx.Interpreter):
         """Run a node, and time it unless its seconds are known."""
         if n.op == "output":
             return None
-        if n.op == "get_attr":
-            return self.fetch_attr(str(n.target))
         if n in self.atoms.dynamic:
             key = self._key(n)
             if key not in self.known:
@@ -217,22 +214,19 @@ class _Measure(fx.Interpreter):
 
     def _seconds(self, node: fx.Node) -> tuple[float, float]:
         """Return the median seconds of forward and of backward of a node."""
-        reads = self.atoms.reads(node)
         constants = self.atoms.constants(node)
+        attributes = {one: self.fetch_attr(str(one.target)) for one in constants if one.op == "get_attr"}
+        given = {**{one: self.env[one] for one in self.atoms.reads(node)}, **attributes}
+        sums = {one: torch.zeros_like(v) for one, v in attributes.items() if self.atoms.values[one].requires_grad}
         writes = bool(written_nodes(node))
-        wants = {one for one in constants if one.op == "get_attr" and self.atoms.values[one].requires_grad}
-        sums = [torch.zeros_like(self.fetch_attr(str(one.target))) for one in constants if one in wants]
         forward = list[float]()
         backward = list[float]()
         start = time.perf_counter()
         while True:
-            env: dict[fx.Node, Any] = {}
-            for one in (*reads, *(one for one in constants if one.op == "get_attr")):
-                grad = self.atoms.values[one]
-                value = self.fetch_attr(str(one.target)) if one.op == "get_attr" else self.env[one]
-                env[one] = pytree.tree_map(_leaf, value, grad)
-            weights = [env[one] for one in constants if one in wants]
-            leaves = [t for one in env.values() for t in tensor_leaves(one) if t.requires_grad]
+            env = {one: pytree.tree_map(_leaf, value, self.atoms.values[one]) for one, value in given.items()}
+            for one, total in sums.items():
+                env[one].grad = total  # micro-batches add up gradients
+            leaves = [t for t in tensor_leaves(list(env.values())) if t.requires_grad]
             if writes:  # autograd refuses to write to leaves in place
                 env = pytree.tree_map_only(torch.Tensor, torch.clone, env)
             began = _time_when_done(env)
@@ -245,11 +239,7 @@ class _Measure(fx.Interpreter):
             if outputs and leaves:
                 ones = [torch.ones_like(t) for t in outputs]
                 began = _time_when_done(env)
-                gradients = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
-                for weight, total in zip(weights, sums, strict=True):  # micro-batches add up gradients
-                    own = next((g for t, g in zip(leaves, gradients, strict=True) if t is weight), None)
-                    if own is not None:
-                        total += own
+                torch.autograd.backward(outputs, ones, inputs=leaves)
                 backward.append(_time_when_done(env) - began)
             spent = time.perf_counter() - start
             if len(forward) >= MOST or (len(forward) >= REPEATS and (_steady(forward, backward) or spent > SECONDS)):
@@ -268,11 +258,9 @@ def _steady(*runs: Sequence[float]) -> bool:
 
 def _time_when_done(env: Mapping[fx.Node, Any]) -> float:
     """Return the time once the device has finished its work, in seconds."""
-    for value in env.values():
-        for tensor in tensor_leaves(value):
-            if tensor.is_cuda:
-                torch.cuda.synchronize(tensor.device)
-                return time.perf_counter()
+    device = first_device(tensor_leaves(list(env.values())))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -285,57 +273,47 @@ def _leaf(value: Any, like: Any) -> Any:
     """Return a value as a node reads it, as a leaf with a gradient of its own if it has one."""
     if not isinstance(value, torch.Tensor):
         return value
-    wants = bool(getattr(like, "requires_grad", False)) and (value.is_floating_point() or value.is_complex())
-    return value.detach().requires_grad_(wants)
+    return value.detach().requires_grad_(like.requires_grad)
 
 
 def kept_bytes(atoms: Atoms) -> dict[str, float]:
     """Return the bytes that each node's forward keeps for backward: distinct storages that autograd saves, or that the
     model returns, each at the node that makes it. Parameters, buffers and the model's inputs are left out."""
     kept = dict.fromkeys((node.name for node in atoms.dynamic), 0.0)
-    seen = set[int]()
-    fakes = list[Any]()
+    seen: dict[int, object] = {}  # the tensors are kept alive: another storage could get the id of one that is freed
     feeds = {one: node.name for node in reversed(atoms.dynamic) for one in (*atoms.constants(node), node)}
     makers: dict[int, fx.Node] = {}
 
-    def save(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    def save(node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
         """Count a saved tensor's storage at the node that made it."""
         storage = tensor.untyped_storage()
         maker = makers.get(storage._cdata, node)
         if storage._cdata not in seen and maker in feeds:
-            seen.add(storage._cdata)
-            fakes.append(tensor)  # kept alive: another storage could get its id
+            seen[storage._cdata] = tensor
             kept[feeds[maker]] += storage.nbytes()
         return tensor
 
     def saving(node: fx.Node) -> Any:
         """Return a context that counts the tensors that a node saves."""
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: save(tensor, node), lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(functools.partial(save, node), lambda tensor: tensor)
 
     def record(node: fx.Node, value: Any) -> None:
         """Record the storages of a value, and the node that made them."""
-        if node.op in ("get_attr", "placeholder"):
-            seen.update(storage_ids(value))
         for storage in storage_ids(value):
             makers.setdefault(storage, node)
+            if node.op != "call_function":
+                seen.setdefault(storage, value)
 
     value_of = fake_values(atoms.captured, context_of=saving, on_value=record)
     for node in atoms.outputs():
         for tensor in tensor_leaves(value_of[node]):
-            save(tensor, node)
+            save(node, tensor)
     return kept
 
 
 def estimate_costs(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, overhead: float = OVERHEAD) -> Costs:
-    """Estimate costs without running anything: forward = overhead + max(FLOPs / ``flops``, bytes / ``nbytes``),
-    backward = overhead + twice the rest.
-
-    Args:
-        atoms: the subcomponents of a model, which may be on ``meta``.
-        flops: FLOPs per second.
-        nbytes: bytes that memory moves per second.
-        overhead: seconds of starting an operation.
-    """
+    """Estimate costs without running anything, of a model that may be on ``meta``: forward = overhead + max(FLOPs /
+    ``flops``, bytes / ``nbytes``), backward = overhead + twice the rest."""
     counts: dict[str, float] = {}
 
     @contextlib.contextmanager

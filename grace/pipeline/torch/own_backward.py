@@ -39,13 +39,7 @@ CLIPPED = (
 
 
 class AppliedFunction:
-    """An ``autograd.Function`` with its arguments that are not tensors, as the operation of a node.
-
-    Args:
-        cls: the Function.
-        args: its arguments, with None for each tensor.
-        positions: positions of the tensors.
-    """
+    """An ``autograd.Function`` as the operation of a node, with its arguments: None at the ``positions`` of tensors."""
 
     def __init__(self, cls: Any, args: tuple[Any, ...], positions: Sequence[int]):
         self.cls = cls

@@ -3,6 +3,7 @@ gradients."""
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -274,49 +275,45 @@ class Pipeline:
         return self.mesh.replicas[self.stage]
 
     def _begin_call(self, args: Args, kwargs: Kwargs, targeted: bool) -> Work:
-        """Prepare a call by :meth:`_split_batch`, and start the ranks' comparison of it. ``targeted`` is True if the
-        last of ``args`` is the target, provided that there is a loss function."""
-
-        def read_arguments() -> tuple[Args, Kwargs, object]:
-            """Return the arguments and the target that this rank was given."""
-            own, target = self._split_target(args, kwargs) if targeted else (args, None)
-            return own, kwargs, target
-
-        def prepare() -> tuple[Work, Hashable, Sequence[object]]:
-            """Return the stage, inputs and targets, shapes for the comparison, and values for the comparison."""
-            batch = (
-                broadcast_batch(self.mesh, self.device, read_arguments) if self.inputs == "rank0" else read_arguments()
-            )
-            prepared, shapes = self._split_batch(*batch)
-            return prepared, shapes, [] if self.inputs == "rank0" else pytree.tree_leaves((args, kwargs))
-
+        """Return this rank's work in a call, which the ranks have compared. ``targeted`` is True if the last of
+        ``args`` is the target, provided that there is a loss function."""
         mode = (1 + self._exchanging) if self.training else 0
-        return self.comparison.begin(prepare, mode, self.gradients)
+        return self.comparison.compare(lambda: self._prepare(args, kwargs, targeted), mode, self.gradients)
 
-    def _split_batch(self, args: Args, kwargs: Kwargs, target: object) -> tuple[Work, Hashable]:
-        """Return this rank's stage for these shapes, and its inputs and the target of each micro-batch; and the shapes
-        of the batch."""
+    def _prepare(self, args: Args, kwargs: Kwargs, targeted: bool) -> tuple[Work, Hashable, Sequence[object]]:
+        """Return this rank's work in a call, and the shapes and values of the batch that the ranks compare."""
         assert self.plan is not None
-        count = self.plan.microbatches
-        placement = self.mesh.placement
-        spec = self._captured.in_spec
+        if self.inputs == "rank0":
+            given = lambda: self._split_target(args, kwargs, targeted)  # noqa: E731
+            args, kwargs, target = broadcast_batch(self.mesh, self.device, given)
+            compared = []
+        else:
+            compared = pytree.tree_leaves((args, kwargs))
+            args, kwargs, target = self._split_target(args, kwargs, targeted)
         leaves = self._captured.flat(args, kwargs)
         rows = count_rows(leaves, self._is_whole)
-        cut = micro_batches(leaves, rows, count, placement, self.inputs != "replica", self._is_whole)
-        first_args, first_kwargs = pytree.tree_unflatten(cut[0], spec)
-        key = (self.training, shape_key(cut[0]))
+        replica, replicas = (0, 1) if self.inputs == "replica" else (self.replica, self.replicas)
+        split = functools.partial(micro_batches, rows, self.plan.microbatches, replica, replicas)
+        chunks = split(leaves, self._is_whole)
+        targets, target_spec = pytree.tree_flatten(target)
+        parts = [pytree.tree_unflatten(one, target_spec) for one in split(targets)]
+        built = self._stage_for(chunks[0])
+        return (built, [built.inputs(one) for one in chunks], parts), shape_key(leaves), compared
+
+    def _stage_for(self, flat: Sequence[object]) -> BuiltStage:
+        """Return this rank's stage for micro-batches of these shapes, in the mode that is set."""
+        assert self.plan is not None
+        key = (self.training, shape_key(flat))
         if key not in self._built:
             self.model.train(self.training)
-            holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
-            micro_batch = CapturedBatch(self.model, first_args, first_kwargs, self.whole)
-            nodes = self.nodes if self.training else evaluation_stages(micro_batch.atoms, self.nodes, holders)
-            recompute, compare = self.plan.recompute, self.comparison.end
-            self._built[key] = BuiltStage(micro_batch, nodes, self.mesh, self.device, recompute, compare)
-        built = self._built[key]
-        targets, target_spec = pytree.tree_flatten(target)
-        parts = micro_batches(targets, rows, count, placement, self.inputs != "replica")
-        inputs = [built.inputs(one) for one in cut]
-        return (built, inputs, [pytree.tree_unflatten(one, target_spec) for one in parts]), shape_key(leaves)
+            args, kwargs = pytree.tree_unflatten(list(flat), self._captured.in_spec)
+            batch = CapturedBatch(self.model, args, kwargs, self.whole)
+            nodes: Sequence[Sequence[str]] = self.nodes
+            if not self.training:
+                holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
+                nodes = evaluation_stages(batch.atoms.graph(batch.rows), nodes, holders)
+            self._built[key] = BuiltStage(batch, nodes, self.mesh, self.device, self.plan.recompute)
+        return self._built[key]
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -342,7 +339,6 @@ class Pipeline:
             built, chunks, targets = self._begin_call(args, kwargs, True)
             self.gradients.start_loss_scale(self.device)
             losses = run_schedule(self.plan.schedule, built.stage, chunks, targets, self._make_loss(built))
-            self.comparison.end()  # in a plan of one stage nothing is sent, so nothing has awaited it yet
         self.steps += 1
         factor = self.gradients.factor(self.plan.microbatches)
         with torch.no_grad():
@@ -365,7 +361,7 @@ class Pipeline:
         if not self.training:
             raise ConfigError("the pipeline is evaluating: call engine.train() before engine.step()")
         if self.plan is None:
-            self._cut(self._split_target(args, kwargs)[0], kwargs)
+            self._cut(*self._split_target(args, kwargs)[:2])
         if not self._pending:
             self.gradients.zero_grad()
         share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
@@ -387,23 +383,23 @@ class Pipeline:
         if not self.training:
             return self.evaluate(*args, **kwargs)
         if self.plan is None:
-            self._cut(self._split_target(args, kwargs)[0], kwargs)
+            self._cut(*self._split_target(args, kwargs)[:2])
         share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
         scale = self.gradients.loss_scale
         value = torch.tensor(self.mesh.all_reduce_sum(share))
         anchor = torch.zeros((), requires_grad=True)  # makes autograd call the loss's backward
         return Loss.apply(anchor, value, lambda factor: deliver(factor / scale))  # type: ignore[no-untyped-call]
 
-    def _split_target(self, args: Args, kwargs: Kwargs) -> tuple[Args, object]:
-        """Return the model's arguments and the target of a call."""
-        if self.loss_fn is None:
-            return args, None
+    def _split_target(self, args: Args, kwargs: Kwargs, targeted: bool = True) -> tuple[Args, Kwargs, object]:
+        """Return the model's arguments and the target of a call, which has one if it is ``targeted``."""
+        if self.loss_fn is None or not targeted:
+            return args, kwargs, None
         if len(args) < (1 if kwargs else 2):
             raise ConfigError(
                 "call it with the model's arguments and then the target that loss_fn takes, without a name: "
                 "(x, target), or (target, **batch) where all of the model's are named"
             )
-        return args[:-1], args[-1]
+        return args[:-1], kwargs, args[-1]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -513,6 +509,5 @@ class Pipeline:
         with self.mesh.naming_failed_rank("the pipeline's evaluation"):
             built, chunks, _ = self._begin_call(args, kwargs, False)
             outputs = run_forward(built.stage, chunks)
-            self.comparison.end()
         by_replica = self.inputs == "replica"
         return built.output(gather_outputs(outputs, self.mesh, gather or not by_replica, by_replica))

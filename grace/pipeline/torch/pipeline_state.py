@@ -9,7 +9,7 @@ import torch
 from grace.core.api_names import TORCH
 from grace.errors import ConfigError, RankError
 from grace.pipeline.torch.atomic_subcomponents import Atoms
-from grace.pipeline.torch.capture import first_names
+from grace.pipeline.torch.capture import allocate_like, first_names
 from grace.pipeline.torch.mesh import Mesh, failing_together
 from grace.pipeline.torch.stage_builder import stage_specs
 from grace.pipeline.torch.stage_gradients import Gradients
@@ -23,12 +23,6 @@ _LocalState = tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]
 class StageTensors:
     """The tensors of this rank's stage, and the whole model's state. Every rank must make one.
 
-    Args:
-        model: the user's model.
-        atoms: its atomic subcomponents.
-        nodes: names of the nodes of each stage.
-        mesh: the pipeline's ranks.
-
     Attributes:
         parameter_holders, buffer_holders: numbers of the stages that have each parameter, and each buffer, by its name.
             A tensor that no stage reads belongs to the first stage.
@@ -40,7 +34,7 @@ class StageTensors:
         self.mesh = mesh
         parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         buffers: dict[str, torch.Tensor] = dict(model.named_buffers())
-        read = [set(spec.attributes) for spec in stage_specs(atoms, nodes)]
+        read = [spec.attributes for spec in stage_specs(atoms, nodes)]
         holders = {
             name: tuple(stage for stage, own in enumerate(read) if name in own) or (0,)
             for name in (*parameters, *buffers)
@@ -54,25 +48,19 @@ class StageTensors:
     def materialize(self, init: Any, device: torch.device) -> None:
         """Allocate this rank's tensors that are on ``meta``, and fill them by ``init`` or ``reset_parameters`` of the
         first module that holds them."""
-        fresh_tensors: dict[int, torch.Tensor] = {}
-        holders = list[torch.nn.Module]()
-        filled = set[int]()
+        fresh: dict[int, Any] = {}
+        holders: dict[int, torch.nn.Module] = {}
         for own in (self.parameters, self.buffers):
             for name, tensor in own.items():
                 if tensor.is_meta:
-                    fresh: Any = torch.empty_like(tensor, device=device)
-                    if isinstance(tensor, torch.nn.Parameter):
-                        fresh = torch.nn.Parameter(fresh, tensor.requires_grad)
-                    fresh_tensors[id(tensor)] = own[name] = fresh  # type: ignore[index]
+                    own[name] = fresh[id(tensor)] = allocate_like(tensor, device)  # type: ignore
         for module in self.model.modules():
             for table in (module._parameters, module._buffers):
                 for key, old in table.items():
-                    if id(old) in fresh_tensors:
-                        table[key] = fresh_tensors[id(old)]  # type: ignore[assignment]
-                        if id(old) not in filled:
-                            filled.add(id(old))
-                            holders.append(module)
-        for module in dict.fromkeys(holders):
+                    if id(old) in fresh:
+                        table[key] = fresh[id(old)]
+                        holders.setdefault(id(old), module)
+        for module in dict.fromkeys(holders.values()):
             write = (lambda: init(module)) if init is not None else getattr(module, "reset_parameters", None)  # noqa: B023
             if write is None:
                 raise ConfigError(
@@ -81,42 +69,34 @@ class StageTensors:
                 )
             write()
 
-    def _source_rank(self, name: str) -> int:
-        """Return the rank whose copy of a tensor counts: replica 0 of the first stage that has the tensor."""
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter or buffer; see :meth:`grace.torch.Pipeline.parameter`."""
+        return self._fetch(name, {**self.parameters, **self.buffers})
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter's gradient; see :meth:`grace.torch.Pipeline.gradient`."""
+        if name in self.buffer_holders:
+            raise ConfigError(f"{name!r} is a buffer, which has no gradient")
+        return self._fetch(name, {key: p.grad for key, p in self.parameters.items()})
+
+    def _fetch(self, name: str, own: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        """Return a copy of a tensor on every rank, from replica 0 of the first stage that has it; zeros if that rank
+        has none. ``own`` are this rank's, by name."""
         holders = {**self.parameter_holders, **self.buffer_holders}
+        name = first_names(self.model).get(name, name)
         if name not in holders:
             raise ConfigError(f"the model has no parameter or buffer {name!r}; it has {', '.join(holders)}")
-        return self.mesh.ranks[holders[name][0]][0]
-
-    def _broadcast_copy(self, value: torch.Tensor | None, like: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return a copy of a rank's tensor, on all ranks; zeros if the rank has none."""
+        rank = self.mesh.ranks[holders[name][0]][0]
+        value = own.get(name)
         if value is not None and self.mesh.rank == rank:
             copy = value.detach().contiguous().clone()
         else:
+            like = dict([*self.model.named_buffers(), *self.model.named_parameters()])[name]
             copy = torch.zeros(like.shape, dtype=like.dtype)
         return self.mesh.broadcast(copy, rank)
 
-    def parameter(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter or buffer, on every rank, from the rank that has it. Every rank must call it."""
-        name = first_names(self.model).get(name, name)
-        source = self._source_rank(name)
-        like = dict([*self.model.named_buffers(), *self.model.named_parameters()])[name]
-        return self._broadcast_copy({**self.parameters, **self.buffers}.get(name), like, source)
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter's gradient, zeros if there is none. Every rank must call it."""
-        name = first_names(self.model).get(name, name)
-        source = self._source_rank(name)
-        if name in self.buffer_holders:
-            raise ConfigError(f"{name!r} is a buffer, which has no gradient")
-        own = self.parameters.get(name)
-        return self._broadcast_copy(
-            None if own is None else own.grad, dict(self.model.named_parameters())[name], source
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole model's state, as ``model.state_dict()`` does, on every rank. Buffers are replica 0's. Every
-        rank must call it."""
+        """Return the whole model's state; see :meth:`grace.torch.Pipeline.state_dict`."""
         names = first_names(self.model)
         state = self.model.state_dict()
         fetched = dict[str, torch.Tensor]()
@@ -130,7 +110,7 @@ class StageTensors:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a whole model's state. Every rank must call it, with the same state."""
+        """Load a whole model's state; see :meth:`grace.torch.Pipeline.load_state_dict`."""
         own: Mapping[str, Any] = self.model.state_dict()
         names = first_names(self.model)
         tensors = {**self.parameters, **self.buffers}

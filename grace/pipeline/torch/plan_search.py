@@ -30,16 +30,9 @@ TIMED_ELEMENTS = 2**22
 def search_plan_by_throughput(
     graph: Graph, ranks: int, rows: int, each: bool, links: Any, options: SearchOptions
 ) -> Plan:
-    """Return the plan with the most rows per second.
-
-    Args:
-        graph: the model's graph, with measured costs.
-        ranks: number of ranks.
-        rows: rows of the example.
-        each: True if the rows are one replica's, so that all stages have equally many replicas unless the user gives
-            a number for each; False if they are all replicas'.
-        links: the network between ranks; :data:`DEFAULT_LINKS` if None.
-        options: the user's constraints.
+    """Return the plan with the most rows per second, of an example of so many rows. With ``each`` these are one
+    replica's, so that all stages have equally many replicas unless the user gives a number for each; else they are all
+    replicas'. The network is :data:`DEFAULT_LINKS` if ``links`` is None.
 
     Raises:
         ConfigError: no plan fits.
@@ -92,11 +85,7 @@ def check_optimizer_state_whole(make_optimizer: Callable[..., Any]) -> None:
 
 def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> float:
     """Return the bytes that an optimizer keeps for each byte of its parameters, measured by its first step with fake
-    ones.
-
-    Args:
-        make_optimizer: the user's function.
-        parameters: the parameters whose shapes are used.
+    ones of the same shapes.
 
     >>> state_bytes(lambda parameters: torch.optim.Adam(parameters), torch.nn.Linear(8, 8).parameters())
     2.0

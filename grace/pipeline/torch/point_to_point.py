@@ -4,7 +4,7 @@ replicas, rows of values are sent."""
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
 from grace.exchange.tracing import recorder
-from grace.pipeline.torch.mesh import Mesh, Overlap
+from grace.pipeline.torch.mesh import Mesh, Overlap, overlaps
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """Schedules of torch, by their names in plans."""
@@ -20,8 +20,7 @@ KINDS = 2
 """Number of kinds of messages: values go forward, gradients back."""
 VALUES = 4096
 """Largest number of values between two stages."""
-Parts = list[torch.Tensor] | None
-"""The rows of a value that each peer sends; None if the value is not sent."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,6 @@ class PointToPointStage:
         rows: number of this replica's rows of a micro-batch.
         device: device of the stage.
         recompute: True to keep only received values and inputs, and compute forward again for backward.
-        before_communication: a function that is called before anything is sent or awaited. It raises if the ranks are
-            about to run different calls.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class PointToPointStage:
         rows: int,
         device: torch.device,
         recompute: bool = False,
-        before_communication: Callable[[], None] | None = None,
     ):
         self.submod = module
         self.stage_index = mesh.stage  # the names of these attributes are those that torch's schedules read
@@ -87,9 +83,9 @@ class PointToPointStage:
         self.sends = sends
         self.group = mesh.group
         self.recompute = recompute
-        self.before_communication = before_communication
-        self.sources = mesh.placement.overlaps(mesh.placement_of(mesh.stage - 1), rows)
-        self.targets = mesh.placement.overlaps(mesh.placement_of(mesh.stage + 1), rows)
+        near = (mesh.ranks[s] if 0 <= s < self.num_stages else () for s in (mesh.stage - 1, mesh.stage + 1))
+        replicas = mesh.replicas[mesh.stage]
+        self.sources, self.targets = (overlaps(mesh.replica, replicas, others, rows) for others in near)
         self.clear_runtime_states()
 
     @property
@@ -105,8 +101,8 @@ class PointToPointStage:
     def clear_runtime_states(self) -> None:
         """Discard the micro-batches of the last run."""
         self.chunks: dict[int, _MicroBatch] = {}
-        self.received_values: dict[int, list[Parts]] = {}
-        self.received_gradients: dict[int, list[Parts]] = {}
+        self.received_values: dict[int, list[list[torch.Tensor]]] = {}
+        self.received_gradients: dict[int, list[list[torch.Tensor]]] = {}
         self.output_chunks.clear()
 
     # -- set-up, which schedules call once ---------------------------------------------------------------
@@ -132,26 +128,21 @@ class PointToPointStage:
 
     def _receive(
         self, values: Sequence[Crossing], peers: Sequence[Overlap], stage: int, chunk: int, kind: int
-    ) -> tuple[list[dist.P2POp], list[Parts]]:
-        """Return the receive operations, and the parts of each value that they fill."""
-        if self.before_communication is not None:
-            self.before_communication()
+    ) -> tuple[list[dist.P2POp], list[list[torch.Tensor]]]:
+        """Return the receive operations, and the rows of each value from each peer, which they fill."""
         ops = list[dist.P2POp]()
-        parts = list[Parts]()
+        parts = list[list[torch.Tensor]]()
         for i, value in enumerate(values):
-            if kind and not value.differentiable:
-                parts.append(None)
-                continue
-            own = []
+            parts.append([])
             for rank, _, rows in peers:
                 shape = list(value.shape)
                 if len(peers) > 1:
                     shape[value.axis or 0] = rows
-                own.append(torch.empty(shape, dtype=value.dtype, device=self.device))
-                if own[-1].numel():
+                part = torch.empty(shape, dtype=value.dtype, device=self.device)
+                parts[-1].append(part)
+                if part.numel():
                     tag = self._tag(stage, chunk, i, kind)
-                    ops.append(dist.P2POp(dist.irecv, own[-1], group=self.group, group_peer=rank, tag=tag))
-            parts.append(own)
+                    ops.append(dist.P2POp(dist.irecv, part, group=self.group, group_peer=rank, tag=tag))
         return ops, parts
 
     def _send(
@@ -163,13 +154,9 @@ class PointToPointStage:
         chunk: int,
         kind: int,
     ) -> list[dist.P2POp]:
-        """Return the send operations for the parts of each value."""
-        if self.before_communication is not None:
-            self.before_communication()
+        """Return the send operations for the rows of each value to each peer."""
         ops = list[dist.P2POp]()
         for i, (value, tensor) in enumerate(zip(values, given, strict=True)):
-            if kind and not value.differentiable:
-                continue
             if tensor is None:  # no loss depends on it, but the other side awaits a message
                 tensor = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
             for rank, first, rows in peers:
@@ -182,8 +169,6 @@ class PointToPointStage:
 
     def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         """Return the operations that receive the values of a micro-batch."""
-        if self.is_first:
-            return []
         ops, self.received_values[chunk] = self._receive(self.receives, self.sources, self.stage_index, chunk, 0)
         return ops
 
@@ -192,34 +177,21 @@ class PointToPointStage:
         if self.is_last:
             return []
         outputs = self.chunks[chunk].outputs
-        ops = self._send(self.sends, outputs, self.targets, self.stage_index + 1, chunk, 0)
         if not self.has_backward:
             del self.chunks[chunk]
-        return ops
+        return self._send(self.sends, outputs, self.targets, self.stage_index + 1, chunk, 0)
 
     def get_bwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch."""
-        if self.is_last:
-            return []
-        ops, self.received_gradients[chunk] = self._receive(self.sends, self.targets, self.stage_index + 1, chunk, 1)
+        values = _differentiable(self.sends, self.sends)
+        ops, self.received_gradients[chunk] = self._receive(values, self.targets, self.stage_index + 1, chunk, 1)
         return ops
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch."""
-        if self.is_first:
-            return []
-        gradients = self.chunks.pop(chunk).gradients
-        return self._send(self.receives, gradients, self.sources, self.stage_index, chunk, 1)
-
-    def _concatenate_parts(self, values: Sequence[Crossing], parts: Sequence[Parts]) -> list[torch.Tensor | None]:
-        """Return each value, concatenated of its received parts; None for values that were not sent."""
-        tensors: list[torch.Tensor | None] = []
-        for value, own in zip(values, parts, strict=True):
-            if own is None:
-                tensors.append(None)
-            else:
-                tensors.append(own[0] if len(own) == 1 else torch.cat(own, value.axis or 0))
-        return tensors
+        gradients = _differentiable(self.receives, self.chunks.pop(chunk).gradients)
+        values = _differentiable(self.receives, self.receives)
+        return self._send(values, gradients, self.sources, self.stage_index, chunk, 1)
 
     # -- computation --------------------------------------------------------------------------------------
 
@@ -227,56 +199,35 @@ class PointToPointStage:
         self, chunk: int, args: Sequence[object], kwargs: None = None, save_forward_output: bool = True
     ) -> tuple[Any, ...]:
         """Run forward of a micro-batch. ``args`` has the model's inputs that the stage reads."""
-        received = list[torch.Tensor]()
-        if not self.is_first:
-            every = self._concatenate_parts(self.receives, self.received_values.pop(chunk))
-            received = [tensor for tensor in every if tensor is not None]  # values, unlike gradients, are all sent
-            for value, tensor in zip(self.receives, received, strict=True):
-                tensor.requires_grad_(value.differentiable and self.has_backward)
+        received = _concatenate_parts(self.receives, self.received_values.pop(chunk))
+        for value, tensor in zip(self.receives, received, strict=True):
+            tensor.requires_grad_(value.differentiable and self.has_backward)
         inputs = [*received, *args]
         traced = recorder.phase(f"forward of stage {self.stage_index}", "stage", microbatch=chunk)
-        with traced, contextlib.nullcontext() if self.has_backward else torch.no_grad():
-            outputs = (
-                self._checkpointed_forward(inputs) if self.recompute and self.has_backward else self.submod(*inputs)
-            )
+        with traced, torch.set_grad_enabled(self.has_backward):
+            if self.recompute and self.has_backward:  # buffers keep their values when forward runs again
+                contexts = lambda: (contextlib.nullcontext(), _restoring_buffers(self.submod))  # noqa: E731
+                outputs = checkpoint(self.submod, *inputs, use_reentrant=False, context_fn=contexts)
+            else:
+                outputs = self.submod(*inputs)
         if self.has_backward or not self.is_last:
             self.chunks[chunk] = _MicroBatch(received, outputs)
         if self.is_last and save_forward_output:
             self.output_chunks.append(outputs)
         return outputs
 
-    def _checkpointed_forward(self, inputs: list[object]) -> Any:
-        """Run forward so that only its inputs are kept for backward."""
-        calls = 0
-
-        def forward(*values: object) -> Any:
-            """Run the module. When forward runs again, for backward, buffers keep their values."""
-            nonlocal calls
-            calls += 1
-            with _restoring_buffers(self.submod) if calls > 1 else contextlib.nullcontext():
-                return self.submod(*values)
-
-        return checkpoint(forward, *inputs, use_reentrant=False)
-
-    def _backward_roots(
-        self, chunk: int, loss: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """Return the tensors at which backward begins, and their gradients."""
-        if loss is not None:
-            return ([loss], None) if loss.requires_grad else ([], None)
-        gradients = self._concatenate_parts(self.sends, self.received_gradients.pop(chunk))
-        pairs = zip(self.chunks[chunk].outputs, gradients, strict=True)
-        ends = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
-        return [one for one, _ in ends], [gradient for _, gradient in ends]
-
     def backward_one_chunk(self, chunk: int, loss: torch.Tensor | None = None, last_backward: bool = False) -> None:
         """Run backward of a micro-batch."""
         kept = self.chunks[chunk]
-        ends, gradients = self._backward_roots(chunk, loss)
+        received = _concatenate_parts(_differentiable(self.sends, self.sends), self.received_gradients.pop(chunk))
+        roots: list[tuple[torch.Tensor, torch.Tensor | None]] = [(loss, None)] if loss is not None else []
+        if loss is None:
+            roots += zip(_differentiable(self.sends, kept.outputs), received, strict=True)
+        roots = [(output, gradient) for output, gradient in roots if output.requires_grad]
         traced = recorder.phase(f"backward of stage {self.stage_index}", "stage", microbatch=chunk)
         with traced, torch.autocast(self.device.type, enabled=False):
-            if ends:
-                torch.autograd.backward(ends, gradients)
+            if roots:
+                torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
             if loss is not None:
                 loss.detach_()  # torch's schedules keep losses, and their graphs would keep received values
         kept.gradients = [one.grad for one in kept.inputs]
@@ -284,8 +235,17 @@ class PointToPointStage:
             one.grad = None
         kept.outputs = ()  # free activations
         kept.inputs = []
-        if self.is_first:
-            del self.chunks[chunk]
+
+
+def _differentiable(values: Sequence[Crossing], of_each: Sequence[T]) -> list[T]:
+    """Return those of a list with an entry for each value whose value gets a gradient back."""
+    return [one for value, one in zip(values, of_each, strict=True) if value.differentiable]
+
+
+def _concatenate_parts(values: Sequence[Crossing], parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return each value, concatenated of the rows from each peer."""
+    pairs = zip(values, parts, strict=True)
+    return [own[0] if len(own) == 1 else torch.cat(own, value.axis or 0) for value, own in pairs]
 
 
 @contextlib.contextmanager
@@ -307,16 +267,9 @@ def run_schedule(
     targets: list[Any],
     loss: Callable[[Any, Any], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Run forward and backward of all micro-batches. Gradients are sums over them. Return the losses, if this rank has
-    the last stage.
-
-    Args:
-        name: name of the schedule in the plan.
-        stage: this rank's stage.
-        inputs: the model's inputs that the stage reads, for each micro-batch.
-        targets: the target for each micro-batch.
-        loss: function of the last stage's output and a target.
-    """
+    """Run forward and backward of all micro-batches, by the plan's schedule. Gradients are sums over them. Return the
+    losses, of the last stage's outputs and the targets, if this rank has it. ``inputs`` has, for each micro-batch, the
+    model's inputs that the stage reads."""
     losses: list[torch.Tensor] = []
     stage.has_backward = True
     stage.clear_runtime_states()

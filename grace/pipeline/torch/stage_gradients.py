@@ -48,16 +48,9 @@ def check_options(options: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 class Gradients:
-    """The parameters of this rank's stage, and their exchange over the stage's replicas. Every rank must make one.
-
-    Args:
-        holders: numbers of the stages that have each parameter, by its name; of all stages.
-        parameters: this rank's parameters, by name.
-        make_optimizer: the user's function, which is called with this rank's parameters.
-        mesh: the pipeline's ranks.
-        scaler: a ``torch.amp.GradScaler``, or None.
-        options: options of :func:`grace.DistributedOptimizer`.
-    """
+    """The parameters of this rank's stage, and their exchange over the stage's replicas, with the options of
+    :func:`grace.DistributedOptimizer`. Every rank must make one. ``holders`` has the numbers of the stages that have
+    each parameter of the model."""
 
     def __init__(
         self,
@@ -76,8 +69,7 @@ class Gradients:
         self.has_optimizer = any(p.requires_grad or not scaled for p in self.parameters.values())
         """True if this rank has the user's optimizer; False if it has one of a dummy parameter."""
         self.holders = holders
-        self.tied = self._tied_groups()
-        self.as_dense = bool(options.get("sparse_as_dense"))
+        self.tied = self._tied_parameters()
         self.ready = False
         """True if gradients were computed that are not exchanged."""
         self.batches = 0
@@ -92,7 +84,11 @@ class Gradients:
         document = from_root(lambda: documented(strategy, self.holders))  # the file is on rank 0's host
         with failing_together(mesh.backend):
             self._distribute(options, document or strategy)
-        self.broadcast_tied()
+        with torch.no_grad():
+            for p, group, first in self.tied:  # copies start equal
+                value = p.detach().contiguous()
+                group.broadcast(value, first).wait()
+                p.copy_(value)
 
     def _make_user_optimizer(self, make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
         """Make the user's optimizer, or one of a dummy parameter on a rank without trained parameters."""
@@ -155,10 +151,10 @@ class Gradients:
         """Session of the distributed optimizer."""
         return self.optimizer._grace
 
-    def _tied_groups(self) -> list[tuple[list[str], Any, int]]:
-        """Return the tied parameters of this rank: their names, the group of ranks with copies, and the group's rank
-        that has the first stage. The group is a replica's stages, or all ranks if stages have different numbers of
-        replicas."""
+    def _tied_parameters(self) -> list[tuple[torch.nn.Parameter, Any, int]]:
+        """Return this rank's parameters that other stages have too, each with the group of ranks with copies, and the
+        group's rank that has the first stage. The group is a replica's stages, or all ranks if stages have different
+        numbers of replicas."""
         by_stages: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.holders.items():
             if len(stages) > 1:
@@ -170,17 +166,8 @@ class Gradients:
             for members in rows:
                 group = self.mesh.split(tuple(sorted(members)))  # a collective: all ranks make all groups
                 if group is not None:
-                    tied.append((names, group, sorted(members).index(members[0])))
+                    tied += [(self.parameters[name], group, sorted(members).index(members[0])) for name in names]
         return tied
-
-    @torch.no_grad()
-    def broadcast_tied(self) -> None:
-        """Broadcast tied parameters from their first stage, so that all copies start equal."""
-        for names, group, first in self.tied:
-            for name in names:
-                value = self.parameters[name].detach().contiguous()
-                group.broadcast(value, first).wait()
-                self.parameters[name].copy_(value)
 
     # -- from the schedule --------------------------------------------------------------------------------
 
@@ -192,15 +179,8 @@ class Gradients:
             self.loss_scale = float(self.scaler.get_scale())
 
     def collect(self, run: Callable[[], float]) -> tuple[float, Callable[[float], None]]:
-        """Run a schedule while ``p.grad`` is empty.
-
-        Args:
-            run: a function that runs the schedule, and leaves gradients in ``p.grad``.
-
-        Returns:
-            the result of ``run``; and a function that adds the schedule's gradients, times a factor, to the former
-            ones. It works once.
-        """
+        """Run a schedule while ``p.grad`` is empty. Return its result, and a function that adds its gradients, times a
+        factor, to the former ones, once."""
         former = {name: p.grad for name, p in self.parameters.items()}
         for p in self.parameters.values():
             p.grad = None
@@ -235,18 +215,16 @@ class Gradients:
     def reduce_copies(self) -> None:
         """Sum the gradients of copies of tied parameters, and spread an overflow to all ranks, so that all memories
         roll back. Called before the exchange."""
-        for names, group, _ in self.tied:
-            for name in names:
-                p = self.parameters[name]
-                if not p.requires_grad:  # with a gradient of zeros, weight decay would change it
-                    continue
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                # With unequal replicas the group has all of them, and the exchange averages over the stage's.
-                share = 1 if self.mesh.equal_replicas else self.mesh.stage_backend.size
-                total = p.grad.contiguous().div(share)
-                group.allreduce(total).wait()
-                p.grad.copy_(total)
+        for p, group, _ in self.tied:
+            if not p.requires_grad:  # with a gradient of zeros, weight decay would change it
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            # With unequal replicas the group has all of them, and the exchange averages over the stage's.
+            share = 1 if self.mesh.equal_replicas else self.mesh.stage_backend.size
+            total = p.grad.contiguous().div(share)
+            group.allreduce(total).wait()
+            p.grad.copy_(total)
         if self.scaler is not None and self.scaler.is_enabled():
             own = [p.grad for p in self.parameters.values() if p.grad is not None]
             bad = not all(bool(torch.isfinite(gradient).all()) for gradient in own)
@@ -270,9 +248,6 @@ class Gradients:
 
     def _skip_exchange(self) -> None:
         """Use the gradients as the means of a single replica. A wire for them would be as large as they are."""
-        for p in self.parameters.values():
-            if p.grad is not None and p.grad.is_sparse and self.as_dense:
-                p.grad = p.grad.to_dense()
         self._session.runner.commit_or_roll_back([])  # counts the step: saves of different steps must differ
         self._session.synchronized = True
 
@@ -292,17 +267,17 @@ class Gradients:
     def _broadcast_tied_means(self) -> None:
         """Broadcast the means of tied parameters from their first stage, since a strategy may exchange the copies on
         two stages differently."""
-        for names, group, first in self.tied:
-            for name in (name for name in names if self.parameters[name].requires_grad):
-                p = self.parameters[name]
-                has_mean = group.tensor_of([float(p.grad is not None)])
-                group.broadcast(has_mean, first).wait()
-                if not float(has_mean):  # a delayed mean has not arrived yet
-                    p.grad = None
-                    continue
-                mean = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-                group.broadcast(mean, first).wait()
-                p.grad = mean
+        for p, group, first in self.tied:
+            if not p.requires_grad:
+                continue
+            has_mean = group.tensor_of([float(p.grad is not None)])
+            group.broadcast(has_mean, first).wait()
+            if not float(has_mean):  # a delayed mean has not arrived yet
+                p.grad = None
+                continue
+            mean = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            group.broadcast(mean, first).wait()
+            p.grad = mean
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool = False) -> None:
         """Count the update and exchange. Called before the optimizer's step."""
@@ -331,15 +306,14 @@ class Gradients:
         """Scale all gradients so that their norm, over all stages, is at most ``most``. Return the norm before."""
         first = {name for name, stages in self.holders.items() if stages[0] == self.mesh.stage}
         own = [p.grad for name, p in self.parameters.items() if p.grad is not None and name in first]
-        norms = [torch.linalg.vector_norm(gradient.float(), kind).double() for gradient in own]
-        local = torch.stack([norm.cpu() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+        norms = [float(torch.linalg.vector_norm(gradient.float(), kind)) for gradient in own]
+        local = torch.tensor(norms or [0.0], dtype=torch.float64)
         if kind == float("inf"):
-            every = self.mesh.backend.allgather_object(float(local.max()))
-            total = torch.tensor(max(every))
+            total = torch.tensor(max(self.mesh.backend.allgather_object(float(local.max()))))
         else:
             # every replica adds the same norm, so each adds its share; a tied parameter counts at its first stage
-            every = self.mesh.backend.allgather_object(float((local**kind).sum()) / self.mesh.stage_backend.size)
-            total = torch.tensor(sum(every) ** (1 / kind))
+            own_share = float((local**kind).sum()) / self.mesh.stage_backend.size
+            total = torch.tensor(sum(self.mesh.backend.allgather_object(own_share)) ** (1 / kind))
         scale = min(1.0, most / (float(total) + 1e-6))
         for p in self.parameters.values():
             if p.grad is not None:

@@ -228,6 +228,7 @@ def test_what_says_nothing_of_several_ranks_is_one_process(monkeypatch, variable
     assert grace.init().name == "local"
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not available("mpirun-mpi"), reason="mpi4py is not installed (make horovod)")
 def test_one_process_joins_mpi_without_a_launcher():
     described, _ = program("-c", "import grace; print(grace.init('mpi').describe())")

@@ -13,6 +13,7 @@ from tests.support.limits import HANGS
 from tests.support.pools import launched
 from tests.support.training import distributed, loss_of, net
 
+pytestmark = pytest.mark.ranks
 BEGIN = """
 import array, fcntl, multiprocessing, os, signal, sys, termios
 from concurrent.futures import ProcessPoolExecutor
@@ -154,7 +155,6 @@ def with_children():
     return bits[0] == bits[1], grace.rank()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
 def test_ranks_train_on_beside_pools_and_processes_that_they_end(engine):
     for _ in range(2):  # the second time those that a signal would have ended by now

@@ -117,6 +117,7 @@ def items(folder):
     return json.loads(file.read_text())["parts"][0]["items"] if file.exists() else []
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -138,6 +139,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, options, says):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.ranks
 def test_its_help_names_the_parts_whose_seconds_are_less_than_nine_minutes():
     shown = started("--help").stdout
     assert all(f"{part.name} " in shown and part.about in shown for part in PARTS)

@@ -111,6 +111,7 @@ def test_ranks_measure_links_and_methods(folder):
     assert json.loads((folder / "c.json").read_text())["made"] > 1e9
 
 
+@pytest.mark.ranks
 def test_nothing_of_a_framework_is_imported_to_show_one(folder):
     calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", "c.json")
     program = f"""

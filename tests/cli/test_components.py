@@ -35,9 +35,10 @@ def described(name):
 
 @pytest.fixture(scope="module")
 def listing():
-    return grace_program("list", "--long")[0]
+    return said("list", "--long")
 
 
+@pytest.mark.ranks
 def test_version_is_the_packages():
     assert grace_program("--version")[0] == f"grace {grace.__version__}\n"
 
@@ -184,6 +185,7 @@ def test_describe_says_what_a_short_name_stands_for():
     assert "(bf16 is short for cast(dtype=bf16))" in said("describe", "bf16")
 
 
+@pytest.mark.ranks
 def test_components_of_other_packages_are_listed_and_described(tmp_path):
     (tmp_path / "theirs.py").write_text(
         "from dataclasses import dataclass\n"
@@ -255,6 +257,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(args, message):
     assert out == ""
 
 
+@pytest.mark.ranks
 def test_the_program_exits_with_2_after_a_mistake():
     out, err = grace_program("describe", "topq", code=2)
     assert "did you mean 'topk'?" in err

@@ -253,6 +253,7 @@ def test_torchs_optimizers_take_sparse_gradients_as_the_docstring_says(monkeypat
             steps()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "variables"),
     [("examples.torch.models:lstm", 7), pytest.param("examples.tensorflow.models:ncf", 10, marks=SLOW)],

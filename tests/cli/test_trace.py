@@ -158,6 +158,7 @@ def test_a_program_that_is_not_there_is_refused_before_ranks_start(tmp_path, pro
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_folder_becomes_a_file_and_tables(tmp_path):
     written(tmp_path, rank_trace(0), rank_trace(2, size=3), rank_trace(0, size=3))
     out = grace_program("trace", str(tmp_path), "-o", "new/t.json.gz", "--top", "1", cwd=tmp_path)[0]

@@ -110,6 +110,7 @@ def run(script, folder):
     )  # fmt: skip
 
 
+@pytest.mark.ranks
 def test_an_installed_package_s_entry_points_are_found(tmp_path):
     (tmp_path / "grace_plugin.py").write_text(textwrap.dedent(PLUGIN))
     installed(tmp_path, "grace-plugin", textwrap.dedent(POINTS))
@@ -142,6 +143,7 @@ def test_an_installed_package_s_entry_points_are_found(tmp_path):
     ], done.stderr
 
 
+@pytest.mark.ranks
 def test_a_compressor_and_its_memory_may_share_a_file(tmp_path):
     (tmp_path / "half.py").write_text(textwrap.dedent(PLUGIN).replace("topk", "usurper"))
     script = f"""

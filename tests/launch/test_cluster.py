@@ -238,6 +238,7 @@ def test_numbers_of_ranks_are_checked(tmp_path):
         Resources.load(written(tmp_path, CLUSTER), ranks=2)
 
 
+@pytest.mark.ranks
 def test_grace_does_not_load_pydantic_and_without_it_the_line_that_installs_it_is_said():
     script = """
 import sys, grace, grace.strategy

@@ -56,6 +56,7 @@ pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
 assert list(pool.map(abs, [-1])) == [1]
 (child,) = pool._processes.values()
 child.terminate()
+pool.shutdown()
 """,
     "with asyncio's pipe": """
 import asyncio

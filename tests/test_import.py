@@ -71,6 +71,7 @@ def test_import_loads_contracts_engines_and_kernels_alone():
     assert {"grace.session.by_hand", "grace.session.step_runner"}.isdisjoint(loaded)
 
 
+@pytest.mark.ranks
 def test_the_planner_is_loaded_only_by_who_asks_for_it():
     pytest.importorskip("torch", reason="torch is not installed")
     rooms = ("grace.planner", "grace.pipeline", "grace.bench", "grace.cli")
@@ -118,6 +119,7 @@ def test_numpy_alone_is_enough_to_compress():
     assert run(script, HEAVY) == "[4.0, 0.0] 0 1"
 
 
+@pytest.mark.ranks
 @TENSORFLOW
 def test_without_horovod_tensorflow_works_loads_no_torch_and_asking_for_it_names_what_builds_it():
     script = """
@@ -132,6 +134,7 @@ def test_without_horovod_tensorflow_works_loads_no_torch_and_asking_for_it_names
     assert run(script, ("horovod", "mpi4py"), FORKED).splitlines() == ["local topk", "True False"]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("absent", [(), ("numba",)])
 def test_torch_tensors_load_no_tensorflow_and_without_numba_use_the_plain_kernels(absent):
     pytest.importorskip("torch", reason="torch is not installed")

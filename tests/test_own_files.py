@@ -11,7 +11,7 @@ import torch
 import grace
 from grace.core import registry
 from tests.support.by_hand import started_by_hand
-from tests.support.command import grace_command
+from tests.support.command import grace_command, installed
 from tests.support.engine_pools import environment
 from tests.support.training import distributed, net, train
 from tests.test_pages import ROOT, blocks
@@ -45,10 +45,7 @@ def package(tmp_path_factory):
     for page in PAGES:
         for group, points in re.findall(r"^([\w.]+) =\n((?:    .*\n)+)", "".join(blocks(page, "ini")), re.M):
             groups[group] = groups.get(group, "") + points.replace("    ", "")
-    info = folder / "own_parts-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-parts\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("".join(f"[{group}]\n{points}\n" for group, points in groups.items()))
+    installed(folder, "own-parts", "".join(f"[{group}]\n{points}\n" for group, points in groups.items()))
     return folder
 
 
@@ -58,7 +55,7 @@ def test_every_file_is_short_and_has_an_entry_point(package):
     assert sorted(named) == sorted(FILES) == sorted([*USED, "shared_file"])
 
 
-def installed(folder):
+def importable(folder):
     """What is in a folder can be found now, by this process."""
     sys.path.insert(0, str(folder))
     registry._discover.cache_clear()
@@ -87,7 +84,7 @@ def trained(choices):
 
 
 def all_trained(folder):
-    installed(folder)
+    importable(folder)
     try:
         return {name: trained(choices) for name, choices in USED.items()}
     finally:
@@ -103,7 +100,7 @@ def test_parts_are_used_by_name_on_two_ranks_and_resumed(two_ranks, package):
 
 
 def test_parts_are_listed(package):
-    installed(package)
+    importable(package)
     try:
         code, out, err = grace_command("list")
     finally:
@@ -142,10 +139,7 @@ def test_an_engine_is_joined_by_its_name_on_two_ranks(package, tmp_path):
 
 def test_an_engine_of_another_name_is_refused(tmp_path, monkeypatch):
     (tmp_path / "strange.py").write_text("import grace\nclass Strange(grace.core.backend.LocalBackend):\n    pass\n")
-    info = tmp_path / "strange-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[grace.backends]\nstrange = strange:Strange\n")
+    installed(tmp_path, "strange", "[grace.backends]\nstrange = strange:Strange\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(grace.ConfigError, match=r"strange = strange:Strange of grace\.backends must give a backend of"):
         grace.init("strange")

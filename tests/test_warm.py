@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from tests.support import warm
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available
-from tests.support.limits import HANGS
+from tests.support.limits import HANGS, gone, until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="on Linux only"),
@@ -94,10 +93,7 @@ def test_signals_reach_the_program_and_nobody_outlives_its_caller(python, number
         pid = int(process.stdout.readline())
         process.send_signal(number)
         assert process.wait(20) == (5 if number == signal.SIGUSR1 else -number)
-    until = time.monotonic() + HANGS
-    while Path("/proc", str(pid)).exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not Path("/proc", str(pid)).exists()
+    until(lambda: gone(pid))
 
 
 def test_a_program_and_its_caller_may_be_killed_at_the_same_time():
@@ -106,9 +102,7 @@ def test_a_program_and_its_caller_may_be_killed_at_the_same_time():
         pid, server = map(int, caller.stdout.readline().split())
         os.kill(server, signal.SIGSTOP)  # so that it hears of both ends at once
         os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + HANGS
-        while Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2][0] != "Z" and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2][0] == "Z")
         caller.kill()
         caller.wait()
         os.kill(server, signal.SIGCONT)
@@ -134,13 +128,10 @@ def test_no_rank_outlives_tests_that_are_killed():
     program = [warm.REAL, "-c", KILLED, *engines]
     env["PYTHONPATH"] = str(Path(__file__).parents[1])
     with subprocess.Popen(program, stdout=subprocess.PIPE, env=env, text=True) as tests:
-        pools = [name for name in ("gloo", *engines) for _ in range(2)]
-        ranks = list(zip(pools, tests.stdout.readline().split(), strict=True))
+        ranks = tests.stdout.readline().split()
+        assert len(ranks) == 2 * len(["gloo", *engines])
         tests.kill()
-    until = time.monotonic() + HANGS
-    while (left := [rank for rank in ranks if Path("/proc", rank[1]).exists()]) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not left
+    until(lambda: gone(*ranks))
 
 
 @BOTH

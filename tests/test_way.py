@@ -1,13 +1,14 @@
 """ARCHITECTURE.md's ways through grace/, against tools/trace_step.py, the source and the tests that it names."""
 
 import ast
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.engine_pools import command, environment
+from tests.support.limits import HANGS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
@@ -28,10 +29,8 @@ def functions_of(file: str) -> set[str]:
 
 def traced(steps_before: int) -> list[tuple[str, str]]:
     """Return file and name of the functions that a step on two ranks passes, in order."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tools" / "trace_step.py"), "topk(ratio=0.1)", str(steps_before)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
+    program = command("torchrun", 2, str(ROOT / "tools" / "trace_step.py"), "topk(ratio=0.1)", str(steps_before))
+    done = subprocess.run(program, capture_output=True, text=True, timeout=HANGS, env=environment())
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("grace/")]
     return [(place.removeprefix("grace/").partition(":")[0], name) for place, name in lines]

@@ -7,9 +7,9 @@ a GPU that need not be there, and what came out is read: registers, spills, loca
 import contextlib
 import io
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_manager
 
 from grace.kernels.bucket_codec import Placed
 from grace.kernels.random import Stream
@@ -186,16 +187,15 @@ def launches() -> dict[str, list[Launch]]:
     return found | {f"buckets of {name}": bucket_launches(name) for name in BUCKETS}
 
 
-_MADE: dict[str, Compiled] = {}
+SAID = "ptxas.log"
+"""File of Triton's cache with what NVIDIA's assembler has said of a kernel."""
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """In this context :func:`compiled` compiles anew, into a folder that goes again."""
-    knobs = triton.knobs
-    _MADE.clear()
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
-        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
+    """Let :func:`compiled`, in this context, hear what NVIDIA's assembler says of what it makes."""
+    with triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.dump_ptxas_log = True
         yield
 
 
@@ -235,15 +235,28 @@ def parsed(launch: Launch, target: str) -> Any:
 
 
 def compiled(launch: Launch, target: str) -> Compiled:
-    """A launch's kernel as it is compiled for a target."""
+    """Return a launch's kernel as it is compiled for a target; what was compiled before is in Triton's cache."""
+    made, said = _compiled(launch, target)
+    if "ptx" not in made.asm:
+        return Compiled(launch.kernel.__name__, target, shared=made.metadata.shared, **_amd(made.asm))
+    # the assembler speaks when it runs: what it said is kept beside what it made
+    beside = get_cache_manager(made.hash)
+    if not said and not beside.has_file(SAID):
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            made, said = _compiled(launch, target)
+    if said:
+        beside.put(said, SAID)
+    found = _nvidia(made.asm, Path(beside.get_file(SAID)).read_text())
+    return Compiled(launch.kernel.__name__, target, shared=made.metadata.shared, **found)
+
+
+def _compiled(launch: Launch, target: str) -> tuple[Any, str]:
+    """Return what Triton has made of a launch, or makes of it now, and what was printed meanwhile."""
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         made = triton.compile(source(launch), target=TARGETS[target], options=options(launch))
-    if made.hash not in _MADE:  # what was made before, nothing is said of again
-        read = _nvidia if "ptx" in made.asm else _amd
-        found = read(made.asm, log.getvalue())
-        _MADE[made.hash] = Compiled(launch.kernel.__name__, target, shared=made.metadata.shared, **found)
-    return _MADE[made.hash]
+    return made, log.getvalue()
 
 
 def _nvidia(asm: Any, log: str) -> dict[str, Any]:
@@ -260,7 +273,7 @@ def _nvidia(asm: Any, log: str) -> dict[str, Any]:
     }
 
 
-def _amd(asm: Any, log: str) -> dict[str, Any]:
+def _amd(asm: Any) -> dict[str, Any]:
     text = asm["amdgcn"]
 
     def number(name: str) -> int:

@@ -9,30 +9,11 @@ import torch.distributed as dist
 
 import grace
 from grace.backends import launchers
-from tests.support.engine_pools import available, environment
+from tests.support.engine_pools import available, command, environment
+from tests.support.launchers import LAUNCHERS
 from tests.support.limits import HANGS
 
-TORCHS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-LAUNCHERS = {
-    "torchrun": {**TORCHS, "TORCHELASTIC_RUN_ID": "none"},
-    "Ray": {**TORCHS, "RAY_JOB_ID": "01000000"},
-    "torch.distributed's variables": {"RANK": "0", "WORLD_SIZE": "2"},  # the program names the place to meet itself
-    "horovodrun": {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
-    "mpirun (Open MPI)": {"OMPI_COMM_WORLD_SIZE": "2"},
-    "mpiexec or srun (PMI)": {"PMI_SIZE": "2"},
-    "srun (Slurm)": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"},
-}
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    """No run before or after, and the environment of a plain `python`."""
-    keys = {key for variables in LAUNCHERS.values() for key in variables}
-    for key in (*keys, "GRACE_BACKEND", "TF_CONFIG"):
-        monkeypatch.delenv(key, raising=False)
-    grace.shutdown()
-    yield
-    grace.shutdown()
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.fixture
@@ -196,11 +177,7 @@ def test_a_script_for_horovod_under_torchrun_is_refused(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
+        command("torchrun", 2, str(script)), env=environment(), capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
     for rank in range(2):

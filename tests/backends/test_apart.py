@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,8 +19,8 @@ pytestmark = pytest.mark.ranks
 PROGRAM = Path(__file__).parent.parent / "programs" / "apart.py"
 TIMEOUT, WARNED = 3, 1
 LAUNCHERS = {
-    "gloo": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)],
-    **{name: command(name, 2, str(PROGRAM)) for name in ("mpirun-mpi", "horovodrun-gloo")},
+    name.replace("torchrun", "gloo"): command(name, 2, str(PROGRAM))
+    for name in ("torchrun", "mpirun-mpi", "horovodrun-gloo")
 }
 EXCHANGE = r"the exchange of bucket \d+ \(\S+( \.\. \S+)?; allgather, topk\(ratio=0\.1\), residual\)"
 

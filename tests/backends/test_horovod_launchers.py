@@ -6,18 +6,7 @@ import torch
 
 import grace
 from tests.support.pools import launched
-from tests.support.training import (
-    OPTIMIZERS,
-    copied,
-    digest,
-    distributed,
-    loss_of,
-    net,
-    same,
-    state_of,
-    train,
-    weights,
-)
+from tests.support.training import OPTIMIZERS, copied, digest, distributed, loss_of, net, same, state_of, train, weights
 
 pytestmark = pytest.mark.ranks
 

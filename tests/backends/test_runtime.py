@@ -1,7 +1,6 @@
 """grace.init, rank, size and shutdown: which run this process joins."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -11,59 +10,30 @@ import pytest
 import grace
 from grace.backends import launchers
 from grace.backends.topology import MPI_SIZES
-from tests.support.engine_pools import available
+from tests.support.engine_pools import available, command, environment
+from tests.support.launchers import LAUNCHERS, TORCHS
 from tests.support.limits import HANGS
 
-LAUNCHER_KEYS = (
-    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "HOROVOD_SIZE", "GRACE_BACKEND"),
-    *("SLURM_NTASKS", *MPI_SIZES),
-    *("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "GRACE_QUIET"),
-)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    """No run before or after, and the environment of a plain `python`."""
-    for key in LAUNCHER_KEYS:
-        monkeypatch.delenv(key, raising=False)
-    grace.shutdown()
-    yield
-    grace.shutdown()
-
-
-def python(script: str, timeout: float = 90, **environment: str) -> str:
-    """What a program of its own prints."""
-    plain = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**plain, "GLOO_SOCKET_IFNAME": "lo", **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def program(*command: str, **variables: str) -> tuple[str, str]:
+    """What a Python program of its own prints."""
+    env = {**environment(), "GLOO_SOCKET_IFNAME": "lo", **variables}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout, done.stderr
 
 
-def test_without_a_launcher_the_run_is_local():
-    backend = grace.init()
-    assert backend.describe() == "local, rank 0 of 1"
-    assert (grace.rank(), grace.size()) == (0, 1)
-
-
-def test_rank_and_size_join_by_themselves():
-    assert (grace.rank(), grace.size()) == (0, 1)
-
-
-def test_init_twice_gives_the_same_run():
-    assert grace.init() is grace.init() is grace.init("local")
-
-
-def test_after_shutdown_a_new_run_can_begin():
+def test_without_a_launcher_the_run_is_local_and_nothing_is_said(capsys):
+    assert (grace.rank(), grace.size()) == (0, 1)  # they join by themselves
     first = grace.init()
+    assert first is grace.init() is grace.init("local")
+    assert first.describe() == "local, rank 0 of 1"
     grace.shutdown()
     grace.shutdown()
     assert grace.init() is not first
+    assert capsys.readouterr().err == ""
 
 
 def test_an_unknown_backend_is_refused_with_those_that_are_known():
@@ -114,7 +84,7 @@ grace.shutdown()
 print(dist.is_initialized())
 """
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    said = python(script, SLURM_NTASKS="2", **launcher)  # another launcher's counts less
+    said, _ = program("-c", script, SLURM_NTASKS="2", **launcher)  # another launcher's counts less
     assert said.splitlines() == ["TorchBackend 0 1 True", "True", "False"]
 
 
@@ -131,8 +101,8 @@ dist.destroy_process_group()
 import time
 time.sleep(0.3)
 """
-    answer = python(script, OMPI_COMM_WORLD_SIZE="1")
-    assert answer.splitlines() == ["TorchBackend 0 1", "True"]
+    said, _ = program("-c", script, OMPI_COMM_WORLD_SIZE="1")
+    assert said.splitlines() == ["TorchBackend 0 1", "True"]
 
 
 @pytest.mark.ranks
@@ -153,15 +123,10 @@ for _ in range(3):
 open(f"{__file__}.{grace.rank()}of{grace.size()}", "w").write(repr(model.weight.tolist()))
 """
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
-    done = subprocess.run(
-        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANGS
-    )
-    assert done.returncode == 0, done.stderr
+    _, err = program(*command("torchrun", 2, str(script))[1:])
     first, second = (tmp_path / f"train.py.{rank}of2" for rank in range(2))
     assert first.read_text() == second.read_text()
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("grace: ")]
+    (told,) = [line for line in err.splitlines() if line.startswith("grace: ")]
     assert re.fullmatch(
         r"grace: torch.distributed \(gloo\), rank 0 of 2; started by torchrun: RANK=0, WORLD_SIZE=2, "
         r"MASTER_ADDR=\S+, MASTER_PORT=\d+ \(GRACE_QUIET=1 hides this\)",
@@ -199,12 +164,6 @@ def test_under_mpirun_horovod_comes_before_mpi(monkeypatch, installed):
     assert grace.backends.runtime._detect() == ("horovod" if installed else "mpi")
 
 
-@pytest.mark.parametrize("key", MPI_SIZES)
-def test_one_process_of_mpirun_is_local(monkeypatch, key):
-    monkeypatch.setenv(key, "1")
-    assert grace.init().name == "local"
-
-
 def test_the_environment_may_name_the_backend(monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("GRACE_BACKEND", "local")
@@ -214,23 +173,9 @@ def test_the_environment_may_name_the_backend(monkeypatch):
         grace.init()
 
 
-TORCHS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({**TORCHS, "TORCHELASTIC_RUN_ID": "none"}, "torchrun: RANK=0, WORLD_SIZE=2, "),
-        ({**TORCHS, "RAY_JOB_ID": "01000000"}, "Ray: RANK=0, "),
-        (TORCHS, "torch.distributed's variables: RANK=0, "),
-        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovodrun: HOROVOD_RANK=0, HOROVOD_SIZE=2"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "4"}, "mpirun (Open MPI): OMPI_COMM_WORLD_SIZE=2"),
-        ({"PMI_SIZE": "2"}, "mpiexec or srun (PMI): PMI_SIZE=2"),
-        ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}, "srun (Slurm): SLURM_STEP_NUM_TASKS=2"),
-    ],
-)
-def test_what_was_found_is_said_once_by_rank_0(monkeypatch, capsys, variables, said):
-    for key, value in variables.items():
+@pytest.mark.parametrize(("launcher", "variables"), LAUNCHERS.items(), ids=LAUNCHERS)
+def test_what_was_found_is_said_once_by_rank_0(monkeypatch, capsys, launcher, variables):
+    for key, value in {**variables, **(TORCHS if "RANK" in variables else {})}.items():
         monkeypatch.setenv(key, value)
     backend = grace.init("local")
     assert capsys.readouterr().err == ""  # it was chosen
@@ -246,13 +191,9 @@ def test_what_was_found_is_said_once_by_rank_0(monkeypatch, capsys, variables, s
     launchers.announce(backend)
     launchers.announce(backend)
     told = capsys.readouterr().err
-    assert told.startswith(f"grace: local, rank 0 of 1; started by {said}")
+    key, value = next(iter(variables.items()))
+    assert told.startswith(f"grace: local, rank 0 of 1; started by {launcher}: {key}={value}")
     assert told.count("\n") == 1
-
-
-def test_without_a_launcher_nothing_is_said(capsys):
-    grace.init()
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -278,14 +219,17 @@ def test_half_of_a_launchers_variables_is_refused(monkeypatch, variables, said):
     assert grace.init().size == 1
 
 
-@pytest.mark.parametrize("variables", [{"MASTER_ADDR": "10.0.0.1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "variables", [{"MASTER_ADDR": "10.0.0.1"}, {"RANK": "0", "WORLD_SIZE": "1"}, *({key: "1"} for key in MPI_SIZES)]
+)
 def test_what_says_nothing_of_several_ranks_is_one_process(monkeypatch, variables):
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     assert grace.init().name == "local"
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not available("mpirun-mpi"), reason="mpi4py is not installed (make horovod)")
 def test_one_process_joins_mpi_without_a_launcher():
-    described = python("import grace; print(grace.init('mpi').describe())")
-    assert re.fullmatch(r"MPI \(.*\), rank 0 of 1", described)
+    described, _ = program("-c", "import grace; print(grace.init('mpi').describe())")
+    assert re.fullmatch(r"MPI \(.*\), rank 0 of 1\n", described)

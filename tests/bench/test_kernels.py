@@ -4,11 +4,7 @@ import csv
 import io
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +19,10 @@ from grace.bench.kernels import fidelity, gradients, peak_memory, timing
 from grace.bench.kernels.kernels_command import TENSORS
 from grace.bench.report import kernel_tables
 from grace.errors import ConfigError
-from tests.support.limits import HANGS
+from tests.support.bench_runs import interrupted_bench
+from tests.support.command import grace_program
 from tests.support.passing import Passing
 
-GRACE = [sys.executable, "-m", "grace.cli.main", "bench", "kernels"]
 SHAPE, RANKS, DRAWS = (200, 300), 4, 16
 KEYS = {
     *("method", "tensor", "elements", "device", "copy_ms", "encode_ms", "decode_ms", "memory_ms"),
@@ -68,12 +64,9 @@ def square(x) -> float:
 def test_a_run_gives_tables_and_files(tmp_path):
     specs = ["none", "fp16", "topk(ratio=0.1)", "signsgd", "powersgd(rank=2)"]
     args = ["--size", "40k", "--repeats", "1", "--tensors", "gaussian,captured", "--out", str(tmp_path)]
-    command = [*GRACE, *args, "--methods", ", ".join(specs)]
-    env = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
+    out, err = grace_program("bench", "kernels", *args, "--methods", ", ".join(specs))
+    assert err == ""
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
     results = record.load(tmp_path)
     assert results.kind == "kernels"
     assert results.complete
@@ -92,7 +85,7 @@ def test_a_run_gives_tables_and_files(tmp_path):
         assert (row["peak_extra_bytes"] is not None) == COUNTED
     lines = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [float(line["vnmse"]) for line in lines] == [row["vnmse"] for row in results.rows]
-    words = [line.split() for line in done.stdout.splitlines()]
+    words = [line.split() for line in out.splitlines()]
     for row in results.rows[:5]:
         shown = next(line for line in words if line[:1] == [row["method"]])
         assert float(shown[1]) == pytest.approx(row["bits_per_element"], rel=0.005)
@@ -100,7 +93,7 @@ def test_a_run_gives_tables_and_files(tmp_path):
     shown = next(line for line in words if line[:2] == ["topk(ratio=0.1)", "gaussian"])
     assert float(shown[2]) == pytest.approx(results.rows[2]["vnmse"], rel=0.005)
     assert ["signsgd*", "gaussian"] in [line[:2] for line in words]  # votes are marked
-    assert "*: the aggregate is a vote" in done.stdout
+    assert "*: the aggregate is a vote" in out
     results.rows = [row for row in results.rows if row["method"] != "signsgd"]
     console = Console(width=80, file=io.StringIO())
     kernel_tables.show(console, results)
@@ -109,19 +102,10 @@ def test_a_run_gives_tables_and_files(tmp_path):
 
 @pytest.mark.ranks
 def test_an_interrupted_run_keeps_what_is_finished(tmp_path):
-    command = [*GRACE, "--size", "1M", "--methods", "all", "--repeats", "50", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + HANGS
-    while not ((tmp_path / "results.json").exists() and record.load(tmp_path).rows):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=HANGS)
-    assert process.returncode == 130
-    results = record.load(tmp_path)
-    count = len(results.rows)
-    assert 0 < count < 60
+    args = ["kernels", "--size", "1M", "--methods", "all", "--repeats", "50"]
+    code, err, results = interrupted_bench(*args, out=tmp_path, by=signal.SIGTERM)
+    assert code == 130
+    assert 0 < len(results.rows) < 60
     assert not results.complete
     # a compiler that is interrupted may complain before
     assert err.splitlines()[-1] == f"grace bench kernels: interrupted; what is finished is in {tmp_path}"

@@ -1,5 +1,6 @@
 """``grace bench link``, and the emulated networks behind it: their rates, and that nothing of them is left behind."""
 
+import functools
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from grace.core.quantities import parse_rate
 from grace.errors import ConfigError
 from grace.launch.processes import end
 from tests.support import warm
-from tests.support.limits import HANGS
+from tests.support.limits import HANGS, until
 
 pytestmark = pytest.mark.ranks
 
@@ -223,9 +224,7 @@ def test_nothing_is_left_after_a_signal(number):
 def test_nothing_is_left_when_the_command_is_interrupted():
     for seconds in (0.02, 0.4):  # while it is set up, and while it is measured
         process = subprocess.Popen([*GRACE, "bench", "link"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + HANGS
-        while not left_by(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(functools.partial(left_by, process.pid), process)
         time.sleep(seconds)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=HANGS)

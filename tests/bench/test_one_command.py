@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tests.support.limits import HANGS
+from tests.support.limits import HANGS, gone, until
 from tools.device import events, tables
 from tools.device.driver import Run
 from tools.device.parts import PARTS, Part
@@ -110,7 +109,7 @@ def test_a_run_that_is_cut_off_tells_what_it_has_and_leaves_no_process(tmp_path)
         running.wait()
     assert "not to its end" in page.read_text()
     assert json.loads((tmp_path / "on_device.json").read_text())["ended"] == "cut off"
-    until(lambda: not Path(f"/proc/{pid}").exists())
+    until(lambda: gone(pid))
 
 
 def items(folder):
@@ -118,14 +117,7 @@ def items(folder):
     return json.loads(file.read_text())["parts"][0]["items"] if file.exists() else []
 
 
-def until(told):
-    began = time.monotonic()
-    while not (found := told()):
-        assert time.monotonic() - began < HANGS
-        time.sleep(0.1)
-    return found
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -147,6 +139,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, options, says):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.ranks
 def test_its_help_names_the_parts_whose_seconds_are_less_than_nine_minutes():
     shown = started("--help").stdout
     assert all(f"{part.name} " in shown and part.about in shown for part in PARTS)

@@ -9,8 +9,7 @@ from grace.bench.pipeline.cut_verdicts import CHOSEN, judge, markdown, merged, v
 from grace.bench.pipeline.pipeline_command import KNOWN, SWEEP, PipelineSettings
 from grace.bench.ranks import sweep
 from grace.bench.workloads.pipelines import MODELS, cuttable
-from tests.support.bench_runs import bench
-from tests.support.command import grace_command
+from tests.support.command import grace_command, grace_program
 
 
 def cut(name, end, predicted, measured, replicas=(1, 1)):
@@ -86,15 +85,15 @@ def net():
 @pytest.mark.ranks
 def test_a_small_run(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
-    args = ("pipeline", "--models", "small:net", "--quick", "--out", "found.jsonl")
-    bench(*args, cwd=tmp_path)
+    args = ("bench", "pipeline", "--models", "small:net", "--quick", "--out", "found.jsonl")
+    grace_program(*args, cwd=tmp_path)
     found = json.loads((tmp_path / "found.jsonl").read_text())
     names = [one["name"] for one in found["cuts"]]
     assert names[0] == CHOSEN
     assert sum(name.startswith("after ") for name in names) == 3
     assert all(one["measured_ms"] > 0 and one["predicted_ms"] > 0 for one in found["cuts"])
     assert found["cuts"][0]["replicas"] == [1, 1]
-    again, _ = bench(*args, "--resume", cwd=tmp_path)
+    again, _ = grace_program(*args, "--resume", cwd=tmp_path)
     assert "measuring" not in again
     assert "All 1 scenarios, 1 of them measured before" in again
     assert "| small:net | loopback | 2 | none |" in again

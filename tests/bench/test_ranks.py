@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,9 @@ from grace.bench.common.ending import WorkerError
 from grace.bench.ranks import launchers, scenario
 from grace.bench.ranks.rank_program import RANK_VARIABLES
 from grace.bench.train.train_command import TrainSettings
-from tests.support.bench_runs import GRACE, bench
-from tests.support.limits import HANGS
+from tests.support.bench_runs import has_saved_a_row
+from tests.support.command import GRACE, grace_program
+from tests.support.limits import HANGS, gone, until
 
 pytestmark = pytest.mark.ranks
 
@@ -29,14 +29,9 @@ FILES = {"results.json", "results.csv", "report.html"}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and interface names of Linux")
 
 
-def run(*args, **options):
-    """Return stdout and stderr of `grace bench train`."""
-    return bench("train", *args, **options)
-
-
 @pytest.mark.slow
 def test_one_rank_trains_and_sends_nothing(tmp_path):
-    out, _ = run(*SHORT, "-n", "1", "--methods", "qsgd", "--out", str(tmp_path))
+    out, _ = grace_program("bench", "train", *SHORT, "-n", "1", "--methods", "qsgd", "--out", str(tmp_path))
     assert "One rank has nobody to send to" in out
     assert re.search(r"qsgd +0 B ", out)
     assert {path.name for path in tmp_path.iterdir()} == FILES
@@ -79,7 +74,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path, engine):
 
 @linux
 def test_a_rank_that_fails_is_quoted_and_the_exit_code_is_1(tmp_path):
-    _, err = run(*SHORT, "--out", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nosuch0")
+    _, err = grace_program("bench", "train", *SHORT, "--out", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nosuch0")
     assert "rank 0:" in err
     assert "Unable to find address for: nosuch0" in err
     saved = results.load(tmp_path)
@@ -97,14 +92,6 @@ def _ranks(mark):
     return sorted(found)
 
 
-def _until(condition, process):
-    deadline = time.monotonic() + HANGS
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @contextlib.contextmanager
 def _running(out, trained):
     """A long benchmark: its process and the ranks' pids, when they are there or when a first run has been trained."""
@@ -115,9 +102,9 @@ def _running(out, trained):
     env = {**os.environ, "MARK": str(out)}
     process = subprocess.Popen(command, **quiet, env=env)
     try:
-        _until(lambda: len(_ranks(f"MARK={out}".encode())) == 2, process)
+        until(lambda: len(_ranks(f"MARK={out}".encode())) == 2, process)
         ranks = _ranks(f"MARK={out}".encode())
-        _until(lambda: not trained or ((out / "results.json").exists() and results.load(out).rows), process)
+        until(lambda: not trained or has_saved_a_row(out), process)
         yield process, ranks
     finally:
         process.terminate()
@@ -130,10 +117,7 @@ def _check_interrupted(process, ranks, number, out, trained):
     more = f"; what is finished is in {out}" if trained else ""
     assert err == f"grace bench train: interrupted; the ranks are ended{more}\n"
     assert process.returncode == 130
-    deadline = time.monotonic() + HANGS  # mpirun does not wait for those that it has sent a signal
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: gone(*ranks))  # mpirun does not wait for those that it has sent a signal
 
 
 @linux

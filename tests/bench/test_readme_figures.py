@@ -95,11 +95,3 @@ def test_what_would_be_measured_is_listed(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "train-chargpt-adamw\n    grace bench train --task chargpt --optimizer adamw --seeds 1,2 --methods" in said
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("words", [["--only", "nothing"], ["--smallest", "--folder", str(readme_figures.RESULTS)]])
-def test_mistakes_are_refused(monkeypatch, words, capsys):
-    monkeypatch.setattr(sys, "argv", ["readme_figures", *words])
-    with pytest.raises(SystemExit):
-        readme_figures.main()
-    assert "error: " in capsys.readouterr().err

@@ -1,8 +1,11 @@
-"""What ``grace bench`` refuses: in a line, before anything starts."""
+"""What ``grace bench`` and the programs of benchmarks/ refuse: in a line, before anything starts."""
+
+import sys
 
 import pytest
 import torch
 
+from benchmarks import fixed_costs, planning_time, readme_figures
 from tests.support.command import grace_command
 
 MINE = """
@@ -116,3 +119,24 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, s
     assert says in " ".join(err.split())
     assert err.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "says"),
+    [
+        (fixed_costs, ["--steps", "0"], "--steps must be at least 1, not 0"),
+        (fixed_costs, ["--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (fixed_costs, ["--methods", "tpok"], "tpok"),
+        (planning_time, ["--variables", "0"], "error: "),
+        (planning_time, ["--ranks", "0"], "error: "),
+        (planning_time, ["--bandwidth", "slow"], "error: "),
+        (readme_figures, ["--only", "nothing"], "error: "),
+        (readme_figures, ["--smallest", "--folder", str(readme_figures.RESULTS)], "error: "),
+    ],
+)
+def test_a_programs_mistake_is_told(monkeypatch, capsys, program, words, says):
+    monkeypatch.setattr(sys, "argv", ["program", *words])
+    with pytest.raises(SystemExit) as caught:
+        program.main()
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err

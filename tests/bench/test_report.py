@@ -69,8 +69,7 @@ def test_the_command_writes_a_file_for_a_folder_or_a_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ('{"grace_bench": 1, "rows": 3}', "is damaged")],
+    ("text", "says"), [(None, "cannot be read"), ("{", "is not JSON"), ('{"grace_bench": 1, "rows": 3}', "is damaged")]
 )
 def test_files_that_are_no_results_are_named(tmp_path, text, says):
     path = tmp_path / "results.json"

@@ -3,7 +3,6 @@
 import math
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +13,9 @@ from grace.bench.link.emulation import possible
 from grace.bench.ranks import launchers
 from grace.bench.step.step_rows import compare_with_plain, verdict_text
 from grace.bench.step.step_settings import BOUND
-from tests.support.bench_runs import bench, interrupted_bench
+from tests.support.bench_runs import interrupted_bench
+from tests.support.command import grace_program
+from tests.support.engine_pools import command
 
 pytestmark = pytest.mark.ranks
 
@@ -48,7 +49,7 @@ def folder(tmp_path_factory):
 
 def run(folder, *args, code=0, launcher=()):
     """Return stdout, stderr and the results of the command."""
-    out, err = bench("step", *args, "--out", "out", code=code, cwd=folder, launcher=launcher, OMP_NUM_THREADS="1")
+    out, err = grace_program("bench", "step", *args, "--out", "out", code=code, cwd=folder, launcher=launcher)
     return out, err, record.load(folder / "out") if code == 0 else None
 
 
@@ -212,7 +213,7 @@ def test_what_chooses_itself_is_timed_when_it_has_chosen(folder):
 
 
 def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    torchrun = command("torchrun", 2, "--no-python")
     out, _, results = run(folder, "--model", "mine:wide", "--methods", "topk", "--rounds", "2", launcher=torchrun)
     assert out.count("mine:wide, 2 ranks") == 1  # rank 0 alone speaks
     assert {row["name"] for row in results.rows} >= {BOUND, "DDP", "topk"}
@@ -232,7 +233,8 @@ def test_a_model_that_is_none_is_refused(folder, model, message):
 
 
 def test_where_no_link_can_be_emulated_it_says_why_and_measures_nothing(tmp_path):
-    _, err = bench("step", "--model", "mlp", "--bandwidth", "1gbit", "--out", str(tmp_path), code=1, PATH="/nowhere")
+    args = ["--model", "mlp", "--bandwidth", "1gbit", "--out", str(tmp_path)]
+    _, err = grace_program("bench", "step", *args, code=1, PATH="/nowhere")
     assert err.startswith("grace bench step: a link cannot be emulated here: ")
     assert record.load(tmp_path).rows == []
 

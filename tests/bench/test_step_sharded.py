@@ -1,11 +1,10 @@
 """``grace bench step --sharded``, run as a user does: 2 shard groups of 2 ranks, with a link between the groups."""
 
-import sys
-
 import pytest
 
 from grace.bench.step.step_settings import SHARDS_ALONE
 from tests.bench.test_step import REASON, run
+from tests.support.engine_pools import command
 
 pytestmark = pytest.mark.ranks
 
@@ -49,7 +48,7 @@ def test_what_crosses_between_shard_groups_is_compared_with_torchs_own(folder):
 
 
 def test_ranks_that_a_launcher_has_started_form_shard_groups(folder):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
+    torchrun = command("torchrun", 4, "--no-python")
     args = ["--model", "mine:layers", "--sharded", "2", "--methods", "topk", "--baselines", "none", "--rounds", "1"]
     *_, results = run(folder, *args, launcher=torchrun)
     assert [(row["name"], row["ranks"]) for row in results.rows] == [(SHARDS_ALONE, 4), ("topk under FSDP2", 4)]

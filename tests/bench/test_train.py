@@ -17,23 +17,10 @@ from grace.bench.workloads import torch_tasks
 from grace.bench.workloads.tasks import TASKS, task_class
 from grace.bench.workloads.torch_tasks import CharacterModel, InTorch, Trainer
 from grace.core.registry import known
-from tests.support.bench_runs import bench
+from tests.support.command import grace_program
 from tests.support.drawing import THOROUGH
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture
-def alone():
-    """One rank."""
-    grace.init("local")
-    yield
-    grace.shutdown()
-
-
-def run(*args, **options):
-    """Return stdout and stderr of `grace bench train`."""
-    return bench("train", *args, **options)
 
 
 ALONE = "diloco(period=8, compressor='block(bits=4)')"
@@ -47,7 +34,8 @@ def short(tmp_path_factory):
     args = ["--epochs", "2", "--methods", f"none,topk(ratio=1.0),topk,{ALONE}", "--seeds", "2", "--target", "0.5"]
     (decoy := tmp_path_factory.mktemp("cwd") / "grace").mkdir()
     (decoy / "__init__.py").write_text("raise SystemExit('the wrong grace')")
-    out, err = run(*args, "--out", str(folder), cwd=decoy.parent if sys.version_info >= (3, 11) else None)
+    cwd = decoy.parent if sys.version_info >= (3, 11) else None
+    out, err = grace_program("bench", "train", *args, "--out", str(folder), cwd=cwd)
     return out, err, folder, results.load(folder)
 
 
@@ -57,9 +45,7 @@ def test_the_table_has_one_row_per_method_and_nothing_is_on_stderr(short):
     number = r"\d[\d.]*"
     accuracy = r"\d+\.\d ± \d+\.\d"
     rows = re.findall(
-        rf"^(\S+) +(\S+ \w?B) +({number}) +{number} +{accuracy} +(?:[+-]\S+ +)?{number} *$",
-        out,
-        re.MULTILINE,
+        rf"^(\S+) +(\S+ \w?B) +({number}) +{number} +{accuracy} +(?:[+-]\S+ +)?{number} *$", out, re.MULTILINE
     )
     assert [row[0] for row in rows] == ["none", "topk(ratio=1.0)", "topk", ALONE.split()[0]]
     assert [row[1] for row in rows[:3]] == ["1.20 MB", "1.20 MB", "23.3 kB"]
@@ -161,7 +147,7 @@ class Shorter(CharacterModel):
 def test_perplexity_is_better_when_it_is_lower(tmp_path):
     (tmp_path / "mine.py").write_text(SHORTER)
     args = ["--task", "mine:Shorter", "--epochs", "1", "--methods", "none,dgc", "--seeds", "1", "--lr", "dgc=0.5"]
-    out, err = run(*args, "--target", "15", "--out", str(tmp_path), cwd=tmp_path)
+    out, err = grace_program("bench", "train", *args, "--target", "15", "--out", str(tmp_path), cwd=tmp_path)
     assert err == ""
     assert "dgc, seed 0: perplexity " in out
     saved = results.load(tmp_path)
@@ -199,7 +185,7 @@ RARE = pytest.mark.skipif(
 def test_every_method_is_trained_with_each_optimizer(tmp_path, task, chance):
     (tmp_path / "mine.py").write_text(SHORT_TASKS)
     args = ["--task", f"mine:{task}", "--epochs", "2", "--methods", "none,block(bits=8)", "--seeds", "1"]
-    out, err = run(*args, "--optimizer", "adamw,sgd", "--out", str(tmp_path), cwd=tmp_path)
+    out, err = grace_program("bench", "train", *args, "--optimizer", "adamw,sgd", "--out", str(tmp_path), cwd=tmp_path)
     assert err == ""
     assert "block(bits=8), adamw, seed 0: " in out
     rows = {(row["optimizer"], row["method"]): row for row in results.load(tmp_path).rows}
@@ -257,7 +243,8 @@ class Line(InTorch):
 
 def test_a_task_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
-    out, _ = run("--task", "mine:Line", "--methods", "none", "--seeds", "1", "--out", "out", cwd=tmp_path)
+    args = ["--task", "mine:Line", "--methods", "none", "--seeds", "1", "--out", "out"]
+    out, _ = grace_program("bench", "train", *args, cwd=tmp_path)
     assert re.search(r"^none, seed 0: error \d\.\d+$", out, re.MULTILINE)
     saved = results.load(tmp_path / "out")
     assert (saved.settings["metric"], saved.settings["target"]) == ("error", None)
@@ -268,7 +255,7 @@ def test_a_task_of_ones_own(tmp_path):
 @pytest.mark.skipif(bool(possible()), reason=f"no link can be emulated here: {possible()}")
 def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
     args = ["--methods", "none,topk", "--epochs", "1", "--seeds", "1", "--bandwidth", "50mbit,none"]
-    out, err = run(*args, "--out", str(tmp_path))
+    out, err = grace_program("bench", "train", *args, "--out", str(tmp_path))
     assert err == ""
     assert "topk, seed 0, 50mbit: accuracy" in out
     rows = {(row["method"], row["bandwidth"]): row for row in results.load(tmp_path).rows}
@@ -302,7 +289,7 @@ def test_a_task_depends_on_its_seed_alone(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_trainer_learns(name, alone):
+def test_a_trainer_learns(name, local):
     task = task_class(name)()
     trainer = Trainer(task, "none", 0, task.rate(task.optimizer), 0.0, task.optimizer)
     before = trainer.quality()
@@ -332,7 +319,7 @@ class Rows(InTorch):
         return float(self.loss(model, torch.arange(16)).detach())
 
 
-def test_sparse_gradients_are_trained_with_too(alone):
+def test_sparse_gradients_are_trained_with_too(local):
     trainer = Trainer(Rows(), "none", 0, 0.1, 0.0)
     before = trainer.quality()
     trainer.step(torch.arange(16))
@@ -390,7 +377,7 @@ def test_the_gain_that_a_method_lacks_is_that_of_the_loss(metric, lacks):
 def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
     methods, seeds = (METHODS, 2) if THOROUGH else (("none", "topk(ratio=0.01)"), 1)
     args = ["--methods", ",".join(methods), "--seeds", str(seeds), "--epochs", "12"]
-    run(*args, "--out", str(tmp_path))
+    grace_program("bench", "train", *args, "--out", str(tmp_path))
     qualities = {row["method"]: row["quality"] for row in results.load(tmp_path).rows}
     assert list(qualities) == list(methods)
     assert qualities["none"] > 0.95
@@ -400,7 +387,7 @@ def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
 
 def test_strategies_are_trained_with_too(tmp_path):
     methods = "fp16,all_reduce(compressor=fp16),auto(methods=['fp16'])"
-    run("--methods", methods, "--epochs", "3", "--seeds", "1", "--out", str(tmp_path))
+    grace_program("bench", "train", "--methods", methods, "--epochs", "3", "--seeds", "1", "--out", str(tmp_path))
     alone, uniform, planned = results.load(tmp_path).rows
     assert [point[-1] for point in uniform["curve"]] == [point[-1] for point in alone["curve"]]
     assert planned["method"] == "auto(methods=['fp16'])"

@@ -1,16 +1,15 @@
 """``grace calibrate``: alone in this process, and as real ranks run it."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from grace.cli.calibration import read
 from grace.planner.network import KINDS
-from tests.support.command import grace_command
+from tests.support.command import grace_command, grace_program
+from tests.support.engine_pools import command
 from tests.support.limits import HANGS
 from tests.support.warm import REAL
 
@@ -101,21 +100,18 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(fo
 
 @pytest.mark.ranks
 def test_ranks_measure_links_and_methods(folder):
-    grace = Path(sys.executable).with_name("grace")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += [str(grace), "calibrate", "--quick", "--methods", "topk", "--model", "mine:net", "-o", "c.json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
+    args = ["calibrate", "--quick", "--methods", "topk", "--model", "mine:net", "-o", "c.json"]
+    out, _ = grace_program(*args, cwd=folder, launcher=command("torchrun", 2, "--no-python"), columns=160)
     made = read(folder / "c.json")
     assert (made.key.engine, made.key.ranks, made.key.threads, made.by_ring) == ("torch.distributed (gloo)", 2, 1, True)
     assert set(made.network.curves) == set(KINDS)
     costs = made.costs()
     assert 0 < costs.network.seconds("allreduce", 1e4, 2) <= costs.network.seconds("allreduce", 1e7, 2)
-    assert done.stdout.count("Wrote c.json") == 1  # rank 0 alone speaks
+    assert out.count("Wrote c.json") == 1  # rank 0 alone speaks
     assert json.loads((folder / "c.json").read_text())["made"] > 1e9
 
 
+@pytest.mark.ranks
 def test_nothing_of_a_framework_is_imported_to_show_one(folder):
     calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", "c.json")
     program = f"""

@@ -2,13 +2,10 @@
 
 import copy
 import json
-import random
 import stat
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grace.backends.simulated import SimulatedRanks
 from grace.cli.calibration import Calibration, Key, read
@@ -123,63 +120,6 @@ def test_what_is_no_calibration_is_refused(path, text):
 def test_what_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read.*Run `grace calibrate`"):
         read(tmp_path / "none.json")
-
-
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=5),
-    st.just([]),
-    st.just({}),
-    st.just([[1.0, 1.0]]),
-    st.just(10**400),
-)
-
-
-def places(document, here=()):
-    yield here
-    for name in document if isinstance(document, dict) else range(len(document)) if isinstance(document, list) else ():
-        yield from places(document[name], (*here, name))
-
-
-PLACES = [place for place in places(MADE.to_dict()) if place]
-
-
-@given(st.sampled_from(PLACES), ODD, st.sampled_from(["put", "remove", "add"]))
-def test_whatever_is_changed_is_refused_or_a_calibration(place, value, how):
-    document = copy.deepcopy(MADE.to_dict())
-    inside = document
-    for name in place[:-1]:
-        inside = inside[name]
-    if how == "remove":
-        del inside[place[-1]]
-    elif how == "add" and isinstance(inside, dict):
-        inside["another"] = value
-    else:
-        inside[place[-1]] = value
-    try:
-        found = Calibration.from_dict(document)
-    except ConfigError:
-        return
-    assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    found.costs().network.seconds("allgather", 1e5, 4)  # all that is in it can be used
-
-
-@given(st.randoms(use_true_random=False))
-def test_a_file_with_other_bytes_is_refused_or_a_calibration(rng: random.Random):
-    from grace.core import documents
-
-    raw = bytearray(json.dumps(MADE.to_dict()).encode())
-    for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(raw))
-        raw[at : at + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
-    try:
-        found = Calibration.from_dict(documents.parse(raw.decode("utf-8", "replace"), "x", infinite=True))
-    except ConfigError:
-        return
-    assert isinstance(found, Calibration)
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 import doctest
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grace.cli.inputs import model_variables
-from tests.support.limits import HANGS
+from tests.support.command import grace_program
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("mlp", "resnet", "lstm", "transformer", "ncf")
@@ -255,6 +253,7 @@ def test_torchs_optimizers_take_sparse_gradients_as_the_docstring_says(monkeypat
             steps()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "variables"),
     [("examples.torch.models:lstm", 7), pytest.param("examples.tensorflow.models:ncf", 10, marks=SLOW)],
@@ -265,10 +264,8 @@ def test_strategies_are_built_and_checked_for_them(tmp_path, monkeypatch, model,
 
     out = str(tmp_path / "s.yaml")
     options = ["--model", model, "--builder", "parallax", "-n", "2", "-o", out]
-    program = [sys.executable, "-m", "grace.cli.main", "strategy", "build", *options]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"Wrote {out}: {variables} variables, for 2 ranks on 1 node, by parallax\n"
+    said, _ = grace_program("strategy", "build", *options, cwd=ROOT)
+    assert said == f"Wrote {out}: {variables} variables, for 2 ranks on 1 node, by parallax\n"
 
     from grace.cli.strategy import app
 

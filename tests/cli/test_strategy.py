@@ -3,19 +3,14 @@
 import json
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from grace.bench.common.text import of_bytes
-from tests.support.command import grace_command
-from tests.support.limits import HANGS
+from tests.support.command import grace_command, grace_program, installed
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
-GRACE = str(Path(sys.executable).with_name("grace"))
 MODELS = """
 import torch
 
@@ -43,11 +38,7 @@ def run(folder, *args, code=0):
 
 
 def run_program(folder, *args, code=0, group=("strategy",)):
-    env = {**os.environ, "COLUMNS": "140"}
-    command = [GRACE, *group, *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=HANGS)
-    assert done.returncode == code, done.stderr
-    return done.stdout
+    return grace_program(*group, *args, code=code, cwd=folder, columns=140)[0]
 
 
 @pytest.mark.parametrize("run", [run, pytest.param(run_program, marks=pytest.mark.slow)])
@@ -160,10 +151,7 @@ wide = theirs:Wide
 @pytest.mark.slow
 def test_a_package_brings_a_synchronizer_a_builder_and_a_rule(folder, monkeypatch):
     (folder / "theirs.py").write_text(THEIRS)
-    info = folder / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(POINTS)
+    installed(folder, "theirs", POINTS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     listed = run_program(folder, "list", group=())
     for name, kind, what in (

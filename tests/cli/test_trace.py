@@ -3,8 +3,6 @@
 import gzip
 import importlib.util
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,24 +11,13 @@ import pytest
 import grace
 from grace.exchange.tracing.summary import summarize
 from grace.exchange.tracing.timeline import RankTrace, load, merged, missing
-from tests.support.command import grace_command
+from tests.support.command import grace_command, grace_program
 from tests.support.drawing import THOROUGH
-from tests.support.engine_pools import BIN, environment
-from tests.support.limits import HANGS
+from tests.support.engine_pools import BIN
 
-GRACE = [sys.executable, "-m", "grace.cli.main", "trace"]
-ROOT = str(Path(grace.__file__).parents[1])
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MS = 1_000_000
 RARE = pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: another engine is traced")
-
-
-def traced(*args, folder, code=0, **variables):
-    """Run the command in a folder; returns (stdout, stderr)."""
-    env = {**environment(), "PYTHONPATH": ROOT, "COLUMNS": "80", **variables}
-    done = subprocess.run([*GRACE, *args], capture_output=True, text=True, env=env, cwd=folder, timeout=HANGS)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout, done.stderr
 
 
 # -- files and numbers ------------------------------------------------------------------------------------------------
@@ -171,9 +158,10 @@ def test_a_program_that_is_not_there_is_refused_before_ranks_start(tmp_path, pro
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_folder_becomes_a_file_and_tables(tmp_path):
     written(tmp_path, rank_trace(0), rank_trace(2, size=3), rank_trace(0, size=3))
-    out = traced(str(tmp_path), "-o", "new/t.json.gz", "--top", "1", folder=tmp_path)[0]
+    out = grace_program("trace", str(tmp_path), "-o", "new/t.json.gz", "--top", "1", cwd=tmp_path)[0]
     trace = json.loads(gzip.decompress((tmp_path / "new/t.json.gz").read_bytes()))
     assert len(trace["otherData"]["ranks"]) == 2
     for line in ("1 more variables: 3.00 ms", "Rank 1 left no file in", "Wrote new/t.json.gz"):
@@ -194,7 +182,7 @@ def test_a_folder_becomes_a_file_and_tables(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, message):
-    out, err = traced(*args, folder=tmp_path, code=2)
+    out, err = grace_program("trace", *args, cwd=tmp_path, code=2)
     assert out == ""
     assert err.startswith(message)
     assert err.count("\n") == 1
@@ -240,7 +228,7 @@ def check(path, out, steps):
 def test_a_program_is_run_and_its_ranks_are_traced(tmp_path, engine):
     need(engine)
     program = [str(BIN / "python"), str(PROGRAMS / "traced.py"), "topk(ratio=0.1)"]
-    out = traced("-n", "2", "--engine", engine, "--skip", "0", "--", *program, folder=tmp_path)[0]
+    out = grace_program("trace", "-n", "2", "--engine", engine, "--skip", "0", "--", *program, cwd=tmp_path)[0]
     found = check(tmp_path / "trace.json", out, steps=6)
     for rank in range(2):
         assert found[rank, "optimizer"] == found[rank, "backward"] == 6
@@ -253,7 +241,7 @@ def test_keras_is_traced(tmp_path, engine, how):
     need(engine)
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     program = [str(BIN / "python"), str(PROGRAMS / "traced_keras.py"), how]
-    out = traced("-n", "2", "--engine", engine, "--skip", "0", "--", *program, folder=tmp_path)[0]
+    out = grace_program("trace", "-n", "2", "--engine", engine, "--skip", "0", "--", *program, cwd=tmp_path)[0]
     check(tmp_path / "trace.json", out, steps=6)
     assert ("waiting in TensorFlow's graph" in " ".join(out.split())) == (engine == "horovod")
 
@@ -264,7 +252,7 @@ def test_what_a_program_that_fails_has_recorded_is_kept(tmp_path, engine):
     need(engine)
     program = [str(BIN / "python"), str(PROGRAMS / "traced.py"), "topk(ratio=0.1)", "1000", "7"]
     args = ["-n", "2", "--engine", engine, "--steps", "50", "--skip", "2", "--", *program]
-    out, err = traced(*args, folder=tmp_path, code=1)
+    out, err = grace_program("trace", *args, cwd=tmp_path, code=1)
     assert "grace trace: rank 1 ended with exit code 1" in err
     assert "on average over 5 steps of 2 ranks" in out
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -275,6 +263,6 @@ def test_what_a_program_that_fails_has_recorded_is_kept(tmp_path, engine):
 def test_a_program_that_leaves_no_trace_is_told_so(tmp_path):
     (tmp_path / "idle.py").write_text("")
     args = ["--engine", "torch", "--", str(BIN / "python"), "idle.py"]
-    err = traced(*args, folder=tmp_path, code=2)[1]
+    err = grace_program("trace", *args, cwd=tmp_path, code=2)[1]
     assert err.splitlines()[-1].startswith("grace: the program left no trace: it made no optimizer")
     assert not (tmp_path / "trace.json").exists()

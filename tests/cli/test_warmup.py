@@ -1,26 +1,21 @@
 """``grace warmup``, and what is said when loops are compiled without it."""
 
 import io
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.support.command import grace_command
+from tests.support.command import grace_command, grace_program
 
 pytest.importorskip("numba", reason="compiled loops are Numba's")
 
 
 @pytest.mark.ranks
 def test_what_was_compiled_is_kept(tmp_path):
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "grace.cli.main", "warmup", "signsgd"]
-    first, second = (subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2))
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert re.fullmatch(rf"Compiled \d+ loops in \d+ s; they are kept in {tmp_path}\.\n", first.stdout)
-    assert second.stdout == f"All loops are compiled already; they are kept in {tmp_path}.\n"
+    first, second = (grace_program("warmup", "signsgd", NUMBA_CACHE_DIR=str(tmp_path))[0] for _ in range(2))
+    assert re.fullmatch(rf"Compiled \d+ loops in \d+ s; they are kept in {tmp_path}\.\n", first)
+    assert second == f"All loops are compiled already; they are kept in {tmp_path}.\n"
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):

@@ -1,7 +1,6 @@
 """Communicators that the user calls: ``step``, ``send_step`` and ``receive_step``, over every engine."""
 
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 import grace
 from grace.communicators.choice import build_communicator
-from tests.support.engine_pools import environment
+from tests.support.engine_pools import DRAWN, command, environment
 from tests.support.limits import HANGS
 from tests.support.pools import launched
 from tests.support.training import KINDS, Given, digest, distributed, made_up, means
@@ -46,7 +45,7 @@ def test_steps_give_what_an_optimizer_does(two_ranks, compressor):
                     assert torch.equal(got, expected)
 
 
-def training(engine, spec="topk(ratio=0.1)"):
+def training(spec="topk(ratio=0.1)"):
     """GRACE's loop: every gradient by itself; then half the tensors by hand overlap, and the state goes round."""
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 5))
     grace.broadcast_parameters(model)
@@ -75,16 +74,12 @@ def training(engine, spec="topk(ratio=0.1)"):
     return ended, digest(dict(model.named_parameters())), saved["grace"]["step"]
 
 
+@pytest.mark.parametrize("engine", ["gloo", *DRAWN])
 def test_graces_loop_keeps_the_ranks_equal_and_goes_on_from_a_checkpoint(engine):
-    (ended, again, steps), second = launched(engine, 2).run(training, engine)
+    (ended, again, steps), second = launched(engine, 2).run(training)
     assert (ended, again, steps) == second
     assert ended == again
     assert steps == 2 * 4
-
-
-def test_graces_loop_over_torch_distributed(two_ranks):
-    (ended, again, _), (other, *_) = two_ranks.run(training, "gloo")
-    assert ended == again == other
 
 
 def overlapping():
@@ -212,8 +207,9 @@ def test_a_communicator_leaves_the_run_that_ends_and_starts_anew_in_another():
 def test_who_forgets_init_in_a_launched_program_is_told(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import torch, grace\ngrace.from_params({}).step(torch.ones(2), 'w')\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANGS)
+    done = subprocess.run(
+        command("torchrun", 2, str(program)), env=environment(), capture_output=True, text=True, timeout=HANGS
+    )
     assert done.returncode != 0
     assert "nobody called grace.init()" in done.stderr
 

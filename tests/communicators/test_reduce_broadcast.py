@@ -8,6 +8,7 @@ import grace
 from grace.core.registry import make
 from grace.strategy.plan import ShardPlan, Sync, VariablePlan
 from grace.torch.parameters import make_variables
+from tests.exchange.test_aggregates import DGCMemory, Residual, largest
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole
 from tests.support.training import SPECS, Given, digest, loss_of, made_up, net, state_of
 
@@ -50,40 +51,14 @@ def test_votes_are_counted_once(ranks, compressor):
 SHAPE, SIZES, RATIO, STEPS = (13, 5), (9, 4), 0.2, 6
 
 
-def topk(x):
-    """The entries of largest magnitude, zeros elsewhere."""
-    count = max(1, round(RATIO * x.size))
+def send(memory, gradient):
+    """The entries of largest magnitude of what a memory makes of a gradient, and zeros elsewhere."""
+    x = memory.before(gradient)
     sent = np.zeros_like(x)
-    largest = np.argsort(-np.abs(x).ravel(), kind="stable")[:count]
-    sent.ravel()[largest] = x.ravel()[largest]
+    places = largest(x.ravel(), max(1, round(RATIO * x.size)))
+    sent.ravel()[places] = x.ravel()[places]
+    memory.after(x, sent)
     return sent
-
-
-class Residual:
-    """NumPy's model of a residual."""
-
-    def __init__(self):
-        self.kept = np.float32(0)
-
-    def send(self, gradient):
-        x = self.kept + gradient
-        sent = topk(x)
-        self.kept = x - sent
-        return sent
-
-
-class DGC:
-    """NumPy's model of momentum correction with factor masking."""
-
-    def __init__(self):
-        self.u = self.v = np.float32(0)
-
-    def send(self, gradient):
-        self.u = np.float32(0.5) * self.u + gradient
-        self.v = self.v + self.u
-        sent = topk(self.v)
-        self.u, self.v = np.where(sent != 0, np.float32(0), self.u), self.v - sent
-        return sent
 
 
 def parts_by_topk(memory):
@@ -100,7 +75,7 @@ def parts_by_topk(memory):
     return seen
 
 
-@pytest.mark.parametrize(("memory", "model"), [("residual", Residual), ("dgc(momentum=0.5)", DGC)])
+@pytest.mark.parametrize(("memory", "model"), [("residual", Residual), ("dgc", DGCMemory)])
 def test_topk_both_ways_keeps_two_memories(ranks, memory, model):
     answers, size = ranks.run(parts_by_topk, memory), ranks.size
     there = {part: [model() for _ in range(size)] for part in range(2)}
@@ -110,22 +85,22 @@ def test_topk_both_ways_keeps_two_memories(ranks, memory, model):
         for part, rows in enumerate((slice(0, 9), slice(9, 13))):
             name = f"w/part_{part}"
             gradients = [made_up({"w": SHAPE}, step, rank)["w"][rows] for rank in range(size)]
-            sent = [one.send(g) for one, g in zip(there[part], gradients, strict=True)]
-            wanted = back[part].send(sum(sent) / np.float32(size))
+            sent = [send(one, g) for one, g in zip(there[part], gradients, strict=True)]
+            wanted = send(back[part], sum(sent) / np.float32(size))
             for rank, seen in enumerate(answers):
                 came, state = seen[step]
                 np.testing.assert_allclose(came[rows], wanted, rtol=1e-5, atol=1e-6)
                 assert (name in state["answer_memory"]) == (rank == roots[part])
                 kept = state["memory"][name]
                 mine = there[part][rank]
-                if isinstance(mine, DGC):
-                    np.testing.assert_allclose(kept["velocity"], mine.u, rtol=1e-5, atol=1e-6)
-                    kept, wanted_kept = kept["accumulated"], mine.v
+                if memory == "dgc":
+                    np.testing.assert_allclose(kept["velocity"], mine.velocity, rtol=1e-5, atol=1e-6)
+                    kept, wanted_kept = kept["accumulated"], mine.accumulated
                 else:
-                    wanted_kept = mine.kept
+                    wanted_kept = mine.left
                 np.testing.assert_allclose(kept, wanted_kept, rtol=1e-5, atol=1e-6)
             kept = answers[roots[part]][step][1]["answer_memory"][name]
-            np.testing.assert_allclose(kept, back[part].kept, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(kept, back[part].left, rtol=1e-5, atol=1e-6)
 
 
 ROWS, TABLE = 7, (11, 4)

@@ -11,6 +11,7 @@ import grace.torch
 from grace.bench.workloads.torch_tasks import Digits
 from grace.core.registry import make
 from grace.exchange.merge_codec import coded, owners_of
+from tests.exchange.test_aggregates import largest
 from tests.support.drawing import THOROUGH
 from tests.support.pools import ranks_of
 from tests.support.training import joined
@@ -38,10 +39,6 @@ def exchange(steps: int, memory: str = "residual") -> list[tuple[dict, dict]]:
 
 
 # -- the reference -------------------------------------------------------------------------------------------
-
-
-def largest(x: np.ndarray, k: int) -> np.ndarray:
-    return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
 
 
 def count(n: int) -> int:
@@ -100,16 +97,6 @@ def test_means_and_residuals_are_those_of_the_formula(size):
                 np.testing.assert_allclose(residuals[name], kept[step][rank][name], rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_lost(ranks):
-    """W times the means so far, and all that is kept, are all gradients so far."""
-    results = ranks.run(exchange, 12)
-    for name in SHAPES:
-        given = sum(gradient(rank, step, name) for rank in range(ranks.size) for step in range(12))
-        sent = ranks.size * sum(means[name] for means, _ in results[0])
-        kept = sum(found[-1][1][name] for found in results)
-        np.testing.assert_allclose(sent + kept, given, rtol=1e-4, atol=1e-5)
-
-
 SKEWED = 3000
 
 
@@ -139,19 +126,6 @@ def test_what_is_beyond_an_owners_room_stays(ranks):
         assert len(unsent) > 0
         np.testing.assert_array_equal(kept[unsent], given[unsent])
         assert 0 < np.count_nonzero(mean) <= count(SKEWED)
-
-
-def sent_bytes(kind: str) -> int:
-    communicator = joined(getattr(grace.torch, kind)("topk"))
-    communicator.step(torch.randn(500, 400), "w")
-    return communicator.by_hand.runner.traffic.sent_bytes
-
-
-def test_traffic_does_not_grow_with_the_number_of_ranks():
-    sent = {size: ranks_of(size).run(sent_bytes, "ScatterMerge")[0] for size in (2, 4)}
-    for size, nbytes in sent.items():  # twice (W-1)/W of k entries of 8 bytes, and an owner's room
-        assert nbytes == pytest.approx(2 * (size - 1) / size * 2000 * 8, rel=0.12)
-    assert ranks_of(4).run(sent_bytes, "Allgather")[0] > 1.8 * sent[4]
 
 
 def velocities() -> tuple[np.ndarray, np.ndarray]:

@@ -106,14 +106,6 @@ def test_threshold_follows_the_loss_scale():
     assert indices_of(compressor, np.float32([513, 512, -600])).tolist() == [0, 2]
 
 
-def test_threshold_sends_values_and_narrow_indices():
-    (values, indices), _ = make("threshold(value=0.5)").compress(np.float32([0.6, 0, -1, 0]), "w")
-    assert values.tolist() == np.float32([0.6, -1]).tolist()
-    assert indices.dtype == np.int16
-    (_, wide), _ = make("threshold").compress(normal(1 << 17), "w")
-    assert wide.dtype == np.int32
-
-
 # -- dgc -----------------------------------------------------------------------------------------------------
 
 

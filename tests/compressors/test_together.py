@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import grace.torch
-from grace.communicators import Allreduce
 from grace.compressors.powersgd import SMALL, PowerSGD
 from grace.core.compressor import Compressor, Traits
 from tests.support.data import data, same
@@ -125,37 +123,3 @@ def test_a_method_of_a_bucket_serves_single_tensors():
 
     payload, ctx = OfBuckets().compress(np.float32([1]), "w")
     assert (payload[0].tolist(), ctx) == ([2], "w")
-
-
-def test_without_both_forms_the_method_says_what_is_missing():
-    class Nothing(Compressor):
-        name = "nothing"
-
-    with pytest.raises(TypeError, match="Nothing must define compress"):
-        Nothing().compress(np.zeros(1, np.float32), "w")
-
-
-def steps():
-    """Aggregates of three steps, in one bucket."""
-    communicator = grace.torch.Allreduce(PowerSGD(rank=2), "residual")
-    found = [communicator.step(gradients(step, rank=grace.rank()), NAMES) for step in range(3)]
-    return [x.numpy() for means in found for x in means]
-
-
-@pytest.mark.ranks
-def test_all_ranks_decode_a_bucket_to_the_same_bits(two_ranks):
-    first, second = two_ranks.run(steps)
-    for a, b in zip(first, second, strict=True):
-        same(a, b)
-
-
-def test_a_step_that_overflows_keeps_what_a_bucket_knew():
-    clean, other = (Allreduce("powersgd(rank=2)") for _ in range(2))
-    for step in range(4):
-        if step == 2:
-            bad = gradients(9)
-            bad[2][0, 0] = math.inf
-            other.step(bad, NAMES)
-            clean.context.step += 1
-        for a, b in zip(clean.step(gradients(step), NAMES), other.step(gradients(step), NAMES), strict=True):
-            same(a.numpy(), b.numpy())

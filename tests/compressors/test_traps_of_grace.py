@@ -5,7 +5,9 @@ Other tests hold that these do not come back:
 - signs, ternary codes, masks and positions that travel as whole bytes and int64: test_contract.py (its table of bytes)
 - thresholds on the largest value instead of magnitudes, votes and means of signs, sums where means are meant, and
   learning rates that EF-SignSGD ignores: exchange/test_aggregates.py, memories/test_memories.py
-- a Q of PowerSGD that ranks draw apart, and P and Q that are not averaged: exchange/test_oracles.py
+- a Q of PowerSGD that ranks draw apart, or that is drawn anew at each step, and P and Q that are not averaged:
+  exchange/test_oracles.py
+- positions that are drawn twice: kernels/test_random.py
 - zeros that DGC sends: test_sparsifiers.py
 - float32 that comes back for 16-bit gradients, and codes that hide a NaN: exchange/test_catalogue.py
 - hosts that wait for a device: test_host_waits.py
@@ -49,16 +51,6 @@ def test_no_compressor_touches_a_global_generator(spec):
         for _ in range(2):
             communicator.step(x, "w")
     assert states() == before
-
-
-@frameworks
-def test_randomk_draws_without_replacement(convert):
-    for n, ratio in ((7, 1.0), (300, 0.9), (5000, 0.5)):
-        for step in range(3):
-            randomk = make(f"randomk(ratio={ratio})", step=step)
-            payload, ctx = randomk.compress(convert(np.ones(n, np.float32)), "w")
-            indices = np.asarray(randomk.sent_indices(payload, ctx))
-            assert len(set(indices.tolist())) == len(indices) == round(ratio * n)
 
 
 @pytest.mark.parametrize("it", ALL)
@@ -123,16 +115,6 @@ def test_sign_methods_mean_the_same_in_every_framework(spec, wanted, convert):
 
 
 # -- PowerSGD --------------------------------------------------------------------------------------------------
-
-
-@frameworks
-def test_powersgd_does_not_redraw_q_at_each_step(convert):
-    powersgd = make("powersgd(rank=2)")
-    (_, q), _ = powersgd.compress(convert(data("gaussian", (9, 6))), "w")
-    powersgd.state.commit()
-    powersgd.context.step += 1
-    (p,) = next(powersgd.exchange(convert(np.eye(6, dtype=np.float32)), "w"))  # P = I Q
-    same(np.asarray(p), np.asarray(q))
 
 
 @frameworks

@@ -18,16 +18,6 @@ def test_specs_round_trip_in_both_forms(spec):
     assert grace.make("compressor", made.to_dict()).spec == spec
 
 
-def test_sparse_ternary_compression_is_topk_with_signs_and_a_mean():
-    g = x()
-    made = grace.make("compressor", "topk(ratio=0.05) | efsignsgd")
-    value = made.decompress(*made.compress(g, "w"))
-    top = np.argsort(-np.abs(g), kind="stable")[:200]
-    expected = np.zeros_like(g)
-    expected[top] = np.sign(g[top]) * np.abs(g[top]).mean()
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-
-
 def test_traits_follow_from_the_parts():
     assert grace.make("compressor", "randomk | fp16").traits.summable
     assert not grace.make("compressor", "topk | fp16").traits.summable

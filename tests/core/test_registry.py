@@ -12,6 +12,7 @@ import grace
 from grace import Compressor, ConfigError, Memory, register
 from grace.communicators import Allgather
 from grace.core import registry
+from tests.support.command import installed
 from tests.support.limits import HANGS
 
 
@@ -109,12 +110,10 @@ def run(script, folder):
     )  # fmt: skip
 
 
+@pytest.mark.ranks
 def test_an_installed_package_s_entry_points_are_found(tmp_path):
     (tmp_path / "grace_plugin.py").write_text(textwrap.dedent(PLUGIN))
-    info = tmp_path / "grace_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: grace-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(textwrap.dedent(POINTS))
+    installed(tmp_path, "grace-plugin", textwrap.dedent(POINTS))
     script = """
         import numpy as np, grace
         from grace.communicators import Allgather
@@ -144,6 +143,7 @@ def test_an_installed_package_s_entry_points_are_found(tmp_path):
     ], done.stderr
 
 
+@pytest.mark.ranks
 def test_a_compressor_and_its_memory_may_share_a_file(tmp_path):
     (tmp_path / "half.py").write_text(textwrap.dedent(PLUGIN).replace("topk", "usurper"))
     script = f"""

@@ -285,11 +285,13 @@ def bits_of_entries(ratio):
 
 
 METHODS = {
-    "none": Method(whole, lambda n: 32 * n, others=SUMMED),
-    "fp16": Method(half, lambda n: 16 * n, others=SUMMED),
+    "none": Method(whole, lambda n: 32 * n, others=SUMMED + SHARDED),
+    "fp16": Method(half, lambda n: 16 * n, others=SUMMED + SHARDED),
     "bf16": Method(brain_half, lambda n: 16 * n, others=SUMMED, rounding=2.0**-6),
-    "qsgd": Method(qsgd(127, np.inf), lambda n: 8 * n + 32 * math.ceil(n / 512)),
-    "qsgd(levels=7, norm=l2)": Method(qsgd(7, 2), lambda n: whole_bytes(4 * n) + 32 * math.ceil(n / 512)),
+    "qsgd": Method(qsgd(127, np.inf), lambda n: 8 * n + 32 * math.ceil(n / 512), others=SHARDED),
+    "qsgd(levels=7, norm=l2)": Method(
+        qsgd(7, 2), lambda n: whole_bytes(4 * n) + 32 * math.ceil(n / 512), others=SHARDED
+    ),
     "topk(ratio=0.1)": Method(entries(topk(0.1)), bits_of_entries(0.1), Residual),
     "randomk(ratio=0.1)": Method(entries(randomk(0.1)), lambda n: 32 * kept(0.1, n), Residual, others=SUMMED),
     "signsgd": Method(sign, whole_bytes, votes=True, others=SHARDED),
@@ -313,9 +315,7 @@ METHODS = {
         Residual,
     ),
     "topk(ratio=0.2) | efsignsgd": Method(
-        entries(topk(0.2), efsignsgd),
-        lambda n: positions(n, kept(0.2, n)) + whole_bytes(kept(0.2, n)) + 32,
-        Residual,
+        entries(topk(0.2), efsignsgd), lambda n: positions(n, kept(0.2, n)) + whole_bytes(kept(0.2, n)) + 32, Residual
     ),
     "topk(ratio=0.2) | inceptionn(error_bound=0.001)": Method(entries(topk(0.2), inceptionn), unknown, Residual),
     "randomk(ratio=0.2) | fp16": Method(

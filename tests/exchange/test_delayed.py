@@ -14,7 +14,7 @@ from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket
 from tests.support import strategies
-from tests.support.limits import HANGS
+from tests.support.limits import HANGS, until
 from tests.support.own_parts import Shrinking, Whole
 from tests.support.training import Given, copied, digest, distributed, plain_sgd, refusal
 
@@ -98,13 +98,6 @@ def steps_of(folder, rank: int) -> int:
     return len(list(Path(folder).glob(f"{rank}-*")))
 
 
-def wait_until(what) -> None:
-    ends = time.monotonic() + HANGS
-    while not what():
-        assert time.monotonic() < ends, "it hangs"
-        time.sleep(0.001)
-
-
 def leads_of(staleness: int, late: int, folder: str) -> list[int]:
     """What the others have ended when this rank, which is late, begins a step: as many steps as they may, it waits
     until they have; and what they have a little later."""
@@ -113,7 +106,7 @@ def leads_of(staleness: int, late: int, folder: str) -> list[int]:
     others, leads = set(range(grace.size())) - {late}, []
     for step in range(steps):
         if grace.rank() == late:
-            wait_until(lambda step=step: all(steps_of(folder, r) >= min(steps, step + staleness) for r in others))
+            until(lambda step=step: all(steps_of(folder, r) >= min(steps, step + staleness) for r in others))
             time.sleep(0.02)  # somebody who may run on does so
             leads.append(max(steps_of(folder, r) for r in others) - step)
         one_step(model, optimizer, step)
@@ -213,7 +206,7 @@ def within_the_bound(folder: str) -> torch.Tensor:
     optimizer = made(ReduceBroadcast("none", sync=False), model)
     for step in range(6):
         if grace.rank() == 0 and step == 0:  # the others have ended all their steps before it begins its first
-            wait_until(lambda: all(steps_of(folder, rank) == 6 for rank in range(1, grace.size())))
+            until(lambda: all(steps_of(folder, rank) == 6 for rank in range(1, grace.size())))
         one_step(model, optimizer, step)
         Path(folder, f"{grace.rank()}-{step}").touch()
     saved = copied(optimizer.state_dict())  # waits for what is on its way
@@ -237,7 +230,7 @@ def far_ahead(steps: int, ahead: int, folder: str) -> tuple[int, torch.Tensor]:
     bucket = optimizer._grace.runner.buckets[0]
     for step in range(steps):
         if grace.rank() == 0 and step == 0:  # the destination begins when the other one can go no further
-            wait_until(lambda: steps_of(folder, 1) >= ahead)
+            until(lambda: steps_of(folder, 1) >= ahead)
         one_step(model, optimizer, step)
         Path(folder, f"{grace.rank()}-{step}").touch()
         most = max(most, len(bucket.pending))

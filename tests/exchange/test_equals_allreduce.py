@@ -50,24 +50,6 @@ def test_none_equals_plain_allreduce_bit_for_bit_after_20_steps(ranks, group_byt
     assert ranks.run(none_against_plain_allreduce, group_bytes, 20) == [(True, groups)] * ranks.size
 
 
-def per_parameter_allreduce():
-    model, reference = net(), net()
-    train(model, distributed(model, "none"), range(20))
-    optimizer = sgd(reference.parameters())
-    for step in range(20):
-        optimizer.zero_grad()
-        loss_of(reference, step).backward()
-        for p in reference.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= grace.size()
-        optimizer.step()
-    return same(weights(model), weights(reference))
-
-
-def test_none_equals_an_allreduce_per_parameter_bit_for_bit_on_two_ranks(two_ranks):
-    assert two_ranks.run(per_parameter_allreduce) == [True, True]
-
-
 def trained(compressor, communicator, seeds_differ=False, **choices):
     model = net(seed=grace.rank() if seeds_differ else 0)
     start = weights(model)

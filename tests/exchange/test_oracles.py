@@ -1,4 +1,4 @@
-"""PowerSGD and QSGD against their formulas in NumPy, and against torch's own hooks."""
+"""PowerSGD against its formula in NumPy, and PowerSGD and fp16 against torch's own hooks."""
 
 import math
 
@@ -54,21 +54,6 @@ def test_powersgd_is_what_its_formula_says(ranks):
             wanted = methods[name].aggregate(given) if name in methods else np.mean(given, axis=0)
             for answer in answers:
                 np.testing.assert_allclose(answer[step][name], wanted, rtol=1e-4, atol=1e-4, err_msg=f"{name}, {step}")
-
-
-@pytest.mark.parametrize(("levels", "norm"), [(127, "l2"), (7, "l2"), (1, "l2"), (127, "max"), (1, "max")])
-def test_qsgd_is_within_one_level_of_the_mean(ranks, levels, norm):
-    answers = ranks.run(exchanged, f"qsgd(levels={levels}, norm={norm})", "allgather")
-    for step in range(STEPS):
-        everyone = [made_up(SHAPES, step, rank)["vector"] for rank in range(ranks.size)]
-        level = np.zeros(1001)
-        for start in (0, 512):
-            order = 2 if norm == "l2" else np.inf
-            norms = [np.linalg.norm(g[start : start + 512], order) for g in everyone]
-            level[start : start + 512] = np.mean(norms) / levels
-        error = np.abs(answers[0][step]["vector"] - np.mean(everyone, axis=0))
-        assert (error <= level * 1.0001).all()
-        assert error.max() > 0.3 * level.min()  # it is quantized indeed
 
 
 # -- torch's own hooks -------------------------------------------------------------------------------------------

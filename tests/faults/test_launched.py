@@ -2,46 +2,26 @@
 
 import importlib.util
 import os
+import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-import grace
+from grace.launch.supervisor import first_reason
 from tests.support import warm
+from tests.support.command import grace_program
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import environment
-from tests.support.limits import HANGS
+from tests.support.limits import HANGS, gone, until
 
 PYTHON = sys.executable
 REAL = warm.REAL  # where it matters who is whose child
-LAUNCH = ["-m", "grace.cli.main", "launch"]
-ROOT = str(Path(grace.__file__).parents[1])
 PACKAGE = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
-
-
-def env(python=PYTHON):
-    path = f"{Path(python).parent}{os.pathsep}{environment()['PATH']}"
-    return {**environment(), "PATH": path, "PYTHONPATH": ROOT, "COLUMNS": "80"}
-
-
-def launched(*args, folder=None, code=0, **variables):
-    """Run the command; returns (stdout, stderr)."""
-    done = subprocess.run(
-        [PYTHON, *LAUNCH, *args],
-        capture_output=True,
-        text=True,
-        env={**env(), **variables},
-        cwd=folder,
-        timeout=HANGS,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout, done.stderr
 
 
 SCRIPT = """
@@ -54,7 +34,8 @@ if how == "wait":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that does not listen
 with open(f"{out}/{grace.rank()}.rank", "w") as file:
     print(backend.name, grace.rank(), grace.size(), os.environ.get("GRACE_STRATEGY"), os.environ.get("A"), file=file)
-if how == "end":
+print("-" * 74, "| a table |", "-" * 74, sep="\\n", flush=True)
+if how in ("end", "raise"):
     backend.allgather_object(None)  # one that ended before all are connected would end them
 if how == "wait":
     time.sleep(200)
@@ -69,6 +50,8 @@ if how in ("exit", "raise", "kill"):
 print(f"said by {grace.rank()}")
 """
 NAMES = ["torch", "horovod", "mpi"]
+REPORTS = r"ChildFailedError|Root Cause|MPI_ABORT|Primary job|mpirun detected|Process name|orte_base"
+"""Words of launchers' own reports, which are left out."""
 
 
 @pytest.fixture
@@ -85,14 +68,11 @@ def need(engine):
 
 def alive(folder):
     """The ranks that are still there."""
-    return [path.stem for path in folder.glob("*.pid") if Path("/proc", path.stem).exists()]
+    return [path.stem for path in folder.glob("*.pid") if not gone(path.stem)]
 
 
 def nobody_left(folder):
-    until = time.monotonic() + HANGS
-    while alive(folder) and time.monotonic() < until:
-        time.sleep(0.05)
-    return list(folder.glob("*.pid")) and not alive(folder)
+    return list(folder.glob("*.pid")) and until(lambda: not alive(folder))
 
 
 @pytest.mark.ranks
@@ -101,7 +81,7 @@ def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
     need(engine)
     (tmp_path / "s.json").write_text("{}")
     args = ["-n", "2", "--engine", engine, "--strategy", "s.json", "--", PYTHON, str(script), "end", str(tmp_path)]
-    out = launched(*args, folder=tmp_path)[0]
+    out = grace_program("launch", *args, cwd=tmp_path)[0]
     for rank in range(2):
         words = (tmp_path / f"{rank}.rank").read_text().split()
         assert words == [engine, str(rank), "2", str(tmp_path.resolve() / "s.json"), "None"]
@@ -132,7 +112,7 @@ def test_ranks_plan_where_the_program_names_no_strategy(tmp_path):
     need("torch")
     (tmp_path / "train.py").write_text(PLANNED)
     told = ["--strategy", "auto(methods=['fp16'])", "--", PYTHON, "train.py"]
-    out, err = launched("-n", "2", "--engine", "torch", *told, folder=tmp_path)
+    out, err = grace_program("launch", "-n", "2", "--engine", "torch", *told, cwd=tmp_path)
     one, other = sorted(line for line in out.splitlines() if line.startswith("rank"))
     executed, planned = one.removeprefix("rank 0: ").split()
     assert executed == planned
@@ -153,14 +133,21 @@ def test_ranks_plan_where_the_program_names_no_strategy(tmp_path):
 def test_a_rank_that_dies_ends_the_job_with_its_number_and_exit_code(script, tmp_path, engine, how, code, message):
     need(engine)
     args = ["-n", "2", "--engine", engine, "--", PYTHON, str(script), how, str(tmp_path)]
-    err = launched(*args, code=code)[1]
+    out, err = grace_program("launch", *args, code=code)
     assert err.splitlines()[-1] == f"grace launch: {message}; the others were ended"
+    assert re.findall(REPORTS, out + err) == []
+    assert how != "raise" or out.count("-" * 74) == 4  # what ranks print is no launcher's
     assert nobody_left(tmp_path)
+
+
+def test_a_rank_that_gave_no_reason_is_given_none():
+    assert first_reason("grace.errors.ExchangeError: rank 1 was killed\nProcess name: [[1,1],1]", 1) == ""
+    assert first_reason("[1,1]<stderr>:grace: rank 1 failed first: KeyError: 'x'[1,1]<stderr>:\n", 1) == "KeyError: 'x'"
 
 
 @pytest.mark.ranks
 def test_a_launcher_that_names_no_rank_is_named():
-    err = launched("--engine", "torch", "--", PYTHON, "-m", code=2)[1]
+    err = grace_program("launch", "--engine", "torch", "--", PYTHON, "-m", code=2)[1]
     assert err.splitlines()[-1] == (f"grace launch: {Path(PYTHON).name} ended with exit code 2; no rank is named")
 
 
@@ -177,10 +164,10 @@ def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, numbe
     need(engine)
     args = ["-n", "2", "--engine", engine, "--", REAL, str(script), "wait", str(tmp_path)]
     with open(tmp_path / "err", "w+") as err:  # no pipe, which ranks would hold open
-        process = subprocess.Popen([REAL, *LAUNCH, *args], env=env(REAL), stdout=subprocess.DEVNULL, stderr=err)
-        until = time.monotonic() + HANGS
-        while len(list(tmp_path.glob("*.rank"))) < 2 and time.monotonic() < until:
-            time.sleep(0.1)
+        path = f"{Path(REAL).parent}{os.pathsep}{environment()['PATH']}"
+        command = [REAL, "-m", "grace.cli.main", "launch", *args]
+        process = subprocess.Popen(command, env={**environment(), "PATH": path}, stdout=subprocess.DEVNULL, stderr=err)
+        until(lambda: len(list(tmp_path.glob("*.rank"))) == 2, process)
         assert len(alive(tmp_path)) == 2
         process.send_signal(number)
         process.wait(HANGS)
@@ -214,14 +201,14 @@ def cluster(tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    path = f"{tmp_path / 'bin'}{os.pathsep}{env()['PATH']}"
+    path = f"{tmp_path / 'bin'}{os.pathsep}{environment()['PATH']}"
     return ["-r", str(tmp_path / "c.yaml"), "--engine", "torch", "--port", str(port)], path
 
 
 @pytest.mark.ranks
 def test_two_nodes_are_one_job(script, tmp_path, cluster):
     args, path = cluster
-    out = launched(*args, "--", PYTHON, str(script), "end", str(tmp_path), PATH=path)[0]
+    out = grace_program("launch", *args, "--", PYTHON, str(script), "end", str(tmp_path), PATH=path)[0]
     for rank in range(3):
         assert (tmp_path / f"{rank}.rank").read_text() == f"torch {rank} 3 None it's here\n"
         assert f"said by {rank}" in out
@@ -235,7 +222,7 @@ def test_one_nodes_failure_ends_the_others(tmp_path, cluster, rank):
     args, path = cluster
     script = tmp_path / "a.py"
     script.write_text(SCRIPT.replace("grace.rank() == 1", f"grace.rank() == {rank}"))
-    err = launched(*args, "--", PYTHON, str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
+    err = grace_program("launch", *args, "--", PYTHON, str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
     assert err.splitlines()[-1] == f"grace launch: rank {rank} ended with exit code 7; the others were ended"
     assert nobody_left(tmp_path)
 
@@ -252,6 +239,6 @@ def test_a_node_that_is_not_there_is_named(tmp_path, cluster, engine):
     file = Path(args[1])
     file.write_text(file.read_text().replace("address: other", "address: nobody.example"))
     args = [*args[:2], "--engine", engine, "--", PYTHON, "-c", "1"]
-    err = launched(*args, PATH=path, code=1 if engine == "horovod" else 255)[1]
+    err = grace_program("launch", *args, PATH=path, code=1 if engine == "horovod" else 255)[1]
     unreached = "grace launch: node nobody.example cannot be reached by ssh: Name or service not known"
     assert err.splitlines()[-1] == unreached

@@ -42,13 +42,7 @@ EXCHANGE = r"rank [02] of 3: the exchange of bucket \d+ \(.*topk.*\) failed at s
 """Of one survivor at least: launchers mix what several say."""
 
 
-def ended_by(
-    launcher: str,
-    framework: str,
-    fault: str,
-    method: str = "topk(ratio=0.05)",
-    **variables: str,
-) -> str:
+def ended_by(launcher: str, framework: str, fault: str, method: str = "topk(ratio=0.05)", **variables: str) -> str:
     """Return what a run said that ended as it should: not well, and with nobody left."""
     if launcher in ENGINES and not available(launcher):
         pytest.skip(f"{launcher}: its packages are not installed (make horovod)")

@@ -1,4 +1,4 @@
-"""Specs, strategies and resources with something wrong in them: an error that names the place, or a round trip."""
+"""Specs, and documents of all kinds, with something wrong in them: an error that names the place, or a round trip."""
 
 import json
 import tempfile
@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grace.cli import calibration
 from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.errors import GraceError
@@ -17,6 +18,7 @@ from grace.pipeline.planning import profiles
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.strategy import schema
+from tests.cli.test_calibration import MADE
 from tests.support.examples import examples
 from tests.support.mutations import JSON, mutated
 
@@ -102,9 +104,38 @@ def test_a_spec_is_refused_or_survives_a_round_trip(kind, spec):
 
 
 ANY = st.text(max_size=60) | st.binary(max_size=60)
+
+
+def write_resources(resources, path):
+    path.write_bytes(encoded(resources.model_dump(), path.suffix[1:]))
+
+
+def checked_resources(resources):
+    """Resources, whose ranks and chief are as they must be."""
+    assert len(resources.ranks) == resources.world_size >= 1
+    assert sum(node.chief for node in resources.nodes) == 1
+    return resources
+
+
+def read_calibration(path):
+    return calibration.read(path, max_age=None)
+
+
+def used_calibration(found):
+    """A calibration, whose links can be used."""
+    if found.network is not None:
+        found.costs().network.seconds("allgather", 1e5, 4)
+    return found
+
+
 DOCUMENTS = {
     "strategy": (mutated(STRATEGY), schema.load, schema.dump, lambda strategy: strategy.id, ["json", "yaml"]),
-    "resources": (ANY | mutated(RESOURCES), Resources.load, None, None, ["json", "yaml"]),
+    "resources": (
+        *(ANY | JSON | mutated(RESOURCES), Resources.load, write_resources, checked_resources, ["json", "yaml"]),
+    ),
+    "calibration": (
+        *(ANY | mutated(MADE.to_dict()), read_calibration, calibration.Calibration.write, used_calibration, ["json"]),
+    ),
     "plan": (ANY | mutated(PLAN), Plan.load, Plan.save, lambda plan: (plan, str(plan)), ["json"]),
     "graph": (mutated(GRAPH) | mutated(PIPEDREAM), profiles.read, profiles.write, lambda graph: graph.key, ["json"]),
 }
@@ -130,7 +161,7 @@ def test_a_document_is_refused_by_file_or_survives_a_round_trip(kind, data):
         path.write_bytes(encoded(document, ending))
         found, refused = said_by(read, path)
         assert str(path) in (refused or str(path))
-        if refused is None and write:
+        if refused is None:
             write(found, again)
             assert facts(read(again)) == facts(found)
 

@@ -6,12 +6,9 @@ import sys
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 import grace
-from grace.launch.cluster import SSH, Node, Resources
-from tests.support.examples import examples
+from grace.launch.cluster import SSH, Resources
 from tests.support.limits import HANGS
 
 CLUSTER = """
@@ -241,6 +238,7 @@ def test_numbers_of_ranks_are_checked(tmp_path):
         Resources.load(written(tmp_path, CLUSTER), ranks=2)
 
 
+@pytest.mark.ranks
 def test_grace_does_not_load_pydantic_and_without_it_the_line_that_installs_it_is_said():
     script = """
 import sys, grace, grace.strategy
@@ -255,81 +253,6 @@ for package in ("yaml", "pydantic"):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANGS)
     line = 'is not installed; install it with: pip install "grace-compress[strategy]"'
     assert done.stdout.splitlines() == ["False", f"pyyaml {line}", f"pydantic {line}"], done.stderr
-
-
-# -- fuzz -----------------------------------------------------------------------------------------------------------
-
-KEYS = [*Node.model_fields, *SSH.model_fields, "nodes", "ssh", "default", "A"]
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(),
-    st.just(10**400),
-    st.dates(),
-    st.binary(),
-    st.sampled_from(["10.0.0.1", "b", "localhost", "default", "\ud800", "\0", "~"]),
-)
-ANYTHING = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(KEYS) | st.text() | st.integers(), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
-
-
-def mostly(likely):
-    return st.one_of(likely, likely, likely, ANYTHING)
-
-
-NODE = st.fixed_dictionaries(
-    {"address": mostly(st.sampled_from(["10.0.0.1", "10.0.0.2", "b", "localhost"]))},
-    optional={
-        "chief": mostly(st.booleans()),
-        "gpus": mostly(st.lists(st.integers(0, 3), max_size=3)),
-        "cpus": mostly(st.lists(st.integers(-1, 3), max_size=3)),
-        "ssh_config": mostly(st.sampled_from(["default", "other"])),
-        "network_bandwidth": mostly(st.floats(0)),
-        "extra": ANYTHING,
-    },
-)
-SETTINGS = st.fixed_dictionaries({}, optional={key: ANYTHING for key in SSH.model_fields})
-DOCUMENT = st.fixed_dictionaries(
-    {"nodes": mostly(st.lists(mostly(NODE), min_size=1, max_size=3))},
-    optional={"ssh": mostly(st.dictionaries(st.sampled_from(["default", "other"]), mostly(SETTINGS)))},
-)
-
-
-def refused_or_consistent(make):
-    try:
-        resources = make()
-    except grace.ConfigError as error:
-        message = str(error)
-        assert len(message) < 2000, message
-        return
-    assert len(resources.ranks) == resources.world_size >= 1
-    assert sum(node.chief for node in resources.nodes) == 1
-    assert Resources.from_document(resources.model_dump()) == resources
-
-
-@examples(100)
-@given(ANYTHING | DOCUMENT)
-def test_any_document_is_resources_or_a_config_error(document):
-    refused_or_consistent(lambda: Resources.from_document(document))
-
-
-@examples(60)
-@given(
-    text=st.text() | st.text("nodes:[]{}-&*!|>%@'\" \n,~.01") | ANYTHING.map(repr),
-    suffix=st.sampled_from(["yaml", "json"]),
-)
-def test_any_text_is_resources_or_a_config_error(tmp_path_factory, text, suffix):
-    path = tmp_path_factory.getbasetemp() / f"any.{suffix}"
-    path.write_bytes(text.encode(errors="surrogatepass"))
-    refused_or_consistent(lambda: Resources.load(path))
 
 
 def test_numbers_that_python_does_not_print_are_refused(tmp_path):

@@ -8,7 +8,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 import grace
 from tests.support import warm
 from tests.support.engine_pools import environment
-from tests.support.limits import HANGS
+from tests.support.limits import HANGS, gone, until
 from tests.support.ssh_server import other_machine
 
 ROOT = Path(grace.__file__).parents[1]
@@ -135,10 +134,7 @@ def test_a_folder_that_a_node_lacks_and_a_key_that_is_not_known_are_named(tmp_pa
     with other_machine(tmp_path / "server", empty=work) as machine:
         args = cluster(machine, work / "sub", shared_envs=SETTINGS["shared_envs"])
         lacking = launch(machine, work / "sub", *args)
-        until = time.monotonic() + HANGS
-        while list((tmp_path / "server").glob(".grace-*")) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not list((tmp_path / "server").glob(".grace-*"))  # it was handed over, and not read
+        until(lambda: not list((tmp_path / "server").glob(".grace-*")))  # it was handed over, and not read
         (tmp_path / "server" / "known").write_text("")
         unknown = launch(machine, work / "sub", *args)
         copied = launch(machine, work / "sub", *args, "--copy", ".")
@@ -159,15 +155,10 @@ def test_ending_the_command_ends_the_ranks_on_the_node(tmp_path, work):
         args = cluster(machine, work, python_venv=f'"{enters(tmp_path)}"')
         program = [warm.REAL, "-m", "grace.cli.main", "launch", *args, "--", "python", "-S", "-c", rank]
         command = subprocess.Popen(program, cwd=work, env=env(machine), stderr=subprocess.PIPE)
-        until = time.monotonic() + HANGS
-        while not all(file.exists() and file.read_text() for file in begun) and time.monotonic() < until:
-            time.sleep(0.1)
-        ranks = [Path("/proc", file.read_text()) for file in begun]
-        assert all(rank.exists() for rank in ranks)
+        until(lambda: all(file.exists() and file.read_text() for file in begun))
+        ranks = [file.read_text() for file in begun]
+        assert not any(map(gone, ranks))
         command.terminate()
         assert command.wait(HANGS) == 130
-        until = time.monotonic() + HANGS
-        while any(rank.exists() for rank in ranks) and time.monotonic() < until:
-            time.sleep(0.1)
+        until(lambda: gone(*ranks))
         command.stderr.close()
-        assert not any(rank.exists() for rank in ranks)

@@ -224,23 +224,6 @@ def test_training_goes_on_as_if_the_overflowed_step_had_not_been(cls, compressor
         same(np.asarray(clean.step(make_tensor(gradient.copy()), "w")), other.step(make_tensor(gradient), "w"))
 
 
-def test_a_value_beyond_float16_overflows_the_step_and_not_the_memory():
-    for cls in (Allreduce, Allgather):
-        communicator = build(cls, "fp16", "residual")
-        communicator.step(torch.tensor([1.0, 0.1]), "w")
-        before = communicator.memory.state["w"].clone()
-        assert torch.isinf(communicator.step(torch.tensor([1e6, 0.1]), "w")).any()
-        assert torch.equal(communicator.memory.state["w"], before)
-
-
-def test_each_variable_has_a_memory_of_its_own():
-    communicator = Allgather("topk(ratio=0.5)")
-    communicator.step(torch.tensor([1.0, 5.0]), "a")
-    communicator.step(torch.tensor([7.0, 2.0]), "b")
-    assert communicator.memory.state["a"].tolist() == [1, 0]
-    assert communicator.memory.state["b"].tolist() == [0, 2]
-
-
 def test_a_memory_without_its_methods_says_which_are_missing():
     class Nothing(grace.Memory):
         name = "nothing"

@@ -162,8 +162,7 @@ def test_gradients_are_not_changed(make, spec):
 
 
 @pytest.mark.parametrize(
-    "choice",
-    ["scatter_reduce, qsgd, none", "scatter_merge, topk, residual", "broadcast, signsgd, none"],
+    "choice", ["scatter_reduce, qsgd, none", "scatter_merge, topk, residual", "broadcast, signsgd, none"]
 )
 def test_every_communicator_can_be_measured(choice):
     found = measured(choice, gradients(), ranks=3)

@@ -78,12 +78,7 @@ NOISY = MeasuredNetwork(
     },
     2,
 )
-NETWORKS = [
-    GIGABYTE,
-    NOISY,
-    measured(GIGABYTE, 4),
-    Links(1e9, 1e-4, sharing=4),
-]
+NETWORKS = [GIGABYTE, NOISY, measured(GIGABYTE, 4), Links(1e9, 1e-4, sharing=4)]
 
 
 @given(network=st.sampled_from(NETWORKS), kind=EACH, nbytes=BYTES, more=BYTES, ranks=RANKS)

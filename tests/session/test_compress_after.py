@@ -8,16 +8,7 @@ import torch
 import grace
 from tests.support.pools import on_ranks
 from tests.support.trained import bits
-from tests.support.training import (
-    Given,
-    ddp,
-    distributed,
-    made_up,
-    refusal,
-    sgd,
-    state_of,
-    train_given,
-)
+from tests.support.training import Given, ddp, distributed, made_up, refusal, sgd, state_of, train_given
 
 pytestmark = pytest.mark.ranks
 BEGIN, STEPS = 3, 6

@@ -30,6 +30,7 @@ grace.save_from_root(sys.argv[1], write)
 """
 
 
+@pytest.mark.ranks
 def test_a_process_that_is_killed_while_it_writes_leaves_the_last_good_file(tmp_path):
     file = tmp_path / "checkpoint.pt"
     file.write_bytes(b"the last good one")

@@ -13,6 +13,7 @@ from grace.communicators.reduce_broadcast import Replication
 from grace.core.backend import LocalBackend
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.torch.parameters import find_sparse_parameters, make_variables
+from tests.exchange.test_aggregates import largest
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
 from tests.support.pools import on_ranks
@@ -53,10 +54,8 @@ def test_the_mean_is_that_of_all_ranks_whatever_the_nodes_sizes(options):
 
 def kept(x: np.ndarray, k: int) -> np.ndarray:
     """The k largest magnitudes."""
-    flat = np.zeros(x.size, np.float32)
-    largest = np.argsort(-np.abs(x.ravel()), kind="stable")[:k]
-    flat[largest] = x.ravel()[largest]
-    return flat.reshape(x.shape)
+    places = largest(x.ravel(), k)
+    return np.where(np.isin(np.arange(x.size), places), x.ravel(), 0).reshape(x.shape)
 
 
 @on_ranks(3)
@@ -76,10 +75,7 @@ def test_leaders_compress_the_means_of_their_nodes_weighted_by_their_ranks():
     [
         {"hierarchical": True, "compressor": "topk(ratio=0.3)"},
         {"compressor": "topk(ratio=0.3)", "communicator": "reduce_broadcast(destination=1, local_replication=True)"},
-        {
-            "compressor": "qsgd",
-            "communicator": "reduce_broadcast(destination=2, local_replication=True, staleness=1)",
-        },
+        {"compressor": "qsgd", "communicator": "reduce_broadcast(destination=2, local_replication=True, staleness=1)"},
     ],
     ids=["hierarchical", "replicated", "replicated-and-stale"],
 )

@@ -32,12 +32,7 @@ SLOWER = (
     "the first difference: rank 0 has optimizer SGD, param group 0, lr 0.05, rank 1 has optimizer SGD, param group 0, "
     "lr 0.01"
 )
-FAULTS = {
-    "step": LEFT_OUT,
-    "step after synchronize": LEFT_OUT,
-    "backward": SKIPPED,
-    "learning rate": SLOWER,
-}
+FAULTS = {"step": LEFT_OUT, "step after synchronize": LEFT_OUT, "backward": SKIPPED, "learning rate": SLOWER}
 
 
 def one_step(model, optimizer, step: int, fault: str = "") -> None:

@@ -59,37 +59,29 @@ OPTIMIZER_ONLY = {
 }
 
 
-@on_ranks(3)
-def test_what_cannot_work_is_refused_on_every_rank():
-    trained = []
-    for name, (choices, words) in {**EVERYWHERE, **OPTIMIZER_ONLY}.items():
-        kind, message, weights = refused(optimizer_of, choices)
-        assert kind == "ConfigError", name
-        assert words in message, name
-        trained.append(weights)
-    return trained
-
-
-@on_ranks()
-def test_what_cannot_work_is_refused_by_the_ddp_hook_too():
-    for name, (choices, words) in EVERYWHERE.items():
-        kind, message, _ = refused(hook_of, choices)
-        assert kind == "ConfigError", name
-        assert words in message, name
-
-
 def hook_of(**choices):
     return grace.torch.register_ddp_hook(ddp(net()), **choices)
 
 
+def cases(build, of_both, of_optimizers):
+    """Those of an optimizer, or those of them that can be given to DDP's hook."""
+    hooks = {name: case for name, case in of_both.items() if "shapes" not in case[0]}
+    return {**of_both, **of_optimizers} if build is optimizer_of else hooks
+
+
+ENTRANCES = pytest.mark.parametrize("build", [optimizer_of, hook_of], ids=["optimizer", "hook"])
+
+
+@ENTRANCES
+@pytest.mark.parametrize("wrong", [[0, 1, 2], [1]], ids=["all", "one"])
 @on_ranks(3)
-def test_when_one_rank_is_given_what_cannot_work_the_others_name_it_and_the_reason():
-    trained, wrong = [], grace.rank() == 1
-    for name, (bad, words) in {**EVERYWHERE, **OPTIMIZER_ONLY}.items():
-        kind, message, weights = refused(optimizer_of, bad if wrong else {"compressor": "topk(ratio=0.1)"})
-        assert kind == ("ConfigError" if wrong else "RankError"), name
+def test_what_cannot_work_is_refused_and_the_others_are_told_whose_it_is_and_why(build, wrong):
+    trained, mistaken = [], grace.rank() in wrong
+    for name, (bad, words) in cases(build, EVERYWHERE, OPTIMIZER_ONLY).items():
+        kind, message, weights = refused(build, bad if mistaken else {"compressor": "topk(ratio=0.1)"})
+        assert kind == ("ConfigError" if mistaken else "RankError"), name
         assert words in message, name
-        assert wrong or "rank 1 refused to start" in message, name
+        assert mistaken or "rank 1 refused to start" in message, name
         trained.append(weights)
     return trained
 
@@ -120,25 +112,17 @@ OPTIMIZER_DIFFERENCES = {
 }
 
 
+@ENTRANCES
 @on_ranks(3)
-def test_ranks_that_differ_all_raise_and_name_the_first_difference():
+def test_ranks_that_differ_all_raise_and_name_the_first_difference(build):
     trained, last = [], grace.size() - 1
-    for name, (one, other, words) in {**DIFFERENCES, **OPTIMIZER_DIFFERENCES}.items():
-        kind, message, weights = refused(optimizer_of, other if grace.rank() == last else one)
+    for name, (one, other, words) in cases(build, DIFFERENCES, OPTIMIZER_DIFFERENCES).items():
+        kind, message, weights = refused(build, other if grace.rank() == last else one)
         assert kind == "RankError", name
         assert words in message, name
         assert f"rank {last}" in message, name
         trained.append(weights)
     return trained
-
-
-@on_ranks()
-def test_ranks_whose_ddp_hooks_differ_all_raise():
-    for name, (one, other, words) in DIFFERENCES.items():
-        if "shapes" not in one:
-            kind, message, _ = refused(hook_of, other if grace.rank() else one)
-            assert kind == "RankError", name
-            assert words in message, name
 
 
 def wrap_twice(model, optimizer):

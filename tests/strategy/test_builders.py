@@ -11,9 +11,8 @@ from grace.core.variable import Variable, equal_sizes
 from grace.session.bucketing import Limits
 from grace.session.sharding import make_buckets
 from grace.session.sharding import uniform as sharded
-from grace.strategy.builder import Builder, OneNode
+from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
-from grace.strategy.plan import VariablePlan
 from tests.support.examples import examples
 
 LIST = [
@@ -225,19 +224,6 @@ def test_what_cannot_be_done_on_a_cluster_or_with_a_method_names_the_variable():
         built("ps(staleness=1, compressor=powersgd)", LIST[1:])
     with pytest.raises(grace.ConfigError, match=r"variable 'emb', sync.destination: rank 2 is not one of 2"):
         built("ps(destination=2)")
-
-
-def test_a_users_builder_is_a_component():
-    @grace.register
-    class Last(Builder):
-        name = "last_for_the_test"
-
-        def build(self, variables, resources):
-            return self.strategy(
-                [VariablePlan(v, (self.reduced(v, resources.world_size - 1),)) for v in variables], resources
-            )
-
-    assert {p.parts[0].sync.destination for p in built("last_for_the_test", ranks=3)} == {2}
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8)

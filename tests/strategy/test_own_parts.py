@@ -85,10 +85,7 @@ def test_defaults_are_filled_in_and_survive_a_round_trip(tmp_path):
             {"type": "in_piece"},
             r"s.yaml.*type 'in_piece' is not known \(did you mean 'in_pieces'\?\); known: .*in_pieces",
         ),
-        (
-            {"type": "in_pieces", "mots": 3},
-            r"w.sync: communicator in_pieces has no parameter 'mots'.*most=64",
-        ),
+        ({"type": "in_pieces", "mots": 3}, r"w.sync: communicator in_pieces has no parameter 'mots'.*most=64"),
         ({"type": "in_pieces", "most": 0}, r"variable 'w', sync: most must be positive"),
         ({"type": "in_pieces", "most": "many"}, r"variable 'w', sync: .*'<' not supported"),
         ({"type": "in_pieces", "group": -1}, r"variables.w.sync.group: must be greater"),
@@ -115,10 +112,7 @@ def test_parameters_that_a_sync_has_already_are_refused():
         def __init__(self, compressor="none", memory=None, group=0):
             super().__init__(compressor, memory)
 
-    with (
-        registered(Grouped),
-        pytest.raises(grace.ConfigError, match="has a parameter 'group', which a strategy"),
-    ):
+    with registered(Grouped), pytest.raises(grace.ConfigError, match="has a parameter 'group', which a strategy"):
         parsed({"type": "grouped_for_the_test"})
 
 

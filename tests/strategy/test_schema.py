@@ -2,14 +2,9 @@
 
 # ruff: noqa: E402 - what is imported after pydantic needs it
 
-import copy
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from tests.support.examples import examples
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -233,50 +228,3 @@ def test_broken_files_are_refused(tmp_path):
         assert len(str(error.value)) < 2000
     with pytest.raises(grace.ConfigError, match=r"missing\.yaml: cannot be read"):
         schema.load(tmp_path / "missing.yaml")
-
-
-WORDS = st.sampled_from(
-    ["version", "variables", "w", "sync", "type", "allreduce", "shape", "parts", "compressor", "topk", "rules"]
-)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 5) | st.floats() | WORDS | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.text(max_size=4), inner, max_size=3),
-    max_leaves=12,
-)
-
-
-@examples(100)
-@given(data=st.data())
-def test_fuzzed_documents_give_a_strategy_or_a_config_error(data):
-    document = copy.deepcopy(strategy().to_dict())
-    place, value = document, data.draw(VALUES)
-    for _ in range(data.draw(st.integers(0, 4))):
-        keys = list(place) if isinstance(place, dict) else list(range(len(place))) if isinstance(place, list) else []
-        if not keys or not isinstance(place[key := data.draw(st.sampled_from(keys))], (dict, list)):
-            break
-        place = place[key]
-    if isinstance(place, dict):
-        place[data.draw(st.sampled_from([*place, "new"]))] = value
-    else:
-        place.append(value)
-    read = parsed(document)
-    if read is not None:
-        assert "'new'" not in str({**document, "builder": None})  # nothing is ignored
-        assert schema.parse(read.to_dict()).id == read.id
-
-
-def parsed(document):
-    """The strategy, or None if it is refused, with the file's name in front."""
-    refusal = ""
-    try:
-        return schema.parse(document, "fuzz")
-    except grace.ConfigError as error:
-        refusal = str(error)
-    assert refusal.startswith("fuzz")
-    return None
-
-
-@examples(50)
-@given(VALUES)
-def test_any_document_gives_a_strategy_or_a_config_error(document):
-    parsed(document)

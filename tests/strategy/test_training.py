@@ -16,7 +16,6 @@ from grace.strategy.plan import ShardPlan, Sync
 from tests.support.pools import ranks_of
 from tests.support.strategies import (
     BUILDERS,
-    Mixed,
     Tables,
     assert_close,
     built_for,
@@ -304,12 +303,6 @@ def test_sums_instead_of_means(three_ranks, builder):
     answers = three_ranks.run(as_sum, builder)
     wanted = on_the_mean(mixed(), 3, range(1), lambda parameters: sgd(parameters, 0.3))
     assert_close(answers[0], wanted, 2e-6)
-
-
-def test_the_models_of_these_tests_have_what_they_should():
-    names = dict(Mixed().named_parameters())
-    assert names["empty"].numel() == 0
-    assert names["scale"].dim() == 0
 
 
 def told() -> tuple[str, bool]:

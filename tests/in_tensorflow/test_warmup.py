@@ -135,12 +135,12 @@ def test_training_that_was_stopped_in_the_middle_of_the_warmup_goes_on_as_if_it_
     for callbacks in ([], [backup(), StopBefore(1)], [backup()]):
         model = make()
         with contextlib.suppress(KeyboardInterrupt):
-            fit(model, range(3), [callback(warmup_epochs=1.5), *callbacks])
+            fit(model, range(3), [callback(warmup_epochs=1.5), *callbacks], rows=32)
         found.append(digest(model.variables))
     model = make()
-    fit(model, range(1), [callback(warmup_epochs=1.5)])
+    fit(model, range(1), [callback(warmup_epochs=1.5)], rows=32)
     grace.tensorflow.save_model(model, f"{tmp_path}/half.keras")
     model = grace.tensorflow.load_model(f"{tmp_path}/half.keras")
-    fit(model, range(1, 3), [callback(warmup_epochs=1.5)])
+    fit(model, range(1, 3), [callback(warmup_epochs=1.5)], rows=32)
     whole, interrupted, resumed = found
     assert resumed == digest(model.variables) == whole != interrupted

@@ -60,10 +60,10 @@ def test_rank_0_saves_for_all_checkpoints_of_each_rank_go_on_and_weights_alone_s
     average = grace.tensorflow.MetricAverageCallback()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(model, range(2), [average, best, alone, keras.callbacks.LambdaCallback(on_epoch_end=save)])
+        fit(model, range(2), [average, best, alone, keras.callbacks.LambdaCallback(on_epoch_end=save)], rows=32)
     said = [str(w.message) for w in caught if "save_weights leaves out" in str(w.message)]
     at_two = digest(model.variables)
-    fit(model, range(2, 4), [average])
+    fit(model, range(2, 4), [average], rows=32)
     whole = digest(model.variables)
 
     for name in ("epoch1.keras", "best.keras"):
@@ -71,14 +71,14 @@ def test_rank_0_saves_for_all_checkpoints_of_each_rank_go_on_and_weights_alone_s
             (here / name).write_bytes(grace.from_root(lambda name=name: (tmp_path / name).read_bytes()))
         model = grace.tensorflow.load_model(here / name)
         assert digest(model.variables) == at_two
-        fit(model, range(2, 4), [average])
+        fit(model, range(2, 4), [average], rows=32)
         assert digest(model.variables) == whole
 
     shutil.copy(here / "alone.weights.h5", here / "copy.weights.h5")
     plain = sparse_with_momentum(run_eagerly=True)
     plain.load_weights(here / "copy.weights.h5")
     assert digest(plain.variables) == at_two
-    fit(plain, range(2, 4), [average])
+    fit(plain, range(2, 4), [average], rows=32)
     assert digest(plain.variables) != whole  # they lack memories, as is said, once
     assert len(said) == 1
 

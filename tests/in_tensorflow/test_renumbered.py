@@ -27,7 +27,7 @@ def built(kind, options, name=None):
 
 def train(model):
     generator = np.random.default_rng(grace.rank())
-    x, y = generator.standard_normal((16, 4)).astype("f"), generator.standard_normal((16, 1)).astype("f")
+    x, y = generator.standard_normal((8, 4)).astype("f"), generator.standard_normal((8, 1)).astype("f")
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     return np.concatenate([np.ravel(v) for v in model.trainable_variables]).tobytes()
 

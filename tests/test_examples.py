@@ -95,18 +95,18 @@ def test_the_difference_to_an_ordinary_script_is_six_lines(example):
 
 
 UNDER = {
-    "trainer": ("transformers",),
-    "lightning_digits": ("lightning", "--devices", "2"),
-    "accelerate_digits": ("accelerate",),
+    "trainer": ("transformers", TORCHRUN),
+    "lightning_digits": ("lightning", PLAIN, "--devices", "2"),  # it starts the other rank; where MPI is, it asks MPI
+    "accelerate_digits": ("accelerate", TORCHRUN),
 }
 
 
 @pytest.mark.parametrize("name", UNDER)
 def test_a_frameworks_example_trains_on_two_ranks(name, tmp_path):
-    package, *options = UNDER[name]
+    package, launcher, *options = UNDER[name]
     pytest.importorskip(package)
     example = EXAMPLES / "torch" / f"{name}.py"
-    done = run(TORCHRUN, "--steps", "20", "--output", str(tmp_path), *options, example=example)
+    done = run(launcher, "--steps", "20", "--output", str(tmp_path), *options, example=example)
     assert done.returncode == 0, done.stderr
     loss, ratio = re.search(r"loss ([\d.]+) after 20 steps, (\d+) times fewer bytes", done.stdout).groups()
     assert float(loss) < 5

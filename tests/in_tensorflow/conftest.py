@@ -10,12 +10,6 @@ if importlib.util.find_spec("tensorflow") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
-def two(request):
-    """2 ranks of an engine that pairs collectives by name, and of one that pairs them by order."""
-    return launched(request.param, 2, "tensorflow")
-
-
 @pytest.fixture(scope="module")
 def mpi():
     """2 ranks over MPI."""

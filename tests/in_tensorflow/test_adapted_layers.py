@@ -8,12 +8,13 @@ import pytest
 import tensorflow as tf
 
 import grace
+from tests.support.tensorflow_training import on_mpi
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def adapted():
-    """What layers make of one input before and after rank 0's model became everybody's, and a traced prediction."""
+@on_mpi
+def test_layers_that_ranks_adapted_differently_compute_as_rank_0s_after_a_broadcast():
     rank, layers = grace.rank(), keras.layers
     rng = np.random.default_rng(rank)
     own, words = rng.standard_normal((50, 1)) + rank, tf.constant([["a"], ["b"], ["c"]][: 2 + rank][::-1] * 2)
@@ -33,18 +34,14 @@ def adapted():
         model = keras.Sequential([layer])
         before = np.array(layer(tf.constant(probe))).tolist()
         grace.tensorflow.broadcast_variables(model)
-        found[name] = before, np.array(layer(tf.constant(probe))).tolist()
+        after = np.array(layer(tf.constant(probe))).tolist()
+        assert (before == after) == (rank == 0), name
+        found[name] = after
     return found
 
 
-def test_layers_that_ranks_adapted_differently_compute_as_rank_0s_after_a_broadcast(mpi):
-    first, second = mpi.run(adapted)
-    for name, (before, after) in first.items():
-        assert before == after == second[name][1], name
-        assert second[name][0] != after, name
-
-
-def trained(folder):
+@on_mpi
+def test_the_callbacks_reach_traced_functions_and_log_traffic(tmp_path):
     """A model whose layer each rank adapted, already traced, then trained with the callbacks."""
     keras.utils.set_random_seed(grace.rank())
     norm = keras.layers.Normalization()
@@ -54,7 +51,7 @@ def trained(folder):
     model.compile(optimizer, "mse", jit_compile=False)
     x, y = np.ones((32, 2), "float32"), np.ones((32, 1), "float32")
     model.predict(x, verbose=0)
-    file = f"{folder}/{grace.rank()}.csv"
+    file = f"{tmp_path}/{grace.rank()}.csv"
     callbacks = [
         grace.tensorflow.BroadcastCallback(),
         grace.tensorflow.MetricAverageCallback(),
@@ -64,18 +61,12 @@ def trained(folder):
     history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks).history
     with open(file, newline="") as opened:
         rows = list(csv.DictReader(opened))
-    return model.predict(x, verbose=0).tolist(), history, rows, optimizer.traffic.sent_bytes
-
-
-def test_the_callbacks_reach_traced_functions_and_log_traffic(mpi, tmp_path):
-    ranks = mpi.run(trained, str(tmp_path))
-    assert ranks[0][0] == ranks[1][0]
-    for _, history, rows, sent in ranks:
-        assert sum(history["grace_bytes_sent"]) == sent > 0
-        assert [float(row["grace_bytes_sent"]) for row in rows] == history["grace_bytes_sent"]
-        dense = history["grace_bytes_dense"]
-        assert history["grace_ratio"] == [a / b for a, b in zip(dense, history["grace_bytes_sent"], strict=True)]
-        assert len(history["grace_residual_norm"]) == 2
+    assert sum(history["grace_bytes_sent"]) == optimizer.traffic.sent_bytes > 0
+    assert [float(row["grace_bytes_sent"]) for row in rows] == history["grace_bytes_sent"]
+    dense = history["grace_bytes_dense"]
+    assert history["grace_ratio"] == [a / b for a, b in zip(dense, history["grace_bytes_sent"], strict=True)]
+    assert len(history["grace_residual_norm"]) == 2
+    return model.predict(x, verbose=0).tolist()
 
 
 def test_traffic_of_a_plain_optimizer_is_refused(local):

@@ -16,15 +16,20 @@ from tests.support.tensorflow_training import (
     digest,
     fit,
     network,
+    on_both,
+    on_horovod,
+    on_mpi,
     samples,
     sgd,
     state_of,
+    traced,
 )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def callbacks():
+@on_mpi
+def test_the_callbacks_broadcast_all_weights_and_average_all_metrics():
     model = network(seed=grace.rank())
     model.add(keras.layers.BatchNormalization())
     model.build((None, 16))
@@ -41,23 +46,17 @@ def callbacks():
             own.append(dict(logs))
 
     before = [Look(), grace.tensorflow.BroadcastCallback(), grace.tensorflow.MetricAverageCallback()]
-    history = model.fit(x, y, validation_data=(x, y), epochs=2, batch_size=32, verbose=0, callbacks=before)
-    return started["weights"], own, history.history
-
-
-def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(mpi):
-    (weights, own, history), (others_weights, others_own, others_history) = mpi.run(callbacks)
-    assert weights == others_weights
-    assert history == others_history
-    for epoch in range(2):
+    history = model.fit(x, y, validation_data=(x, y), epochs=2, batch_size=32, verbose=0, callbacks=before).history
+    for epoch, ranks in enumerate(zip(*grace.allgather_object(own), strict=True)):
         for name in ("loss", "accuracy", "val_loss"):
-            mean = (own[epoch][name] + others_own[epoch][name]) / 2
+            mean = (ranks[0][name] + ranks[1][name]) / 2
             assert history[name][epoch] == pytest.approx(mean, rel=1e-6)
-        assert own[epoch]["loss"] != others_own[epoch]["loss"]
+        assert ranks[0]["loss"] != ranks[1]["loss"]
+    return started["weights"], history
 
 
-def alone_with_anchors(folder):
-    """Digests of weights in batches, evaluations and ends of epochs, after training, and of the checkpoint."""
+@on_horovod
+def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(tmp_path):
     found = {"batch": [], "test": [], "epoch": []}
     model = network()
     optimizer = keras.optimizers.SGD(0.1)
@@ -79,7 +78,7 @@ def alone_with_anchors(folder):
                 assert digest(model.get_weights()) == found["batch"][-1]  # training goes on from its own
 
     x, y = samples(32, grace.rank())
-    path = f"{folder}/rank{grace.rank()}.weights.h5"
+    path = f"{tmp_path}/rank{grace.rank()}.weights.h5"
     saver = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
     callbacks = [grace.tensorflow.AnchorCallback(), Look(), saver]
     with warnings.catch_warnings():
@@ -87,19 +86,15 @@ def alone_with_anchors(folder):
         model.fit(x, y, validation_data=(x, y), epochs=2, batch_size=8, verbose=0, callbacks=callbacks)
     last = digest(model.get_weights())
     model.load_weights(path)
-    return found, last, digest(model.get_weights())
-
-
-def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(horovod, tmp_path):
-    (mine, last, saved), (others, others_last, others_saved) = horovod.run(alone_with_anchors, str(tmp_path))
-    assert len(mine["batch"]) == 8
-    assert mine["batch"][2] == others["batch"][2]  # the first round
-    assert all(mine["batch"][i] != others["batch"][i] for i in (0, 1, 3, 4))
-    assert mine["test"] == mine["epoch"] == others["test"] == others["epoch"]
-    assert len({*mine["epoch"]}) == 2
-    assert last == others_last
-    assert last not in mine["epoch"]
-    assert saved == others_saved == mine["epoch"][-1]
+    mine, others = grace.allgather_object(found["batch"])
+    assert len(mine) == 8
+    assert mine[2] == others[2]  # the first round
+    assert all(mine[i] != others[i] for i in (0, 1, 3, 4))
+    assert found["test"] == found["epoch"]
+    assert len({*found["epoch"]}) == 2
+    assert last not in found["epoch"]
+    assert digest(model.get_weights()) == found["epoch"][-1]
+    return found["epoch"], last
 
 
 def test_anchors_want_a_distributed_optimizer():
@@ -109,7 +104,8 @@ def test_anchors_want_a_distributed_optimizer():
         model.fit(*samples(8, 0), verbose=0, callbacks=[grace.tensorflow.AnchorCallback()])
 
 
-def uneven():
+@on_mpi
+def test_means_over_uneven_ranks_are_those_over_all_examples():
     """Losses and accuracies over ranks with 8 and 24 examples, then 20 and 4, and over all of them in one process."""
     model = compiled(sgd(lr=0.0), metrics=["accuracy"], run_eagerly=True)
     data = [samples(32, rank) for rank in range(2)]
@@ -130,18 +126,15 @@ def uneven():
     every = {"batch_size": trained[mine] // 4, "epochs": 2, "validation_freq": 2, "verbose": 0, "callbacks": average}
     history = model.fit(*cut(trained, mine), validation_data=cut(tested, mine), **every).history
     model.evaluate(*cut(tested, mine), verbose=0, callbacks=average)
-    return history, evaluated, of_all(trained), of_all(tested)
+    trained, tested = of_all(trained), of_all(tested)
+    for name in ("loss", "accuracy"):
+        assert history[name] == pytest.approx([trained[name]] * 2, rel=1e-5)
+        assert history[f"val_{name}"] == pytest.approx([tested[name]], rel=1e-5)
+        assert evaluated[name] == pytest.approx(tested[name], rel=1e-5)
 
 
-def test_means_over_uneven_ranks_are_those_over_all_examples(mpi):
-    for history, evaluated, trained, tested in mpi.run(uneven):
-        for name in ("loss", "accuracy"):
-            assert history[name] == pytest.approx([trained[name]] * 2, rel=1e-5)
-            assert history[f"val_{name}"] == pytest.approx([tested[name]], rel=1e-5)
-            assert evaluated[name] == pytest.approx(tested[name], rel=1e-5)
-
-
-def xla():
+@on_mpi
+def test_xla_is_refused_by_name():
     made = [(sgd(lr=0.01), [grace.tensorflow.BroadcastCallback()])]
     made += [(keras.optimizers.LossScaleOptimizer(sgd(lr=0.01)), [])]
     for optimizer, callbacks in made:
@@ -160,13 +153,11 @@ def xla():
         step()
 
 
-def test_xla_is_refused_by_name(mpi):
-    mpi.run(xla)
-
-
-def tapes(graph):
+@both_ways
+@on_both
+def test_tapes_go_on_from_one_another(graph):
     """A tape a step, with nothing made before the loop: what was left out must come in the next step."""
-    w, seen = tf.Variable([0.0, 0.0, 0.0]), []
+    w = tf.Variable([0.0, 0.0, 0.0])
 
     def step(factors):
         with tf.GradientTape() as tape:
@@ -174,35 +165,25 @@ def tapes(graph):
         tape = grace.tensorflow.DistributedGradientTape(tape, "topk(ratio=0.3)", memory="residual")
         return tape.gradient(loss, {"w": w})["w"]
 
-    run = tf.function(step, autograph=False) if graph else step
-    for _ in range(3):
-        seen.append(np.array(run(tf.constant([4.0, 3.0, 1.0]))).tolist())
-    return seen
+    run = traced(step, graph)
+    seen = [np.array(run(tf.constant([4.0, 3.0, 1.0]))).tolist() for _ in range(3)]
+    assert seen == [[4, 0, 0], [0, 6, 0], [8, 0, 0]]
 
 
-@both_ways
-def test_tapes_go_on_from_one_another(two, graph):
-    for seen in two.run(tapes, graph):
-        assert seen == [[4, 0, 0], [0, 6, 0], [8, 0, 0]]
-
-
-def steps_in_one_call():
+@on_horovod
+def test_many_steps_in_one_call_of_a_graph():
     found = []
     for at_once in (1, 4):
         model = compiled(sgd("topk(ratio=0.1)", lr=0.05), steps_per_execution=at_once)
         fit(model, range(2), rows=128)
         found.append((digest(model.trainable_variables), model.optimizer.traffic.steps))
-    return found
+    assert found[0] == found[1]
+    assert found[0][1] == 16
 
 
-def test_many_steps_in_one_call_of_a_graph(horovod):
-    for found in horovod.run(steps_in_one_call):
-        assert found[0] == found[1]
-        assert found[0][1] == 16
-
-
-def constant_gradients():
-    """Steps in a loop of a graph whose gradients depend on nothing: they must not overtake each other."""
+@on_both
+def test_steps_in_a_loop_of_a_graph_stay_in_order():
+    """Steps whose gradients depend on nothing must not overtake each other."""
     optimizer, w = sgd("topk(ratio=0.5)"), tf.Variable([0.0, 0.0])
     optimizer.build([w])
 
@@ -212,27 +193,25 @@ def constant_gradients():
             optimizer.apply_gradients([(tf.constant([4.0, 3.0]), w)])
 
     loop()
-    return np.array(w).tolist(), optimizer.traffic.steps
-
-
-def test_steps_in_a_loop_of_a_graph_stay_in_order(two):
     sent, kept = [0.0, 0.0], [0.0, 0.0]
     for _ in range(20):
         total = [kept[0] + 4, kept[1] + 3]
         largest = int(total[1] > total[0])
         sent[largest] -= total[largest]
         kept = [0.0 if i == largest else total[i] for i in range(2)]
-    assert two.run(constant_gradients) == [(sent, 20)] * 2
+    assert (np.array(w).tolist(), optimizer.traffic.steps) == (sent, 20)
 
 
 # -- metrics -----------------------------------------------------------------------------------------------
 
 
-def logged(graph):
-    """Metrics before the first exchange, after 3 steps and after none, of an optimizer and of a tape's exchange."""
+@both_ways
+@on_both
+def test_metrics_are_what_was_counted_and_kept(graph):
+    """Before the first exchange, after 3 steps and after none, of an optimizer and of a tape's exchange."""
     start, gradient = np.zeros(1000, np.float32), tf.constant(np.linspace(-1, 2, 1000, dtype=np.float32))
-    optimizer, found = sgd("topk(ratio=0.1)"), []
-    found += [optimizer.metrics()]
+    optimizer = sgd("topk(ratio=0.1)")
+    before = optimizer.metrics()
     apply_steps(optimizer, [tf.Variable(start)], [[gradient * (1.0 + grace.rank())]] * 3, graph)
     exchange, w = grace.tensorflow.GradientExchange("topk(ratio=0.1)"), tf.Variable(start)
 
@@ -241,27 +220,23 @@ def logged(graph):
             loss = tf.reduce_sum(w * gradient)
         return tape.gradient(loss, [w])
 
-    run = tf.function(step, autograph=False) if graph else step
+    run = traced(step, graph)
     for _ in range(3):
         run()
+    norms = []
     for each in (optimizer._grace, exchange):
         (residual,) = state_of(each)["memory"].values()
-        found += [{**each.metrics(), "norm": float(np.linalg.norm(residual)), "sent": each.traffic.sent_bytes}]
-    return [*found, optimizer.metrics()]
-
-
-@both_ways
-def test_metrics_are_what_was_counted_and_kept(two, graph):
-    for before, *made, after in two.run(logged, graph):
-        for numbers in made:
-            assert numbers["bytes_sent"] == numbers["sent"] > 0
-            assert numbers["bytes_dense"] == 3 * 4000
-            assert numbers["residual_norm"] == pytest.approx(numbers["norm"], rel=1e-6)
-            assert numbers["seconds_encode"] > 0
-            assert np.isnan(numbers["seconds_wait"]) == ("horovod" in two.engine)
-        assert list(after) == list(before)
-        for numbers in (before, after):
-            assert numbers["bytes_sent"] == numbers["bytes_dense"] == 0
-            assert np.isnan(numbers["ratio"])
-        assert before["residual_norm"] == 0
-        assert after["residual_norm"] == made[0]["residual_norm"] > 0
+        numbers = each.metrics()
+        norms.append(numbers["residual_norm"])
+        assert numbers["bytes_sent"] == each.traffic.sent_bytes > 0
+        assert numbers["bytes_dense"] == 3 * 4000
+        assert numbers["residual_norm"] == pytest.approx(float(np.linalg.norm(residual)), rel=1e-6)
+        assert numbers["seconds_encode"] > 0
+        assert np.isnan(numbers["seconds_wait"]) == (grace.init().name == "horovod")
+    after = optimizer.metrics()
+    assert list(after) == list(before)
+    for numbers in (before, after):
+        assert numbers["bytes_sent"] == numbers["bytes_dense"] == 0
+        assert np.isnan(numbers["ratio"])
+    assert before["residual_norm"] == 0
+    assert after["residual_norm"] == norms[0] > 0

@@ -8,12 +8,14 @@ import pytest
 import tensorflow as tf
 
 import grace
+from tests.support.tensorflow_training import on_both
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def operations():
-    """Values and gradients of all of them; the same in a graph."""
+@on_both
+def test_operations_on_tensors_and_in_graphs():
+    """Values and gradients of all of them; AutoGraph leaves them alone."""
     rank, said = grace.rank(), []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
@@ -52,10 +54,11 @@ def operations():
     got = [gradient.numpy().tolist() for gradient in tape.gradient(y, [first, second])]
     assert got == ([[2, 3], [4]] if rank else [[1], [1, 2, 3]])
     tf.get_logger().removeHandler(listener)
-    return [text for text in said if "AutoGraph" in text]
+    assert [text for text in said if "AutoGraph" in text] == []
 
 
-def started():
+@on_both
+def test_start_values_and_tapes():
     """A model and an optimizer of rank 1's, by Horovod's lines; and what a script of its has in place of these."""
     keras.utils.set_random_seed(grace.rank())
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
@@ -76,12 +79,3 @@ def started():
     with pytest.raises(grace.ConfigError, match="root_rank=2: the ranks are 0 to 1"):
         grace.broadcast_variables(model.variables, root_rank=2)
     return [value.numpy().tobytes() for value in model.variables]
-
-
-def test_operations_on_tensors_and_in_graphs(two):
-    assert two.run(operations) == [[], []]  # AutoGraph leaves them alone
-
-
-def test_start_values_and_tapes(two):
-    first, second = two.run(started)
-    assert first == second

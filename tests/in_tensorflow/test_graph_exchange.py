@@ -8,7 +8,7 @@ import tensorflow as tf
 import grace
 from grace.session.settings import ReduceOp
 from grace.tensorflow import graph_exchange
-from tests.support.tensorflow_training import digest, session_of, variables_of
+from tests.support.tensorflow_training import digest, on_horovod, session_of, variables_of
 
 pytestmark = pytest.mark.ranks
 
@@ -69,21 +69,22 @@ APART = {"all_sums": lambda runner: False, "grouped": lambda buckets: [[bucket] 
     ],
     ids=str,
 )
-def test_sums_that_never_enter_python_are_those_that_do(horovod, dtype, options):
-    for (bits, found, *counted), (other, as_found, *as_counted) in horovod.run(
-        both, "none", dtype, ["all_sums"], options
-    ):
-        assert (bits, found, counted) == (other, as_found, as_counted)
-        assert found == [True, True, True, True, True, False] * 3
+@on_horovod
+def test_sums_that_never_enter_python_are_those_that_do(dtype, options):
+    (bits, found, *counted), (other, as_found, *as_counted) = both("none", dtype, ["all_sums"], options)
+    assert (bits, found, counted) == (other, as_found, as_counted)
+    assert found == [True, True, True, True, True, False] * 3
 
 
 @pytest.mark.parametrize("compressor", ["topk(ratio=0.1)", "powersgd(rank=2)", "threshold(value=0.5)"])
-def test_buckets_that_share_their_functions_bring_what_they_bring_apart(horovod, compressor):
-    for one, other in horovod.run(both, compressor, "float32", ["grouped"], {"bucket_bytes": 300}):
-        assert one == other
+@on_horovod
+def test_buckets_that_share_their_functions_bring_what_they_bring_apart(compressor):
+    one, other = both(compressor, "float32", ["grouped"], {"bucket_bytes": 300})
+    assert one == other
 
 
-def owing():
+@on_horovod
+def test_what_a_checkpoint_owes_is_applied_once():
     """A sum goes on from a checkpoint of a run that still had a mean to apply."""
     variables = variables_of({"a": (3,), "b": (2,)})
     session = session_of("none")
@@ -95,10 +96,6 @@ def owing():
     ones = [tf.ones(3)]
     exchange(ones)
     session.runner.restore_pending([{"a": np.float32([1, 2, 3]), "b": np.float32([4, 5])}])
-    return [[(np.asarray(value).tolist(), bool(found)) for value, found in exchange(ones)] for _ in range(2)]
-
-
-def test_what_a_checkpoint_owes_is_applied_once(horovod):
-    for first, second in horovod.run(owing):
-        assert first == [([2.0, 3.0, 4.0], True), ([4.0, 5.0], True)]
-        assert second == [([1.0, 1.0, 1.0], True), ([0.0, 0.0], False)]
+    first, second = ([(np.asarray(value).tolist(), bool(found)) for value, found in exchange(ones)] for _ in range(2))
+    assert first == [([2.0, 3.0, 4.0], True), ([4.0, 5.0], True)]
+    assert second == [([1.0, 1.0, 1.0], True), ([0.0, 0.0], False)]

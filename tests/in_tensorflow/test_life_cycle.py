@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import grace
 from grace.tensorflow import Allgather
-from tests.support.tensorflow_training import both_ways
+from tests.support.tensorflow_training import both_ways, traced
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local")]
 
@@ -20,8 +20,7 @@ def test_momentum_inside_and_outside_is_refused_at_the_start_and_later(compresso
     w = tf.Variable([1.0, 2.0])
 
     def applying(optimizer):
-        step = lambda: optimizer.apply_gradients([(tf.constant([1.0, 4.0]), w)])  # noqa: E731
-        return tf.function(step, autograph=False) if graph else step
+        return traced(lambda: optimizer.apply_gradients([(tf.constant([1.0, 4.0]), w)]), graph)
 
     for made in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1)):
         with pytest.raises(grace.ConfigError, match=rf"{compressor} applies momentum itself.*\(momentum=0.9\)"):
@@ -45,7 +44,7 @@ def test_a_closed_optimizer_is_plain_and_may_be_distributed_anew(graph):
         plain.apply_gradients([(tf.constant([1.0, 4.0]), w)])
 
     optimizer = grace.DistributedOptimizer(plain, communicator=given)
-    apply = tf.function(step, autograph=False) if graph else step
+    apply = traced(step, graph)
     apply()
     assert w.numpy().tolist() == [1.0, 0.0]
     optimizer.close()

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import grace
-from tests.support.tensorflow_training import both_ways
+from tests.support.tensorflow_training import both_ways, on_both, on_mpi
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 NAMES = sorted(
@@ -42,8 +42,9 @@ def values(variables):
 # -- all of Keras's, from ranks that start differently ------------------------------------------------------
 
 
-def every_optimizer(names):
-    """What each makes of a model here, whose start values differ, and what one process makes of rank 0's."""
+@on_mpi
+def test_every_optimizer_is_that_of_one_process_though_ranks_start_differently():
+    """What each makes of a model here, whose start values differ, is what one process makes of rank 0's."""
     found = {}
 
     def drawn(variables, step, ranks):  # gradients that do not depend on the model
@@ -51,6 +52,8 @@ def every_optimizer(names):
         means = [np.mean([stream.standard_normal(v.shape) for stream in streams], 0) for v in variables]
         return [(tf.constant(mean, "float32"), v) for mean, v in zip(means, variables, strict=True)]
 
+    names = [name for name in NAMES if name not in HAND_ON]
+    assert {"SGD", "Adam", "Nadam"} <= set(names)
     for name in names:
         made = [getattr(keras.optimizers, name)(0.05, use_ema=True) for _ in range(2)]
         mine, of_one = ([keras.Variable(np.eye(2, dtype="float32") + start)] for start in (grace.rank(), 0))
@@ -61,18 +64,11 @@ def every_optimizer(names):
         trained = [values(mine), values(of_one)]
         for optimizer, variables in zip(made, (mine, of_one), strict=True):
             optimizer.finalize_variable_values(variables)
-        found[name] = trained, [values(mine), values(of_one)]
-    return found
-
-
-def test_every_optimizer_is_that_of_one_process_though_ranks_start_differently(mpi):
-    names = [name for name in NAMES if name not in HAND_ON]
-    assert {"SGD", "Adam", "Nadam"} <= set(names)
-    first, second = mpi.run(every_optimizer, names)
-    for name in names:
-        for (ours, alone), (others, _) in zip(first[name], second[name], strict=True):  # trained, and averaged
-            assert (ours == others).all(), name
+        averaged = [values(mine), values(of_one)]
+        for ours, alone in (trained, averaged):
             np.testing.assert_allclose(ours, alone, rtol=2e-4, atol=2e-5, err_msg=name)
+        found[name] = trained[0].tolist(), averaged[0].tolist()
+    return found
 
 
 # -- those that hand gradients on ------------------------------------------------------------------------
@@ -110,10 +106,10 @@ def multi(how=lambda optimizer: optimizer):
     return keras.optimizers.MultiOptimizer(chosen)
 
 
-def refused(graph):
-    """What is said of optimizers that hand gradients on, and on how many collectives that was."""
-    said = []
-    for kind in (HandsOn, HandsPairsOn):
+@both_ways
+@on_mpi
+def test_an_optimizer_that_hands_gradients_to_another_is_refused_by_its_method(graph):
+    for kind, name in ((HandsOn, "HandsOn.apply()"), (HandsPairsOn, "HandsPairsOn.apply_gradients()")):
         model = net(0)
         optimizer = grace.DistributedOptimizer(kind(keras.optimizers.SGD(0.1)), "topk(ratio=0.5)")
 
@@ -122,22 +118,13 @@ def refused(graph):
 
         with pytest.raises(grace.ConfigError) as error:
             (tf.function(step) if graph else step)()
-        said.append(str(error.value))
-    return said
+        assert f"{name} hands gradients to its inner" in str(error.value)
+        assert "grace.DistributedOptimizer(optimizer, ...)" in str(error.value)
 
 
-@both_ways
-def test_an_optimizer_that_hands_gradients_to_another_is_refused_by_its_method(mpi, graph):
-    for said in mpi.run(refused, graph):
-        for name, text in zip(["HandsOn.apply()", "HandsPairsOn.apply_gradients()"], said, strict=True):
-            assert f"{name} hands gradients to its inner" in text
-            assert "grace.DistributedOptimizer(optimizer, ...)" in text
-
-
-def handed_on(way):
-    def distributed(optimizer):
-        return grace.DistributedOptimizer(optimizer)
-
+@pytest.mark.parametrize("way", ["parts", "inside", "multi", "scaled"])
+@on_mpi
+def test_optimizers_inside_others_and_in_parts_are_those_of_one_process(way):
     def made(how):
         if way == "parts":
             return how(InTwoParts(0.05, momentum=0.9))
@@ -146,24 +133,20 @@ def handed_on(way):
         optimizer = multi(how)
         return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0) if way == "scaled" else optimizer
 
-    model, plain, optimizer, alone = net(0), net(0), made(distributed), made(lambda optimizer: optimizer)
+    model, plain, optimizer, alone = net(0), net(0), made(grace.DistributedOptimizer), made(lambda optimizer: optimizer)
     model.compile(optimizer, "mse", jit_compile=False, run_eagerly=way != "multi")
     alone.build(plain.trainable_variables)
     for step in range(3):
         model.train_on_batch(*batch(step, grace.rank()))
         scale = alone.dynamic_scale if way == "scaled" else 1.0
         alone.apply_gradients([(g * scale, v) for g, v in gradients(plain, step, range(grace.size()))])
-    return values(model.trainable_variables), values(plain.trainable_variables)
+    ours = values(model.trainable_variables)
+    np.testing.assert_allclose(ours, values(plain.trainable_variables), rtol=1e-4, atol=1e-5)
+    return ours.tolist()
 
 
-@pytest.mark.parametrize("way", ["parts", "inside", "multi", "scaled"])
-def test_optimizers_inside_others_and_in_parts_are_those_of_one_process(mpi, way):
-    (first, alone), (second, _) = mpi.run(handed_on, way)
-    assert (first == second).all()
-    np.testing.assert_allclose(first, alone, rtol=1e-4, atol=1e-5)
-
-
-def overflowing():
+@on_both
+def test_a_loss_scale_around_several_distributed_optimizers_skips_a_step_on_all_ranks():
     """Rank 1 overflows in the first step: both ranks skip it, and halve the scale."""
     optimizer = keras.optimizers.LossScaleOptimizer(multi(grace.DistributedOptimizer), initial_scale=8.0)
     variables = [keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")]
@@ -172,27 +155,19 @@ def overflowing():
         odd = step == 0 and grace.rank() == 1
         optimizer.apply_gradients([(tf.constant([np.inf if odd else 8.0]), v) for v in variables])
         seen.append([float(optimizer.dynamic_scale), *(float(v[0]) for v in variables)])
+    assert seen[0] == [4, 1, 1]
+    assert seen[1][0] == 4
+    assert seen[1][1] < 1
     return seen
 
 
-def test_a_loss_scale_around_several_distributed_optimizers_skips_a_step_on_all_ranks(two):
-    first, second = two.run(overflowing)
-    assert first == second
-    assert first[0] == [4, 1, 1]
-    assert first[1][0] == 4
-    assert first[1][1] < 1
-
-
-def in_parts_later():
+@on_mpi
+def test_parts_are_refused_where_means_come_a_step_later():
     communicator = grace.tensorflow.ReduceBroadcast("none", staleness=1)
     optimizer = grace.DistributedOptimizer(InTwoParts(0.05), communicator=communicator)
     pairs = list(gradients(net(0), 0, [grace.rank()]))
     with pytest.raises(grace.ConfigError, match=r"InTwoParts.apply\(\) calls super\(\).apply\(\) with some"):
         optimizer.apply_gradients(pairs)
-
-
-def test_parts_are_refused_where_means_come_a_step_later(mpi):
-    mpi.run(in_parts_later)
 
 
 def test_keras_multi_optimizer_is_refused_when_it_is_made_distributed(local):
@@ -205,8 +180,9 @@ def test_keras_multi_optimizer_is_refused_when_it_is_made_distributed(local):
 # -- gradients that are the next values --------------------------------------------------------------------
 
 
-def float8(accumulated):
-    """The scales and histories of maxima of a model in float8, and the bytes of its steps."""
+@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
+@on_both
+def test_scales_of_float8_are_alike_and_maxima_those_of_all_ranks(accumulated):
     model = net(grace.rank(), layers=2)
     model.layers[0].quantize("float8")
     settings = {"gradient_accumulation_steps": 2} if accumulated else {}
@@ -214,21 +190,15 @@ def float8(accumulated):
     model.compile(optimizer, "mse", jit_compile=False)
     for step in range(3):
         model.train_on_batch(*batch(step, grace.rank()))
-    history = np.array(model.layers[0].inputs_amax_history)
-    largest = [float(np.abs(batch(step, grace.rank())[0]).max()) for step in range(3)]
-    return values(model.trainable_variables), history, largest
-
-
-@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
-def test_scales_of_float8_are_alike_and_maxima_those_of_all_ranks(two, accumulated):
-    (first, history, own), (second, _, others) = two.run(float8, accumulated)
-    assert (first == second).all()
     if not accumulated:
-        everyones = np.maximum(own, others)
-        assert sorted(history[history > 0].tolist()) == pytest.approx(sorted(everyones.tolist()))
+        history = np.array(model.layers[0].inputs_amax_history)
+        largest = [max(float(np.abs(batch(step, rank)[0]).max()) for rank in range(2)) for step in range(3)]
+        assert sorted(history[history > 0].tolist()) == pytest.approx(sorted(largest))
+    return values(model.trainable_variables).tolist()
 
 
-def absent():
+@on_both
+def test_a_scale_that_a_rank_has_no_value_for_is_the_others_or_stays():
     """A variable that gradients overwrite, of which some ranks have none in a step."""
     w, scale, seen = keras.Variable([1.0], name="w"), keras.Variable([2.0, 3.0], name="scale"), []
     scale.overwrite_with_gradient = True
@@ -238,11 +208,7 @@ def absent():
         own = None if grace.rank() in without else tf.constant([1.0, 4.0 + grace.rank()])
         optimizer.apply_gradients([(tf.constant([1.0]), w), (own, scale)])
         seen.append([float(w[0]), *np.array(scale)])
-    return seen
-
-
-def test_a_scale_that_a_rank_has_no_value_for_is_the_others_or_stays(two):
-    assert two.run(absent) == [[[0, 2, 3], [-1, 1, 4], [-2, 1, 5]]] * 2
+    assert seen == [[0, 2, 3], [-1, 1, 4], [-2, 1, 5]]
 
 
 # -- classes of the user's, and errors ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.tensorflow import Allgather, Communicator, Compressor, Memory, Traits
 from grace.tensorflow.representation import Arrays, Tensors, medium_for
-from tests.support.tensorflow_training import both_ways, session_of
+from tests.support.tensorflow_training import both_ways, on_both, on_horovod, session_of, traced
 
 
 class Int8(Compressor):
@@ -58,32 +58,6 @@ class Gathering(Communicator):
         return self.compressor.aggregate(decoded) / self.world_size
 
 
-def bools(graph):
-    """What signs that travel as bools make of a tensor, by Grace's all-gather and by one of one's own."""
-    given = [np.random.default_rng(rank).standard_normal((5, 8)).astype(np.float32) for rank in range(grace.size())]
-    wanted = sum(np.sign(each) for each in given) / grace.size()
-    for grc in (Allgather(Signs(), "none"), Gathering(Signs(), "none")):
-
-        def step(x, grc=grc):
-            return grc.step(x, "w")
-
-        run = tf.function(step, autograph=False) if graph else step
-        np.testing.assert_array_equal(run(tf.constant(given[grace.rank()])), wanted)
-
-
-def means(graph):
-    bools(graph)
-    w = tf.Variable(tf.zeros([40]))
-    exchange = grace.tensorflow.GradientExchange(communicator=Allgather(Int8(), Decaying()))
-
-    def step(gradient):
-        return exchange([gradient], [w])[0].value
-
-    run = tf.function(step, autograph=False) if graph else step
-    gradients = [np.random.default_rng((n, grace.rank())).standard_normal(40).astype(np.float32) for n in range(3)]
-    return [np.array(run(tf.constant(gradient))) for gradient in gradients]
-
-
 def expected():
     total, kept = [], [np.zeros(40, np.float32)] * 2
     for step in range(3):
@@ -97,13 +71,37 @@ def expected():
     return total
 
 
+def gradients():
+    """This rank's, of three steps."""
+    return [np.random.default_rng((step, grace.rank())).standard_normal(40).astype(np.float32) for step in range(3)]
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 @both_ways
-def test_parts_written_in_tensorflow_get_tensors(two, graph):
-    for found in two.run(means, graph):
-        for mine, theirs in zip(found, expected(), strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=1e-6)
+@on_both
+def test_signs_travel_as_bools_by_graces_all_gather_and_by_one_of_ones_own(graph):
+    given = [np.random.default_rng(rank).standard_normal((5, 8)).astype(np.float32) for rank in range(grace.size())]
+    wanted = sum(np.sign(each) for each in given) / grace.size()
+    for grc in (Allgather(Signs(), "none"), Gathering(Signs(), "none")):
+        run = traced(lambda x, grc=grc: grc.step(x, "w"), graph)
+        np.testing.assert_array_equal(run(tf.constant(given[grace.rank()])), wanted)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@both_ways
+@pytest.mark.parametrize("communicator", [Allgather, Gathering])
+@on_both
+def test_parts_written_in_tensorflow_get_tensors(communicator, graph):
+    """Also by a communicator of GRACE's contract, which is carried by an exchange and by hand."""
+    w = tf.Variable(tf.zeros([40]))
+    exchange = grace.tensorflow.GradientExchange(communicator=communicator(Int8(), Decaying()))
+    by_hand = communicator(Int8(), Decaying())
+    run = traced(lambda gradient: exchange([gradient], [w])[0].value, graph)
+    for gradient, wanted in zip(gradients(), expected(), strict=True):
+        np.testing.assert_allclose(run(tf.constant(gradient)), wanted, atol=1e-6)
+        np.testing.assert_allclose(by_hand.step(tf.constant(gradient), "w"), wanted, atol=1e-6)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="Numba is not installed")
@@ -144,27 +142,6 @@ def test_means_that_a_loop_keeps_stay_as_they_were():
     grace.shutdown()
 
 
-def by_variable(graph):
-    w = tf.Variable(tf.zeros([40]))
-    gradients = [np.random.default_rng((n, grace.rank())).standard_normal(40).astype(np.float32) for n in range(3)]
-    exchange = grace.tensorflow.GradientExchange(communicator=Gathering(Int8(), Decaying()))
-    step = lambda gradient: exchange([gradient], [w])[0].value  # noqa: E731
-    run = tf.function(step, autograph=False) if graph else step
-    grc = Gathering(Int8(), Decaying())
-    found = [np.array(run(tf.constant(gradient))) for gradient in gradients]
-    return found, [np.array(grc.step(tf.constant(gradient), "w")) for gradient in gradients]
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_communicator_of_graces_contract_is_carried_eagerly_and_in_graphs(two):
-    for graph in (False, True):
-        for ways in two.run(by_variable, graph):
-            for found in ways:
-                for mine, theirs in zip(found, expected(), strict=True):
-                    np.testing.assert_allclose(mine, theirs, atol=1e-6)
-
-
 class Ported(Compressor):
     """Sends as many as are positive, and does not say so; a single tensor."""
 
@@ -184,22 +161,16 @@ class TransactionalDict(Memory):
         return self.residuals[name]
 
 
-def ported():
-    exchange, w = (
-        grace.tensorflow.GradientExchange(communicator=Allgather(Ported(), TransactionalDict())),
-        tf.Variable(tf.zeros([4])),
-    )
-    run = tf.function(lambda gradient: exchange([gradient], [w])[0].value, autograph=False)
-    means = [run(tf.constant([1.0, -1.0, 1.0, -1.0])).numpy().tolist() for _ in range(2)]
-    with pytest.raises(tf.errors.OpError) as caught:
-        run(tf.constant([5.0] * 4 if grace.rank() else [-5.0] * 4))
-    return means, str(caught.value)
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_sizes_that_nobody_announced_are_compared_in_graphs(horovod):
-    for means, said in horovod.run(ported):
-        assert means == [[2.0] * 4, [4.0] * 4]
-        assert "the payload of 'Variable' has" in said
-        assert "fixed_size='by data'" in said
+@on_horovod
+def test_sizes_that_nobody_announced_are_compared_in_graphs():
+    w = tf.Variable(tf.zeros([4]))
+    exchange = grace.tensorflow.GradientExchange(communicator=Allgather(Ported(), TransactionalDict()))
+    run = traced(lambda gradient: exchange([gradient], [w])[0].value)
+    means = [run(tf.constant([1.0, -1.0, 1.0, -1.0])).numpy().tolist() for _ in range(2)]
+    assert means == [[2.0] * 4, [4.0] * 4]
+    with pytest.raises(tf.errors.OpError) as caught:
+        run(tf.constant([5.0] * 4 if grace.rank() else [-5.0] * 4))
+    assert "the payload of 'Variable' has" in str(caught.value)
+    assert "fixed_size='by data'" in str(caught.value)

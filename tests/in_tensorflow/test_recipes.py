@@ -2,7 +2,6 @@
 
 import shutil
 import warnings
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import grace
-from tests.support.tensorflow_training import compiled, digest, fit, samples, sgd, state_of
+from tests.support.tensorflow_training import compiled, digest, fit, on_horovod, on_mpi, samples, sgd, state_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 ROWS, BATCH = 37, 4
@@ -20,48 +19,40 @@ def sparse_with_momentum(**options):
     return compiled(sgd("topk(ratio=0.1)", lr=0.05, momentum=0.9), **options)
 
 
-def sharded():
+@on_horovod
+def test_shards_of_uneven_data_train_as_one_process_does_with_both():
     """37 rows over 2 ranks, none twice; and in one process, in batches of what both have."""
     x, y = samples(ROWS, 0)
     rank, size = grace.rank(), grace.size()
     steps = ROWS // (size * BATCH)
     mine = tf.data.Dataset.from_tensor_slices((x, y)).shard(size, rank)
-    found = []
-    for eagerly in (False, True):
-        model = compiled(sgd("none", lr=0.05), run_eagerly=eagerly)
-        model.fit(mine.batch(BATCH, drop_remainder=True).take(steps), epochs=2, verbose=0)
-        found.append([model.optimizer.traffic.steps, *model.get_weights()])
     one = compiled(keras.optimizers.SGD(0.05), run_eagerly=True)
     rows = steps * size * BATCH
     one.fit(x[:rows], y[:rows], batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
-    found.append([2 * steps, *one.get_weights()])
+    for eagerly in (False, True):
+        model = compiled(sgd("none", lr=0.05), run_eagerly=eagerly)
+        model.fit(mine.batch(BATCH, drop_remainder=True).take(steps), epochs=2, verbose=0)
+        assert model.optimizer.traffic.steps == 2 * steps == 8
+        for weights, wanted in zip(model.get_weights(), one.get_weights(), strict=True):
+            np.testing.assert_allclose(weights, wanted, rtol=1e-4, atol=1e-6)
 
     model, seen = compiled(sgd("topk(ratio=0.1)", lr=0.05), run_eagerly=True), set()  # every row, some of them twice
     enough = -(-ROWS // (size * BATCH))
     for rows, _ in mine.repeat().batch(BATCH).take(enough):
         seen |= {row.tobytes() for row in rows.numpy()}
     model.fit(mine.repeat().batch(BATCH), steps_per_epoch=enough, epochs=2, verbose=0)
-    return found, model.optimizer.traffic.steps, seen
+    assert model.optimizer.traffic.steps == 10
+    assert len(set().union(*grace.allgather_object(seen))) == ROWS
 
 
-def test_shards_of_uneven_data_train_as_one_process_does_with_both(horovod):
-    ranks = horovod.run(sharded)
-    for (graph, eager, one), steps, _ in ranks:
-        assert steps == 10
-        for (made, *weights), (wanted, *expected) in ((graph, one), (eager, one)):
-            assert made == wanted == 8
-            for mine, its in zip(weights, expected, strict=True):
-                np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
-    assert len(ranks[0][2] | ranks[1][2]) == ROWS
-
-
-def saved(folder):
+@on_mpi
+def test_rank_0_saves_for_all_checkpoints_of_each_rank_go_on_and_weights_alone_say_what_they_lack(tmp_path):
     """By rank 0 alone in every epoch, by Keras's ModelCheckpoint on each, and what its weights alone leave out."""
-    here = Path(folder, str(grace.rank()))
+    here = tmp_path / str(grace.rank())
     here.mkdir()
 
     def save(epoch, logs):
-        grace.tensorflow.save_model(model, f"{folder}/epoch{epoch}.keras")
+        grace.tensorflow.save_model(model, tmp_path / f"epoch{epoch}.keras")
 
     model = sparse_with_momentum(run_eagerly=True)  # to trace a graph takes longer than all steps
     best = keras.callbacks.ModelCheckpoint(here / "best.keras", monitor="loss", save_best_only=True)
@@ -69,38 +60,31 @@ def saved(folder):
     average = grace.tensorflow.MetricAverageCallback()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(model, range(2), [average, best, alone, keras.callbacks.LambdaCallback(on_epoch_end=save)])
+        fit(model, range(2), [average, best, alone, keras.callbacks.LambdaCallback(on_epoch_end=save)], rows=32)
     said = [str(w.message) for w in caught if "save_weights leaves out" in str(w.message)]
     at_two = digest(model.variables)
-    fit(model, range(2, 4), [average])
-    whole, resumed = digest(model.variables), []
+    fit(model, range(2, 4), [average], rows=32)
+    whole = digest(model.variables)
 
     for name in ("epoch1.keras", "best.keras"):
         if name == "epoch1.keras":  # which only rank 0 has read
-            (here / name).write_bytes(grace.from_root(lambda name=name: Path(folder, name).read_bytes()))
+            (here / name).write_bytes(grace.from_root(lambda name=name: (tmp_path / name).read_bytes()))
         model = grace.tensorflow.load_model(here / name)
-        resumed.append(digest(model.variables) == at_two)
-        fit(model, range(2, 4), [average])
-        resumed.append(digest(model.variables) == whole)
+        assert digest(model.variables) == at_two
+        fit(model, range(2, 4), [average], rows=32)
+        assert digest(model.variables) == whole
 
     shutil.copy(here / "alone.weights.h5", here / "copy.weights.h5")
     plain = sparse_with_momentum(run_eagerly=True)
     plain.load_weights(here / "copy.weights.h5")
-    resumed.append(digest(plain.variables) == at_two)
-    fit(plain, range(2, 4), [average])
-    return resumed, said, digest(plain.variables) == whole
+    assert digest(plain.variables) == at_two
+    fit(plain, range(2, 4), [average], rows=32)
+    assert digest(plain.variables) != whole  # they lack memories, as is said, once
+    assert len(said) == 1
 
 
-def test_rank_0_saves_and_loads_for_all_checkpoints_of_each_rank_go_on_and_weights_alone_say_what_they_lack(
-    mpi, tmp_path
-):
-    for resumed, said, without in mpi.run(saved, str(tmp_path)):
-        assert resumed == [True] * 5
-        assert not without  # they lack memories, as is said, once
-        assert len(said) == 1
-
-
-def stopped_within_an_epoch(folder):
+@on_mpi
+def test_a_backup_within_an_epoch_goes_on_from_there_with_its_memories(tmp_path):
     """Backed up every 2 batches, as Horovod's CommitStateCallback does; all that is remembered, before and after."""
     seen = []
 
@@ -111,7 +95,7 @@ def stopped_within_an_epoch(folder):
             if batch == 2:
                 raise KeyboardInterrupt
 
-    backup = keras.callbacks.BackupAndRestore(f"{folder}/{grace.rank()}", save_freq=2)
+    backup = keras.callbacks.BackupAndRestore(f"{tmp_path}/{grace.rank()}", save_freq=2)
     model = sparse_with_momentum()
     with pytest.raises(KeyboardInterrupt):
         fit(model, range(1), [backup, Stop()])
@@ -125,10 +109,5 @@ def stopped_within_an_epoch(folder):
 
     model = sparse_with_momentum()
     fit(model, range(1), [backup, Look()])
-    return seen[0][0] == seen[1], seen[2]
-
-
-def test_a_backup_within_an_epoch_goes_on_from_there_with_its_memories(mpi, tmp_path):
-    for same, steps in mpi.run(stopped_within_an_epoch, str(tmp_path)):
-        assert same
-        assert steps == 2 + 4  # the epoch is begun anew
+    assert seen[0][0] == seen[1]
+    assert seen[2] == 2 + 4  # the epoch is begun anew

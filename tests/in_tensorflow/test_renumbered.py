@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import grace
+from tests.support.tensorflow_training import on_mpi
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def built(kind, options, name=None, eagerly=True):
+def built(kind, options, name=None):
     inner = keras.Sequential([keras.layers.Dense(6), keras.layers.Dense(6)], name=name)
     if kind == "functional":
         x = keras.layers.Input((4,))
@@ -20,38 +21,37 @@ def built(kind, options, name=None, eagerly=True):
         model = keras.Sequential([inner, keras.layers.Dense(1)])
         model.build((None, 4))
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), **options)
-    model.compile(optimizer, "mse", run_eagerly=eagerly)
+    model.compile(optimizer, "mse", run_eagerly="strategy" not in options)
     return model
 
 
 def train(model):
     generator = np.random.default_rng(grace.rank())
-    x, y = generator.standard_normal((16, 4)).astype("f"), generator.standard_normal((16, 1)).astype("f")
+    x, y = generator.standard_normal((8, 4)).astype("f"), generator.standard_normal((8, 1)).astype("f")
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     return np.concatenate([np.ravel(v) for v in model.trainable_variables]).tobytes()
 
 
-def nested(folder):
-    """Models in models, which go on from their files; what is said; and whether it is the same as without a stop."""
-    found = []
+@on_mpi
+def test_models_in_models_go_on_from_their_files_bit_for_bit(tmp_path):
     for kind, options in (
         ("functional", {"compressor": "topk(ratio=0.3)"}),
         ("sequential", {"compressor": "qsgd(levels=3)"}),
         ("functional", {"strategy": "partitioned_ps(compressor=topk)"}),
     ):
-        model = built(kind, options, "inner" if kind == "functional" else None, eagerly="strategy" not in options)
+        model = built(kind, options, "inner" if kind == "functional" else None)
         train(model)
-        model.save(f"{folder}/{grace.rank()}.keras")
+        model.save(f"{tmp_path}/{grace.rank()}.keras")
         whole = train(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            again = train(grace.tensorflow.load_model(f"{folder}/{grace.rank()}.keras"))
-        found.append((whole == again, [str(w.message) for w in caught if "matched by position" in str(w.message)]))
-    return found
+            assert train(grace.tensorflow.load_model(f"{tmp_path}/{grace.rank()}.keras")) == whole
+        (said,) = [str(w.message) for w in caught if "matched by position" in str(w.message)]
+        assert "'inner/dense" in said or "'sequential" in said
 
 
-def second():
-    """A second model of the same program takes the state of the first, and both go on alike."""
+@on_mpi
+def test_a_second_model_of_a_program_takes_the_state_of_the_first_and_both_go_on_alike():
     first, later = (built("sequential", {"compressor": "qsgd(levels=3)"}) for _ in range(2))
     train(first)
     later.set_weights(first.get_weights())
@@ -59,13 +59,4 @@ def second():
     for mine, other in zip(later.optimizer.variables, first.optimizer.variables, strict=True):
         mine.assign(other)
     later.optimizer.load_state(first.optimizer.state())
-    return train(first) == train(later)
-
-
-def test_models_in_models_and_second_models_go_on_from_what_was_saved_bit_for_bit(mpi, tmp_path):
-    for found in mpi.run(nested, str(tmp_path)):
-        for same, said in found:
-            assert same
-            assert len(said) == 1
-            assert "'inner/dense" in said[0] or "'sequential" in said[0]
-    assert mpi.run(second) == [True, True]
+    assert train(first) == train(later)

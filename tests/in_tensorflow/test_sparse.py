@@ -15,7 +15,7 @@ from grace.exchange.sparse_rows import NOTHING, SparseRows
 from grace.session.settings import Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.step_session import StepSession
-from tests.support.tensorflow_training import both_ways, session_of, state_of
+from tests.support.tensorflow_training import both_ways, on_both, session_of, state_of
 
 ROWS, WIDTH = 12, 3
 
@@ -63,12 +63,13 @@ def mean_of(step):
 @pytest.mark.ranks
 @pytest.mark.slow
 @both_ways
-def test_uncompressed_rows_give_the_mean(two, graph):
-    for means, _, sent in two.run(run, "none", graph):
-        for step, (mean, rows) in enumerate(means):
-            np.testing.assert_allclose(mean, mean_of(step), atol=1e-6)
-            assert rows == sorted(set(np.nonzero(mean_of(step).any(1))[0].tolist()))
-        assert 0 < sent < 4 * 8 * (ROWS * WIDTH + 5)
+@on_both
+def test_uncompressed_rows_give_the_mean(graph):
+    means, _, sent = run("none", graph)
+    for step, (mean, rows) in enumerate(means):
+        np.testing.assert_allclose(mean, mean_of(step), atol=1e-6)
+        assert rows == sorted(set(np.nonzero(mean_of(step).any(1))[0].tolist()))
+    assert 0 < sent < 4 * 8 * (ROWS * WIDTH + 5)
 
 
 @pytest.mark.ranks
@@ -77,41 +78,34 @@ def test_uncompressed_rows_give_the_mean(two, graph):
 @pytest.mark.parametrize(
     "compressor", ["qsgd", "fp16", "topk(ratio=0.4)", "topk(ratio=0.4) | qsgd", "onebit", "natural"]
 )
-def test_ranks_agree_and_what_is_left_out_is_kept_by_rows(two, compressor, graph):
-    ranks = two.run(run, compressor, graph)
-    for (first, rows), (second, others) in zip(ranks[0][0], ranks[1][0], strict=True):
-        assert first.tobytes() == second.tobytes()
-        assert rows == others
-    if ranks[0][1][0] is None:
-        return
-    # sent + what is kept now = gradient + what was kept before, summed over ranks
+@on_both
+def test_ranks_agree_and_what_is_left_out_is_kept_by_rows(compressor, graph):
+    """Sent + what is kept now = gradient + what was kept before, summed over ranks."""
+    means, kept, _ = run(compressor, graph)
     before = np.zeros((ROWS, WIDTH), np.float32)
-    for step in range(4):
-        after = sum(kept[step] for _, kept, _ in ranks)
-        np.testing.assert_allclose(2 * ranks[0][0][step][0] + after, 2 * mean_of(step) + before, atol=2e-5)
-        before = after
+    for step, ranks in enumerate(zip(*grace.allgather_object(kept), strict=True)):
+        if ranks[0] is not None:
+            np.testing.assert_allclose(2 * means[step][0] + sum(ranks), 2 * mean_of(step) + before, atol=2e-5)
+            before = sum(ranks)
+    return [(mean.tobytes(), rows) for mean, rows in means]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_eager_and_graph_are_the_same(two):
-    eager, graph = (two.run(run, "topk(ratio=0.4)", way)[0][0] for way in (False, True))
+@on_both
+def test_eager_and_graph_are_the_same():
+    eager, graph = (run("topk(ratio=0.4)", way)[0] for way in (False, True))
     for (mean, _), (other, _) in zip(eager, graph, strict=True):
         assert mean.tobytes() == other.tobytes()
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_made_dense_when_asked(two):
-    options = {"sparse_as_dense": True}
-    for means, _, _ in two.run(run_with, "none", options):
-        for step, (mean, rows) in enumerate(means):
-            assert rows is None
-            np.testing.assert_allclose(mean, mean_of(step), atol=1e-6)
-
-
-def run_with(compressor, options):
-    return run(compressor, False, **options)
+@on_both
+def test_made_dense_when_asked():
+    for step, (mean, rows) in enumerate(run("none", False, sparse_as_dense=True)[0]):
+        assert rows is None
+        np.testing.assert_allclose(mean, mean_of(step), atol=1e-6)
 
 
 @pytest.mark.parametrize(

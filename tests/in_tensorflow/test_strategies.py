@@ -15,8 +15,9 @@ from grace.strategy.choices import Choices
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.tensorflow.step_session import StepSession
 from tests.support.own_parts import InPieces, registered
-from tests.support.pools import launched
+from tests.support.pools import on_ranks
 from tests.support.strategies import BUILDERS, spec_for
+from tests.support.tensorflow_training import both_ways, digest, on_both, on_horovod, on_mpi
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -82,12 +83,9 @@ def distributed(strategy=None, **options):
     return grace.DistributedOptimizer(keras.optimizers.SGD(LR), strategy=strategy, **options)
 
 
-def all_builders(graph, builders=BUILDERS):
-    results = {}
-    for builder in builders:
-        model = mixed()
-        results[builder] = trained(model, distributed(spec_for(builder, grace.size())), range(STEPS), graph)[-1]
-    return results
+def check_close(got, wanted, said=""):
+    for value, expected in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6, err_msg=said)
 
 
 @pytest.mark.parametrize(
@@ -99,27 +97,18 @@ def all_builders(graph, builders=BUILDERS):
         ("mpirun-mpi", 3, False, ("ps_load_balancing(sorted=true)", "all_reduce(hierarchical=true, chunk_size=2)")),
     ],
 )
+@on_ranks(framework="tensorflow")
 def test_whatever_the_builder_uncompressed_training_is_plain_training(engine, size, graph, builders):
-    wanted = on_the_mean(size, STEPS)[-1]
-    answers = launched(engine, size, "tensorflow").run(all_builders, graph, builders)
+    wanted, ends = on_the_mean(size, STEPS)[-1], {}
     for builder in builders:
-        for value, expected in zip(answers[0][builder], wanted, strict=True):
-            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6, err_msg=builder)
-        for other in answers[1:]:
-            assert all(np.array_equal(a, b) for a, b in zip(answers[0][builder], other[builder], strict=True)), builder
+        model = mixed()
+        got = trained(model, distributed(spec_for(builder, size)), range(STEPS), graph)[-1]
+        check_close(got, wanted, builder)
+        ends[builder] = digest(got)
+    return ends
 
 
 COMPRESSED = ("topk(ratio=0.3)", "qsgd", "threshold(value=0.01)", "signsgd", "fp16")
-
-
-def compressed(graph, methods):
-    results = {}
-    for method in methods:
-        for builder in ("partitioned_ps(min_shard_bytes=0, compressor={!r})", "parallax(compressor={!r})"):
-            model, options = mixed(), {"sparse_as_dense": method == "signsgd"}  # votes on rows are refused
-            optimizer = distributed(builder.format(method), **options)
-            results[method, builder] = trained(model, optimizer, range(STEPS), graph)[-1]
-    return results
 
 
 @pytest.mark.parametrize(
@@ -130,35 +119,36 @@ def compressed(graph, methods):
         ("mpirun-mpi", False, COMPRESSED),
     ],
 )
+@on_ranks(framework="tensorflow")
 def test_compressed_both_ways_all_ranks_have_the_same_bits(engine, graph, methods):
-    answers = launched(engine, 2, "tensorflow").run(compressed, graph, methods)
-    for key, values in answers[0].items():
-        assert all(np.isfinite(value).all() for value in values)
-        for other in answers[1:]:
-            assert all(np.array_equal(a, b) for a, b in zip(values, other[key], strict=True)), key
+    ends = {}
+    for method in methods:
+        for builder in ("partitioned_ps(min_shard_bytes=0, compressor={!r})", "parallax(compressor={!r})"):
+            model, options = mixed(), {"sparse_as_dense": method == "signsgd"}  # votes on rows are refused
+            optimizer = distributed(builder.format(method), **options)
+            got = trained(model, optimizer, range(STEPS), graph)[-1]
+            assert all(np.isfinite(value).all() for value in got)
+            ends[method, builder] = digest(got)
+    return ends
 
 
-def stale(graph, staleness):
+@both_ways
+@on_both
+def test_the_mean_of_a_step_is_applied_later(graph):
     model = mixed()
-    optimizer = distributed(communicator=f"reduce_broadcast(staleness={staleness}, destination=1)")
+    optimizer = distributed(communicator="reduce_broadcast(staleness=2, destination=1)")
     history = trained(model, optimizer, range(LATE), graph)
     optimizer.state()  # waits for what is on its way
-    return history
+    for got, expected in zip(history, on_the_mean(2, LATE, staleness=2), strict=True):
+        check_close(got, expected)
 
 
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_the_mean_of_a_step_is_applied_later(two, graph):
-    wanted = on_the_mean(2, LATE, staleness=2)
-    for history in two.run(stale, graph, 2):
-        for got, expected in zip(history, wanted, strict=True):
-            for value, other in zip(got, expected, strict=True):
-                np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
-
-
-def alone(period, cut):
-    """Average all variables every so many steps, or the head's kernel in two parts, one of which never is."""
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@on_both
+def test_ranks_train_on_their_own_and_meet_every_other_step(cut):
+    """All variables are averaged, or the head's kernel in two parts, one of which never is."""
     model = mixed()
-    part = ShardPlan(Sync("none", period=period))
+    part = ShardPlan(Sync("none", period=2))
     plans = [VariablePlan(v, (part,)) for v in model_variables(model)]
     if cut:
         other = ShardPlan(Sync("none", period=100))
@@ -167,7 +157,12 @@ def alone(period, cut):
     strategy = Strategy(tuple(plans), grace.size(), 1)
     optimizer = distributed(strategy)
     model.compile(optimizer, "mse")
-    return [stepped(model, step) for step in range(4)]
+    one, other = grace.allgather_object([stepped(model, step) for step in range(4)])
+    for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        for a, b in zip(mine, theirs, strict=True):
+            a, b, apart = (a[:6], b[:6], (a[6:], b[6:])) if cut and a.shape == (13, 4) else (a, b, None)
+            assert np.array_equal(a, b) == (step % 2 == 1), step
+            assert apart is None or not np.array_equal(*apart)
 
 
 def stepped(model, step):
@@ -176,48 +171,27 @@ def stepped(model, step):
     return [v.numpy().copy() for v in model.trainable_variables]
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-def test_ranks_train_on_their_own_and_meet_every_other_step(two, cut):
-    one, other = two.run(alone, 2, cut)
-    for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-        for a, b in zip(mine, theirs, strict=True):
-            a, b = (a[:6], b[:6]) if cut and a.shape == (13, 4) else (a, b)
-            assert np.array_equal(a, b) == (step % 2 == 1), step
-    if cut:
-        for mine, theirs in zip(one, other, strict=True):
-            a, b = (next(v for v in values if v.shape == (13, 4)) for values in (mine, theirs))
-            assert not np.array_equal(a[6:], b[6:])
-
-
-def with_outer_steps():
-    """Rounds after every other of Keras's steps; the weights after each, those of the anchor, and the last."""
+@on_both
+def test_outer_rounds_of_keras_steps():
+    """Rounds after every other step; the weights after each, those of the anchor, of the rank again, and the last."""
     model = mixed()
     optimizer = keras.optimizers.SGD(LR)
     optimizer = grace.DistributedOptimizer(optimizer, compressor="qsgd", outer="nesterov(lr=0.5)", period=2)
     model.compile(optimizer, "mse")
-    found = [stepped(model, step) for step in range(5)]
-
-    def note():
-        found.append([v.numpy().copy() for v in model.trainable_variables])
-
+    found = [digest(stepped(model, step)) for step in range(5)]
     with optimizer.anchor():
-        note()
-    note()
+        found.append(digest(model.trainable_variables))
+    found.append(digest(model.trainable_variables))
     optimizer.flush()
-    note()
-    return found
-
-
-def test_outer_rounds_of_keras_steps(two):
-    one, other = two.run(with_outer_steps)
-    equal = [all(map(np.array_equal, mine, theirs)) for mine, theirs in zip(one, other, strict=True)]
+    found.append(digest(model.trainable_variables))
+    equal = [mine == theirs for mine, theirs in zip(*grace.allgather_object(found), strict=True)]
     assert equal == [False, True, False, True, False, True, False, True]
-    for a, b in zip(one[3], one[5], strict=True):  # the anchor is that of the last round
-        np.testing.assert_array_equal(a, b)
+    assert found[3] == found[5]  # the anchor is that of the last round
 
 
-def outer_steps_and_then_in_step():
-    """The weights after iterations alone, and after a step of another strategy; and the momenta then."""
+@on_both
+def test_in_step_again_all_ranks_have_the_same_weights_and_momenta():
+    """After iterations alone, and after a step of another strategy."""
     model = mixed()
     optimizer = grace.DistributedOptimizer(keras.optimizers.Adam(LR), outer="nesterov", period=4)
     model.compile(optimizer, "mse")
@@ -225,18 +199,11 @@ def outer_steps_and_then_in_step():
         stepped(model, step)
     optimizer.use_strategy("uniform")
     model.make_train_function(force=True)
-    weights = [v.numpy().copy() for v in model.trainable_variables]
-    return weights, stepped(model, 3), [v.numpy().copy() for v in optimizer.variables]
+    return digest(model.trainable_variables), digest(stepped(model, 3)), digest(optimizer.variables)
 
 
-def test_in_step_again_all_ranks_have_the_same_weights_and_momenta(two):
-    one, other = two.run(outer_steps_and_then_in_step)
-    for mine, theirs in zip(one, other, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-def saved_in_a_period(folder):
+@on_mpi
+def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(tmp_path):
     """The parameters after six steps, and after as many with a model that was saved, and loaded, in between."""
 
     def trained(path):
@@ -254,13 +221,8 @@ def saved_in_a_period(folder):
         model.optimizer.close()
         return ends
 
-    return trained(None), trained(f"{folder}/outer-{grace.rank()}.keras")
-
-
-def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(mpi, tmp_path):
-    for ends, resumed in mpi.run(saved_in_a_period, str(tmp_path)):
-        for a, b in zip(ends, resumed, strict=True):
-            np.testing.assert_array_equal(a, b)
+    for a, b in zip(trained(None), trained(f"{tmp_path}/outer-{grace.rank()}.keras"), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def fitted(strategy, folder):
@@ -313,31 +275,23 @@ def test_a_tape_knows_no_steps_to_average_after():
     grace.shutdown()
 
 
-def with_own_communicator():
+@on_horovod
+def test_a_registered_communicator_carries_what_a_strategy_gives_it_in_a_graph():
     with registered(InPieces):
         model, InPieces.sent = mixed(), 0
         optimizer = distributed("uniform(communicator=in_pieces(most=50))")
-        return trained(model, optimizer, range(2), True)[-1], InPieces.sent
+        check_close(trained(model, optimizer, range(2), True)[-1], on_the_mean(2, 2)[-1])
+        assert InPieces.sent > 10  # when it was traced
 
 
-def test_a_registered_communicator_carries_what_a_strategy_gives_it_in_a_graph(horovod):
-    for got, sent in horovod.run(with_own_communicator):
-        for value, wanted in zip(got, on_the_mean(2, 2)[-1], strict=True):
-            np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
-        assert sent > 10  # when it was traced
-
-
-def destinations(resources):
+@on_horovod
+def test_builders_get_the_resources_of_a_document():
+    near, far = ({"address": str(bandwidth), "network_bandwidth": bandwidth} for bandwidth in (99, 1))
+    resources = {"nodes": [{**far, "chief": True}, {**near, "ssh_config": "x"}], "ssh": {"x": {}}}
     optimizer = distributed("ps_load_balancing", resources=resources)
     os.environ["GRACE_NODE"] = "ab"[grace.rank()]
     trained(mixed(), optimizer, range(1), graph=False)
-    return {part.sync.destination for plan in optimizer.strategy.plans for part in plan.parts}
-
-
-def test_builders_get_the_resources_of_a_document(horovod):
-    near, far = ({"address": str(bandwidth), "network_bandwidth": bandwidth} for bandwidth in (99, 1))
-    resources = {"nodes": [{**far, "chief": True}, {**near, "ssh_config": "x"}], "ssh": {"x": {}}}
-    assert horovod.run(destinations, resources) == [{1}, {1}]
+    assert {part.sync.destination for plan in optimizer.strategy.plans for part in plan.parts} == {1}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.tensorflow import Compressor, Traits
 from grace.tensorflow.representation import Tensors
 from tests.support.own_parts import registered
-from tests.support.tensorflow_training import compiled, fit, sgd
+from tests.support.tensorflow_training import both_ways, compiled, digest, fit, on_both, on_horovod, on_mpi, sgd, traced
 from tests.support.training import made_up
 
 pytestmark = pytest.mark.slow
@@ -46,8 +46,7 @@ class Loop:
 
     def trace(self):
         """Anew, if at all."""
-        step = lambda gradients: self.optimizer.apply(gradients, self.variables)  # noqa: E731
-        self.run = tf.function(step, autograph=False) if self.graph else step
+        self.run = traced(lambda gradients: self.optimizer.apply(gradients, self.variables), self.graph)
 
     def steps(self, numbers):
         for number in numbers:
@@ -68,41 +67,30 @@ def on_the_mean(count, size):
     return [-sum(one[name] for one in given) / size for name in SHAPES]
 
 
-def close(got, wanted):
-    for mine, theirs in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
-
-
-def same(one, other):
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def switching(graph, *strategies):
-    """Weights after two steps by each strategy, and whether each computed with tensors."""
+@pytest.mark.ranks
+@pytest.mark.parametrize("between", [[TOPK], [TOPK, POWERSGD], [HALVES], [TOPK, HALVES, TOPK]], ids=str)
+@both_ways
+@on_both
+def test_nothing_is_lost_on_the_way_back_to_plain_sums(graph, between):
+    """Two steps by each strategy, of which the user's own computes with tensors."""
+    strategies = [PLAIN, *between, PLAIN]
     with registered(Halves):
-        loop, kinds = Loop(strategies[0], graph), []
+        loop = Loop(strategies[0], graph)
         for i, strategy in enumerate(strategies):
             if i:
                 loop.use(strategy)
             loop.steps(range(2 * i, 2 * i + 2))
-            kinds.append(type(loop.optimizer._grace.medium) is Tensors)
+            assert type(loop.optimizer._grace.medium) is Tensors or strategy != HALVES
     assert loop.optimizer.traffic.steps == 2 * len(strategies)
     assert loop.optimizer.plan is None
-    return loop.values, kinds
+    for got, wanted in zip(loop.values, on_the_mean(2 * len(strategies), 2), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("between", [[TOPK], [TOPK, POWERSGD], [HALVES], [TOPK, HALVES, TOPK]], ids=str)
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_nothing_is_lost_on_the_way_back_to_plain_sums(two, graph, between):
-    strategies = [PLAIN, *between, PLAIN]
-    for got, kinds in two.run(switching, graph, *strategies):
-        close(got, on_the_mean(2 * len(strategies), 2))
-        assert all(kind for kind, strategy in zip(kinds, strategies, strict=True) if strategy == HALVES)
-
-
-def stale(first, second):
-    """Whether a run that tries a graph of the former strategy ends as one that does not."""
+@pytest.mark.parametrize(("first", "second"), [(PLAIN, TOPK), (TOPK, POWERSGD)])
+@on_both
+def test_a_graph_of_the_former_strategy_is_refused_and_changes_nothing(first, second):
     found = []
     for tries in (True, False):
         loop = Loop(first, True)
@@ -115,14 +103,8 @@ def stale(first, second):
                 loop.steps([9])
             loop.run = now
         loop.steps(range(2, 4))
-        found.append(loop.values)
-    return same(*found)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("first", "second"), [(PLAIN, TOPK), (TOPK, POWERSGD)])
-def test_a_graph_of_the_former_strategy_is_refused_and_changes_nothing(two, first, second):
-    assert all(two.run(stale, first, second))
+        found.append(digest(loop.values))
+    assert found[0] == found[1]
 
 
 class Switching(keras.callbacks.Callback):
@@ -134,33 +116,34 @@ class Switching(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
-def fitted(by_callback):
-    """Weights of a model after three epochs, of which the first is plain, and the strategies of each."""
-    model = compiled(sgd(lr=0.05, strategy=PLAIN))
-    if by_callback:
-        fit(model, range(3), [Switching()])
-    else:
-        fit(model, range(1))
-        model.optimizer.use_strategy(TOPK)
-        with pytest.raises(Exception, match=r"make_train_function\(force=True\)"):
+@pytest.mark.ranks
+@on_horovod
+def test_in_fit():
+    """A model after three epochs, of which the first is plain: switched by a callback, and by hand."""
+    ends = []
+    for by_callback in (True, False):
+        model = compiled(sgd(lr=0.05, strategy=PLAIN))
+        if by_callback:
+            fit(model, range(3), [Switching()])
+        else:
             fit(model, range(1))
-        model.make_train_function(force=True)
-        fit(model, range(2))
-    parts = [plan.parts[0].compressor for plan in model.optimizer.strategy.plans]
-    return [np.asarray(v) for v in model.trainable_variables], parts, model.optimizer.traffic.steps
+            model.optimizer.use_strategy(TOPK)
+            with pytest.raises(Exception, match=r"make_train_function\(force=True\)"):
+                fit(model, range(1))
+            model.make_train_function(force=True)
+            fit(model, range(2))
+        assert {plan.parts[0].compressor for plan in model.optimizer.strategy.plans} == {"topk(ratio=0.1)"}
+        assert model.optimizer.traffic.steps == 12
+        ends.append(digest(model.trainable_variables))
+    assert ends[0] == ends[1]
+    return ends
 
 
 @pytest.mark.ranks
-def test_in_fit(horovod):
-    called, by_hand = horovod.run(fitted, True), horovod.run(fitted, False)
-    for (values, parts, steps), (others, *_) in zip(called, by_hand, strict=True):
-        assert same(values, others)
-        assert set(parts) == {"topk(ratio=0.1)"}
-        assert steps == 12
-
-
-def resumed(graph):
-    """Whether a run that was saved after a switch is gone on with as if it had not been."""
+@both_ways
+@on_mpi
+def test_a_checkpoint_after_a_switch(graph):
+    """A run that was saved after a switch is gone on with as if it had not been."""
     one = Loop(TOPK, graph, momentum=0.9)
     one.steps(range(2))
     one.use(POWERSGD)
@@ -173,34 +156,23 @@ def resumed(graph):
     two.optimizer.load_state(state)
     one.steps(range(4, 6))
     two.steps(range(4, 6))
-    return same(one.values, two.values)
+    assert digest(one.values) == digest(two.values)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_a_checkpoint_after_a_switch(mpi, graph):
-    assert all(mpi.run(resumed, graph))
-
-
-def refusing(strategies):
-    """What is said, and whether training goes on as if nothing had been."""
+@on_mpi
+def test_what_is_refused_changes_nothing():
+    """Training goes on by the graph that there is."""
     one, two = Loop(TOPK, True), Loop(TOPK, True)
     one.steps(range(3))
     two.steps(range(3))
     with pytest.raises(grace.GraceError) as caught:
-        two.optimizer.use_strategy(strategies[grace.rank()])
+        two.optimizer.use_strategy(TOPK if grace.rank() else "uniform(compressor=tokp)")
+    assert ("rank 0" if grace.rank() else "did you mean 'topk'") in str(caught.value)
+    assert isinstance(caught.value, grace.RankError) == bool(grace.rank())
     one.steps(range(3, 5))
-    two.steps(range(3, 5))  # by the graph that there is
-    return f"{caught.type.__name__}: {caught.value}", same(one.values, two.values)
-
-
-@pytest.mark.ranks
-def test_what_is_refused_changes_nothing(mpi):
-    (why, unchanged), (others, unchanged_there) = mpi.run(refusing, ["uniform(compressor=tokp)", TOPK])
-    assert "did you mean 'topk'" in why
-    assert others.startswith("RankError: rank 0")
-    assert unchanged
-    assert unchanged_there
+    two.steps(range(3, 5))
+    assert digest(one.values) == digest(two.values)
 
 
 def test_before_the_first_exchange_it_is_the_choice(local):

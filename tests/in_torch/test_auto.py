@@ -28,7 +28,7 @@ from tests.support.planners import (
     UNTIL_TRYING,
     Planning,
 )
-from tests.support.pools import launched, on_ranks
+from tests.support.pools import on_ranks
 from tests.support.training import Given, copied, digest, made_up, refusal, train_given, weights
 
 pytestmark = pytest.mark.ranks
@@ -64,65 +64,56 @@ def on_the_mean(count, size):
 
 
 def choosing(sleeps=SLEEPS, **options):
-    """What was chosen, whether weights were the same on all ranks all the time, and the weights."""
+    """What was chosen, what was tried, and the weights, which were the same on all ranks all the time."""
     model, optimizer = made(**options)
-    seen, same = [], True
+    seen = []
     for step in range(UNTIL_CHOSEN + 3):
         steps(model, optimizer, [step], sleeps)
         seen.append(optimizer._grace.auto.current)
-        same &= len(set(grace.init().allgather_object(digest(weights(model))))) == 1
+        assert len(set(grace.init().allgather_object(digest(weights(model))))) == 1
     plan = optimizer._grace.auto.plan
-    return plan and plan["chosen"], seen, same, {name: w.numpy() for name, w in weights(model).items()}
+    return plan and plan["chosen"], seen, weights(model)
 
 
 @pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo", "mpirun-mpi"])
+@on_ranks()
 def test_the_fastest_is_kept(engine):
-    for chosen, seen, same, _ in launched(engine, 2).run(choosing):
-        assert chosen == TOPK
-        assert same
-        assert seen[: UNTIL_TRYING - 1] == ["none"] * (UNTIL_TRYING - 1)
-        assert set(seen) == set(METHODS)
-        assert set(seen[UNTIL_CHOSEN:]) == {TOPK}
+    chosen, seen, _ = choosing()
+    assert chosen == TOPK
+    assert seen[: UNTIL_TRYING - 1] == ["none"] * (UNTIL_TRYING - 1)
+    assert set(seen) == set(METHODS)
+    assert set(seen[UNTIL_CHOSEN:]) == {TOPK}
 
 
-def test_nothing_is_lost_by_trying(three_ranks):
-    for chosen, _, same, got in three_ranks.run(choosing, NONE_FASTEST):
-        assert chosen == "none"
-        assert same
-        for name, wanted in on_the_mean(UNTIL_CHOSEN + 3, 3).items():
-            np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
+@on_ranks(3)
+def test_nothing_is_lost_by_trying():
+    chosen, _, got = choosing(NONE_FASTEST)
+    assert chosen == "none"
+    for name, wanted in on_the_mean(UNTIL_CHOSEN + 3, 3).items():
+        np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
 
 
-def replanned(again=4):
-    """What was chosen before and after steps began to take something else, and the weights; nothing may be lost."""
-    model, optimizer = made(replan=again)
+@on_ranks()
+def test_another_plan_is_made_where_steps_take_something_else():
+    """Nothing is lost in between."""
+    model, optimizer = made(replan=4)
     count = UNTIL_CHOSEN
     steps(model, optimizer, range(count))
-    first = optimizer._grace.auto.plan
-    kept = optimizer._grace.auto.current
-    more = again + UNTIL_CHOSEN - WARM + 1  # with a step that sends what the last trial kept
+    auto = optimizer._grace.auto
+    assert (auto.plan, auto.current) == ({"chosen": TOPK}, TOPK)
+    more = 4 + UNTIL_CHOSEN - WARM + 1  # with a step that sends what the last trial kept
     steps(model, optimizer, range(count, count + more), NONE_FASTEST)
     auto = optimizer._grace.auto
-    return first, kept, auto.plan, auto.current, count + more, {name: w.numpy() for name, w in weights(model).items()}
+    assert (auto.plan, auto.current) == ({"chosen": "none"}, "none")
+    for name, wanted in on_the_mean(count + more, 2).items():
+        np.testing.assert_allclose(weights(model)[name], wanted, rtol=1e-4, atol=1e-3)
 
 
-def test_another_plan_is_made_where_steps_take_something_else(two_ranks):
-    for first, kept, second, current, count, got in two_ranks.run(replanned):
-        assert (first, kept) == ({"chosen": TOPK}, TOPK)
-        assert (second, current) == ({"chosen": "none"}, "none")
-        for name, wanted in on_the_mean(count, 2).items():
-            np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
-
-
-def test_all_train_on_where_planning_fails_on_one(two_ranks):
-    for chosen, seen, same, _ in two_ranks.run(failing):
-        assert chosen is None
-        assert same
-        assert set(seen) == {"none"}
-
-
-def failing():
-    return choosing(failing=1)
+@on_ranks()
+def test_all_train_on_where_planning_fails_on_one():
+    chosen, seen, _ = choosing(failing=1)
+    assert chosen is None
+    assert set(seen) == {"none"}
 
 
 def resumed(stop, count, folder=None):
@@ -175,10 +166,11 @@ def test_a_settled_run_resumes_bit_for_bit_also_from_torchs_checkpoints(engine, 
     assert plan == other == {"chosen": TOPK}
 
 
-def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
-    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN):
-        assert started == TOPK
-        assert other == {"chosen": TOPK}
+@on_ranks()
+def test_a_run_that_still_tries_resumes_with_what_it_tried():
+    started, _, _, _, other = resumed(UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN)
+    assert started == TOPK
+    assert other == {"chosen": TOPK}
 
 
 def saved_plan():
@@ -207,12 +199,12 @@ def test_another_number_of_ranks_plans_anew(two_ranks, three_ranks):
         assert current == TOPK
 
 
-def test_a_damaged_plan_is_refused_by_all(two_ranks):
-    (saved, _) = two_ranks.run(saved_plan)
-    damaged = {**saved, "grace": {**saved["grace"], "plan": "{"}}
-    for said, current in two_ranks.run(loading, damaged):
-        assert "damaged" in said
-        assert current == "none"
+@on_ranks()
+def test_a_damaged_plan_is_refused_by_all():
+    saved = saved_plan()
+    said, current = loading({**saved, "grace": {**saved["grace"], "plan": "{"}})
+    assert "damaged" in said
+    assert current == "none"
 
 
 @on_ranks()
@@ -257,7 +249,7 @@ def test_all_ranks_plan_or_none():
     assert "the strategy auto" in said
 
 
-def really(count=120, slower=0.0):
+def planned(count, slower=0.0):
     """A small network planned by the planner itself, whose last rank computes longer."""
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
     planning.Planning, step_timer.time = PLANNING, time
@@ -281,22 +273,22 @@ def really(count=120, slower=0.0):
     return str(plan), digest(weights(model)), executed, plan.plain.prediction
 
 
-def test_the_planner_itself(two_ranks):
-    (plan, one, executed, _), (same, other, *_) = two_ranks.run(really)
-    assert plan == same
-    assert one == other
+@on_ranks()
+def test_the_planner_itself():
+    plan, ends, executed, _ = planned(120)
     assert executed
-    assert "none" in plan
-    assert "fp16  " in plan
-    assert "measured" in plan
+    for words in ("none", "fp16  ", "measured"):
+        assert words in plan
+    return plan, ends
 
 
-def test_waiting_for_a_slower_rank_is_no_time_of_the_link(two_ranks):
-    for plan, *_, plain in two_ranks.run(really, 80, 0.03):
-        assert plain.compute > 0.03
-        assert plain.exposed < 0.03
-        assert "the slowest rank computes" in plan
-        assert "no compression shortens what the others wait for it" in plan
+@on_ranks()
+def test_waiting_for_a_slower_rank_is_no_time_of_the_link():
+    plan, *_, plain = planned(80, 0.03)
+    assert plain.compute > 0.03
+    assert plain.exposed < 0.03
+    assert "the slowest rank computes" in plan
+    assert "no compression shortens what the others wait for it" in plan
 
 
 def test_one_process_has_nothing_to_exchange(local, capfd):

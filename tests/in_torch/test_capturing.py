@@ -11,6 +11,7 @@ import grace
 from grace.errors import ConfigError
 from grace.torch.cuda_graphs import CapturedStep, Counts, capture, check_capturable, ending_on_device
 from tests.support.far import as_far
+from tests.support.pools import on_ranks
 from tests.support.training import Given, digest, distributed, gradients, made_up, refusal, state_of
 
 SHAPES = {"matrix": (20, 30), "vector": (200,), "tiny": (1,)}
@@ -55,8 +56,9 @@ def check_anyway(session):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("spec", METHODS)
-def test_a_step_that_is_settled_on_the_device_ends_as_on_the_host(two_ranks, spec):
-    assert two_ranks.run(steps, spec, True) == two_ranks.run(steps, spec, False)
+@on_ranks()
+def test_a_step_that_is_settled_on_the_device_ends_as_on_the_host(spec):
+    assert steps(spec, True) == steps(spec, False)
 
 
 @pytest.fixture

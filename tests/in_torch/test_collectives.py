@@ -244,31 +244,36 @@ def test_horovods_compression_by_graces_name_is_a_compressor(local):
 # -- join -------------------------------------------------------------------------------------------------------------
 
 
-def joined(method, how):
-    """Uneven data, then Horovod's join(), Grace's or the optimizer's; the weights, or what was said."""
+def after_uneven_data(method, how):
+    """A model and its optimizer, and Horovod's join(), Grace's or the optimizer's."""
     model = net(seed=grace.rank())
     made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     made = grace.DistributedOptimizer(made, model.named_parameters(), method)
     train(model, made, range(2 + (2 * grace.rank() if method == "none" else 0)))
     join = {"grace": grace.join, "opt": made.join, "hvd": getattr(sys.modules.get("horovod.torch"), "join", None)}[how]
-    return (join(), digest(weights(model))) if method == "none" else refusal(join)
+    return model, made, join
 
 
 @pytest.mark.parametrize("how", ["hvd", "grace", "opt"])
+@on_ranks(2, engine="horovodrun-gloo")
 def test_join_under_horovod_is_the_optimizers(how):
-    pool = launched("horovodrun-gloo", 2)
-    first, second = pool.run(joined, "none", how)
-    assert first == second
-    assert first[0] == 1
-    for said in pool.run(joined, "topk(ratio=0.5)", how):
-        assert said.startswith("the other ranks can go on after join() only if everything is summed")
+    model, made, join = after_uneven_data("none", how)
+    assert join() == 1
+    made.close()
+    _, made, join = after_uneven_data("topk(ratio=0.5)", how)
+    said = refusal(join)
+    assert said.startswith("the other ranks can go on after join() only if everything is summed")
+    return digest(weights(model))
 
 
 @pytest.mark.parametrize("how", ["grace", "opt"])
-def test_join_on_other_engines_is_refused_with_what_to_do(two_ranks, how):
-    for said in two_ranks.run(joined, "topk(ratio=0.5)", how):
-        assert said.startswith("join() lets ranks with more batches go on without this one, which only Horovod's sums")
-        assert "grace.allreduce(torch.tensor(float(more))) < 1" in said
+@on_ranks(2)
+def test_join_on_other_engines_is_refused_with_what_to_do(how):
+    _, made, join = after_uneven_data("topk(ratio=0.5)", how)
+    said = refusal(join)
+    assert said.startswith("join() lets ranks with more batches go on without this one, which only Horovod's sums")
+    assert "grace.allreduce(torch.tensor(float(more))) < 1" in said
+    made.close()
 
 
 @on_ranks(2)

@@ -1,8 +1,7 @@
-"""DDP's hook, and what frameworks make of it, exchange between nodes only, and by strategies, as the optimizer does."""
+"""DDP's hook exchanges between nodes only, and by strategies, as the optimizer does."""
 
 import copy
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 import grace
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.torch.parameters import make_variables
-from tests.support.frameworks import torchrun
 from tests.support.pools import on_ranks
 from tests.support.strategies import uneven
-from tests.support.training import copied, ddp, digest, distributed, loss_of, net, refusal, sgd, train, weights
+from tests.support.training import copied, ddp, digest, distributed, net, refusal, sgd, train, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -163,34 +161,3 @@ def test_one_line_says_that_nodes_have_several_ranks():
         assert not first or told[0].startswith("3 ranks on 2 nodes each exchange over the network")
         assert not advice(call, range(1), compressor="topk(ratio=0.1)", hierarchical=True)
     assert not advice(distributed, net(), "topk(ratio=0.1)")  # one node
-
-
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-@on_ranks(3)
-def test_accelerate_hands_the_choices_on():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    choices = {"compressor": "topk(ratio=0.1)", "hierarchical": True}
-    with torchrun():
-        AcceleratorState._reset_state(reset_partial_state=True)
-        by = Accelerator(cpu=True)
-        model = net()
-        optimizer = sgd(model.parameters())
-        with uneven():
-            wrapped, prepared = grace.integrations.accelerate.prepare(by, model, optimizer, **choices)
-        for step in range(4):
-            prepared.zero_grad()
-            by.backward(loss_of(wrapped, step))
-            prepared.step()
-        assert grace.integrations.accelerate.state_of(wrapped).runner.hierarchical is True
-    wanted, *_ = by_optimizer(range(4), **choices)
-    assert digest(weights(model)) == digest(wanted)
-
-
-@pytest.mark.parametrize("framework", ["transformers", "lightning"])
-def test_callbacks_hand_the_choices_on(framework):
-    pytest.importorskip(framework)
-    callback = getattr(grace.integrations, framework).GraceCallback(strategy="ps", hierarchical=True)
-    assert callback.choices["strategy"] == "ps"
-    assert callback.choices["hierarchical"] is True

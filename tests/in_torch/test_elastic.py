@@ -21,21 +21,23 @@ pytestmark = [
 TESTS = Path(__file__).parent.parent
 
 
-def run_elastic(folder, program, slots):
-    """Run a program on some ranks of one name of this machine and one of another, which fail separately.
+def run_elastic(folder, program, hosts):
+    """Run a program on so many ranks of each of two names of this machine, which fail separately.
 
     Returns: the log's lines, as (what, process, number of ranks, rest), and what the launcher printed.
     """
-    (folder / "hosts").write_text(f"localhost:{slots}\n127.0.0.1:1\n")
+    first, second = (f"{name}:{slots}\n" for name, slots in hosts.items())
+    (folder / "hosts").write_text(first)
+    (folder / "both").write_text(first + second)
     discover = folder / "discover.sh"
-    discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+    # Ranks are numbered in the order in which hosts became known; that of hosts which come together is by chance.
+    discover.write_text(f"#!/bin/sh\ncd {folder}\ncat hosts\nif [ -e both ]; then mv both hosts; fi\n")
     discover.chmod(0o755)
-    command = ["horovodrun", "-np", str(slots + 1), "--min-np", "1", "--max-np", "3"]
+    command = ["horovodrun", "-np", str(sum(hosts.values())), "--min-np", "1", "--max-np", "3"]
     command += ["--host-discovery-script", str(discover), "--elastic-timeout", "600"]
     command += [sys.executable, str(TESTS / "programs" / program), str(folder)]
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     env = {**environment(), "PYTHONPATH": path}
-    # Only a dead rank's neighbour in a ring of gloo's notices the death; who waits for that neighbour waits this long.
     env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
     env["HOROVOD_CYCLE_TIME"] = "10"  # ranks that wait for others need not ask each other every millisecond
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
@@ -46,8 +48,12 @@ def run_elastic(folder, program, slots):
 
 @pytest.fixture(scope="module")
 def both_runs(tmp_path_factory):
-    """Both programs' runs, at the same time: most of it they wait, for gloo's timeout and for the launcher's looks."""
-    given = ("elastic.py", 1), ("elastic_outer.py", 2)
+    """Both programs' runs, at the same time: most of it they wait for the launcher's looks.
+
+    A rank's death is noticed at once by those that wait for it: all others if it is rank 0, which coordinates Horovod's
+    operations. If it were rank 2, rank 0 would wait for rank 1 first, and that one for rank 0, until gloo's timeout.
+    """
+    given = ("elastic.py", {"localhost": 1, "127.0.0.1": 1}), ("elastic_outer.py", {"127.0.0.1": 1, "localhost": 2})
     folders = [tmp_path_factory.mktemp("elastic") for _ in given]
     with ThreadPoolExecutor() as threads:
         started = [threads.submit(run_elastic, folder, *one) for folder, one in zip(folders, given, strict=True)]

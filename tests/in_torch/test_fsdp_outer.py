@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import grace
 from grace.core.outer import Outer
-from tests.support.pools import on_ranks, ranks_of
+from tests.support.pools import on_ranks
 from tests.support.sharded import mesh_of, whole
 from tests.support.training import digest, refusal
 
@@ -293,11 +293,8 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
 
 
 @pytest.mark.parametrize("memories", [False, True])
+@on_ranks(4)
 def test_torchs_checkpoints_hold_each_ranks_parts(tmp_path, memories):
-    assert ranks_of(4).run(through_torchs_checkpoint, str(tmp_path), memories) == [True] * 4
-
-
-def through_torchs_checkpoint(folder, memories):
     def parts(run):
         model, optimizer = get_state_dict(run.net, run.optimizer)
         return {"model": model, "optimizer": optimizer}
@@ -305,18 +302,18 @@ def through_torchs_checkpoint(folder, memories):
     inner = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
     run = Run(inner, **RESUMED["topk"]).train(range(6))
     own = {"memories": grace.torch.Memories(run.optimizer)} if memories else {}
-    dcp.save({**parts(run), **own}, checkpoint_id=folder)
+    dcp.save({**parts(run), **own}, checkpoint_id=tmp_path)
     run.train(range(6, 9))
     resumed = Run(inner, seed=9, **RESUMED["topk"])
     own = {"memories": grace.torch.Memories(resumed.optimizer)} if memories else {}
     loaded = parts(resumed)
-    dcp.load(loaded, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=tmp_path)
     set_state_dict(
         resumed.net, resumed.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
     )
     if memories:  # after the model, of which each rank gets its own parameters back
-        dcp.load(own, checkpoint_id=folder)
-    return resumed.train(range(6, 9)).ends() == run.ends()
+        dcp.load(own, checkpoint_id=tmp_path)
+    assert resumed.train(range(6, 9)).ends() == run.ends()
 
 
 @on_ranks(4)

@@ -30,8 +30,8 @@ SHAPES = {"matrix": (12, 20), "other": (30, 10), "vector": (300,), "tiny": (1,)}
 # -- whatever becomes ready first -----------------------------------------------------------------------------------
 
 
-def out_of_order(compressor, communicator, shuffled, dtype=torch.float32):
-    """Gradients become ready in an order that depends on rank and step, and not at the same time."""
+def out_of_order(compressor, communicator, shuffled, dtype):
+    """The order in which gradients became ready, and the weights."""
     model = Given(SHAPES, dtype)
     optimizer = distributed(model, compressor, communicator=communicator)
     ready = []
@@ -61,11 +61,15 @@ def out_of_order(compressor, communicator, shuffled, dtype=torch.float32):
     ],
     ids=str,
 )
-def test_ranks_may_get_ready_in_any_order(horovod, compressor, communicator, dtype):
-    in_order = horovod.run(out_of_order, compressor, communicator, False, dtype)
-    (first, one), (second, two) = horovod.run(out_of_order, compressor, communicator, True, dtype)
+@on_ranks(2, engine="horovodrun-gloo")
+def test_ranks_may_get_ready_in_any_order(compressor, communicator, dtype):
+    """In an order that depends on rank and step, and not at the same time."""
+    _, in_order = out_of_order(compressor, communicator, False, dtype)
+    ready, ends = out_of_order(compressor, communicator, True, dtype)
+    first, second = grace.allgather_object(ready)
     assert first != second
-    assert {one, two} == {answer for _, answer in in_order}
+    assert ends == in_order
+    return ends
 
 
 # -- groups and operations ------------------------------------------------------------------------------------------
@@ -88,17 +92,20 @@ def grouped(method, groups, skip=()):
 
 
 @pytest.mark.parametrize("method", ["none", "topk(ratio=0.1)", "powersgd(rank=2)"])
-def test_groups_change_nothing_but_what_travels_together(horovod, method):
+@on_ranks(2, engine="horovodrun-gloo")
+def test_groups_change_nothing_but_what_travels_together(method):
+    found = []
     for skip in ((), ("other", "tiny")):
-        (members, alone), _ = horovod.run(grouped, method, 9, skip)
+        members, alone = grouped(method, 9, skip)
         assert members == {(name,) for name in SHAPES}
         for groups in (None, 2, [["other", "tiny"]], [["matrix", "vector", "tiny"], ["other"]]):
-            answers = horovod.run(grouped, method, groups, skip)
-            assert {answer for _, answer in answers} == {alone}
-            assert groups or len(answers[0][0]) == (1 if method == "none" else 2)  # "tiny" rides dense
+            together, ends = grouped(method, groups, skip)
+            assert ends == alone
+            assert groups or len(together) == (1 if method == "none" else 2)  # "tiny" rides dense
             # "tiny" is too small to be compressed, and rides dense, beside the others of its group
-            apart = method != "none" and groups == [["other", "tiny"]]
-            assert (answers[0][0] == members) == apart
+            assert (together == members) == (method != "none" and groups == [["other", "tiny"]])
+        found.append(alone)
+    return found
 
 
 def with_groups(method):
@@ -116,8 +123,11 @@ def with_groups(method):
     return digest(weights(model))
 
 
-def test_groups_are_horovods_to_the_bit(horovod):
-    assert len(set(horovod.run(with_groups, "plain") + horovod.run(with_groups, "none"))) == 1
+@on_ranks(2, engine="horovodrun-gloo")
+def test_groups_are_horovods_to_the_bit():
+    plain = with_groups("plain")
+    assert with_groups("none") == plain
+    return plain
 
 
 @pytest.mark.parametrize("method", ["none", "topk(ratio=0.1)", "powersgd(rank=2)"])
@@ -196,17 +206,15 @@ def embedded(method, sparse, as_dense):
     return weights(model), optimizer.traffic, "0.weight" in state_of(optimizer)["memory"]
 
 
-def test_sparse_gradients_go_horovods_way_or_are_made_dense_and_compressed(horovod):
-    for method in ("none", "topk(ratio=0.1)"):
-        (dense, traffic, _), _ = horovod.run(embedded, method, False, False)
-        (made_dense, same_traffic, remembered), other = horovod.run(embedded, method, True, True)
+@on_ranks(2, engine="horovodrun-gloo")
+def test_sparse_gradients_go_horovods_way_or_are_made_dense_and_compressed():
+    for method in ("topk(ratio=0.1)", "none"):
+        dense, traffic, _ = embedded(method, False, False)
+        made_dense, same_traffic, remembered = embedded(method, True, True)
         assert same(made_dense, dense)
-        assert same(other[0], dense)
         assert same_traffic.sent_bytes == traffic.sent_bytes
         assert remembered == (method != "none")
-    (dense, _, _), _ = horovod.run(embedded, "none", False, False)
-    (as_sparse, traffic, remembered), other = horovod.run(embedded, "none", True, False)
-    assert same(as_sparse, other[0])
+    as_sparse, traffic, remembered = embedded("none", True, False)
     for name, value in dense.items():
         torch.testing.assert_close(as_sparse[name], value, msg=name)
     assert "0.weight" not in traffic.payload_bytes
@@ -214,6 +222,7 @@ def test_sparse_gradients_go_horovods_way_or_are_made_dense_and_compressed(horov
     # of two ranks each sends, per step and word, an index and a row of the embedding
     layer = sum(traffic.payload_bytes.values()) + traffic.header_bytes
     assert traffic.sent_bytes - layer == 4 * 6 * (8 + 8 * 4)
+    return digest(dense), digest(as_sparse)
 
 
 class Looked(torch.nn.Module):
@@ -241,19 +250,19 @@ def beside_a_shared_bucket(method, known):
         model(torch.tensor([step, grace.rank() + 2])).square().sum().backward()
         optimizer.step()
         assert model.table.grad.is_sparse
-    return [[variable.name for variable in bucket.variables] for bucket in optimizer._grace.runner.buckets], weights(
-        model
-    )
+    names = [[variable.name for variable in bucket.variables] for bucket in optimizer._grace.runner.buckets]
+    return names, digest(weights(model))
 
 
 @pytest.mark.parametrize("method", ["none", "topk(ratio=0.2)"])
-def test_sparse_gradients_leave_a_bucket_that_others_share(horovod, method):
-    (shared, one), (_, two) = horovod.run(beside_a_shared_bucket, method, False)
-    (apart, three), (_, four) = horovod.run(beside_a_shared_bucket, method, True)
+@on_ranks(2, engine="horovodrun-gloo")
+def test_sparse_gradients_leave_a_bucket_that_others_share(method):
+    shared, ends = beside_a_shared_bucket(method, False)
+    apart, same_ends = beside_a_shared_bucket(method, True)
     assert max(len(names) for names in shared if "table" in names) > 1
     assert [names for names in apart if "table" in names] == [["table"]]
-    for other in (two, three, four):
-        assert same(one, other)
+    assert ends == same_ends
+    return ends
 
 
 @on_ranks(2, engine="horovodrun-gloo")

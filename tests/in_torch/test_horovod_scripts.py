@@ -50,12 +50,11 @@ def broadcast_state(kind, restored):
     return sent, digest(weights(model)), bool(state_of(optimizer)["memory"])
 
 
-def test_horovods_broadcast_of_the_state_gives_all_ranks_the_roots_and_makes_no_step(horovod):
-    for kind in OPTIMIZERS:
-        for restored in (False, True):
-            first, second = horovod.run(broadcast_state, kind, restored)
-            assert first == second
-            assert first[2]
+@on_ranks(2, engine="horovodrun-gloo")
+def test_horovods_broadcast_of_the_state_gives_all_ranks_the_roots_and_makes_no_step():
+    found = [broadcast_state(kind, restored) for kind in OPTIMIZERS for restored in (False, True)]
+    assert all(remembers for *_, remembers in found)
+    return found
 
 
 def resumed(how):
@@ -91,42 +90,32 @@ def resumed(how):
     return digest([weights(model), optimizer.state_dict()["state"]])
 
 
-def test_rank_0_restores_for_all_and_other_states_are_told_at_the_next_step(horovod):
-    whole = horovod.run(resumed, "uninterrupted")
-    assert horovod.run(resumed, "rank 0 for all") == whole
-    assert whole[0] == whole[1]
-    for said in horovod.run(resumed, "forgotten"):
-        assert "rank 1 is at step 0, rank 0 is at step 2" in said
-    for said in horovod.run(resumed, "different"):
-        assert "the first difference: rank 0 has gone on from what is called" in said
+@on_ranks(2, engine="horovodrun-gloo")
+def test_rank_0_restores_for_all_and_other_states_are_told_at_the_next_step():
+    whole = resumed("uninterrupted")
+    assert resumed("rank 0 for all") == whole
+    assert "rank 1 is at step 0, rank 0 is at step 2" in resumed("forgotten")
+    assert "the first difference: rank 0 has gone on from what is called" in resumed("different")
+    return whole
 
 
-def other_settings(everyone):
-    """Ranks with settings of their own, until rank 0's are broadcast; what they are, or the error."""
+@on_ranks(2, engine="horovodrun-gloo")
+def test_rank_0s_settings_are_everyones_once_they_are_broadcast():
+    """Until then the ranks have settings of their own."""
     import horovod.torch as hvd
 
-    model, rate = net(), 0.05 * (1 + grace.rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + grace.rank()), momentum=0.9)
     optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
-    if everyone:
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    before = weights(model)
-    try:
-        train(model, optimizer, range(2))
-    except grace.errors.StepError as error:
-        assert digest(before) == digest(weights(model))
-        return str(error)
-    return optimizer.param_groups[0]["lr"], digest(weights(model))
-
-
-def test_rank_0s_settings_are_everyones_once_they_are_broadcast(horovod):
-    first, second = horovod.run(other_settings, True)
-    assert first == second
-    assert first[0] == 0.05
-    for said in horovod.run(other_settings, False):
-        assert (
-            "rank 0 has optimizer SGD, param group 0, lr 0.05, rank 1 has optimizer SGD, param group 0, lr 0.1" in said
-        )
+    before = digest(weights(model))
+    said = refusal(train, model, optimizer, range(1), kind=grace.errors.StepError)
+    group = "optimizer SGD, param group 0, lr"
+    assert f"rank 0 has {group} 0.05, rank 1 has {group} 0.1" in said
+    assert digest(weights(model)) == before
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, range(2))
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    return digest(weights(model))
 
 
 @on_ranks(2, engine="horovodrun-gloo")

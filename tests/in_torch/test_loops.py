@@ -1,8 +1,8 @@
 """Every kind of training loop: without compression what Horovod's own optimizer gives, to the bit, and with it the same
 under Horovod as under torch.distributed; and what is refused on the way."""
 
-import copy
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -201,24 +201,22 @@ def test_with_compression_it_is_the_same_under_horovod_as_under_torch_distribute
     assert two_ranks.run(all_loops, method) == [first] * 2
 
 
-def passes_by(methods, hows):
-    return {method: {digest(two_passes(method, how)) for how in hows} for method in methods}
-
-
 @ENGINES
+@on_ranks()
 def test_passes_may_be_announced_or_held_back(engine):
     methods, hows = (METHODS, ["passes", "no_sync"]) if engine == "gloo" else (SOME, ["passes", "set", "no_sync"])
-    first, second = launched(engine, 2).run(passes_by, methods, hows)
-    assert first == second
-    assert {method for method, ends in first.items() if len(ends) > 1} == set()
+    found = {method: {digest(two_passes(method, how)) for how in hows} for method in methods}
+    assert {method for method, ends in found.items() if len(ends) > 1} == set()
+    return found
 
 
 @pytest.mark.parametrize("how", ["passes", "no_sync"])
-def test_accumulation_adds_gradients_up(ranks, how):
-    expected = ranks.run(two_passes, "none", "one backward")[0]
-    for answer in ranks.run(two_passes, "none", how):
-        for name, value in expected.items():
-            torch.testing.assert_close(answer[name], value, rtol=1e-4, atol=1e-6, msg=name)
+@on_ranks(2, 3)
+def test_accumulation_adds_gradients_up(how):
+    found = two_passes("none", how)
+    for name, value in two_passes("none", "one backward").items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    return digest(found)
 
 
 @pytest.mark.parametrize("compressor", [*SOME, "qsgd"])
@@ -244,35 +242,38 @@ def test_gradients_clipped_after_synchronize_are_what_step_uses(compressor):
     return first
 
 
-def skipping(wrong):
-    model = net()
-    optimizer = distributed(model, "none")
-    loss_of(model, 0).backward()
-    if wrong:
-        with pytest.raises(grace.ExchangeError), optimizer.skip_synchronize():
-            pass
-    optimizer.synchronize()
-    optimizer.synchronize()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    assert optimizer.traffic.steps == 1
-    return digest(weights(model))
-
-
-def test_horovods_skip_synchronize_is_understood(two_ranks):
-    assert len(set(two_ranks.run(skipping, True) + two_ranks.run(skipping, False))) == 1
-
-
-def by_both_schedules(methods):
-    return {method: {digest(scheduled(method, when)) for when in ("before", "after", "by hand")} for method in methods}
+@on_ranks()
+def test_horovods_skip_synchronize_is_understood():
+    """Also after it was called too early."""
+    ends = []
+    for wrong in (True, False):
+        model = net()
+        optimizer = distributed(model, "none")
+        loss_of(model, 0).backward()
+        if wrong:
+            with pytest.raises(grace.ExchangeError), optimizer.skip_synchronize():
+                pass
+        optimizer.synchronize()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert optimizer.traffic.steps == 1
+        ends.append(digest(weights(model)))
+    assert ends[0] == ends[1]
+    return ends
 
 
 @ENGINES
-@pytest.mark.filterwarnings("error")
+@on_ranks()
 def test_a_schedule_made_before_or_after_wrapping_is_followed(engine):
-    first, second = launched(engine, 2).run(by_both_schedules, ["none", "topk", "efsignsgd"])
-    assert first == second
-    assert {len(ends) for ends in first.values()} == {1}
+    """Without a warning."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in ("none", "topk", "efsignsgd"):
+            found[method] = {digest(scheduled(method, when)) for when in ("before", "after", "by hand")}
+    assert {len(ends) for ends in found.values()} == {1}
+    return found
 
 
 @ENGINES
@@ -285,7 +286,7 @@ def test_step_with_a_closure_is_the_same_step_and_gives_the_mean_loss(engine, ho
 
 
 def zeroed(set_to_none, drop):
-    """Optionally a backward whose gradients are dropped before the step, in every second step."""
+    """The weights after a backward, in every second step, whose gradients are dropped before the step, or without."""
     model = net()
     optimizer = distributed(model, "topk(ratio=0.1)", group_bytes=2000)
     for step in range(6):
@@ -301,30 +302,30 @@ def zeroed(set_to_none, drop):
     return digest(weights(model))
 
 
-def zeroed_all_ways():
-    return [zeroed(set_to_none, drop) for set_to_none in (True, False) for drop in (False, True)]
+@on_ranks()
+def test_zero_grad_both_ways_and_after_a_backward_without_step():
+    ends = {zeroed(set_to_none, drop) for set_to_none in (True, False) for drop in (False, True)}
+    assert len(ends) == 1
+    return ends
 
 
-def test_zero_grad_both_ways_and_after_a_backward_without_step(two_ranks):
-    assert len({end for ends in two_ranks.run(zeroed_all_ways) for end in ends}) == 1
-
-
-def zeroed_under_horovod(set_to_none):
-    model = net()
-    optimizer = distributed(model, "topk(ratio=0.1)")
-    for step in range(3):
-        loss_of(model, step).backward()
-        if step == 1:
-            with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward\(\)"):
-                optimizer.zero_grad(set_to_none=set_to_none)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
-    return digest(weights(model))
-
-
-def test_zero_grad_is_refused_between_backward_and_step_by_horovod(horovod):
-    assert len(set(horovod.run(zeroed_under_horovod, True) + horovod.run(zeroed_under_horovod, False))) == 1
+@on_ranks(2, engine="horovodrun-gloo")
+def test_zero_grad_is_refused_between_backward_and_step_by_horovod():
+    ends = []
+    for set_to_none in (True, False):
+        model = net()
+        optimizer = distributed(model, "topk(ratio=0.1)")
+        for step in range(3):
+            loss_of(model, step).backward()
+            if step == 1:
+                with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward\(\)"):
+                    optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+        ends.append(digest(weights(model)))
+    assert ends[0] == ends[1]
+    return ends
 
 
 @on_ranks(2)
@@ -397,8 +398,16 @@ def test_none_in_one_process_is_the_plain_optimizer_bit_for_bit(local):
 # -- what is refused, whereupon training goes on ----------------------------------------------------------------------
 
 
-def refused_between_backward_and_step(how):
-    """What is said of a gradient that is computed twice, or changed before the mean is there."""
+TWICE = ["was computed 2 times before step()", "backward_passes_per_step=2", "optimizer.no_sync()"]
+CHANGED = ["was changed after its exchange began", "Call optimizer.synchronize() after backward"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("twice", TWICE), ("norm", CHANGED), ("value", CHANGED), ("assignment", CHANGED)]
+)
+@on_ranks()
+def test_gradients_that_come_again_or_are_changed_are_refused_with_what_to_write(how, words):
+    """Gradients that are computed twice, or changed before the mean is there."""
     model = net()
     optimizer = distributed(model, "none")
     loss_of(model, 0).backward()
@@ -412,23 +421,10 @@ def refused_between_backward_and_step(how):
         else:
             model.conv.weight.grad = model.conv.weight.grad * 0.5
         said = refusal(optimizer.step, kind=grace.ExchangeError)
+    assert [word for word in words if word not in said] == []
     optimizer.zero_grad()
     train(model, optimizer, range(2))
-    return said, digest(weights(model))
-
-
-TWICE = ["was computed 2 times before step()", "backward_passes_per_step=2", "optimizer.no_sync()"]
-CHANGED = ["was changed after its exchange began", "Call optimizer.synchronize() after backward"]
-
-
-@pytest.mark.parametrize(
-    ("how", "words"), [("twice", TWICE), ("norm", CHANGED), ("value", CHANGED), ("assignment", CHANGED)]
-)
-def test_gradients_that_come_again_or_are_changed_are_refused_with_what_to_write(two_ranks, how, words):
-    (first, one), (second, two) = two_ranks.run(refused_between_backward_and_step, how)
-    assert one == two
-    for message in (first, second):
-        assert [word for word in words if word not in message] == []
+    return digest(weights(model))
 
 
 @pytest.mark.parametrize("groups", [None, 2])
@@ -446,40 +442,3 @@ def test_too_many_passes_are_refused_as_horovod_does(groups):
     optimizer.set_backward_passes_per_step(1)
     train(model, optimizer, range(2))
     return digest(weights(model))
-
-
-# -- checkpoints under Horovod ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("everyone", [False, True], ids=["own state", "full state"])
-@pytest.mark.parametrize("method", SOME[1:])
-@on_ranks(2, engine="horovodrun-gloo")
-def test_resuming_continues_bit_for_bit(method, everyone):
-    """A run that loads what another saved ends where that one did."""
-    model = net()
-    optimizer = distributed(model, method)
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy(optimizer.full_state_dict() if everyone else optimizer.state_dict())
-    start = weights(model)
-    train(model, optimizer, range(3, 6))
-    other = net(seed=99)
-    again = distributed(other, method)
-    other.load_state_dict(start)
-    again.load_state_dict(saved)
-    train(other, again, range(3, 6))
-    assert (same(weights(model), weights(other)), bool(state_of(again)["memory"])) == (True, True)
-
-
-@on_ranks(2, engine="horovodrun-gloo")
-def test_a_plain_optimizers_checkpoint_is_refused_with_what_to_do():
-    model = net()
-    plain = sgd(model.parameters())
-    loss_of(model, 0).backward()
-    plain.step()
-    optimizer = distributed(net(), "topk")
-    said = refusal(optimizer.load_state_dict, plain.state_dict())
-    optimizer.load_state_dict(plain.state_dict(), memory="reset")
-    assert len(optimizer.state) == len(plain.state)
-    message = said
-    assert "saved by a plain optimizer" in message
-    assert "load_state_dict(state, memory='reset')" in message

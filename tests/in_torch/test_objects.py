@@ -7,7 +7,7 @@ import torch.distributed as dist
 import grace
 from grace.torch import Allgather, Communicator, Compressor, Memory, Traits
 from tests.support.pools import on_ranks
-from tests.support.training import digest, distributed, joined, net, refusal, state_of, train, weights
+from tests.support.training import digest, distributed, net, refusal, state_of, train, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -63,42 +63,26 @@ class ByReduction(Communicator):
         return self.backend.allreduce(rows).map(lambda rows: list(rows.unbind()))
 
 
-def users_parts(communicator, save_to):
-    model = net()
-    grc = communicator(Half(), Decaying())
-    optimizer = distributed(model, communicator=grc)
-    assert grc in optimizer._grace.runner.communicators
-    train(model, optimizer, range(4))
-    if save_to:
-        torch.save(optimizer.state_dict(), f"{save_to}/{grace.rank()}.pt")
+@on_ranks(2, 3)
+def test_users_own_compressor_memory_and_communicator(tmp_path):
+    file, ends = tmp_path / f"{grace.rank()}.pt", []
+    for communicator in (Allgather, ByReduction):
+        model, grc = net(), communicator(Half(), Decaying())
+        optimizer = distributed(model, communicator=grc)
+        assert grc in optimizer._grace.runner.communicators
+        train(model, optimizer, range(4))
+        assert state_of(optimizer)["memory"]
+        torch.save(optimizer.state_dict(), file)
         again = distributed(net(), communicator=communicator(Half(), Decaying()))
-        again.load_state_dict(torch.load(f"{save_to}/{grace.rank()}.pt", weights_only=True))
+        again.load_state_dict(torch.load(file, weights_only=True))
         assert digest(state_of(again)) == digest(state_of(optimizer))
-    assert state_of(optimizer)["memory"]
-    return weights(model)
-
-
-def test_users_own_compressor_memory_and_communicator(ranks, tmp_path):
-    by_gather = ranks.run(users_parts, Allgather, str(tmp_path))
-    by_reduction = ranks.run(users_parts, ByReduction, None)
-    assert len({digest(answer) for answer in by_gather + by_reduction}) == 1
-    plain = ranks.run(trained_plainly)[0]
-    for name, value in plain.items():
-        torch.testing.assert_close(by_gather[0][name], value, rtol=1e-2, atol=1e-3, msg=name)
-
-
-def trained_plainly():
-    model = net()
-    train(model, distributed(model, "none"), range(4))
-    return weights(model)
-
-
-@on_ranks()
-def test_communicator_step_exchanges_one_tensor():
-    """GRACE's own interface: one blocking exchange of one tensor."""
-    for compressor, mean in (("none", [1.5, -6.0]), ("topk(ratio=0.5)", [0.0, -6.0])):
-        communicator = joined(Allgather(compressor))
-        assert communicator.step(torch.tensor([1.0, -4.0]) * (grace.rank() + 1), "w").tolist() == mean
+        ends.append(weights(model))
+    plain = net()
+    train(plain, distributed(plain, "none"), range(4))
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(ends[0][name], value, rtol=1e-2, atol=1e-3, msg=name)
+    assert digest(ends[0]) == digest(ends[1])
+    return digest(ends[0])
 
 
 @on_ranks()

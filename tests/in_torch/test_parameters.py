@@ -56,7 +56,9 @@ def test_parameter_groups_and_frozen_parameters(compressor):
     return digest(weights(model))
 
 
-def unused(compressor, group_bytes):
+@pytest.mark.parametrize(("size", "compressor", "group_bytes"), pairwise([2, 3], METHODS, [25 << 20, 1]))
+@on_ranks()
+def test_unused_parameters(size, compressor, group_bytes):
     """``matrix`` is used on rank 0 only, ``idle`` nowhere; the aggregate counts the others' gradient as zero."""
     shapes = {"matrix": (12, 20), "vector": (300,), "idle": (40, 10)}
     model = Given(shapes)
@@ -69,18 +71,11 @@ def unused(compressor, group_bytes):
         assert model.idle.grad is None
         assert not any("idle" in state for state in state_of(optimizer).values())
         if compressor == "none":
-            expected = torch.from_numpy(made_up(shapes, step, 0)["matrix"]) / grace.size()
+            expected = torch.from_numpy(made_up(shapes, step, 0)["matrix"]) / size
             torch.testing.assert_close(model.matrix.grad, expected)
     assert model.matrix.grad.any()
     assert not model.idle.any()
     return digest(weights(model)), digest(gradients(model))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "compressor", "group_bytes"), pairwise([2, 3], METHODS, [25 << 20, 1]), indirect=["ranks"]
-)
-def test_unused_parameters(ranks, compressor, group_bytes):
-    assert len(set(ranks.run(unused, compressor, group_bytes))) == 1
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["plain", "no_sync"])
@@ -158,26 +153,30 @@ class Tied(torch.nn.Module):
         return self.head(self.embedding(words))
 
 
-def tied(compressor, all_names):
-    model = net(make=Tied)
-    optimizer = grace.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(remove_duplicate=not all_names), compressor
-    )
-    words = torch.arange(4) + 4 * grace.rank()
-    for _ in range(3):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(words), words).backward()
-        optimizer.step()
-    assert list(optimizer.traffic.payload_bytes) == ["embedding.weight"]
-    return digest(weights(model))
-
-
 @pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)"])
-def test_shared_weights_are_exchanged_once(two_ranks, compressor):
-    assert len(set(two_ranks.run(tied, compressor, False) + two_ranks.run(tied, compressor, True))) == 1
+@on_ranks()
+def test_shared_weights_are_exchanged_once(compressor):
+    """Whether all their names are given or one."""
+    ends = []
+    for all_names in (False, True):
+        model = net(make=Tied)
+        optimizer = grace.DistributedOptimizer(
+            sgd(model.parameters()), model.named_parameters(remove_duplicate=not all_names), compressor
+        )
+        words = torch.arange(4) + 4 * grace.rank()
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(words), words).backward()
+            optimizer.step()
+        assert list(optimizer.traffic.payload_bytes) == ["embedding.weight"]
+        ends.append(digest(weights(model)))
+    assert ends[0] == ends[1]
+    return ends
 
 
-def sparse(as_dense):
+@pytest.mark.parametrize("as_dense", [False, True])
+@on_ranks()
+def test_sparse_gradients_are_refused_by_name_or_made_dense(as_dense):
     model = torch.nn.Embedding(10, 4, sparse=True)
     torch.nn.init.ones_(model.weight)
     optimizer = grace.DistributedOptimizer(
@@ -188,14 +187,10 @@ def sparse(as_dense):
         model(torch.tensor([grace.rank(), 9])).sum().backward()
         optimizer.step()
 
-    if not as_dense:
-        return refusal(exchange)
-    exchange()
-    return model.weight[:, 0].tolist()
-
-
-def test_sparse_gradients_are_refused_by_name_or_made_dense(two_ranks):
-    for message in two_ranks.run(sparse, False):
-        assert "the gradient of 'weight' is sparse" in message
-        assert "sparse_as_dense=True" in message
-    assert two_ranks.run(sparse, True) == [[0.5, 0.5, *[1.0] * 7, 0.0]] * 2
+    if as_dense:
+        exchange()
+        assert model.weight[:, 0].tolist() == [0.5, 0.5, *[1.0] * 7, 0.0]
+    else:
+        said = refusal(exchange)
+        assert "the gradient of 'weight' is sparse" in said
+        assert "sparse_as_dense=True" in said

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import grace
 from tests.support.checkpoints import made, sealed
 from tests.support.pools import on_ranks, ranks_of
-from tests.support.training import ddp, digest, distributed, net, state_of, train, train_given, weights
+from tests.support.training import digest, distributed, net, state_of, train, train_given, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -146,10 +146,3 @@ def under_wrapped_names(saved):
     entry["state"] = {kind: rename(values) for kind, values in entry["state"].items()}
     entry["shared"] = {kind: list(rename(dict.fromkeys(names))) for kind, names in entry["shared"].items()}
     return sealed({**saved, "grace": entry})
-
-
-@on_ranks(2)
-def test_the_ddp_hook_names_parameters_likewise():
-    """A hook's state does not know that the model was compiled."""
-    hook = grace.torch.register_ddp_hook(ddp(torch.compile(net())), "topk")
-    assert [variable.name for variable in hook.runner.variables] == [name for name, _ in net().named_parameters()]

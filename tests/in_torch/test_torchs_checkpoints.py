@@ -144,8 +144,17 @@ def by_ddp():
     return Run(ddp, torch.optim.Adam(ddp.parameters(), lr=0.01), grace=grace.torch.Memories(state))
 
 
-def stopped(make, folder, mode):
-    """A run that saves in the middle, and one that begins with that; their weights, and what they owe."""
+def close(run):
+    for memory in reversed(run.memories.values()):
+        getattr(memory, "owner", memory).close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("make", "size"), [(sharded, 4), (by_optimizer, 2), (by_ddp, 2)])
+@on_ranks()
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, make, size, mode):
+    """It saves in the middle, and another one begins with that."""
+    folder = tmp_path / "checkpoint"
     run = make().train(3)
     if mode == "async":
         late = Late(folder)
@@ -165,27 +174,17 @@ def stopped(make, folder, mode):
     places = run.step, run.loader.taken, run.schedule.last_epoch
     run.train(3)
     got = run.weights()
-    owes = [sorted(map(len, memory.state_dict())) for memory in run.memories.values()]
+    owes = [memory.state_dict() for memory in run.memories.values()]
     close(run)
-    return all(torch.equal(got[name], wanted[name]) for name in wanted), places, len(owed) == len(owes) > 0
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert places == (3, 3, 3)
+    assert len(owed) == len(owes) > 0
 
 
-def close(run):
-    for memory in reversed(run.memories.values()):
-        getattr(memory, "owner", memory).close()
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize(("make", "ranks"), [(sharded, 4), (by_optimizer, 2), (by_ddp, 2)])
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, make, ranks, mode):
-    for same, places, remembered in ranks_of(ranks).run(stopped, make, str(tmp_path / "checkpoint"), mode):
-        assert same
-        assert places == (3, 3, 3)
-        assert remembered
-
-
-def in_one_dict(folder):
-    """The same by get_state_dict and set_state_dict."""
+@on_ranks(4)
+def test_torchs_state_dict_functions_go_with_them(tmp_path):
+    """By get_state_dict and set_state_dict, in one dict."""
+    folder = tmp_path / "checkpoint"
 
     def everything(run):
         weights, moments = get_state_dict(run.model, run.optimizer)
@@ -200,11 +199,7 @@ def in_one_dict(folder):
     set_state_dict(run.model, run.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     got = run.train(3).weights()
     close(run)
-    return all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-def test_torchs_state_dict_functions_go_with_them(tmp_path):
-    assert ranks_of(4).run(in_one_dict, str(tmp_path / "checkpoint")) == [True] * 4
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 def replicas_of(ranks):

@@ -7,7 +7,7 @@ import torch
 
 import grace
 from tests.support.pools import on_ranks
-from tests.support.training import Net, ddp, digest, loss_of, net, sgd, train, weights
+from tests.support.training import Net, ddp, loss_of, net, sgd, train
 
 pytestmark = pytest.mark.ranks
 
@@ -107,25 +107,6 @@ def test_what_exchanges_or_shards_by_itself_is_refused_by_name(misuse, words):
     assert grace.init().sent_bytes == sent or misuse in (wrapped_later, wrapped_later_and_accumulating)
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
-
-
-@on_ranks(2)
-def test_the_hook_takes_a_compiled_model():
-    """The same training through the hook, compiled and plain, has the same bits."""
-    found = []
-    for compiled in (True, False):
-        model = net()
-        forward = torch.compile(ddp(model), backend="eager") if compiled else ddp(model)
-        optimizer = sgd(model.parameters())
-        grace.torch.register_ddp_hook(forward, "topk(ratio=0.1)")
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(forward, step).backward()
-            optimizer.step()
-        found.append(digest(weights(model)))
-    one = found
-    assert one[0] == one[1]
-    return one
 
 
 @on_ranks(2)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import grace
-from tests.support.pools import on_ranks, ranks_of
+from tests.support.pools import on_ranks
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -44,17 +45,18 @@ def steps(engine, numbers, run=None):
     return done, "nothing", "", True
 
 
-def leaves_out(rank, left_out, settings):
+def leaves_out(rank, left_out, **settings):
     numbers = [step for step in range(6) if grace.rank() != rank or step != left_out]
     return steps(engine_of(**settings), numbers)
 
 
 @pytest.mark.parametrize(("rank", "left_out"), [(1, 3), (0, 3), (1, 0)])
+@on_ranks()
 def test_a_step_that_one_stage_leaves_out_is_an_error_on_all_ranks(rank, left_out):
-    for done, kind, words, same in ranks_of(2).run(leaves_out, rank, left_out, {}):
-        assert (kind, same) == ("StepError", True)
-        assert max(done, default=-1) < left_out
-        assert "rank 1 was given another batch than rank 0: a rank left out a step" in words
+    done, kind, words, same = leaves_out(rank, left_out)
+    assert (kind, same) == ("StepError", True)
+    assert max(done, default=-1) < left_out
+    assert "rank 1 was given another batch than rank 0: a rank left out a step" in words
 
 
 def constant():
@@ -73,17 +75,18 @@ def shuffled():
 
 
 @pytest.mark.parametrize("run", [constant, shuffled])
+@on_ranks()
 def test_batches_that_differ_from_the_beginning_are_an_error_on_all_ranks(run):
-    for done, kind, words, same in ranks_of(2).run(run):
-        assert (done, kind, same) == ([], "StepError", True)
-        assert "by a sampler of the same seed" in words
+    done, kind, words, same = run()
+    assert (done, kind, same) == ([], "StepError", True)
+    assert "by a sampler of the same seed" in words
 
 
+@on_ranks(4)
 def test_a_replica_that_leaves_out_a_step_alone_is_named_to_the_others():
-    settings = {"compressor": "topk(ratio=0.3)", "replicas": 2}
-    for done, kind, words, same in ranks_of(4).run(leaves_out, 3, 2, settings):
-        assert (done, kind, same) == ([0, 1], "StepError", True)
-        assert "rank 3" in words
+    done, kind, words, same = leaves_out(3, 2, compressor="topk(ratio=0.3)", replicas=2)
+    assert (done, kind, same) == ([0, 1], "StepError", True)
+    assert "rank 3" in words
 
 
 @on_ranks(2)
@@ -145,21 +148,13 @@ def test_targets_that_stand_in_and_rates_of_layers_are_said_once_and_train():
     assert "rank 0 has lr 0.1; rank 1 has lr 0.9" in said[1]
 
 
-def refuses(inputs):
-    engine = engine_of(inputs=inputs)
-    x, y = batch_of(0)
-    engine.step(x, y)
-    said = ""
-    try:
-        engine.step(*((x,) if grace.rank() else (x, y)))  # without its target
-    except grace.GraceError as error:
-        said = f"{type(error).__name__}: {error}"
-    return said, engine.step(x, y).item()
-
-
 @pytest.mark.parametrize("inputs", ["rank0", "replica"])
+@on_ranks()
 def test_a_batch_that_one_rank_refuses_is_refused_on_all_ranks(inputs):
-    (first, loss), (second, same) = ranks_of(2).run(refuses, inputs)
-    assert second.startswith("ConfigError: call it with the model's arguments and then the target")
-    assert first == f"RankError: rank 1 refused its batch: {second.partition(': ')[2]}"
-    assert loss == same
+    """Rank 1 gives no target."""
+    engine, (x, y), second = engine_of(inputs=inputs), batch_of(0), grace.rank() == 1
+    engine.step(x, y)
+    said = refusal(engine.step, *((x, y)[: 2 - grace.rank()]), kind=grace.ConfigError if second else grace.RankError)
+    words = "call it with the model's arguments and then the target"
+    assert said.startswith(words if second else f"rank 1 refused its batch: {words}")
+    return engine.step(x, y).item()

@@ -347,6 +347,27 @@ def piped(name, steps, **settings):
     return losses, gradients, state, (engine.stage, engine.replica)
 
 
+def check_is_alone(name, answers, expected, buffers=True):
+    """Check what ranks have from :func:`piped` beside what :func:`alone` tells.
+
+    Args:
+        answers: the ranks', of which each stage has one.
+        buffers: True if those that gradients do not train are the same too.
+    """
+    losses, gradients, state = expected
+    seen = set()
+    for got, own, values, place in answers:
+        assert all(abs(a - b) <= 1e-5 * abs(b) + 1e-7 for a, b in zip(got, losses, strict=True)), (name, place)
+        for key, value in own.items():
+            assert torch.allclose(value, gradients[key], rtol=1e-4, atol=1e-6), (name, key, place)
+        for key, value in values.items():
+            if buffers or key in gradients:
+                assert torch.allclose(value, state[key], rtol=1e-4, atol=1e-6), (name, key, place)
+        seen |= values.keys()
+    aliases = {"head.weight"} if name == "TiedEmbedding" else set()
+    assert seen == state.keys() - aliases, name
+
+
 def piped_all(names, steps, **settings):
     """Several models, one after the other."""
     found = {}

@@ -46,15 +46,19 @@ def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
     return pool
 
 
-def on_ranks(*sizes: int, engine: str = "gloo") -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(
+    *sizes: int, engine: str | tuple[str, ...] = "gloo", framework: str = "torch"
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run a test's body on every rank: what it returns, if anything, must be the same on all of them.
 
     A test that has a parameter ``engine`` or ``size`` says by that whose ranks they are, and how many.
 
     Args:
         sizes: how many ranks there are (2); with several the test is run once for each.
-        engine: what moves bytes.
+        engine: what moves bytes; with several the test is run once for each.
+        framework: whose tensors the ranks of an engine exchange.
     """
+    engines = (engine,) if isinstance(engine, str) else engine
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         parameters = inspect.signature(body).parameters
@@ -63,16 +67,18 @@ def on_ranks(*sizes: int, engine: str = "gloo") -> Callable[[Callable[..., Any]]
         def test(**given: Any) -> None:
             size = given.get("size", sizes[0] if sizes else 2)
             own = {name: value for name, value in given.items() if name in parameters}
-            pool = launched(given.get("engine", engine), size)
+            pool = launched(given.get("engine", engines[0]), size, framework)
             answers = pool.run(_on_this_rank, body.__module__, body.__name__, own)
             assert answers == answers[:1] * size
 
         test.body = body  # type: ignore[attr-defined]
-        if len(sizes) < 2:
-            return test
-        added = inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)
-        test.__signature__ = inspect.Signature([*parameters.values(), added])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("size", sizes, ids=lambda size: f"{size}ranks")(test)
+        several = {name: values for name, values in (("size", sizes), ("engine", engines)) if len(values) > 1}
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in several if name not in parameters]
+        test.__signature__ = inspect.Signature([*parameters.values(), *added])  # type: ignore[attr-defined]
+        for name, values in several.items():
+            ids = [f"{value}ranks" if name == "size" else value for value in values]
+            test = pytest.mark.parametrize(name, values, ids=ids)(test)
+        return test
 
     return decorate
 

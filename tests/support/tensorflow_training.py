@@ -13,6 +13,12 @@ import grace.tensorflow
 from grace.session.settings import Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.step_session import StepSession
+from tests.support.pools import on_ranks
+
+on_mpi = on_ranks(engine="mpirun-mpi", framework="tensorflow")
+on_horovod = on_ranks(engine="horovodrun-gloo", framework="tensorflow")
+on_both = on_ranks(engine=("horovodrun-gloo", "mpirun-mpi"), framework="tensorflow")
+"""Run a test's body on 2 ranks of an engine that pairs collectives by order, of one that pairs by name, and of each."""
 
 
 def digest(tensors: Any) -> str:

@@ -17,21 +17,19 @@ from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.plan_search import state_bytes
 from grace.planner.network import Links
-from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
+from tests.support.pipelines import ROWS, alone, batch, check_is_alone, loss_fn, made, piped, sgd
 from tests.support.pool import RankFailure
-from tests.support.pools import launched, ranks_of
+from tests.support.pools import on_ranks, ranks_of
+from tests.support.training import digest, refusal
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("name", ["OneOperation", "Residual", "Several"])
 def test_one_process_is_a_pipeline_of_one_stage(local, name):
-    losses, gradients, state = alone(name, 2, 2)
-    got, own, values, place = piped(name, 2, microbatches=2, stages=1)
-    assert got == pytest.approx(losses, rel=1e-5)
-    assert all(torch.allclose(own[key], gradients[key], rtol=1e-4, atol=1e-6) for key in gradients)
-    assert all(torch.allclose(values[key], state[key], rtol=1e-4, atol=1e-6) for key in values)
-    assert place == (0, 0)
+    answer = piped(name, 2, microbatches=2, stages=1)
+    check_is_alone(name, [answer], alone(name, 2, 2))
+    assert answer[3] == (0, 0)
 
 
 def model_of(**settings):
@@ -79,41 +77,36 @@ def test_other_frameworks_models_are_refused(local):
         grace.torch.Pipeline(object(), torch.ones(2, 2), loss_fn, optimizer=sgd)
 
 
-def over_others():
-    with pytest.raises(grace.ConfigError, match="which moves tensors between two ranks") as said:
-        model_of()
-    return str(said.value)
+@pytest.mark.parametrize(("engine", "name"), [("horovodrun-gloo", "horovod"), ("mpirun-mpi", "mpi")])
+@on_ranks()
+def test_other_engines_are_refused(engine, name):
+    said = refusal(model_of)
+    assert "which moves tensors between two ranks" in said
+    assert f"this run is over {name}: call grace.init('torch')" in said
 
 
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
-def test_other_engines_are_refused(engine):
-    for said in launched(engine, 2).run(over_others):
-        assert f"this run is over {'horovod' if 'horovod' in engine else 'mpi'}: call grace.init('torch')" in said
+def in_two_stages(make):
+    return grace.torch.Pipeline(
+        made("Residual"), batch("Residual")[0], loss_fn, optimizer=make, stages=2, microbatches=2
+    )
 
 
-def spread_or_late(spread):
-    """What it says of an optimizer that is spread over ranks, or cannot be made on one of them."""
+@on_ranks()
+def test_optimizers_that_are_spread_over_ranks_are_refused():
+    said = refusal(in_two_stages, lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.SGD, lr=0.1))
+    assert "makes a ZeroRedundancyOptimizer" in said
+    assert "(ZeRO)" in said
 
+
+@on_ranks()
+def test_what_fails_on_a_rank_fails_on_all():
     def make(parameters):
-        if spread:
-            return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
         if grace.rank() == 1 and len(parameters) > 1:
             raise ValueError("not here")
         return sgd(parameters)
 
-    with pytest.raises((ValueError, grace.GraceError)) as caught:
-        grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=make, stages=2, microbatches=2)
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-def test_optimizers_that_are_spread_over_ranks_are_refused():
-    spread = ranks_of(2).run(spread_or_late, True)
-    assert all("makes a ZeroRedundancyOptimizer" in said and "(ZeRO)" in said for said in spread)
-
-
-def test_what_fails_on_a_rank_fails_on_all():
-    said = ranks_of(2).run(spread_or_late, False)
-    assert said == ["RankError: rank 1 refused to start: not here", "ValueError: not here"]
+    said = refusal(in_two_stages, make, kind=ValueError if grace.rank() else grace.RankError)
+    assert said == ("not here" if grace.rank() else "rank 1 refused to start: not here")
 
 
 def test_optimizer_state_is_that_of_the_models_shapes():
@@ -124,22 +117,12 @@ def test_optimizer_state_is_that_of_the_models_shapes():
     assert state_bytes(lambda ps: torch.optim.SGD(ps, lr=0.1), model.parameters()) == 0.0
 
 
-def unequal(settings):
-    with pytest.raises(grace.GraceError) as caught:
-        model_of(**settings)
-    return str(caught.value)
-
-
+@on_ranks(3)
 def test_stages_that_ranks_cannot_share_out_evenly_name_the_way_on():
-    for settings in ({"stages": 2}, {"stages": {2}}):
-        for said in ranks_of(3).run(unequal, {"microbatches": 2, **settings}):
-            assert "3 ranks cannot be 2 stages with as many replicas each" in said
-            assert 'grace.torch.Pipeline(..., inputs="global")' in said
-
-
-def ranged(settings):
-    engine = model_of(**settings)
-    return engine.plan.replicas, engine.plan.microbatches
+    for stages in (2, {2}):
+        said = refusal(model_of, kind=grace.GraceError, microbatches=2, stages=stages)
+        assert "3 ranks cannot be 2 stages with as many replicas each" in said
+        assert 'grace.torch.Pipeline(..., inputs="global")' in said
 
 
 def test_an_example_is_let_go_once_the_model_is_cut(local):
@@ -162,70 +145,51 @@ def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
     assert json.loads(node_costs.cache_file().read_text())["seconds"]
 
 
-def of_a_dry_run(file):
+@on_ranks()
+def test_a_plan_of_a_dry_run_is_run(tmp_path):
+    file = tmp_path / "plan.json"
     model, (args, kwargs, target) = made("Residual"), batch("Residual")
     if grace.rank() == 0:
         graph = node_costs.build_graph(model, (args, kwargs), dry=True)
         search_plan(graph, 2, ROWS, Links(1e9), SearchOptions(stages=2, microbatches=2)).save(file)
     engine = model_of(plan=file)
     engine.step(*args, target)
-    return engine.plan, engine.stage
+    assert dataclasses.replace(engine.plan, versions={}) == dataclasses.replace(Plan.load(file), versions={})
+    assert engine.stage == grace.rank()
 
 
-def test_a_plan_of_a_dry_run_is_run(tmp_path):
-    file = tmp_path / "plan.json"
-    (plan, first), (other, second) = ranks_of(2).run(of_a_dry_run, file)
-    assert plan == other
-    assert dataclasses.replace(plan, versions={}) == dataclasses.replace(Plan.load(file), versions={})
-    assert (first, second) == (0, 1)
-
-
+@on_ranks()
 def test_numbers_may_be_ranges():
-    assert ranks_of(2).run(ranged, {"replicas": range(1, 2), "microbatches": {4}})[0] == ((1, 1), 4)
-    assert ranks_of(2).run(ranged, {"replicas": {2}, "microbatches": range(2, 4), "blocks": [2, 4]})[0] == ((2,), 2)
+    for settings, found in (
+        ({"replicas": range(1, 2), "microbatches": {4}}, ((1, 1), 4)),
+        ({"replicas": {2}, "microbatches": range(2, 4), "blocks": [2, 4]}, ((2,), 2)),
+    ):
+        plan = model_of(**settings).plan
+        assert (plan.replicas, plan.microbatches) == found
 
 
-def with_file(file, settings):
-    engine = model_of(plan=file, **settings)
-    args, _, target = batch("Residual")
-    return engine.step(*args, target).item(), engine.plan
-
-
+@on_ranks()
 def test_a_plan_is_written_and_read_and_refused(tmp_path):
-    file = tmp_path / "plan.json"
-    first, plan = ranks_of(2).run(with_file, file, {"stages": 2, "microbatches": 2, "schedule": "1f1b"})[1]
+    file, (args, _, target) = tmp_path / "plan.json", batch("Residual")
+    engine = model_of(plan=file, stages=2, microbatches=2, schedule="1f1b")
+    first, plan = engine.step(*args, target).item(), engine.plan
     assert Plan.load(file) == plan
     assert (plan.replicas, plan.microbatches, plan.schedule) == ((1, 1), 2, "1f1b")
-    again, read = ranks_of(2).run(with_file, file, {})[0]  # what it says counts
-    assert (again, read) == (first, plan)
-    ranks_of(2).run(refused, file, "is of torch 1.0")
+    engine = model_of(plan=file)  # what it says counts
+    assert (engine.step(*args, target).item(), engine.plan) == (first, plan)
     document = json.loads(file.read_text())
-    file.write_text(json.dumps({**document, "model": "other"}))
-    ranks_of(2).run(refused, file, "for another model")
+    older = {**document, "versions": {**document["versions"], "torch": "1.0"}}
+    assert "is of torch 1.0" in refusal(model_of, plan=Plan.from_dict(older))
+    assert "for another model" in refusal(model_of, plan=Plan.from_dict({**document, "model": "other"}))
 
 
-def refused(file, message):
-    document = json.loads(file.read_text())
-    plan = Plan.from_dict(document)
-    if message.startswith("is of"):
-        plan = Plan.from_dict({**document, "versions": {**document["versions"], "torch": "1.0"}})
-    with pytest.raises(grace.ConfigError, match=message):
-        model_of(plan=plan)
-
-
-def chosen():
-    engine = model_of()
-    args, _, target = batch("Residual")
-    engine.step(*args, target)
-    return engine.plan, str(engine.plan), {key: engine.parameter(key) for key, _ in engine.model.named_parameters()}
-
-
+@on_ranks()
 def test_the_plan_is_found_if_nobody_gives_one():
-    (plan, text, values), (other, _, same) = ranks_of(2).run(chosen)
-    assert plan == other
-    assert plan.world_size == 2
-    assert "micro-batches" in text
-    assert all(torch.equal(value, same[key]) for key, value in values.items())
+    engine, (args, _, target) = model_of(), batch("Residual")
+    engine.step(*args, target)
+    assert engine.plan.world_size == 2
+    assert "micro-batches" in str(engine.plan)
+    return engine.plan, digest({key: engine.parameter(key) for key, _ in engine.model.named_parameters()})
 
 
 def fill(module):
@@ -233,40 +197,25 @@ def fill(module):
     module.reset_parameters()
 
 
-def on_meta():
+@on_ranks()
+def test_a_model_on_meta_is_made_where_its_stages_are():
     with torch.device("meta"):
         model = made("TiedEmbedding")
-    engine = grace.torch.Pipeline(
-        model,
-        batch("TiedEmbedding")[0],
-        loss_fn,
-        optimizer=sgd,
-        stages=2,
-        microbatches=2,
-        init=fill,
-        cuts=["embedding"],
-    )
     args, _, target = batch("TiedEmbedding")
-    loss = engine.step(*args, target)
+    settings = {"stages": 2, "microbatches": 2, "init": fill, "cuts": ["embedding"]}
+    engine = grace.torch.Pipeline(model, args, loss_fn, optimizer=sgd, **settings)
+    got, state = engine.step(*args, target).item(), engine.state_dict()
     left = [name for name, p in model.named_parameters() if p.is_meta]
-    return loss.item(), engine.state_dict(), left
-
-
-def test_a_model_on_meta_is_made_where_its_stages_are():
-    first, second = ranks_of(2).run(on_meta)
-    assert first[2] == ["middle.weight", "middle.bias"]
-    assert second[2] == []
+    assert left == ([] if grace.rank() else ["middle.weight", "middle.bias"])
     model = made("TiedEmbedding")
     fill(model.table)
     fill(model.middle)
     optimizer = sgd(model.parameters())
-    args, _, target = batch("TiedEmbedding")
     loss = loss_fn(model(*args), target)
     loss.backward()
     optimizer.step()
-    for got, state, _ in (first, second):
-        assert got == pytest.approx(loss.item(), rel=1e-5)
-        assert all(torch.allclose(value, state[key], atol=1e-6) for key, value in model.state_dict().items())
+    assert got == pytest.approx(loss.item(), rel=1e-5)
+    assert all(torch.allclose(value, state[key], atol=1e-6) for key, value in model.state_dict().items())
 
 
 def dies(rank):
@@ -283,7 +232,8 @@ def test_a_rank_that_dies_ends_all_with_its_number():
         ranks_of(2).run(dies, 1)
 
 
-def masked(whole):
+@on_ranks()
+def test_inputs_without_rows_are_named():
     """A mask that has as many rows as the batch, and is none."""
 
     class Masked(nn.Module):
@@ -297,14 +247,9 @@ def masked(whole):
     torch.manual_seed(0)
     model, x, mask, y = Masked(), torch.randn(8, 8), torch.randn(8, 8).tril(), torch.randn(8, 4)
     expected = loss_fn(model(x, mask), y).item()
-    given = {"optimizer": sgd, "stages": 2, "microbatches": 2, "whole": whole}
+    given = {"optimizer": sgd, "stages": 2, "microbatches": 2, "whole": ["mask"]}
     engine = grace.torch.Pipeline(model, (x, mask), loss_fn, **given)
-    return engine.step(x, mask, y).item(), expected
-
-
-def test_inputs_without_rows_are_named():
-    for got, expected in ranks_of(2).run(masked, ["mask"]):
-        assert got == pytest.approx(expected, rel=1e-5)
+    assert engine.step(x, mask, y).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_names_of_inputs_are_checked(local):

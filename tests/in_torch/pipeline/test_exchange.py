@@ -1,7 +1,6 @@
 """Replicas of a stage exchange compressed gradients."""
 
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,8 +9,20 @@ import torch
 import grace
 from tests.support.drawing import THOROUGH, drawn
 from tests.support.limits import HANGS
-from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, own_batch, piped, pipeline, rows, sgd
-from tests.support.pools import ranks_of
+from tests.support.pipelines import (
+    ROWS,
+    alone,
+    batch,
+    check_is_alone,
+    loss_fn,
+    made,
+    own_batch,
+    piped,
+    pipeline,
+    rows,
+    sgd,
+)
+from tests.support.pools import on_ranks, ranks_of
 
 pytestmark = pytest.mark.ranks
 COMPRESSORS = ["topk(ratio=0.3)", "powersgd(rank=1)", "fp16"]
@@ -62,13 +73,15 @@ def test_the_exchange_is_that_of_whole_models(compressor):
             assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
 
 
-def behind(folder, schedule):
-    """Whether the last stage had exchanged before the first one had ended its last micro-batch's backward, and all
-    weights after a step, and one process's."""
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@on_ranks(4)
+def test_a_stage_exchanges_while_those_in_front_of_it_still_compute(tmp_path, schedule):
+    """The last stage has exchanged before the first one has ended its last micro-batch's backward, and all weights
+    after a step are one process's."""
     args, kwargs, target = batch("Residual", 0, 2 * ROWS)
     settings = {"microbatches": 2, "stages": 2, "replicas": 2, "schedule": schedule, "inputs": "global"}
     engine = grace.torch.Pipeline(made("Residual"), (args, kwargs), loss_fn, optimizer=sgd, **settings)
-    folder, calls, seen = Path(folder), [], []
+    folder, calls, seen = tmp_path, [], []
     if engine.stage == 0:
 
         def wait(gradient):
@@ -90,66 +103,49 @@ def behind(folder, schedule):
         engine.gradients.exchange = told
     with mock.patch("grace.pipeline.torch.capture.check_hooks"):  # which refuses the one above
         loss = float(engine.step(*args, target, **kwargs))
-    return seen, loss, engine.state_dict(), alone("Residual", 1, 2, replicas=2)
+    assert seen == ([2] if engine.stage == 0 else [])
+    losses, _, expected = alone("Residual", 1, 2, replicas=2)
+    assert loss == pytest.approx(losses[0], rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_stage_exchanges_while_those_in_front_of_it_still_compute(tmp_path, schedule):
-    answers = ranks_of(4).run(behind, str(tmp_path), schedule)
-    assert [seen for seen, *_ in answers] == [[2], [2], [], []]
-    for _, loss, weights, (losses, _, expected) in answers:
-        assert loss == pytest.approx(losses[0], rel=1e-5)
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
-
-
-def feedback(name, compressor, steps):
-    """What was applied in so many steps of a model that stands still, what is remembered, and where this rank is."""
-    engine = pipeline(name, compressor=compressor, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0))
-    args, kwargs, target = own_batch(engine, name, 0)
+@on_ranks(4)
+def test_what_is_not_sent_is_remembered():
+    """Applied + mean of the residuals = steps x the gradient, of a model that stands still."""
+    engine = pipeline("Residual", compressor="topk(ratio=0.2)", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0))
+    args, kwargs, target = own_batch(engine, "Residual", 0)
     applied = {key: torch.zeros_like(p) for key, p in engine.parameters.items()}
-    for _ in range(steps):
+    for _ in range(3):
         engine.step(*args, target, **kwargs)
         for key, p in engine.parameters.items():
             applied[key] += p.grad
     memories = [part for kind, part in engine.optimizer._grace.runner.components if kind.startswith("memory")]
     left = {key: torch.as_tensor(value).clone() for one in memories for key, value in one.state.items()}
-    nbytes = sum(p.nbytes for p in engine.parameters.values())
-    return applied, left, (engine.stage, engine.replica), (engine.metrics(), nbytes)
-
-
-def test_what_is_not_sent_is_remembered():
-    """Applied + mean of the residuals = steps x the gradient."""
+    metrics = engine.metrics()
+    norm = torch.cat([value.flatten() for value in left.values()]).double().norm()
+    assert metrics["residual_norm"] == pytest.approx(float(norm), rel=1e-6)
+    assert metrics["bytes_dense"] == 3 * sum(p.nbytes for p in engine.parameters.values())
+    assert metrics["bytes_sent"] > 0
     _, gradients, _ = alone("Residual", 1, 2, replicas=2)
-    answers = ranks_of(4).run(feedback, "Residual", "topk(ratio=0.2)", 3)
-    for _, left, _, (metrics, nbytes) in answers:
-        norm = torch.cat([value.flatten() for value in left.values()]).double().norm()
-        assert metrics["residual_norm"] == pytest.approx(float(norm), rel=1e-6)
-        assert metrics["bytes_dense"] == 3 * nbytes
-        assert metrics["bytes_sent"] > 0
-    for a, b in ((0, 1), (2, 3)):
-        (applied, first, *_), (_, second, *_) = answers[a], answers[b]
-        assert first
-        for name, value in applied.items():
-            rest = (first[name].view_as(value) + second[name].view_as(value)) / 2 if name in first else 0
-            assert torch.allclose(value + rest, 3 * gradients[name], rtol=1e-4, atol=1e-6), name
+    both = [of_rank for stage, of_rank in grace.allgather_object((engine.stage, left)) if stage == engine.stage]
+    assert len(both) == 2
+    assert left
+    for name, value in applied.items():
+        rest = sum(of_rank[name].view_as(value) for of_rank in both) / 2 if name in left else 0
+        assert torch.allclose(value + rest, 3 * gradients[name], rtol=1e-4, atol=1e-6), name
 
 
-def one_without_parameters():
-    """A rank's metrics, and whether its stage has parameters."""
+@on_ranks()
+def test_a_rank_without_parameters_or_replicas_tells_that_nothing_was_sent():
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh())
     x, y = torch.ones(4, 6), torch.zeros(4, 4)
     choices = {"stages": 2, "microbatches": 2, "cuts": ["linear"], "compressor": "topk(ratio=0.5)"}
     engine = grace.torch.Pipeline(model, (x,), torch.nn.functional.mse_loss, optimizer=sgd, **choices)
     engine.step(x, y)
-    return engine.metrics(), bool(engine.parameters)
-
-
-def test_a_rank_without_parameters_or_replicas_tells_that_nothing_was_sent():
-    answers = ranks_of(2).run(one_without_parameters)
-    assert sorted(has for _, has in answers) == [False, True]
-    for metrics, _ in answers:
-        assert metrics["bytes_sent"] == metrics["bytes_dense"] == metrics["residual_norm"] == 0
+    assert sorted(grace.allgather_object(bool(engine.parameters))) == [False, True]
+    metrics = engine.metrics()
+    assert metrics["bytes_sent"] == metrics["bytes_dense"] == metrics["residual_norm"] == 0
 
 
 def run_unequal(names, replicas, schedule):
@@ -166,11 +162,5 @@ def test_stages_with_unequal_replicas_are_one_process(replicas, schedule):
     names = UNEQUAL if THOROUGH else UNEQUAL[replicas[0] - 1 :: 2]
     answers = ranks_of(3).run(run_unequal, names, replicas, schedule)
     for name in names:
-        losses, gradients, state = alone(name, 2, 2, replicas=2)
-        for answer in answers:
-            got, own, values, place = answer[name]
-            assert got == pytest.approx(losses, rel=1e-5), (name, place)
-            for key in own:
-                assert torch.allclose(own[key], gradients[key], rtol=1e-4, atol=1e-6), (name, key, place)
-                assert torch.allclose(values[key], state[key], rtol=1e-4, atol=1e-6), (name, key, place)
+        check_is_alone(name, [answer[name] for answer in answers], alone(name, 2, 2, replicas=2))
         assert {answer[name][3] for answer in answers} == {(s, r) for s in (0, 1) for r in range(replicas[s])}

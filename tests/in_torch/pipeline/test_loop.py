@@ -1,5 +1,6 @@
 """A user's own loop over a pipeline is that of one process."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -8,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import grace
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, own_batch, pipeline, rows, sgd
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks
+from tests.support.training import digest, refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -26,12 +28,14 @@ def close(a, b, tolerance=1e-4):
     return a.keys() <= b.keys() and all(torch.allclose(a[key], b[key], rtol=tolerance, atol=1e-6) for key in a)
 
 
-def looped(name, settings):
-    engine = pipeline(name, **settings)
-    if engine.plan is None:
+@pytest.mark.parametrize("name", ["Residual", "Several", "TiedEmbedding"])
+@pytest.mark.parametrize(("lazy", "size"), [(False, 4), (True, 2)])
+@on_ranks()
+def test_an_own_loop_is_one_process(name, lazy, size):
+    engine, losses = pipeline(name, stages=2, example=not lazy), []
+    if lazy:
         with pytest.raises(grace.ConfigError, match="not cut yet"):
             engine.state_dict()
-    losses = []
     for step in range(2):
         engine.zero_grad()
         if engine.plan is None:
@@ -44,21 +48,15 @@ def looped(name, settings):
         loss.backward()
         engine.optimizer.step()
         losses.append(loss.item())
-    return losses, gradients(engine), engine.state_dict()
+    expected = alone(name, 2, 2, size // 2)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert close(gradients(engine), expected[1])
+    assert close(engine.state_dict(), expected[2])
 
 
-@pytest.mark.parametrize("name", ["Residual", "Several", "TiedEmbedding"])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_an_own_loop_is_one_process(name, lazy):
-    replicas = 1 if lazy else 2
-    expected = alone(name, 2, 2, replicas)
-    for losses, own, state in ranks_of(2 * replicas).run(looped, name, {"stages": 2, "example": not lazy}):
-        assert losses == pytest.approx(expected[0], rel=1e-5)
-        assert close(own, expected[1])
-        assert close(state, expected[2])
-
-
-def accumulated(way):
+@pytest.mark.parametrize("way", ["loop", "step"])
+@on_ranks()
+def test_gradients_accumulate(way):
     engine, name = pipeline("Residual"), "Residual"
     (first, _), (second, _) = own_rows(engine, name, 0), own_rows(engine, name, 1)
     if way == "loop":
@@ -69,119 +67,88 @@ def accumulated(way):
             engine.step(*first)
         engine.step(*second)
     engine.exchange()
-    return gradients(engine)
+    model, factor = made(name), 2 if way == "loop" else 1
+    for args in (first, second):
+        (loss_fn(model(*args[:-1]), args[-1]) / factor).backward()
+    assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("way", ["loop", "step"])
-def test_gradients_accumulate(way):
-    model, factor = made("Residual"), 2 if way == "loop" else 1
-    for step in range(2):
-        args, _, target = batch("Residual", step)
-        (loss_fn(model(*args), target) / factor).backward()
-    expected = {key: p.grad for key, p in model.named_parameters()}
-    assert all(close(own, expected) for own in ranks_of(2).run(accumulated, way))
-
-
-def differentiated_twice():
-    engine, said = pipeline("Residual"), ""
+@on_ranks()
+def test_a_loss_is_differentiated_once_and_keeps_no_gradients():
+    engine = pipeline("Residual")
     args, _ = own_rows(engine, "Residual", 0)
     loss = engine(*args)
     loss.backward()
     kept = [StorageWeakRef(p.grad.untyped_storage()) for p in engine.parameters.values() if p.grad is not None]
     before = gradients(engine)
-    try:
-        loss.backward()
-    except grace.ConfigError as error:
-        said = str(error)
-    same = close(before, gradients(engine), 0)
+    assert refusal(loss.backward).startswith("loss.backward() was called before")
+    assert close(before, gradients(engine), 0)
     engine.zero_grad()
-    return said, same, len(kept), sum(not one.expired() for one in kept)
-
-
-def test_a_loss_is_differentiated_once_and_keeps_no_gradients():
-    for said, same, count, left in ranks_of(2).run(differentiated_twice):
-        assert said.startswith("loss.backward() was called before")
-        assert (same, count > 0, left) == (True, True, 0)
-
-
-def clipped(settings, most, kind):
-    engine = pipeline("TiedEmbedding", **settings)
-    args, _ = own_rows(engine, "TiedEmbedding", 0)
-    engine(*args).backward()
-    norm = engine.clip_grad_norm_(most, kind)
-    return float(norm), gradients(engine)
+    assert kept
+    assert all(one.expired() for one in kept)
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("kind", [2.0, float("inf")])
+@on_ranks(4)
 def test_clipping_is_that_of_the_whole_model(kind):
-    model = made("TiedEmbedding")
+    engine, model = pipeline("TiedEmbedding", stages=2), made("TiedEmbedding")
+    engine(*own_rows(engine, "TiedEmbedding", 0)[0]).backward()
+    norm = float(engine.clip_grad_norm_(0.01, kind))
     args, _, target = batch("TiedEmbedding", 0, 2 * ROWS)
     loss_fn(model(*args), target).backward()
-    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, kind))
-    for norm, own in ranks_of(4).run(clipped, {"stages": 2}, 0.01, kind):
-        assert norm == pytest.approx(expected, rel=1e-5)
-        assert close(own, {key: p.grad for key, p in model.named_parameters()})
-
-
-def evaluated(name, settings, gather):
-    engine = pipeline(name, **settings)
-    args, kwargs = own_rows(engine, name, 0)
-    engine.step(*args, **kwargs)
-    engine.eval()
-    outputs = engine(*args[:-1], gather=gather, **kwargs)
-    state = engine.state_dict()
-    engine.train()
-    engine.step(*args, **kwargs)
-    return outputs, state, engine.replica
+    assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, kind)), rel=1e-5)
+    assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("name", ["Normalized", "Several", "TiedEmbedding"])
 @pytest.mark.parametrize("gather", [False, True])
+@on_ranks(4)
 def test_outputs_are_those_of_the_model_in_evaluation(name, gather):
-    for outputs, state, replica in ranks_of(4).run(evaluated, name, {"stages": 2}, gather):
-        model = made(name)
-        model.load_state_dict(state)
-        model.eval()
-        args, kwargs, _ = batch(name, 0, 2 * ROWS)
-        if not gather:
-            args, kwargs = rows((args, kwargs), replica * ROWS, (replica + 1) * ROWS, 2 * ROWS)
-        with torch.no_grad():
-            expected = model(*args, **kwargs)
-        leaves = torch.utils._pytree.tree_leaves
-        if name == "Normalized":  # each rank has its own replica's statistics
-            assert outputs.shape == expected.shape
-            assert replica or gather or torch.allclose(outputs, expected, atol=1e-5)
-            continue
-        for a, b in zip(leaves(outputs), leaves(expected), strict=True):
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    engine = pipeline(name, stages=2)
+    given, keywords = own_rows(engine, name, 0)
+    engine.step(*given, **keywords)
+    engine.eval()
+    outputs = engine(*given[:-1], gather=gather, **keywords)
+    model = made(name)
+    model.load_state_dict(engine.state_dict())
+    engine.train()
+    engine.step(*given, **keywords)
+    args, kwargs, _ = batch(name, 0, 2 * ROWS)
+    if not gather:
+        args, kwargs = rows((args, kwargs), engine.replica * ROWS, (engine.replica + 1) * ROWS, 2 * ROWS)
+    with torch.no_grad():
+        expected = model.eval()(*args, **kwargs)
+    if name == "Normalized":  # each rank has its own replica's statistics
+        assert outputs.shape == expected.shape
+        assert engine.replica or gather or torch.allclose(outputs, expected, atol=1e-5)
+        return
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves(outputs), leaves(expected), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def scaled(overflows):
+def scaled_steps():
+    """A pipeline with a scaler, and this rank's batch."""
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     engine = pipeline("FewParameters", grad_scaler=scaler, stages=2, compressor="topk(ratio=0.5)")
-    args, _ = own_rows(engine, "FewParameters", 0)
-    before = engine.state_dict()
-    if overflows and engine.stage == 1:
-        engine.parameters["two.bias"].register_hook(lambda gradient: gradient * float("inf"))
-    if overflows:
-        with mock.patch("grace.pipeline.torch.capture.check_hooks"):  # which refuses the one above
-            engine.step(*args)
-        return engine.state_dict(), before, scaler.get_scale()
-    loss = engine(*args)
-    scaler.scale(loss).backward()
-    scaler.step(engine.optimizer)
-    scaler.update()
-    return engine.state_dict(), before, scaler.get_scale()
+    return engine, scaler, own_rows(engine, "FewParameters", 0)[0]
 
 
+@on_ranks(4)
 def test_an_overflow_in_one_stage_skips_the_step_of_all():
-    for after, before, scale in ranks_of(4).run(scaled, True):
-        assert all(torch.equal(after[key], before[key]) for key in after)
-        assert scale == 32.0
+    engine, scaler, args = scaled_steps()
+    before = engine.state_dict()
+    if engine.stage == 1:
+        engine.parameters["two.bias"].register_hook(lambda gradient: gradient * float("inf"))
+    with mock.patch("grace.pipeline.torch.capture.check_hooks"):  # which refuses the one above
+        engine.step(*args)
+    assert digest(engine.state_dict()) == digest(before)
+    assert scaler.get_scale() == 32.0
 
 
-def overflowing():
+@on_ranks()
+def test_a_step_that_overflows_is_skipped_in_channels_last_too():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 1))
     model = model.to(memory_format=torch.channels_last)
@@ -189,13 +156,22 @@ def overflowing():
     engine = grace.torch.Pipeline(model, x, loss_fn, optimizer=sgd, stages=2, microbatches=2, grad_scaler=scaler)
     before = engine.state_dict()
     engine.step(1e30 * x, torch.zeros(4, 1))
-    return engine.state_dict(), before, scaler.get_scale()
+    assert digest(engine.state_dict()) == digest(before)
+    assert scaler.get_scale() == 32.0
 
 
-def test_a_step_that_overflows_is_skipped_in_channels_last_too():
-    for after, before, scale in ranks_of(2).run(overflowing):
-        assert all(torch.equal(after[key], before[key]) for key in after)
-        assert scale == 32.0
+@on_ranks(4)
+def test_a_scaler_in_an_own_loop():
+    plain = pipeline("FewParameters", stages=2, compressor="topk(ratio=0.5)")
+    plain.step(*own_rows(plain, "FewParameters", 0)[0])
+    engine, scaler, args = scaled_steps()
+    before = engine.state_dict()
+    scaler.scale(engine(*args)).backward()
+    scaler.step(engine.optimizer)
+    scaler.update()
+    assert close(engine.state_dict(), plain.state_dict())
+    assert not close(before, plain.state_dict())
+    assert scaler.get_scale() == 64.0
 
 
 def frozen(stages, saved, scaled=True, make=None):
@@ -209,7 +185,7 @@ def frozen(stages, saved, scaled=True, make=None):
     )
     if saved is not None:
         engine.load_state_dict(saved[0])
-        engine.load_optimizer_state_dict(saved[1], memory="keep")
+        engine.load_optimizer_state_dict(copy.deepcopy(saved[1]), memory="keep")  # torch would share the momenta
     losses = [engine.step(x, torch.zeros(4, 1)).item() for _ in range(2)]
     return losses, (engine.state_dict(), engine.optimizer_state_dict()), engine.gradient("0.weight").count_nonzero()
 
@@ -222,47 +198,29 @@ def momentum_of_some(parameters):
     return momentum([p for p in parameters if p.requires_grad])
 
 
+@on_ranks()
 def test_a_stage_in_which_nothing_trains():
-    expected, _, _ = ranks_of(2).run(frozen, 2, None, False)[0]
-    assert ranks_of(2).run(frozen, 2, None, False, momentum_of_some)[1][0] == expected
-    (losses, saved, left), (others, _, _) = ranks_of(2).run(frozen, 2, None)
-    assert losses == others == expected
-    assert left == 0
-    (later, _, _), _ = ranks_of(2).run(frozen, 2, saved)
-    assert ranks_of(2).run(frozen, 1, saved)[0][0] == pytest.approx(later, rel=1e-5)
+    expected, _, _ = frozen(2, None, False)
+    assert grace.allgather_object(frozen(2, None, False, momentum_of_some)[0])[1] == expected
+    losses, saved, left = frozen(2, None)
+    assert losses == expected
+    assert grace.rank() or left == 0
+    later, _, _ = frozen(2, saved)
+    assert frozen(1, saved)[0] == pytest.approx(later, rel=1e-5)
     assert later[0] < losses[1]
 
 
-def test_a_scaler_in_an_own_loop():
-    plain = ranks_of(4).run(unscaled)[0]
-    for after, before, scale in ranks_of(4).run(scaled, False):
-        assert close(after, plain)
-        assert not close(before, plain)
-        assert scale == 64.0
-
-
-def unscaled():
-    engine = pipeline("FewParameters", stages=2, compressor="topk(ratio=0.5)")
-    args, _ = own_rows(engine, "FewParameters", 0)
-    engine.step(*args)
-    return engine.state_dict()
-
-
-def half(name, dtype):
-    engine = pipeline(name, schedule="1f1b")
-    args, kwargs = own_rows(engine, name, 0)
-    with torch.autocast("cpu", dtype):
-        loss = engine(*args, **kwargs)
-    loss.backward()
-    built = next(iter(engine._built.values()))
-    sent = [value.dtype for value in (*built.stage.sends, *built.stage.receives)]
-    return loss.item(), gradients(engine), sent
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks()
 def test_autocast_is_one_process(dtype):
     name = "Convolutional"
-    model = made(name)
+    engine, model = pipeline(name, schedule="1f1b"), made(name)
+    given, keywords = own_rows(engine, name, 0)
+    with torch.autocast("cpu", dtype):
+        got = engine(*given, **keywords)
+    got.backward()
+    built = next(iter(engine._built.values()))
+    assert dtype in [value.dtype for value in (*built.stage.sends, *built.stage.receives)]
     args, _, target = batch(name)
     total = 0.0
     for low in (0, ROWS // 2):
@@ -270,31 +228,26 @@ def test_autocast_is_one_process(dtype):
             loss = loss_fn(model(args[0][low : low + ROWS // 2]), target[low : low + ROWS // 2]) / 2
         loss.backward()
         total += loss.item()
-    for got, own, sent in ranks_of(2).run(half, name, dtype):
-        assert got == pytest.approx(total, rel=1e-5)
-        assert close(own, {key: p.grad for key, p in model.named_parameters()}, 1e-3)
-        assert dtype in sent
+    assert got.item() == pytest.approx(total, rel=1e-5)
+    assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()}, 1e-3)
 
 
-def with_inputs(inputs):
+@pytest.mark.parametrize("inputs", ["global", "rank0"])
+@on_ranks(4)
+def test_the_whole_batch_may_be_given(inputs):
     engine = pipeline("Several", stages=2, inputs=inputs)
     args, kwargs, target = batch("Several", 0, 2 * ROWS)
     if inputs == "rank0" and grace.rank():
         args, kwargs, target = torch.utils._pytree.tree_map(lambda _: torch.empty(0), (args, kwargs, target))
     loss = engine.step(*args, target, **kwargs)
-    return loss.item(), engine.state_dict()
-
-
-@pytest.mark.parametrize("inputs", ["global", "rank0"])
-def test_the_whole_batch_may_be_given(inputs):
     expected = alone("Several", 1, 2, replicas=2)
-    for loss, state in ranks_of(4).run(with_inputs, inputs):
-        assert loss == pytest.approx(expected[0][0], rel=1e-5)
-        assert close(state, expected[2])
+    assert loss.item() == pytest.approx(expected[0][0], rel=1e-5)
+    assert close(engine.state_dict(), expected[2])
 
 
-def smaller():
-    engine = pipeline("Residual")
+@on_ranks()
+def test_a_smaller_last_batch_has_stages_of_its_own():
+    engine, model = pipeline("Residual"), made("Residual")
     args, _, target = batch("Residual")
     engine.step(*args, target)
     with pytest.raises(grace.ConfigError, match="a batch of 5 rows cannot be cut into 2 micro-batches"):
@@ -302,15 +255,9 @@ def smaller():
     engine.step(args[0][:4], target[:4])
     with pytest.raises(grace.ConfigError, match="evaluating"):
         engine.eval().step(*args, target)
-    return engine.state_dict()
-
-
-def test_a_smaller_last_batch_has_stages_of_its_own():
-    model = made("Residual")
     optimizer = sgd(model.parameters())
-    args, _, target = batch("Residual")
     for size in (ROWS, 4):
         optimizer.zero_grad()
         loss_fn(model(args[0][:size]), target[:size]).backward()
         optimizer.step()
-    assert all(close(state, model.state_dict()) for state in ranks_of(2).run(smaller))
+    assert close(engine.state_dict(), model.state_dict())

@@ -11,7 +11,7 @@ from grace.pipeline.torch.atomic_subcomponents import Atoms
 from grace.pipeline.torch.capture import capture
 from grace.pipeline.torch.node_costs import build_graph
 from tests.support.live import LiveBytes
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -107,17 +107,13 @@ def test_a_plan_says_what_is_alive(local, name, schedule):
     assert says == pytest.approx(peak, rel=0.1)
 
 
-def of_two_stages(cuts):
-    return [
-        planned_and_alive(name, schedule, cuts=[cut]) for name, cut in cuts.items() for schedule in ("gpipe", "1f1b")
-    ]
-
-
-def test_a_plan_says_what_is_alive_on_each_of_two_stages():
-    for found in ranks_of(2).run(of_two_stages, {"layers": "tanh_1", "convolutions": "relu"}):
-        for says, peak, between in found:
-            assert says == pytest.approx(peak, rel=0.1)
-            assert between < says
+@pytest.mark.parametrize(("name", "cut"), [("layers", "tanh_1"), ("convolutions", "relu")])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@on_ranks()
+def test_a_plan_says_what_is_alive_on_each_of_two_stages(name, cut, schedule):
+    says, peak, between = planned_and_alive(name, schedule, cuts=[cut])
+    assert says == pytest.approx(peak, rel=0.1)
+    assert between < says
 
 
 def test_what_does_not_train_is_held_once_and_what_has_no_rows_does_not_shrink():

@@ -1,10 +1,9 @@
 """Pipelines over real ranks compute what one process computes."""
 
 import pytest
-import torch
 
 from tests.support.drawing import THOROUGH
-from tests.support.pipelines import BY_NAME, alone, piped_all
+from tests.support.pipelines import BY_NAME, alone, check_is_alone, piped_all
 from tests.support.pools import ranks_of
 
 pytestmark = pytest.mark.ranks
@@ -22,21 +21,6 @@ def share(ways, turn):
     return NAMES if THOROUGH else NAMES[turn :: len(ways)]
 
 
-def check(name, answers, expected, buffers=True):
-    losses, gradients, state = expected
-    seen = set()
-    for got, own, values, place in answers:
-        assert got == pytest.approx(losses, rel=1e-5, abs=1e-7), (name, place)
-        for key, value in own.items():
-            assert torch.allclose(value, gradients[key], rtol=1e-4, atol=1e-6), (name, key, place)
-        for key, value in values.items():
-            if buffers or key in gradients:
-                assert torch.allclose(value, state[key], rtol=1e-4, atol=1e-6), (name, key, place)
-        seen |= values.keys()
-    aliases = {"head.weight"} if name == "TiedEmbedding" else set()
-    assert seen == state.keys() - aliases, name
-
-
 def run_all(names, settings):
     return piped_all(names, 2, **settings)
 
@@ -46,7 +30,9 @@ def run(ranks, names, replicas, settings):
     for name in names:
         # a batch norm's statistics are those of the replica's own rows
         buffers = replicas == 1 or name != "Normalized"
-        check(name, [one[name] for one in answers], alone(name, 2, settings["microbatches"], replicas), buffers)
+        check_is_alone(
+            name, [one[name] for one in answers], alone(name, 2, settings["microbatches"], replicas), buffers
+        )
 
 
 @pytest.mark.every

@@ -149,11 +149,11 @@ def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tupl
             kind, root, sent = "alltoall", -1, max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
             nbytes = sent * ranks / (ranks - 1)
         timed = "allreduce16" if kind == "allreduce" and dtype in ("float16", "bfloat16") else kind
-        seconds, taken = network.seconds(timed, nbytes, ranks), network.taken.get(timed, 0.0)
+        seconds, contention = network.seconds(timed, nbytes, ranks), network.contention.get(timed, 0.0)
         if kind == "broadcast" and root < 0:  # each rank in its turn
             seconds *= ranks
         root_sends = leg.sent(nbytes, ranks, root) if root >= 0 else 0.0
-        found.append(Transfer(kind, seconds, sent, root, root_sends, taken))
+        found.append(Transfer(kind, seconds, sent, root, root_sends, contention))
     return tuple(found)
 
 

@@ -22,7 +22,7 @@ FIRST, ENOUGH = 3, 1 << 20
 """Calls of a size before these passes, and bytes up to which a kind is measured unless that takes very long."""
 MOST_BYTES = 1 << 30
 """That a collective may need on a rank."""
-BESIDE, MOST_TAKEN = 0.01, 0.9
+BESIDE, MOST_CONTENTION = 0.01, 0.9
 """Seconds of a collective, if a size takes as long, beside which computing is timed; and the largest share of it."""
 REPEATS, LEAST = 12, 3
 """Of a size, if time allows, and in any case; in so many passes over all sizes and kinds."""
@@ -73,14 +73,16 @@ def measure_network(
         for kind, nbytes in took:
             if kind not in sizes or min(took[kind, sizes[kind]]) < BESIDE:
                 sizes[kind] = nbytes
-        taken = {kind: timing.taken(kind, nbytes, min(took[kind, nbytes])) for kind, nbytes in sizes.items()}
+        beside = {
+            kind: timing.measure_contention(kind, nbytes, min(took[kind, nbytes])) for kind, nbytes in sizes.items()
+        }
     finally:
         backend.sent_bytes = sent
     typical, points = median if crowded else undisturbed, dict[str, list[tuple[float, float]]]()
     for (kind, nbytes), found in took.items():
         points.setdefault(kind, []).append((nbytes, typical(found)))
     curves = {kind: Curve.through(measured) for kind, measured in points.items()}
-    return MeasuredNetwork(curves, backend.size, taken)
+    return MeasuredNetwork(curves, backend.size, beside)
 
 
 def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
@@ -122,7 +124,7 @@ class _Timing:
         took = self._gather([self._time(kind, tensor) for _ in range(count)])
         return [max(*each, 1e-9) for each in zip(*took, strict=True)]
 
-    def taken(self, kind: str, nbytes: int, seconds: float) -> float:
+    def measure_contention(self, kind: str, nbytes: int, seconds: float) -> float:
         """Return the share of computing that a collective of so many seconds takes, on the rank that it slows most: 0
         where it has a core, or a device, for itself. Computing of half as long is timed alone and beside it."""
         tensor = self._allocate(kind, nbytes)
@@ -137,7 +139,7 @@ class _Timing:
             handle = self._start(kind, tensor)
             beside.append(self._compute(calls))
             handle.wait()
-        return max(0.0, min(MOST_TAKEN, 1 - min(self._gather(median(alone) / median(beside)))))
+        return max(0.0, min(MOST_CONTENTION, 1 - min(self._gather(median(alone) / median(beside)))))
 
     def _compute(self, calls: int) -> float:
         """Return the seconds of so many small computations."""

@@ -21,7 +21,7 @@ class Network(Protocol):
     """Connection of ranks."""
 
     @property
-    def taken(self) -> Mapping[str, float]:
+    def contention(self) -> Mapping[str, float]:
         """The share of a rank's computing that a collective takes while it is under way, by its kind; else 0."""
         ...
 
@@ -81,7 +81,7 @@ class Links:
     bandwidth: float
     latency: float = 0.0
     sharing: int = 1
-    taken: ClassVar[Mapping[str, float]] = {}
+    contention: ClassVar[Mapping[str, float]] = {}
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -108,7 +108,7 @@ class MeasuredNetwork:
     Args:
         curves: by kind of collective.
         ranks: how many measured.
-        taken: shares of computing, as a :class:`Network` has them.
+        contention: shares of computing, as a :class:`Network` has them.
 
     Raise ConfigError if nothing was measured, or a kind that there is not.
 
@@ -122,13 +122,13 @@ class MeasuredNetwork:
 
     curves: Mapping[str, Curve]
     ranks: int
-    taken: Mapping[str, float] = field(default_factory=dict)
+    contention: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks < 1e9 or not self.curves:
             raise ConfigError("latency and bandwidth are fitted to collectives of 2 ranks or more, and there are none")
-        if not all(0 <= share < 1 for share in self.taken.values()):
-            raise ConfigError(f"a collective takes a share of computing from 0 to below 1, not {dict(self.taken)}")
+        if not all(0 <= share < 1 for share in self.contention.values()):
+            raise ConfigError(f"a collective takes a share of computing from 0 to below 1, not {dict(self.contention)}")
         _ = self.links  # raises where a kind is none
 
     @functools.cached_property

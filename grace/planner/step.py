@@ -64,7 +64,7 @@ class Transfer:
     nbytes: float = 0.0
     root: int = -1
     root_nbytes: float = 0.0
-    taken: float = 0.0
+    contention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,24 +169,22 @@ class _SimulatedStep:
     def _end_of(self, seconds: float) -> float:
         """Return when so much computing is done that begins now, slower beside collectives that take a share of it."""
         time, left = self.time, seconds
-        for start, end, taken in self.under_way:
+        for start, end, contention in self.under_way:
             undisturbed, beside = max(0.0, start - time), max(0.0, end - max(start, time))
             if left <= undisturbed:
                 break
             left, time = left - undisturbed, time + undisturbed
-            if left <= (1 - taken) * beside:
-                return time + left / (1 - taken)
-            left, time = left - (1 - taken) * beside, time + beside
+            if left <= (1 - contention) * beside:
+                return time + left / (1 - contention)
+            left, time = left - (1 - contention) * beside, time + beside
         return time + left
 
     def _launch(self, i: int, number: int) -> None:
         """Let a bucket's collective join the queue of the wire."""
         begin, transfer = max(self.time, self.free), self.works[i].transfers[number]
         self.free = self.done[i] = begin + transfer.seconds
-        if transfer.taken:
-            self.under_way = [one for one in self.under_way if one[1] > self.time] + [
-                (begin, self.free, transfer.taken)
-            ]
+        if transfer.contention:
+            self.under_way.append((begin, self.free, transfer.contention))
         self.events.append(("wire", i, begin, self.free))
 
 

@@ -280,4 +280,4 @@ def test_sums_of_halves_take_what_those_were_measured_to_take():
     assert halves.transfers[0].seconds == pytest.approx(2e-3, rel=0.01)
     assert unknown.transfers[0].seconds == pytest.approx(1e-3, rel=0.01)
     assert halves.transfers[0].kind == "allreduce"
-    assert (halves.transfers[0].taken, unknown.transfers[0].taken) == (0.5, 0.0)
+    assert (halves.transfers[0].contention, unknown.transfers[0].contention) == (0.5, 0.0)

@@ -126,7 +126,7 @@ def test_the_share_of_computing_that_a_collective_takes_is_measured(clock, monke
         return 1e-5 * calls * (4 if backend.under_way else 1)
 
     monkeypatch.setattr(links._Timing, "_compute", compute)
-    assert measure_network(backend, 2.0).taken == {"allreduce": 0.0, "allgather": 0.75}
+    assert measure_network(backend, 2.0).contention == {"allreduce": 0.0, "allgather": 0.75}
 
 
 class OnDevice(np.ndarray):
@@ -139,7 +139,7 @@ class OnDevice(np.ndarray):
 @pytest.mark.usefixtures("clock")
 def test_on_a_device_nothing_is_taken(monkeypatch):
     monkeypatch.setattr(links._Timing, "_compute", mock.Mock(side_effect=AssertionError))
-    assert measure_network(Wire(2), 0.5, lambda array: array.view(OnDevice)).taken == {"allreduce": 0.0}
+    assert measure_network(Wire(2), 0.5, lambda array: array.view(OnDevice)).contention == {"allreduce": 0.0}
 
 
 def measured():
@@ -158,8 +158,8 @@ def test_ranks_measure_together_and_get_the_same(ranks):
     assert sent == 0
     assert set(found.curves) == set(KINDS)
     assert found.ranks == ranks.size
-    assert found.taken.keys() == set(KINDS)
-    assert all(0 <= share < 1 for share in found.taken.values())
+    assert found.contention.keys() == set(KINDS)
+    assert all(0 <= share < 1 for share in found.contention.values())
     for curve in found.curves.values():
         assert [nbytes for nbytes, _ in curve.points] == list(SMALL)
         assert all(1e-6 < seconds < 5 for _, seconds in curve.points)

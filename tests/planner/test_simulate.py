@@ -48,7 +48,7 @@ def test_one_bucket_of_everything_overlaps_nothing():
 
 
 def test_computing_is_slower_beside_a_collective_that_takes_a_part_of_it():
-    half = Transfer("allreduce", 2.0, taken=0.5)
+    half = Transfer("allreduce", 2.0, contention=0.5)
     # backward goes on from 2.0 to 4.0 at half speed, and has 2.0 of its 3.0 seconds left then
     assert step([Work(("c",), transfers=(half,))]).step == 2.0 + 2.0 + 2.0 + 0.5
     # the second one waits in the queue of the wire until 4.0, and both are done at 6.0, as backward is
@@ -144,7 +144,7 @@ def a_work(draw):
     kind = draw(st.sampled_from(KINDS))
     names = tuple(draw(st.sets(st.sampled_from("abc"), min_size=1)))
     seconds = [draw(QUARTERS) for _ in range(1 if kind == "sum" else draw(st.integers(1, 3)))]
-    transfers = sends(*seconds, taken=draw(st.sampled_from([0.0, 0.25, 0.75])))
+    transfers = sends(*seconds, contention=draw(st.sampled_from([0.0, 0.25, 0.75])))
     if kind == "root":
         root, kinds = draw(st.integers(0, 2)), ("gather", "broadcast", "broadcast")
         transfers = tuple(Transfer(k, s, 1, root) for k, s in zip(kinds, seconds, strict=False))

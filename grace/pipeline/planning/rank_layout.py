@@ -45,9 +45,9 @@ class SharedNetwork:
         return self.network.seconds(kind, nbytes * self.groups, ranks)
 
     @property
-    def taken(self) -> Mapping[str, float]:
+    def contention(self) -> Mapping[str, float]:
         """The shares of computing that collectives take."""
-        return self.network.taken
+        return self.network.contention
 
 
 @dataclass(frozen=True)

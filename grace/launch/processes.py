@@ -39,6 +39,28 @@ def signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Return a context at whose end signals that end a program have their effect, so that commands that are started in
+    it are awaited."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[int]()
+
+    def note(number: int, frame: Any) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
 def end(*launchers: subprocess.Popen) -> None:
     """End launchers, which end their ranks; processes that are left of their sessions are killed."""
     for launcher in launchers:

@@ -233,6 +233,26 @@ def test_nothing_is_left_when_the_command_is_interrupted():
 
 
 @linked
+def test_a_signal_while_a_link_is_set_up_waits_for_the_commands_that_do_it(monkeypatch):
+    done = []
+
+    def call(*command, script=""):
+        if not done:
+            signal.raise_signal(signal.SIGTERM)
+        output = real(*command, script=script)
+        done.append(command[:3])
+        return output
+
+    real = namespaces.call
+    monkeypatch.setattr(namespaces, "call", call)
+    monkeypatch.setattr(namespaces, "remove_stale", lambda: None)
+    with pytest.raises(KeyboardInterrupt), Link(2):
+        pass
+    assert done.count(("ip", "netns", "add")) == done.count(("ip", "netns", "delete")) >= 3
+    assert left_by(os.getpid()) == []
+
+
+@linked
 def test_the_next_link_removes_what_a_killed_process_left():
     process = start("wait")
     broken = Path(namespaces.FOLDER, f"grace-{process.pid}-1-0-hub")

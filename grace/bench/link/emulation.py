@@ -19,7 +19,7 @@ from typing import Any
 from grace.bench.common.ending import LinkError
 from grace.bench.link import namespaces
 from grace.errors import ConfigError
-from grace.launch.processes import end, signals_raise
+from grace.launch.processes import end, signals_deferred, signals_raise
 
 MTU = 9000
 """Bytes of a jumbo frame: headers are under 1 % of it, and 10 Gbit/s do not take all of the processor."""
@@ -104,11 +104,12 @@ class Link:
     def __enter__(self) -> "Link":
         self._signals.enter_context(signals_raise())
         try:
-            reason = possible(self.latency_ms)
-            if reason:
-                raise LinkError(f"a link cannot be emulated here: {reason}")
-            namespaces.remove_stale()
-            self._build()
+            # a command that is interrupted as it starts would be left alone, and make its namespace later
+            with signals_deferred():
+                if reason := possible(self.latency_ms):
+                    raise LinkError(f"a link cannot be emulated here: {reason}")
+                namespaces.remove_stale()
+                self._build()
         except BaseException:
             self.close()
             raise
@@ -120,7 +121,8 @@ class Link:
     def close(self) -> None:
         """Remove the network; processes that still run inside are killed."""
         if self._prefix and self._process == os.getpid():  # not in a fork, whose parent still uses the network
-            namespaces.remove(namespaces.starting(self._prefix))
+            with signals_deferred():
+                namespaces.remove(namespaces.starting(self._prefix))
             self._prefix = ""
             atexit.unregister(self.close)
         self._signals.close()

@@ -4,6 +4,8 @@ tests/device runs the commands."""
 import functools
 import gc
 import io
+import subprocess
+import sys
 import weakref
 from unittest import mock
 
@@ -22,6 +24,7 @@ from grace.bench.step.step_rows import EngineRows
 from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
+from tests.support.limits import HANGS
 
 
 class Scripted(HostClock):
@@ -91,6 +94,26 @@ def test_what_a_replay_reads_stays_as_long_as_the_replay(monkeypatch):
     assert held() is not None
     clock.forget()
     assert held() is None
+
+
+GROUPS = """
+import torch
+from grace.bench.kernels import rivals
+
+for _ in range(150):
+    with rivals.alone("cpu") as group:
+        works = rivals.hooks(torch.ones(32, 64), group)
+        for one in works.values():
+            one["round_trip"]()
+        del works, one
+    del group
+"""
+
+
+@pytest.mark.ranks
+def test_a_process_outlives_the_groups_of_torchs_hooks():
+    """A thread of gloo's that held the last reference to its own group aborted the process."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", GROUPS], check=True, timeout=HANGS)
 
 
 def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move():

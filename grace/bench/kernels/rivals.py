@@ -4,6 +4,7 @@ The hooks run as they are, over a process group of one rank, whose collectives m
 """
 
 import contextlib
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,6 +42,9 @@ def alone(device: str) -> Iterator[Any]:
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already")
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # A thread of gloo's drops a hook's last callback, and the group with it, at any time after the hook's wait. A group
+    # that its own thread destroys, or the interpreter at its end, aborts the process: it is never destroyed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
     try:
         yield dist.group.WORLD
     finally:

@@ -16,7 +16,7 @@ Tensor = Any
 Payload = list[Tensor]
 Shape = tuple[int, ...]
 Ctx = Any
-"""What a rank keeps to decode payloads of a variable, of any rank: a shape, a seed. It is not sent."""
+"""Facts that decode any rank's payload of a variable, such as its shape or a seed. They stay on the rank."""
 AFTER_WARMUP = 1 << 62
 """A step after every warm-up, for which sizes are quoted."""
 BucketCodec = tuple[str, dict[str, object]]

@@ -49,15 +49,22 @@ def test_wrong_values_are_refused_or_shown(kind, data):
 
 
 @pytest.mark.parametrize(
-    ("command", "kind", "key", "value"),
+    ("kind", "place", "value", "said"),
     [
-        (["report"], "step", "verdict", [1]),
-        (["report"], "train", "curve", 1),
-        (["bench", "compare"], "train", "seeds", 5),
+        ("step", ("rows", 0, "step_ms"), "x", "row 1, step_ms must be a number"),
+        ("step", ("rows", 1, "name"), 7, "row 2, name must be text"),
+        ("step", ("settings", "ranks"), {}, "settings.ranks must hold numbers"),
+        ("step", ("settings", "verdict"), [1], "settings.verdict must be an object of sentences"),
+        ("train", ("settings", "scale"), "x", "settings.scale must be a number"),
+        ("train", ("rows", 0, "curve"), 1, "row 1, curve must be a list"),
+        ("kernels", ("machine", "gpus"), 3, "machine.gpus must be a list"),
+        ("kernels", ("seconds",), "x", "seconds, complete must be a number"),
     ],
 )
-def test_values_of_other_types_are_refused_by_the_kind_of_the_results(command, kind, key, value):
+def test_the_place_of_a_wrong_value_is_named(kind, place, value, said):
     document = json.loads(json.dumps(DOCUMENTS[kind]))
-    owner = document["rows"][0] if key == "curve" else document["settings"]
-    owner[key] = value
-    assert f"{kind}) hold values that cannot be shown: " in runs(document, command)
+    owner = document
+    for key in place[:-1]:
+        owner = owner[key]
+    owner[place[-1]] = value
+    assert said in runs(document, ["report"])

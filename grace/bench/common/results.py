@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -108,7 +109,60 @@ def load(path: Path | str) -> Results:
     complete = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
     if not complete or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
+    for fault in _faults(facts):
+        raise ConfigError(f"{path} is damaged: {fault}")
     return Results(**facts)
+
+
+TYPES = (
+    (
+        "text",
+        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor",
+    ),
+    ("true or false", "pays|higher_is_better"),
+    ("a list", "times_ms|curve|runs|gpus|seeds|bandwidths|optimizers"),
+    (
+        "a number",
+        "bandwidth|elements|steps|speedup|quality|lr|reached|vnmse|aggregate_vnmse|bias|parameters|batch|rounds|repeats|"
+        "threads|scale|target|epochs|cores|shortfall|.*_(ms|bytes|gbps|copies|seconds|s|step|element|spread|to_target|"
+        "volume|throughput)",
+    ),
+)
+"""Types of the values of reports, and patterns of the names that have them; the first one that matches counts."""
+
+
+def _faults(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield values of other types than reports expect: their place, and the right type."""
+    settings, rows = facts["settings"], [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
+    for field, named in [("settings.", settings), ("machine.", facts["machine"]), *rows]:
+        yield from (f"{field}{key} {fault}" for key, value in named.items() if (fault := _fault(key, value)))
+    yield from (f"{field}ranks must be a number" for field, row in rows if not isinstance(row.get("ranks", 1), int))
+    for key in ("ranks", "seeds", "bandwidths"):
+        values = settings.get(key)
+        if not all(map(_is_number, values if isinstance(values, list) else [values])):
+            yield f"settings.{key} must hold numbers"
+    verdict = settings.get("verdict", {})
+    if not isinstance(verdict, dict) or not all(isinstance(text, str) for text in verdict.values()):
+        yield "settings.verdict must be an object of sentences"
+    if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
+        yield "seconds, complete must be a number, and true or false"
+    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *facts["machine"].get("gpus", [])]):
+        yield "versions, machine.gpus must be text"
+
+
+def _fault(key: str, value: object) -> str:
+    """Return the type that a value should have, if it has another; empty if it is right, or unknown."""
+    kind = next((kind for kind, names in TYPES if re.fullmatch(names, key)), None)
+    if value is None or kind is None:
+        return ""
+    simple = {"text": str, "true or false": bool, "a list": list}
+    right = isinstance(value, simple[kind]) if kind in simple else _is_number(value)
+    return "" if right else f"must be {kind}"
+
+
+def _is_number(value: object) -> bool:
+    """Return True if a value is a number, or unknown."""
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
 
 
 @contextlib.contextmanager

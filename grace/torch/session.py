@@ -109,6 +109,8 @@ class Session:
         """Parameters of the optimizer that require no gradients, by name."""
         self.narrow: dict[str, torch.Tensor] = {}
         """Exchanged parameters whose dtype is narrower than float64, by name."""
+        self.shapes: list[torch.Size] = []
+        """Shapes of the parameters, in order, which buffers and fused codecs were made for."""
         self.plan: ExchangePlan | None = None
         self.outer_rounds: OuterRounds | None = None
         """The outer rounds of parameters that ranks train alone; None if there are none."""
@@ -236,6 +238,7 @@ class Session:
         in_optimizer = {p for group in optimizer.param_groups for p in group["params"]}
         untrained = in_optimizer - set(own.values())
         self.narrow = {name: p for name, p in own.items() if p.dtype is not torch.float64}
+        self.shapes = [p.shape for p in own.values()]
         self.frozen = {name: p for name, p in start.items() if p in untrained}
         if self.settings.broadcast:
             facts.extend(initial_facts(start, variables))
@@ -308,6 +311,15 @@ class Session:
                     "which settled what is exchanged. Call model.to(torch.float64) before grace.DistributedOptimizer, "
                     "or call optimizer.close() and make the optimizer distributed anew"
                 )
+        # Kernels read as many numbers as the shape at the beginning says: of a smaller tensor, foreign memory.
+        if [p.shape for p in self.parameters.values()] != self.shapes:
+            each = zip(self.parameters.items(), self.shapes, strict=True)
+            name, now, was = next((name, p.shape, shape) for (name, p), shape in each if p.shape != shape)
+            raise ConfigError(
+                f"the parameter {name!r} has the shape {tuple(now)} now, and had {tuple(was)} when the optimizer was "
+                "made distributed, which settled what is exchanged. Resize it before grace.DistributedOptimizer, or "
+                "call optimizer.close() and make the optimizer distributed anew"
+            )
         if self.momenta:
             check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True

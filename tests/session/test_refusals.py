@@ -165,6 +165,20 @@ def cast_to_float64(model, optimizer):
         grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)").step()
 
 
+def resize_a_parameter(model, optimizer):
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
+    train(model, optimizer, range(1))
+    optimizer.zero_grad()
+    bias = model.hidden.bias
+    bias.data = torch.zeros(10 * bias.numel())
+    bias.grad = torch.ones_like(bias)
+    try:
+        optimizer.step()
+    finally:  # and it may be made distributed anew
+        optimizer.close()
+        grace.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), "topk(ratio=0.1)").step()
+
+
 def give_an_object_and_a_spec(model, optimizer):
     grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk", communicator=grace.torch.Allgather("topk"))
 
@@ -183,6 +197,7 @@ def give_a_memory_as_compressor(model, optimizer):
         (exchange_complex_numbers, "DistributedDataParallel without a hook takes complex ones"),
         (leave_a_layer_lazy, "Run a forward pass first"),
         (cast_to_float64, "'head.weight' is float64 now, and was not when the optimizer was made distributed"),
+        (resize_a_parameter, "'hidden.bias' has the shape (200,) now, and had (20,) when the optimizer was made"),
         (give_an_object_and_a_spec, "do not pass them as well"),
         (give_a_memory_as_compressor, "Residual is a memory, where a compressor is needed"),
     ],

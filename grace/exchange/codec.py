@@ -153,8 +153,8 @@ class PerVariableCodec:
         return self._packed(payloads, header)
 
     def compensated(self, gradient: Tensor, name: str) -> Tensor:
-        """Return the tensor to compress: the gradient, compensated by the memory; float32 and contiguous unless the
-        method is exact."""
+        """Return the tensor to compress: the gradient, to which the memory adds what earlier steps left out (error
+        feedback); float32 and contiguous unless the method is exact."""
         if not self.exact:
             k = self.kernels
             gradient = k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
@@ -233,8 +233,8 @@ class PerVariableCodec:
         return by_owner, statuses
 
     def remember(self) -> None:
-        """Update the memory with the parts that payloads left out, unless payloads were withheld. Methods of several
-        rounds update it in :meth:`decode`."""
+        """Update the memory with the parts that payloads left out (error feedback), unless payloads were withheld.
+        Methods of several rounds update it in :meth:`decode`."""
         # A withheld payload was not sent: as if it had no gradient, this rank keeps the memory as it is.
         if self.withheld is None and self.traits.rounds == 1:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)

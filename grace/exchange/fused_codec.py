@@ -27,6 +27,11 @@ from grace.kernels import Kernels
 from grace.kernels.bucket_codec import Placed
 from grace.kernels.constants import ANY_BITS
 
+GRADIENT, RESIDUAL, NEXT_RESIDUAL, SUBTRAHENDS, NEXT_SUBTRAHENDS = range(5)
+"""Columns of the addresses that a codec of kernels is given: of a gradient, of its residual and of the next residual;
+and of the numbers that are still to be subtracted from these two."""
+NEITHER = 2
+"""In place of a buffer's number: the residual is in neither buffer."""
 LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
 """Bits of the largest float32 that is in range."""
 LARGEST_KEPT_BITS = np.float32(LARGEST_KEPT).view(np.uint32)
@@ -74,10 +79,10 @@ class FusedCodec(PerVariableCodec):
         unfinished = self.by_kernels and self.codec.unfinished
         keeper = moments_of(self.compressor) or self.memory
         self.residuals = DoubleBuffer(keeper, self.kernels, names, shapes, self if unfinished else None, owners)
-        sides = np.broadcast_to(
+        subtrahends = np.broadcast_to(
             np.arange(owners, dtype=np.uint64)[:, None] * np.uint64(8 * len(names)), (owners, len(names))
         )
-        self.piece_offsets = np.stack([*[self.offsets] * 3, sides, sides], axis=2)
+        self.piece_offsets = np.stack([*[self.offsets] * 3, subtrahends, subtrahends], axis=2)
         """Distance of each piece's addresses from the variable's in bytes, by the columns of ``DoubleBuffer.rows``."""
         self.fused = self.means_fused = False
         """True if this step's wires, and its means, were written in one pass."""
@@ -127,10 +132,10 @@ class FusedCodec(PerVariableCodec):
             self._make_buffers(gradients[0])
         if self.target is None or not self.residuals.swap(gradients[0]):
             return False
-        self.residuals.rows[:, 0] = addresses
-        most = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
+        self.residuals.rows[:, GRADIENT] = addresses
+        largest_bits = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
         if not header.program.detects_overflow:  # the received sum shows overflows, so nothing is checked here
-            most = ANY_BITS
+            largest_bits = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
         wire = np.uint64(self.target[0])
         rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
@@ -138,9 +143,9 @@ class FusedCodec(PerVariableCodec):
             rows, factors = self._rows_of_pieces(rows), np.tile(factors, (self.owners, 1))
         if self.by_kernels:
             self.codec.step = self.context.device_step
-            header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
+            header.in_range = self.codec.encode(rows, factors, wire, largest_bits, words, self._ends(header))
         else:
-            finite = self.codec.encode(rows, factors, wire, most, words)
+            finite = self.codec.encode(rows, factors, wire, largest_bits, words)
             if self.owners > 1:
                 finite = [all(finite[i :: len(self.names)]) for i in range(len(self.names))]
             header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
@@ -173,9 +178,9 @@ class FusedCodec(PerVariableCodec):
         columns = rows.shape[1]
         return (rows + self.piece_offsets[:, :, :columns] * (rows != 0)).reshape(-1, columns)
 
-    def finish(self, rows: np.ndarray, sides: Tensor) -> None:
+    def finish(self, rows: np.ndarray, subtrahends: Tensor) -> None:
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
-        self.codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, sides)
+        self.codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, subtrahends)
 
     def remember(self) -> None:
         if not self.fused:
@@ -210,12 +215,12 @@ class FusedCodec(PerVariableCodec):
         target = k.addresses([self.means_wire], "uint8")
         if sources is None or target is None or means is None or not residuals.swap(self.sum_of_means):
             return None
-        residuals.rows[:, 0] = outs = np.uint64(means[0]) + self.mean_offsets
+        residuals.rows[:, GRADIENT] = outs = np.uint64(means[0]) + self.mean_offsets
         count, scale = self.context.size, self.context.loss_scale
         if not self.codec_of_means.decode(outs, np.array(sources, np.uint64), count, scale):
             return None
-        most = LARGEST_KEPT_BITS if self.mean_compression.memory.stateful else LARGEST_BITS
-        given = residuals.rows, residuals.factors, np.uint64(target[0]), most, self.streams.now()[-1]
+        largest_bits = LARGEST_KEPT_BITS if self.mean_compression.memory.stateful else LARGEST_BITS
+        given = residuals.rows, residuals.factors, np.uint64(target[0]), largest_bits, self.streams.now()[-1]
         if not self.by_kernels:
             finite: list[Flag] = self.codec_of_means.encode(*given)
             return finite
@@ -321,7 +326,7 @@ class FusedRounds(FusedCodec):
     def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
         if not self.started.swap(gradients[0]):
             return False
-        self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
+        self.codec.start_from(self.started.rows[:, RESIDUAL], self.started.rows[:, NEXT_RESIDUAL])
         return super()._encode(gradients, header)
 
     def receive(self, total: Tensor) -> Tensor | None:
@@ -376,9 +381,9 @@ class DoubleBuffer:
         pieces: number of pieces of each variable, which have their own numbers to be subtracted.
 
     Attributes:
-        rows: addresses, uint64 of shape (variables, 3): of gradients, of residuals, and of the next residuals. With a
-            codec the shape is (variables, 5): also of the numbers to be subtracted from the residuals and from the next
-            ones, for the first piece; those of each next piece follow those of all variables.
+        rows: addresses, uint64, a row for each variable; its columns are :data:`GRADIENT`, :data:`RESIDUAL` and
+            :data:`NEXT_RESIDUAL`, and with a codec :data:`SUBTRAHENDS` and :data:`NEXT_SUBTRAHENDS` of the first piece;
+            those of each next piece follow those of all variables.
         factors: float32 of shape (variables, 2): factors of residuals and of gradients.
     """
 
@@ -398,17 +403,20 @@ class DoubleBuffer:
         self.codec = codec
         self.pieces = pieces
         self.buffers: list[list[Tensor]] = []
-        self.places: list[np.ndarray] = []
+        self.addresses: list[np.ndarray] = []
+        """Addresses of each buffer's residuals."""
         # float32 of shape (3, pieces, variables, 2): for each buffer the number to be subtracted from negative
         # elements, and the one from others; and zeros, for residuals that are in neither buffer.
-        self.sides: Any = None
-        self.side_places = np.zeros((3, len(self.names)), np.uint64)
-        # Per variable, the row of ``sides`` for its residual and for the next one.
-        self.before, self.after = np.zeros((2, len(self.names)), np.int64)
-        self.rows = np.zeros((len(self.names), 3 if codec is None else 5), np.uint64)
+        self.subtrahends: Any = None
+        self.subtrahend_addresses = np.zeros((3, len(self.names)), np.uint64)
+        self.source, self.target = np.zeros((2, len(self.names)), np.int64)
+        """For each variable the number of the buffer that its residual is in, or :data:`NEITHER`; and of the one that
+        its next residual is written to."""
+        self.rows = np.zeros((len(self.names), NEXT_RESIDUAL + 1 if codec is None else NEXT_SUBTRAHENDS + 1), np.uint64)
         self.factors = np.ones((len(self.names), 2), np.float32)
-        self.following: list[Tensor] = []
-        self.last = 0
+        self.next_residuals: list[Tensor] = []
+        self.newest = 0
+        """Number of the buffer that was written last."""
 
     def swap(self, like: Tensor) -> bool:
         """Fill in the addresses of the residuals, and of the next ones in the other buffer.
@@ -416,8 +424,8 @@ class DoubleBuffer:
         Returns:
             False if a codec cannot use the residuals: state was written in this step, or one is in other memory.
         """
-        k, memory = self.kernels, self.memory
-        self.following = []
+        memory = self.memory
+        self.next_residuals = []
         if memory is None:
             return True
         if not self.buffers:
@@ -426,60 +434,69 @@ class DoubleBuffer:
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
-        self.factors[:] = [(a, b) for a, _, b in recalled]
-        last = self.last
+        self.factors[:] = [(beta, gamma) for beta, _, gamma in recalled]
+        residuals = [residual for _, residual, _ in recalled]
         # The usual step: all residuals are in the buffer that was written last.
-        if all([residual is own for (_, residual, _), own in zip(recalled, self.buffers[last], strict=True)]):
-            self.last = 1 - last
-            self.rows[:, 1] = self.places[last]
-            self.rows[:, 2] = self.places[self.last]
-            self.following = self.buffers[self.last]
-            if self.codec is not None:
-                self.before[:], self.after[:] = last, self.last
-                self._fill_sides()
-            return True
-        for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
-            with memory.state.without_deferred():
-                held = residual if residual is not None else _residual(memory.state.get(name))
-            turn = int(held is self.buffers[0][i])  # the other buffer
-            own = turn or held is self.buffers[1][i]
-            self.before[i], self.after[i] = 1 - turn if own else 2, turn
-            if not own:
-                memory.state.run_deferred(name)  # the residual is in a buffer of another double buffer
-            found = None if residual is None or own else k.addresses([residual])
-            if residual is None:
-                self.rows[i, 1] = 0
-            elif own:
-                self.rows[i, 1] = self.places[1 - turn][i]
-            elif found is None:
-                return False
-            else:
-                self.rows[i, 1] = found[0]
-            self.rows[i, 2] = self.places[turn][i]
-            self.following.append(self.buffers[turn][i])
-        self.last = int(self.following[0] is self.buffers[1][0])
+        if all([found is own for found, own in zip(residuals, self.buffers[self.newest], strict=True)]):
+            self._swap_buffers()
+        elif not self._swap_each(residuals):
+            return False
         if self.codec is not None:
-            self._fill_sides()
+            variables = range(len(self.names))
+            self.rows[:, SUBTRAHENDS] = self.subtrahend_addresses[self.source, variables]
+            self.rows[:, NEXT_SUBTRAHENDS] = self.subtrahend_addresses[self.target, variables]
+        return True
+
+    def _swap_buffers(self) -> None:
+        """Read all residuals from the buffer that was written last, and write the next ones to the other buffer."""
+        source, target = self.newest, 1 - self.newest
+        self.source[:], self.target[:] = source, target
+        self.rows[:, RESIDUAL] = self.addresses[source]
+        self.rows[:, NEXT_RESIDUAL] = self.addresses[target]
+        self.next_residuals = self.buffers[target]
+        self.newest = target
+
+    def _swap_each(self, residuals: Sequence[Tensor | None]) -> bool:
+        """Find each residual in a buffer or in other memory, as after a resume, a roll-back or a switch of plans;
+        return False if one has no address."""
+        state = self.memory.state
+        for i, (name, residual) in enumerate(zip(self.names, residuals, strict=True)):
+            with state.without_deferred():
+                held = residual if residual is not None else _residual(state.get(name))
+            in_first, in_second = held is self.buffers[0][i], held is self.buffers[1][i]
+            source = 0 if in_first else 1 if in_second else NEITHER
+            target = 1 if in_first else 0
+            if source == NEITHER:
+                state.run_deferred(name)  # the residual may be in a buffer of another double buffer
+            if residual is None:
+                address = 0
+            elif source != NEITHER:
+                address = self.addresses[source][i]
+            else:
+                found = self.kernels.addresses([residual])
+                if found is None:
+                    return False
+                address = found[0]
+            self.source[i], self.target[i] = source, target
+            self.rows[i, RESIDUAL] = address
+            self.rows[i, NEXT_RESIDUAL] = self.addresses[target][i]
+            self.next_residuals.append(self.buffers[target][i])
+        self.newest = int(self.target[0])
         return True
 
     def _make_buffers(self, like: Tensor) -> None:
         k = self.kernels
         self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
-        self.places = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
+        self.addresses = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
         if self.codec is not None:
-            self.sides = k.zeros((3, self.pieces, len(self.names), 2), "float32", like)
-            places = np.arange(3 * self.pieces * len(self.names), dtype=np.uint64).reshape(3, self.pieces, -1)
-            begins = np.array(k.addresses([self.sides]), np.uint64)
-            self.side_places = begins + 8 * places[:, 0]
-
-    def _fill_sides(self) -> None:
-        every = range(len(self.names))
-        self.rows[:, 3] = self.side_places[self.before, every]
-        self.rows[:, 4] = self.side_places[self.after, every]
+            self.subtrahends = k.zeros((3, self.pieces, len(self.names), 2), "float32", like)
+            begins = np.array(k.addresses([self.subtrahends]), np.uint64)
+            numbers = np.arange(3 * self.pieces * len(self.names), dtype=np.uint64).reshape(3, self.pieces, -1)
+            self.subtrahend_addresses = begins + 8 * numbers[:, 0]  # of pairs of float32
 
     def store(self) -> None:
         """Store the next residuals, which have been written, in the memory."""
-        for name, residual in zip(self.names, self.following, strict=self.memory is not None):
+        for name, residual in zip(self.names, self.next_residuals, strict=self.memory is not None):
             self.memory.keep(name, residual)
             if self.codec is not None:
                 self.memory.state.deferred[name] = self
@@ -487,17 +504,17 @@ class DoubleBuffer:
     def finish(self) -> None:
         """Subtract the numbers that are still to be subtracted from both buffers; see
         :class:`~grace.core.state.State`."""
-        for turn in (0, 1):
+        for buffer in (0, 1):
             rows = np.zeros_like(self.rows)
-            rows[:, 1], rows[:, 3] = self.places[turn], self.side_places[turn]
-            self.codec.finish(rows, self.sides[turn])
+            rows[:, RESIDUAL], rows[:, SUBTRAHENDS] = self.addresses[buffer], self.subtrahend_addresses[buffer]
+            self.codec.finish(rows, self.subtrahends[buffer])
 
     def write(self, into: Callable[[Tensor, Tensor], None]) -> None:
         """Copy the numbers that are to be subtracted, when the next residuals are copied over the committed ones by
         ``into``."""
-        before = self.before[0]
-        if before < 2 and all(self.before == before):  # all residuals are in one buffer: copy its numbers
-            into(self.sides[before], self.sides[1 - before])
+        source = self.source[0]
+        if source != NEITHER and all(self.source == source):  # all residuals are in one buffer: copy its numbers
+            into(self.subtrahends[source], self.subtrahends[1 - source])
         else:
             self.finish()
 

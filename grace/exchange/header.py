@@ -7,7 +7,8 @@ Behind the payloads stands a status of each variable:
 - in summed wires 0, 1, Inf and NaN, which add up to the same.
 
 Behind the statuses, in one bucket of each step, stands the step stamp of each rank, so that ranks detect that they are
-out of step before weights are updated. A stamp is five numbers: steps exchanged; steps of the optimizer; number of
+out of step before weights are updated (hyperparameters are those of the last update: a learning rate that differs is
+found a step later). A stamp is five numbers: steps exchanged; steps of the optimizer; number of
 times that gradients were cleared without a step; a digest of the hyperparameters; and a check sum. Each is sent as 1 to
 254, which any dtype holds exactly; 0 means a rank that takes no part (Horovod's ``join``), and 255 a leader whose ranks
 are out of step among themselves. A stamp with a wrong check sum is damaged and ignored: its payload is damaged, too,

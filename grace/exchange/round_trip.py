@@ -306,20 +306,20 @@ class RoundTrip:
     def _buffer_for(self, leg: Leg) -> Tensor | None:
         """Return the buffer that a leg sends, made from the result of the leg before; None if there is nothing to
         send."""
-        after = None if self.leg is None else self.leg.carries
-        if after is Carries.DIGESTS and not self._laid_out_alike():
+        arrived = None if self.leg is None else self.leg.carries
+        if arrived is Carries.DIGESTS and not self._laid_out_alike():
             return None
         if leg.carries is Carries.DIGESTS:
             return self._numbers(self.codec.layouts[0].digests())
         if leg.carries is Carries.SIZES:
             return self._sizes(leg)
         if leg.carries is Carries.MEANS:
-            return self._sized_means(leg) if after is Carries.SIZES else self._means(leg)
+            return self._sized_means(leg) if arrived is Carries.SIZES else self._means(leg)
         if leg.carries is Carries.SUMS:
             return self._sum(leg)
         if leg.carries is Carries.ROUND:
             self.wire = self._next_round()
-        elif after is Carries.SIZES:
+        elif arrived is Carries.SIZES:
             return self._padded()
         elif leg.collective is CONCATENATE:  # the engine handles unequal lengths; sizes travel in front of payloads
             sizes = self._numbers(self.codec.layouts[0].sizes())
@@ -564,32 +564,37 @@ class RoundTrip:
             finite: True for each variable whose mean is in range.
             flags: the statuses of all ranks.
         """
-        header, k, cuts, count = self.header, self.kernels, self.communicator.cuts, len(self.names)
+        count = len(self.names)
+        # On a device all memories are updated now, and rolled back when headers are read. Memories of owners are
+        # committed, or rolled back, with the step.
         if self.codec.wrote_statuses:  # kernels have written the statuses on the device
             return [], [True] * count
         if self.on_device:
-            numbers = [k.cast(flag, "float32") for flag in flags]
-            here: list[Flag] = list(k.cast(sum(numbers) > 0, "float32"))
-            overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
-            none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
-            well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
-        else:
-            here = [not missing for missing in header.missing]
-            each = zip(header.overflowed, finite, strict=True)
-            well = [bool(both(not overflowed, ok)) for overflowed, ok in each]
-        if cuts:  # each rank has a piece of every variable, and so knows itself which are missing
-            here = [True] * count
-        statuses = [h * status(True, ok, False) for h, ok in zip(here, well, strict=True)]
-        if self.on_device and not cuts:
-            if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
-                withheld = sum(k.cast(number > OVERFLOW, "float32") for number in numbers)
-                each = zip(statuses, withheld, strict=True)
-                statuses = [one + k.cast(more > 0, "float32") for one, more in each]
-            header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
-        # On a device all memories are updated now, and rolled back when headers are read. Memories of owners are
-        # committed, or rolled back, with the step.
-        keeps_all = self.on_device or cuts
-        return statuses, [keeps_all or bool(h and ok) for h, ok in zip(here, well, strict=True)]
+            return self._statuses_on_device(finite, flags), [True] * count
+        cuts = self.communicator.cuts
+        # Each owner has a piece of every variable, and so knows itself which are missing.
+        here = [cuts or not missing for missing in self.header.missing]
+        each = zip(self.header.overflowed, finite, strict=True)
+        well = [bool(both(not overflowed, ok)) for overflowed, ok in each]
+        statuses = [status(present, ok, False) for present, ok in zip(here, well, strict=True)]
+        return statuses, [cuts or (present and ok) for present, ok in zip(here, well, strict=True)]
+
+    def _statuses_on_device(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> list[Status]:
+        """Return the statuses of means, computed on the device from those of all ranks; a root reads them later."""
+        k, cuts, count = self.kernels, self.communicator.cuts, len(self.names)
+        numbers = [k.cast(flag, "float32") for flag in flags]
+        here: list[Flag] = [True] * count if cuts else list(k.cast(sum(numbers) > 0, "float32"))
+        overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
+        none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
+        well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
+        statuses = [present * status(True, ok, False) for present, ok in zip(here, well, strict=True)]
+        if cuts:
+            return statuses
+        if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
+            withheld = sum(k.cast(number > OVERFLOW, "float32") for number in numbers)
+            statuses = [one + k.cast(more > 0, "float32") for one, more in zip(statuses, withheld, strict=True)]
+        self.header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
+        return statuses
 
     def _forget_means(self, statuses: list[list[float]]) -> None:
         for name, number in zip(self.names, statuses[0], strict=True):

@@ -122,7 +122,8 @@ class DDPState(PythonReducerMixin):
     DDP passes buckets to the hook, and rebuilds them after the first step. The compressed and the dense variables of a
     bucket are exchanged in as many collectives as ``bucket_limits`` allows, so that encoded parts travel while the rest
     is encoded. All ranks start the collectives in the same order. Reductions that depend on each other (PowerSGD's) are
-    awaited inside the hook, except for the last one.
+    awaited inside the hook, except for the last one. Under ``no_sync()`` DDP does not call the hook, and nothing is
+    exchanged.
 
     A step ends otherwise than under ``DistributedOptimizer``: the callback of a future writes the means, and no code of
     ours runs after the last one. So headers are read, and state is committed, when the next step begins

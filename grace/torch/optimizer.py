@@ -258,8 +258,9 @@ class DistributedMixin(Closable, StateMixin):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Value of torch's attribute of this name, which ``GradScaler.step()`` reads before it unscales gradients. The
-        exchange must be over by then, so reading the attribute synchronizes."""
+        """Value of torch's attribute of this name, which ``GradScaler.step()`` reads before it unscales gradients and
+        looks for ``found_inf``. The exchange must be over by then, so reading the attribute synchronizes: all ranks
+        find the same overflows, in the means, and skip the same steps."""
         if self._grace.computed:
             self.synchronize()
         return self.__dict__.get("_step_supports_amp_scaling", False)

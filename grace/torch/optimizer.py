@@ -1,6 +1,7 @@
 """The distributed optimizer: the user's own optimizer, whose gradients are exchanged compressed."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +52,8 @@ class HookedSession(Session):
         self.passes = passes
         self.paused = False
         self.synchronized = False
+        self.counting = threading.RLock()
+        """Lock of the counts: autograd runs the hooks of each device's parameters in a thread of its own."""
         self.number = register_session(self)
         self._reset()
         for name, p in self.parameters.items():
@@ -92,6 +95,10 @@ class HookedSession(Session):
         """Count a parameter's accumulated gradient, and start the buckets that it completes."""
         if recorder.run is not None:
             recorder.run.gradient()
+        with self.counting:
+            self._count(name, gradient)
+
+    def _count(self, name: str, gradient: torch.Tensor | None) -> None:
         # The next step() must exchange this gradient, even if synchronize() has exchanged earlier ones.
         self.synchronized = self.idle = False
         if gradient is None:  # a hook of the program removed it; the tensor it stores instead is exchanged in step()
@@ -125,6 +132,18 @@ class HookedSession(Session):
             # All ranks start buckets in index order, so that their collectives pair.
             while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:
                 self._start_next()
+
+    def check_unchanged_gradients(self) -> None:
+        super().check_unchanged_gradients()
+        unscaled = self.unscaled
+        # A bucket waits for parameters that this rank leaves out. Its other gradients must not be changed either: ranks
+        # would clip by norms of their own, and only some ranks would notice.
+        for bucket in self.runner.buckets[self.next_bucket :]:
+            for _, name, p, _ in self.bucket_contents[bucket.index]:
+                if self.counts.get(name) != self.passes or name in self.in_graph:
+                    continue
+                if unscaled or p.grad is not self.seen[name] or p.grad._version != self.seen_versions[name]:
+                    raise self._changed_gradient(name, "before its exchange began")
 
     def _too_many_passes(self, name: str) -> ExchangeError:
         """Return the error for a gradient that was computed again after its exchange began."""

@@ -173,6 +173,10 @@ class Session:
             if any(p is other for other in group["params"])
         }
         """Number of the optimizer's parameter group by parameter name."""
+        self.in_optimizer = parameters_in(optimizer)
+        """All parameters that the optimizer's groups had at the beginning."""
+        self.parameter_count = len(self.in_optimizer)
+        """Number of those that they had at the last step."""
         self.checked = False
         self.idle = False
         """True if gradients were cleared and the optimizer was not used since."""
@@ -235,8 +239,7 @@ class Session:
                 )
         variables = make_variables(own, sparse, sharded)
         start.update(initial_tensors(optimizer, named_parameters))
-        in_optimizer = {p for group in optimizer.param_groups for p in group["params"]}
-        untrained = in_optimizer - set(own.values())
+        untrained = parameters_in(optimizer) - set(own.values())
         self.narrow = {name: p for name, p in own.items() if p.dtype is not torch.float64}
         self.shapes = [p.shape for p in own.values()]
         self.frozen = {name: p for name, p in start.items() if p in untrained}
@@ -320,9 +323,25 @@ class Session:
                 "made distributed, which settled what is exchanged. Resize it before grace.DistributedOptimizer, or "
                 "call optimizer.close() and make the optimizer distributed anew"
             )
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count != self.parameter_count:
+            self._check_appended()
+            self.parameter_count = count
         if self.momenta:
             check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True
+
+    def _check_appended(self) -> None:
+        """Refuse parameters that were added to the optimizer's groups; those that were removed are trained no more."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                if p not in self.in_optimizer:
+                    raise ConfigError(
+                        f"a parameter of shape {tuple(p.shape)} was added to param_groups[{number}] after the "
+                        "optimizer was made distributed: its gradients would not be exchanged, and the ranks would "
+                        "drift apart. Add it before grace.DistributedOptimizer, or call optimizer.close() and make "
+                        "the optimizer distributed anew"
+                    )
 
     def check_unchanged_gradients(self) -> None:
         """Compare gradients whose exchange has begun with their identity and version at that time.
@@ -330,23 +349,28 @@ class Session:
         Raises:
             ExchangeError: a gradient was changed after its exchange began.
         """
-        unscaled = False
-        if self.grad_scaler is not None:  # unscale_() does not increase _version
-            states = getattr(self.grad_scaler, "_per_optimizer_states", {})
-            unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
+        unscaled = self.unscaled
         for index, (held, versions) in self.versions.items():
             for (_, name, p, _), gradient, version in zip(self.bucket_contents[index], held, versions, strict=True):
                 if gradient is None:
                     continue
                 unchanged = name in self.in_graph or (gradient._version == version and p.grad is gradient)
-                if unchanged and not unscaled:
-                    continue
-                check_unwrapped(self.parameters)  # DDP may have wrapped the model since; that error says more
-                raise ExchangeError(
-                    f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
-                    "another backward pass). Call optimizer.synchronize() after backward and before you change "
-                    "gradients; step() then uses them as they are"
-                )
+                if not unchanged or unscaled:
+                    raise self._changed_gradient(name, "after its exchange began")
+
+    @property
+    def unscaled(self) -> bool:
+        """True if the user called the gradient scaler's ``unscale_()``, which does not increase ``_version``."""
+        states = getattr(self.grad_scaler, "_per_optimizer_states", {})
+        return getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
+
+    def _changed_gradient(self, name: str, when: str) -> ExchangeError:
+        """Return the error for a gradient that was changed when only its exchange may change it."""
+        check_unwrapped(self.parameters)  # DDP may have wrapped the model since; that error says more
+        return ExchangeError(
+            f"the gradient of {name!r} was changed {when} (by clipping, unscaling or another backward pass). Call "
+            "optimizer.synchronize() after backward and before you change gradients; step() then uses them as they are"
+        )
 
     def _lr(self, name: str) -> float:
         """Return the learning rate of a variable."""
@@ -719,6 +743,11 @@ class Session:
             else:
                 outs.append(None)
         return outs
+
+
+def parameters_in(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """Return the parameters in an optimizer's groups."""
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]] | None:

@@ -2,6 +2,7 @@
 under Horovod as under torch.distributed; and what is refused on the way."""
 
 import math
+import threading
 import warnings
 
 import numpy as np
@@ -425,6 +426,68 @@ def test_gradients_that_come_again_or_are_changed_are_refused_with_what_to_write
     optimizer.zero_grad()
     train(model, optimizer, range(2))
     return digest(weights(model))
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+@on_ranks(2)
+def test_a_gradient_that_waits_for_a_layer_left_out_is_not_to_be_changed_either(scaler):
+    """Its bucket starts in step(): each rank would clip its own gradient, by its own norm."""
+    used, unused = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
+    model = torch.nn.ModuleList([used, unused])  # of one bucket
+    grad_scaler = torch.amp.GradScaler("cpu") if scaler else None
+    optimizer = distributed(model, "none", grad_scaler=grad_scaler)
+    loss = used(torch.full((1, 8), 1.0 + 9 * grace.rank())).sum()
+    if scaler:
+        grad_scaler.scale(loss).backward()
+        grad_scaler.unscale_(optimizer)
+    else:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    said = refusal(optimizer.step, kind=grace.ExchangeError)
+    assert "'0.weight' was changed before its exchange began (by clipping, unscaling" in said
+    optimizer.zero_grad()
+    if scaler:
+        grad_scaler.update()
+    used(torch.ones(1, 8)).sum().backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return digest(weights(model))
+
+
+@on_ranks(2)
+def test_a_gradient_whose_elements_share_memory_gets_its_mean():
+    """As ``torch.autograd.grad`` returns it for a sum."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = grace.DistributedOptimizer(sgd([p], lr=1.0), [("p", p)], "topk(ratio=1.0)")
+    (p.grad,) = torch.autograd.grad((1.0 + grace.rank()) * p.sum(), p)
+    optimizer.step()
+    assert p.tolist() == [-1.5] * 4
+
+
+@on_ranks(2)
+def test_hooks_of_two_threads_start_each_bucket_once_and_in_order():
+    """Autograd has a thread for each device."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(8)])
+    optimizer = distributed(layers, "topk(ratio=0.5)", bucket_bytes=1)
+    failed = []
+
+    def backward(part):
+        try:
+            sum(layer(torch.ones(1, 64)).sum() for layer in part).backward()
+        except Exception as error:
+            failed.append(error)
+
+    for _ in range(20):
+        optimizer.zero_grad()
+        threads = [threading.Thread(target=backward, args=(layers[i::2],)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+    assert failed == []
+    return digest(weights(layers))
 
 
 @pytest.mark.parametrize("groups", [None, 2])

@@ -165,6 +165,19 @@ def cast_to_float64(model, optimizer):
         grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)").step()
 
 
+def append_a_parameter(model, optimizer):
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters())
+    group = optimizer.param_groups[0]["params"]
+    removed = group.pop()  # is trained no more
+    train(model, optimizer, range(1))
+    group.append(torch.nn.Parameter(torch.zeros(3)))
+    try:
+        optimizer.step()
+    finally:
+        group[-1] = removed
+        train(model, optimizer, range(1))
+
+
 def resize_a_parameter(model, optimizer):
     optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
     train(model, optimizer, range(1))
@@ -197,6 +210,7 @@ def give_a_memory_as_compressor(model, optimizer):
         (exchange_complex_numbers, "DistributedDataParallel without a hook takes complex ones"),
         (leave_a_layer_lazy, "Run a forward pass first"),
         (cast_to_float64, "'head.weight' is float64 now, and was not when the optimizer was made distributed"),
+        (append_a_parameter, "a parameter of shape (3,) was added to param_groups[0] after the optimizer was made"),
         (resize_a_parameter, "'hidden.bias' has the shape (200,) now, and had (20,) when the optimizer was made"),
         (give_an_object_and_a_spec, "do not pass them as well"),
         (give_a_memory_as_compressor, "Residual is a memory, where a compressor is needed"),

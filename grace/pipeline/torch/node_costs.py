@@ -209,7 +209,8 @@ class _Measure(fx.Interpreter):
                 (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensor_leaves(value)
             ]
             args = fx.map_arg((one.args, one.kwargs), lambda other: f"%{named.get(other)}")
-            lines.append(f"{'' if one.op != 'call_function' else one.target} {args} {shapes}")
+            code = value.code if isinstance(value, fx.GraphModule) else ""  # a branch of torch.cond
+            lines.append(f"{'' if one.op != 'call_function' else one.target} {args} {shapes} {code}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
     def _seconds(self, node: fx.Node) -> tuple[float, float]:
@@ -217,7 +218,8 @@ class _Measure(fx.Interpreter):
         constants = self.atoms.constants(node)
         attributes = {one: self.fetch_attr(str(one.target)) for one in constants if one.op == "get_attr"}
         given = {**{one: self.env[one] for one in self.atoms.reads(node)}, **attributes}
-        sums = {one: torch.zeros_like(v) for one, v in attributes.items() if self.atoms.values[one].requires_grad}
+        trained = {one for one, value in self.atoms.values.items() if any(t.requires_grad for t in tensor_leaves(value))}
+        sums = {one: torch.zeros_like(v) for one, v in attributes.items() if one in trained}
         writes = bool(written_nodes(node))
         forward = list[float]()
         backward = list[float]()

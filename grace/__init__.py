@@ -8,13 +8,14 @@
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from grace.backends.horovod import INSTEAD, Compression
 from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from grace.backends.together import allgather_object, barrier, broadcast_object, from_root
 from grace.core.arguments import do_not_convert, keras_backend, keras_backend_error, optimizer_type_error
-from grace.core.backend import Backend, Handle
+from grace.core.backend import Backend, Handle, Tensor
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, TensorSpec, Traits
 from grace.core.context import Context
@@ -28,8 +29,9 @@ from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraErr
 from grace.kernels import Kernels, kernels_of
 from grace.session.files import save_from_root
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported on first use: `import grace` loads few modules
     from grace.communicators.compat import from_params
+    from grace.session.by_hand import ByHand
 
 Average, Sum = "average", "sum"
 """Reductions over ranks, as Horovod spells them, for ``op=``."""
@@ -96,32 +98,33 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'grace' has no attribute {name!r}{instead}")
 
 
-def _make_by_hand(communicator: Communicator) -> Any:
+def _make_by_hand(communicator: Communicator) -> "ByHand":
     """Make the runner of a communicator's own steps. Imports sessions and exchanges on first use."""
     return importlib.import_module("grace.session.by_hand").ByHand(communicator)
 
 
-Communicator.by_hand_factory = _make_by_hand
+Communicator.by_hand_factory = _make_by_hand  # core may not import sessions, which lie above it
 
 
-def _framework_of(value: Any) -> Any:
+def _framework_of(value: object) -> ModuleType | None:
     """Return the framework module for the user's object, by its type; None if no imported framework knows it."""
-    torch: Any = sys.modules.get("torch")
+    # an object of a framework that was not imported cannot exist, and importing one takes seconds
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module)):
         return importlib.import_module("grace.torch")
-    keras: Any = sys.modules.get("keras")
+    keras = sys.modules.get("keras")
     of_keras = () if keras is None else (keras.optimizers.Optimizer, keras.Model, keras.Variable)
     if isinstance(value, of_keras):
         if keras_backend() != "tensorflow":  # TensorFlow need not be installed then, so do not import it
             raise keras_backend_error(keras_backend())
         return importlib.import_module("grace.tensorflow")
-    tensorflow: Any = sys.modules.get("tensorflow")
+    tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and (tensorflow.is_tensor(value) or isinstance(value, tensorflow.Variable)):
         return importlib.import_module("grace.tensorflow")
     return None
 
 
-def _require_framework(value: Any, what: str) -> Any:
+def _require_framework(value: object, what: str) -> ModuleType:
     """Return the framework module for the user's object.
 
     Raises:
@@ -137,7 +140,7 @@ def _require_framework(value: Any, what: str) -> Any:
     return framework
 
 
-def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def DistributedOptimizer(optimizer: object, *args: object, **kwargs: object) -> Any:
     """Make an optimizer exchange its gradients compressed; see :func:`grace.torch.DistributedOptimizer` and
     :func:`grace.tensorflow.DistributedOptimizer`.
 
@@ -148,7 +151,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     return _require_framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
 
 
-def broadcast_parameters(parameters: Any, root: int = 0, *, root_rank: int | None = None) -> None:
+def broadcast_parameters(parameters: object, root: int = 0, *, root_rank: int | None = None) -> None:
     """Broadcast the root's values to every rank, in place: of a module, a state dict, (name, tensor) pairs, a Keras
     model, or variables; see :func:`grace.torch.broadcast_parameters` and :func:`grace.tensorflow.broadcast_variables`.
 
@@ -159,6 +162,7 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, root_rank: int | Non
     """
     framework = _framework_of(parameters)
     if framework is None and isinstance(parameters, Iterable):
+        # read into a list first: a generator of pairs could be read once only
         parameters = dict(parameters) if isinstance(parameters, Mapping) else list(parameters)
         pairs = parameters.items() if isinstance(parameters, dict) else parameters
         values = [pair[1] if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
@@ -173,7 +177,7 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, root_rank: int | Non
         framework.broadcast_variables(getattr(variables, "variables", variables), root, root_rank=root_rank)
 
 
-def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, root_rank: int | None = None) -> None:
+def broadcast_optimizer_state(optimizer: object, root: int = 0, *, root_rank: int | None = None) -> None:
     """Broadcast the root's momenta and counters to every rank; see :func:`grace.torch.broadcast_optimizer_state`.
     Keras's optimizers have their variables broadcast.
 
@@ -186,11 +190,11 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, root_rank: int |
     if hasattr(framework, "broadcast_optimizer_state"):
         framework.broadcast_optimizer_state(optimizer, root, root_rank=root_rank)
     else:
-        framework.broadcast_variables(optimizer.variables, root, root_rank=root_rank)
+        framework.broadcast_variables(optimizer.variables, root, root_rank=root_rank)  # type: ignore[attr-defined]
 
 
-@do_not_convert
-def allreduce(tensor: Any, average: bool | None = None, name: str | None = None, **options: Any) -> Any:
+@do_not_convert  # AutoGraph would compile the choice of the framework into the user's graph
+def allreduce(tensor: Tensor, average: bool | None = None, name: str | None = None, **options: object) -> Tensor:
     """Return the average, or the sum, of a tensor over all ranks; see :func:`grace.torch.allreduce` and
     :func:`grace.tensorflow.allreduce`.
 
@@ -204,7 +208,7 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
 
 
 @do_not_convert
-def allgather(tensor: Any, name: str | None = None) -> Any:
+def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
     """Concatenate all ranks' tensors along their first dimension; see :func:`grace.torch.allgather` and
     :func:`grace.tensorflow.allgather`.
 
@@ -218,7 +222,7 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
 
 
 @do_not_convert
-def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """Return the root's tensor on every rank; see :func:`grace.torch.broadcast` and :func:`grace.tensorflow.broadcast`.
 
     >>> import torch
@@ -248,7 +252,7 @@ def join(device: int = -1) -> int:
     0
     >>> shutdown()
     """
-    if size() == 1:
+    if size() == 1:  # nobody waits for this rank
         return 0
     if "torch" not in sys.modules:
         raise ConfigError(

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg
 from grace.errors import ConfigError
-from grace.integrations.wrapped import NOTHING, Wrapped, wrap
+from grace.integrations.wrapped import NOTHING, ExchangeState, Wrapped, wrap
 from grace.strategy.execution import StrategyArg
 from grace.torch.wrappers import unwrap_compiled
 
@@ -31,21 +31,21 @@ class Registered:
     def __init__(self, model: torch.nn.Module):
         self.model = ref(model)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of all ranks; every rank must call it."""
         model = self.model()
         return dict(NOTHING) if model is None else _prepared[model].state_dict()
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, object]) -> None:
         """Load the state of all ranks; every rank must call it."""
         model = self.model()
-        if model is not None:
+        if model is not None:  # else the program dropped it, on all ranks
             _prepared[model].load_state_dict(saved)
 
 
 def prepare(
     accelerator: Accelerator,
-    *objects: Any,
+    *objects: object,
     compressor: CompressorArg | None = None,
     memory: MemoryArg | None = None,
     communicator: CommunicatorArg | None = None,
@@ -91,6 +91,7 @@ def prepare(
     """
     found = accelerator.prepare(*objects, **options)
     _unregister_freed(accelerator)
+    # once for each accelerator, however many models it prepares
     if _save_anchors not in accelerator._save_model_state_pre_hook.values():
         accelerator.register_save_state_pre_hook(_save_anchors)
     all_found = found if len(objects) > 1 else (found,)
@@ -138,10 +139,13 @@ def _unregister_freed(accelerator: Accelerator) -> None:
     ]
 
 
-def _module_of(model: Any) -> Any:
-    """Return a model without wrappers: Accelerate lists models as they were before it wrapped them."""
-    model = unwrap_compiled(model)
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def _module_of(model: torch.nn.Module | None) -> torch.nn.Module | None:
+    """Return a model without wrappers; None if it is gone. Accelerate lists models as they were before it wrapped
+    them."""
+    if model is None:
+        return None
+    plain: torch.nn.Module = unwrap_compiled(model)
+    return plain.module if isinstance(plain, DistributedDataParallel) else plain
 
 
 def _progress(accelerator: Accelerator) -> dict[str, int]:
@@ -149,7 +153,7 @@ def _progress(accelerator: Accelerator) -> dict[str, int]:
     alone."""
     found: dict[str, int] = {}
     for number, scheduler in enumerate(accelerator._schedulers):
-        inner = getattr(scheduler, "scheduler", scheduler)
+        inner = getattr(scheduler, "scheduler", scheduler)  # under Accelerate's wrapper
         last = getattr(inner, "last_epoch", None)
         if isinstance(last, int):
             found[f"last_epoch of scheduler {number}"] = last
@@ -160,7 +164,7 @@ def _progress(accelerator: Accelerator) -> dict[str, int]:
     return found
 
 
-def _save_anchors(models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+def _save_anchors(models: list[torch.nn.Module], weights: list[dict[str, object]], folder: str) -> None:
     """Replace the weights that ``save_state()`` is about to save by the anchors. Accelerate calls it."""
     prepared = {_module_of(model): wrapped for model, wrapped in _prepared.items()}
     for i, model in enumerate(models[: len(weights)]):
@@ -170,7 +174,7 @@ def _save_anchors(models: list[torch.nn.Module], weights: list[dict[str, Any]], 
                 weights[i] = copy.deepcopy(weights[i])  # which are views of the parameters
 
 
-def state_of(model: torch.nn.Module) -> Any:
+def state_of(model: torch.nn.Module) -> ExchangeState | None:
     """Return the state of a prepared model's hook, or the distributed optimizer if there are outer rounds; both have
     ``traffic``. None in one process."""
     return _wrapped_of(model).state

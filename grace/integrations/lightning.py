@@ -48,7 +48,7 @@ class GraceCallback(Chosen, Callback):
     """
 
     ddp_comm_hook = staticmethod(grace_hook)
-    loaded: dict[str, Any] | None = None
+    loaded: dict[str, object] | None = None
     logged = 0
     trainer: Trainer | None = None
     validating: contextlib.ExitStack | None = None
@@ -69,7 +69,8 @@ class GraceCallback(Chosen, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook, and load the state that a checkpoint held. The optimizers have their states by now."""
-        model: Any = trainer.strategy.model
+        model = trainer.strategy.model
+        assert model is not None  # of a Trainer that fits
         self.wrapped = wrap(
             model,
             trainer.world_size,
@@ -86,7 +87,7 @@ class GraceCallback(Chosen, Callback):
         self.logged = trainer.global_step
         if loaded is not None:
             self.wrapped.load_state_dict(loaded)
-        if trainer is not self.trainer:
+        if trainer is not self.trainer:  # once for each Trainer: a second fit() finds its method wrapped
             self.trainer = trainer
             self.at_anchor(trainer, "save_checkpoint")
         self.training = True
@@ -105,16 +106,17 @@ class GraceCallback(Chosen, Callback):
         if self.validating is not None:
             self.validating.close()
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Hold the state in a checkpoint until the model is wrapped."""
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit":  # validate() and test() exchange nothing
             self.loaded = {KEY: checkpoint[KEY]} if KEY in checkpoint else {}
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Put the state of all ranks into the checkpoint. Lightning calls it on all of them."""
         if self.wrapped is None:  # a Tuner saves before training, and restores it after its trials
             checkpoint.update(NOTHING if self.loaded is None else self.loaded)
             return
+        # gathering the state is a collective, and after an exception other ranks may not come here
         if sys.exc_info()[0] is not None:
             warnings.warn(
                 "a checkpoint that is saved because of an exception holds no memories: other ranks may not have come "

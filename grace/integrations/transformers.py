@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,6 +18,7 @@ from grace.torch.wrappers import unwrap_compiled
 
 FILE = "grace_memories.pt"
 """Name of the file with memories in each checkpoint's folder."""
+T = TypeVar("T")
 WAY = "Leave deepspeed and fsdp out of TrainingArguments"
 
 
@@ -53,8 +54,8 @@ class GraceCallback(Chosen, TrainerCallback):
         Trainer(model, args, train_dataset=data, callbacks=[GraceCallback(compressor="topk(ratio=0.01)")]).train()
     """
 
-    trainer: Any = None
-    model: Any = None
+    trainer: Trainer | None = None
+    model: torch.nn.Module | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -62,12 +63,12 @@ class GraceCallback(Chosen, TrainerCallback):
         """Register the hook, unless this model has it from the last ``train()``, and load the state that a checkpoint
         holds."""
         trainer, checkpoint = _calling_trainer(self)
-        if trainer is not self.trainer:
+        if trainer is not self.trainer:  # once for each Trainer: a second train() finds its methods wrapped
             self.trainer = trainer
             self.at_anchor(trainer, "evaluate", "predict", "save_model")
         model = trainer.model_wrapped
         optimizer = kwargs["optimizer"]
-        if self.wrapped is None or unwrap_compiled(self.model) is not unwrap_compiled(model):
+        if self.wrapped is None or self.model is None or unwrap_compiled(self.model) is not unwrap_compiled(model):
             if self.wrapped is not None:  # another model since the last train()
                 self.wrapped.close()
             self.wrapped = wrap(
@@ -92,7 +93,7 @@ class GraceCallback(Chosen, TrainerCallback):
             self._load(Path(checkpoint, FILE))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Run a last outer round, unless all ranks have loaded the best checkpoint."""
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
@@ -100,7 +101,7 @@ class GraceCallback(Chosen, TrainerCallback):
         if best and self.wrapped is not None and self.wrapped.rounds:
             self.model = None  # another train() begins anew, from the best parameters
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Put the state of all ranks into the checkpoint's folder."""
         if self.wrapped is None or args.save_only_model or state.is_hyper_param_search:
             return
@@ -120,17 +121,17 @@ class GraceCallback(Chosen, TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Log numbers of the exchange beside the loss."""
-        if self.wrapped is None or not logs or "loss" not in logs:
+        if self.wrapped is None or not logs or "loss" not in logs:  # Trainer.log() below calls this method again
             return
         metrics = self.wrapped.metrics()
-        if metrics:
+        if metrics and self.trainer is not None:
             self.trainer.log(metrics)
 
     def _load(self, path: Path) -> None:
-        def read() -> dict[str, Any]:
+        def read() -> dict[str, object]:
             try:
                 return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
             except Exception as error:  # torch's zip reader and its unpickler raise errors of many kinds
@@ -139,10 +140,9 @@ class GraceCallback(Chosen, TrainerCallback):
         assert self.wrapped is not None
         self.wrapped.load_state_dict(self._on_all_ranks(read, "did not load its checkpoint"))
 
-    def _on_all_ranks(self, act: Callable[[], Any], failed: str) -> Any:
+    def _on_all_ranks(self, act: Callable[[], T], failed: str) -> T:
         """Call a function, and raise on all ranks if one of them failed."""
         assert self.wrapped is not None
-        result = None
         error = None
         try:
             result = act()
@@ -166,7 +166,7 @@ def _calling_trainer(callback: GraceCallback) -> tuple[Trainer, str | None]:
     A callback gets neither as an argument, nor by an attribute; but one of the Trainer's own methods, which has both,
     is on the stack.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)  # behind this function and on_train_begin
     while frame is not None:
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, Trainer) and "resume_from_checkpoint" in frame.f_locals:

@@ -12,8 +12,8 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -26,16 +26,22 @@ from grace.core.outer import OuterArg
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
+from grace.session.state_schema import SavedState
+from grace.session.step_runner import StepRunner
 from grace.strategy.execution import StrategyArg
-from grace.torch.ddp import RoundsError, register_ddp_hook
-from grace.torch.optimizer import DistributedOptimizer
-from grace.torch.state_dict import INNER, StateMixin, load_state
+from grace.torch.ddp import DDPState, RoundsError, register_ddp_hook
+from grace.torch.optimizer import DistributedMixin, DistributedOptimizer
+from grace.torch.state_dict import INNER, load_state
 from grace.torch.wrappers import Silence, unwrap_compiled
 
 KEY = "grace"
 """Key of the state of all ranks in a framework's checkpoint."""
-NOTHING: dict[str, Any] = {KEY: None}
+NOTHING: dict[str, object] = {KEY: None}
 """State that one process saves, or any before training begins."""
+ExchangeState = DDPState | DistributedMixin
+"""State of DistributedDataParallel's hook, or the distributed optimizer if there are outer rounds."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Wrapped:
@@ -44,7 +50,6 @@ class Wrapped:
     Attributes:
         state: the hook's state; the distributed optimizer if there are outer rounds; None in one process, where nothing
             is exchanged.
-        runner: the runner of the exchanges.
         rounds: True if there are outer rounds.
         optimizer: the optimizer that uses what is exchanged; None if several do.
         memory_state: treatment of memories in a checkpoint: "strict", "keep" or "reset".
@@ -52,23 +57,31 @@ class Wrapped:
             framework restores before memories.
     """
 
-    def __init__(self, state: Any, memory_state: str, progress: Callable[[], dict[str, int]]):
+    def __init__(self, state: ExchangeState | None, memory_state: str, progress: Callable[[], dict[str, int]]):
         self.state = state
-        self.runner: Any = None if state is None else getattr(state, "_grace", state).runner
-        self.rounds = isinstance(state, StateMixin)
+        self.rounds = isinstance(state, DistributedMixin)
         self.optimizer = state if self.rounds else getattr(state, "optimizer", None)
         self.memory_state = memory_state
         self.progress = progress
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def runner(self) -> StepRunner:
+        """Runner of the exchanges, of which there are none in one process."""
+        assert self.state is not None
+        return self.state._grace.runner if isinstance(self.state, DistributedMixin) else self.state.runner
+
+    def state_dict(self) -> dict[str, object]:
         """Return the state of all ranks, as bytes, and its step; every rank must call it."""
         if self.state is None:
             return dict(NOTHING)
-        saved = self.state.full_state_dict(packed=True)
-        parts = {"memories": saved["grace"], "inner": saved[INNER]} if self.rounds else {"memories": saved}
+        if isinstance(self.state, DistributedMixin):  # the framework saves torch's own part
+            saved = self.state.full_state_dict(packed=True)
+            parts: dict[str, object] = {"memories": saved["grace"], "inner": saved[INNER]}
+        else:
+            parts = {"memories": self.state.full_state_dict(packed=True)}
         return {KEY: {**parts, "at": self.progress()}}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, object]) -> None:
         """Load the state of all ranks, on any number of ranks; every rank must call it.
 
         Raises:
@@ -76,29 +89,32 @@ class Wrapped:
                 loaded.
             RankError: another rank refused it.
         """
-        found: Any = saved.get(KEY)
-        earlier = not isinstance(found, dict)  # memories alone, as checkpoints held them before
-        memories = found if earlier else found.get("memories")
+        found = saved.get(KEY)
+        # memories alone are of an earlier version
+        parts: dict[str, Any] = found if isinstance(found, dict) else {"memories": found}
+        memories = parts.get("memories")
         if self.state is None:
             if memories is not None:
                 warnings.warn(
                     "the checkpoint's memories are dropped, because one process exchanges nothing", stacklevel=2
                 )
             return
-        if saved == NOTHING:
-            self._load(None, (), "reset")
+        if saved == NOTHING:  # saved by one process, or before training: there are no memories to load
+            self._load(self.state, None, (), "reset")
             return
-        self._compare_steps({} if earlier else found.get("at"))
-        self._load(memories, () if earlier else found.get("inner", ()), self.memory_state)
+        self._compare_steps(parts.get("at"))
+        self._load(self.state, memories, parts.get("inner", ()), self.memory_state)
 
-    def _load(self, memories: Any, inner: Any, memory_state: str) -> None:
-        if not self.rounds:
-            self.state.load_state_dict(memories, memory_state)
+    def _load(
+        self, state: ExchangeState, memories: SavedState | bytes | None, inner: object, memory_state: str
+    ) -> None:
+        if not isinstance(state, DistributedMixin):
+            state.load_state_dict(memories, memory_state)
             return
         # The framework has loaded the optimizer's state of one rank into those of all.
-        load_state(self.state, {**self.state.state_dict(), "grace": memories, INNER: inner}, memory_state)
+        load_state(state, {**state.state_dict(), "grace": memories, INNER: inner}, memory_state)
 
-    def _compare_steps(self, at: Any) -> None:
+    def _compare_steps(self, at: object) -> None:
         """Refuse memories of another step, on all ranks; under "keep" warn of them."""
         now = self.progress()
         error = None
@@ -130,12 +146,12 @@ class Wrapped:
     def anchor(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model has the parameters that all ranks share. Without outer rounds it changes
         nothing."""
-        return self.state.anchor() if self.rounds else contextlib.nullcontext()
+        return self.state.anchor() if isinstance(self.state, DistributedMixin) else contextlib.nullcontext()
 
     def flush(self) -> None:
         """Run a last outer round, after which all ranks have equal parameters; every rank must call it. Without outer
         rounds it does nothing."""
-        if self.rounds:
+        if isinstance(self.state, DistributedMixin):
             self.state.flush()
 
     def close(self) -> None:
@@ -181,7 +197,7 @@ class Chosen:
         self.wrapped: Wrapped | None = None
 
     @property
-    def state(self) -> Any:
+    def state(self) -> ExchangeState | None:
         """State of the hook, or the distributed optimizer."""
         return None if self.wrapped is None else self.wrapped.state
 
@@ -189,14 +205,14 @@ class Chosen:
         """Return a context in which a model in training has the parameters that all ranks share."""
         return self.wrapped.anchor() if self.wrapped is not None and self.training else contextlib.nullcontext()
 
-    def at_anchor(self, owner: Any, *methods: str) -> None:
+    def at_anchor(self, owner: object, *methods: str) -> None:
         """Let methods of the framework's object run in the context of :meth:`anchor`."""
         for name in methods:
             setattr(owner, name, self._at_anchor(getattr(owner, name)))
 
-    def _at_anchor(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _at_anchor(self, method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
-        def at_anchor(*args: Any, **kwargs: Any) -> Any:
+        def at_anchor(*args: P.args, **kwargs: P.kwargs) -> T:
             with self.anchor():
                 return method(*args, **kwargs)
 
@@ -251,7 +267,7 @@ def wrap(
     optimizer = _optimizer_of(ddp, optimizers)
     outer = choices.pop("outer", None)
     period = choices.pop("period", None)
-    state: Any = None
+    state: ExchangeState | None = None
     if outer is None and period is None:
         with contextlib.suppress(RoundsError):  # then the strategy has rounds
             state = register_ddp_hook(ddp, optimizer=optimizer, **choices)
@@ -263,7 +279,9 @@ def wrap(
     return wrapped
 
 
-def train_alone(model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, **choices: Any) -> Any:
+def train_alone(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, **choices: Any
+) -> DistributedMixin:
     """Let ranks train alone between outer rounds: make the optimizer distributed, and the wrapper of the model silent.
 
     The ranks of a node that average gradients have the means at the end of backward, as DistributedDataParallel has,
@@ -282,14 +300,16 @@ def train_alone(model: DistributedDataParallel, optimizer: torch.optim.Optimizer
             "outer rounds need one optimizer that has all parameters of the model that train, and the framework has "
             "none: make one optimizer with several parameter groups, or exchange in every step, without outer"
         )
-    silence = Silence(model)
+    silence = Silence(model)  # first: DistributedOptimizer refuses a model whose wrapper exchanges gradients
     try:
-        distributed = DistributedOptimizer(optimizer, model.module, process_group=model.process_group, **choices)
-    except BaseException:
+        distributed: DistributedMixin = DistributedOptimizer(
+            optimizer, model.module, process_group=model.process_group, **choices
+        )
+    except BaseException:  # an interrupt as well: the model must exchange again
         silence.remove()
         raise
     session = distributed._grace
-    session.hooks.append(silence)
+    session.hooks.append(silence)  # type: ignore[arg-type]  # which has the remove() of a handle
     in_step = [name for name, shard in session.runner.shards.items() if shard.outer is None]
     if in_step:
         distributed.close()
@@ -315,10 +335,11 @@ class EndOfBackward:
         optimizer: the distributed optimizer; the hook does not keep it alive.
     """
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: DistributedMixin):
         self.optimizer = weakref.ref(optimizer)
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        # DDP's own way: the callback runs at the end of this backward pass, before backward() returns
         torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:

@@ -60,11 +60,7 @@ class MeasuredMethod:
 
 
 def measure(
-    communicator: Communicator,
-    gradients: Mapping[str, Tensor],
-    ranks: int,
-    seed: int = 0,
-    limit_seconds: float = 1.0,
+    communicator: Communicator, gradients: Mapping[str, Tensor], ranks: int, seed: int = 0, limit_seconds: float = 1.0
 ) -> MeasuredMethod:
     """Run real exchanges of these gradients over simulated ranks, and time what they compute.
 
@@ -95,7 +91,7 @@ def measure(
         raise ConfigError(f"{method} makes none of these {len(tensors)} gradients smaller; give it larger ones")
     timing = _CodecTiming(communicator, ranks, seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of exchanges that no user sees
         try:
             runs = [timing.largest_part(smaller, limit_seconds / 2)]
         except PayloadError:  # owners of ranges, which differ, cannot all send the same; those of one variable's can
@@ -156,7 +152,7 @@ class _CodecTiming:
             for name in names:
                 if (left := elements - _elements(taken)) > 0:
                     taken[name] = _first_rows(tensors[name], left)
-            took = self.seconds(taken, 0.0, least=1)
+            took = self.seconds(taken, 0.0, least=1)  # tells how many elements the time suffices for
             most = _elements(taken) * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
             if elements >= _elements(tensors) or elements * 4 > min(most, MOST_ELEMENTS):
                 return taken, self.seconds(taken, seconds)
@@ -166,7 +162,7 @@ class _CodecTiming:
         """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
         lower quartiles of steps, because what else a machine does makes them longer only. Steps are made for so many
         seconds, and ``least`` of them in any case."""
-        communicator = copy.deepcopy(self.communicator)
+        communicator = copy.deepcopy(self.communicator)  # memories of one bucket must not serve another
         backend = SimulatedRanks(self.ranks, self.root)
         variables = [_variable(name, x) for name, x in tensors.items()]
         shards = [Shard(variable, variable, communicator) for variable in variables]
@@ -205,7 +201,7 @@ class _CodecTiming:
         rows = [(float(one), float(one * len(tensors)), float(_elements(tensors))) for tensors, _ in runs]
         costs = []
         for part, by_rank in enumerate(grows):
-            call, variable, element = fit(rows, [max(took[part], 1e-9) for _, took in runs])
+            call, variable, element = fit(rows, [max(took[part], 1e-9) for _, took in runs])  # fit divides by seconds
             peer = element / self.ranks if by_rank else 0.0
             costs.append(Cost(call, variable, 0.0 if by_rank else element, peer))
         start, middle, finish = costs

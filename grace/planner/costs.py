@@ -35,9 +35,9 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
     >>> [[round(one, 9) for one in fit(rows, seconds)] for seconds in ([0.2, 0.3, 0.5], [0.4, 0.2, 0.1])]
     [[0.1, 0.01], [0.133333333, 0.0]]
     """
-    weighted = np.array(rows, float) / np.array(seconds, float)[:, None]
+    weighted = np.array(rows, float) / np.array(seconds, float)[:, None]  # so that squares are of relative errors
     scale = np.linalg.norm(weighted, axis=0)
-    scale[scale == 0] = 1.0
+    scale[scale == 0] = 1.0  # a term that no row has
     found, terms = np.zeros(len(scale)), list(range(len(scale)))
     while terms:
         solved = np.linalg.lstsq(weighted[:, terms] / scale[terms], np.ones(len(rows)), rcond=None)[0]
@@ -149,9 +149,9 @@ class Curve:
     def slope(self) -> float:
         """Seconds that a byte more takes beyond the largest; 0 of a curve of one point."""
         sizes, times = self._columns
-        if len(sizes) == 1:
+        if len(sizes) == 1:  # no second point tells a slope
             return 0.0
-        first = min(bisect.bisect_left(sizes, sizes[-1] / 20), len(sizes) - 2)
+        first = min(bisect.bisect_left(sizes, sizes[-1] / 20), len(sizes) - 2)  # as steep as over the last factor of 20
         return (times[-1] - times[first]) / (sizes[-1] - sizes[first])
 
 
@@ -168,7 +168,7 @@ class DefaultCodecs(Mapping[str, CodecCost]):
         return _default_codec(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(())
+        return iter(())  # its keys are all methods, and endless
 
     def __len__(self) -> int:
         return 0
@@ -197,4 +197,4 @@ def _bits(spec: str) -> float | None:
     if compressor.wire_bits(x.shape) is not None:
         return None
     payload, _ = compressor.compress(x, "synthetic")
-    return max(1e-3, 8 * sum(np.asarray(part).nbytes for part in payload) / x.size)
+    return max(1e-3, 8 * sum(np.asarray(part).nbytes for part in payload) / x.size)  # 0 bits are no CodecCost

@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, GraceError
@@ -45,6 +45,7 @@ WATCH_SECONDS, WATCH_FIRST = 0.25, 5
 """About how much training lies between two looks at a settled run, and the steps until the first one."""
 SLOWER, FELT = 2.0, 0.2
 """The factor by which a wait must have grown, in two looks, and the part of a step that this must take."""
+T = TypeVar("T")
 
 
 class PlanningError(Exception):
@@ -56,8 +57,8 @@ class Resumed(NamedTuple):
     True if it was chosen; steps until all is measured again, 0 for never; and the numbers of ranks and nodes."""
 
     current: str
-    strategy: dict[str, Any]
-    plan: Any
+    strategy: dict[str, object]
+    plan: dict[str, object] | None
     settled: bool
     left: int
     cluster: list[int]
@@ -99,7 +100,8 @@ class Driver:
         self.gradients: dict[str, Tensor] = {}
         self.results: dict[str, float] = {}
         """Seconds of a step of each candidate on the slowest rank: the median of its turns."""
-        self.current, self.plan = BASELINE, None
+        self.current = BASELINE
+        self.plan: dict[str, object] | None = None
         self.holds = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
         """Watch over the links of a settled run of several ranks; None before, and for one rank."""
@@ -125,7 +127,7 @@ class Driver:
         self.timer.mark("computed")
         if self.holds and self.left == 1:
             self.gradients = dict(gradients())
-            self.timer.now["computed"] = None  # a copy was made meanwhile
+            self.timer.marks["computed"] = 0.0  # a copy was made meanwhile: the step does not count
 
     def exchanged(self) -> None:
         """Note that gradients are means."""
@@ -133,7 +135,7 @@ class Driver:
 
     def stepped(self) -> None:
         """Note that the optimizer has made its step; go on to the next phase when it is time."""
-        if not self.left and self.watch is None:
+        if not self.left and self.watch is None:  # nothing is measured, and nothing watched
             return
         self.timer.end(self.skip <= 0)
         self.skip -= 1
@@ -161,7 +163,7 @@ class Driver:
             resumed = Resumed(**json.loads(saved["plan"]))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the checkpoint's plan is damaged: {error!r}") from error
-        return resumed if resumed.cluster == self.cluster else None
+        return resumed if resumed.cluster == self.cluster else None  # on other ranks other costs hold
 
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
@@ -178,7 +180,7 @@ class Driver:
         """End planning, because the user chose another strategy: nothing of it is measured, tried, or saved."""
         self.plan, self.gradients, self.current, self.watch = None, {}, "", None
         self.holds, self.settled = False, True
-        self.phases.close()
+        self.phases.close()  # its generator waits for steps that will not come
         self._advance()
 
     def _train_and_plan(self, steps: int) -> Generator[int, None, None]:
@@ -200,15 +202,15 @@ class Driver:
     def _plan(self) -> Generator[int, None, None]:
         """Measure, try candidates, and go on by the best. Raise PlanningError if something failed on some rank."""
         self.holds = True
-        yield HELD
+        yield HELD  # with exchanges after backward, which show when each gradient is ready
         self.holds = False
         timeline = self.timer.timeline(self.names)
-        yield PLAIN
+        yield PLAIN  # with exchanges as in training: the baseline's step
         found = self._measure(timeline)
         self.strategies = {BASELINE: self.strategies[BASELINE], **found}
         self.results, self.trying = {}, True
         chosen = yield from self._race([BASELINE, *found])
-        if not self._switch_to(chosen):
+        if not self._switch_to(chosen):  # what could be tried is refused now
             chosen = self.current
         self.plan, line = self._agree("a plan", lambda: self.planner.explained(chosen, self.results))
         self.print_line(f"grace: auto: {line}")
@@ -230,15 +232,14 @@ class Driver:
         plain_step = max(seconds for _, seconds in told)
         self._agree("links", lambda: self.planner.measure_links(plain_step), everywhere=True)
         gradients, self.gradients = self.gradients, {}
-        tables = self._agree("tables", lambda: {name for name, x in gradients.items() if is_table(x)})
+        tables = self._agree("tables", lambda: {name for name, x in gradients.items() if is_table(x)})  # rank 0 decides
         self._agree("methods", lambda: self.planner.measure_methods(gradients, tables, slowest), everywhere=True)
 
         def candidates() -> dict[str, Strategy]:
             found = [one for one in self.planner.find_candidates(skew) if one.name != BASELINE]
             return {one.name: one.strategy for one in found[:TRIED]}
 
-        found: dict[str, Strategy] = self._agree("what to try", candidates)
-        return found
+        return self._agree("what to try", candidates)
 
     def _race(self, names: Sequence[str]) -> Generator[int, None, str]:
         """Let candidates and the baseline take turns, round after round, as long as steps allow: all of them first, and
@@ -265,7 +266,7 @@ class Driver:
         that all ranks have timed."""
         took: dict[str, float] = {}
         for name in names:
-            if not self._switch_to(name):
+            if not self._switch_to(name):  # it was refused, on all ranks
                 continue
             yield SETTLED + TIMED
             if seconds := self.timer.seconds():
@@ -287,7 +288,7 @@ class Driver:
         self.current = name
         return True
 
-    def _agree(self, what: str, compute: Callable[[], Any], everywhere: bool = False) -> Any:
+    def _agree(self, what: str, compute: Callable[[], T], everywhere: bool = False) -> T:
         """Return what rank 0 computes, or every rank. Raise PlanningError if that fails on one."""
         value, why = None, ""
         try:
@@ -301,11 +302,11 @@ class Driver:
         for rank, (_, reason) in enumerate(answers):
             if reason:
                 raise PlanningError(f"rank {rank}: {reason}" if len(answers) > 1 else reason)
-        return answers[0][0]
+        return answers[0][0]  # rank 0's; where all compute, nothing is returned
 
     def _check_link(self, watch: "LinkWatch") -> None:
         """Compare waits with those when the choice was made; plan again, or tell once, if they have grown."""
-        if not watch.check_is_due(self.timer):
+        if not watch.check_is_due(self.timer):  # all ranks count the same steps, so all look at the same one
             return
         answers = gather_or_raise(self.backend, "waits", watch.median_times())
         # the least wait is that of the rank which comes last: it waits for no other, only for the network
@@ -364,7 +365,7 @@ class LinkWatch:
         before, whole = self.usual = self.usual or (wait, step)
         longer = wait > SLOWER * before and wait - before > FELT * whole
         self.times = self.times + 1 if longer else 0
-        if self.times < 2:
+        if self.times < 2:  # one look may fall on a passing disturbance
             return ""
         return f"steps wait {wait * 1e3:.3g} ms for exchanges, and {before * 1e3:.3g} when this was chosen"
 

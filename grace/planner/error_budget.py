@@ -79,7 +79,7 @@ def class_of(compressor: Spec | Compressor, memory: Spec | Memory | None = None)
         return "feedback" if traits.contraction and not made.noisy and not traits.exact else None
     if traits.exact:
         return "exact"
-    bits = made.wire_bits((1024,))
+    bits = made.wire_bits((1024,))  # a cast takes as many for each element of any shape
     if traits.summable and traits.carries_nonfinite and bits is not None and bits >= 16:
         return "half"
     return "unbiased" if traits.unbiased else None
@@ -152,7 +152,7 @@ class ErrorModel:
     def bound(self, method: str, variable: Variable) -> float:
         """Return the largest relative error that a method may have on a variable."""
         compressor, reference = _compressor(method), _compressor(self.reference)
-        if reference.traits.exact:
+        if reference.traits.exact:  # then nothing may be lost
             return 0.0
         family = compressor.traits.category
         if self.adaptive and family == "sparsification" != reference.traits.category:
@@ -185,7 +185,7 @@ def synthetic_error(method: str, shape: tuple[int, ...]) -> float:
     if len(shape) > 1:
         small = min(SIDE, shape[0]), min(SIDE, math.prod(shape[1:]))
     if small != shape:
-        return synthetic_error(method, small)
+        return synthetic_error(method, small)  # so that all large shapes share one cached result
     compressor, x = make("compressor", method), _synthetic(shape)  # one of its own, which may keep state
     if compressor.traits.exact:
         return 0.0

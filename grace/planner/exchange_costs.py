@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.communicator import Communicator
+from grace.core.component import StateForm
 from grace.core.route import EngineTraits
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
@@ -96,7 +97,7 @@ def works_of(
         bucket.carries_stamps = bucket.communicator.delayed not in carried
         carried.add(bucket.communicator.delayed)
         key = id(bucket.communicator), bucket.carries_stamps, tuple(bucket.names)
-        if key not in known:
+        if key not in known:  # a search asks for the same bucket many times
             names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
             known[key] = _work(bucket, names, ranks, costs)
         found.append(known[key])
@@ -147,7 +148,7 @@ def transfers_of(legs: Sequence[LegBytes], ranks: int, network: Network) -> tupl
         sent = leg.sent(nbytes, ranks, 0 if leg.root is None else root + 1)
         if kind not in KINDS:
             kind, root, sent = "alltoall", -1, max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
-            nbytes = sent * ranks / (ranks - 1)
+            nbytes = sent * ranks / (ranks - 1)  # of which an all-to-all sends (W-1)/W
         timed = "allreduce16" if kind == "allreduce" and dtype in ("float16", "bfloat16") else kind
         seconds, contention = network.seconds(timed, nbytes, ranks), network.contention.get(timed, 0.0)
         if kind == "broadcast" and root < 0:  # each rank in its turn
@@ -166,7 +167,7 @@ def _memory(bucket: Bucket, ranks: int, elements: float, legs: Sequence[LegBytes
         share = ranks if kind == "shard_memory" else 1
         for variable in bucket.variables if part.stateful else ():
             shape = (-(-variable.numel // share),) if share > 1 else variable.shape
-            kept += 8.0 * _numbers(part.keeps(shape), variable.numel / share)
+            kept += 8.0 * _numbers(part.keeps(shape), variable.numel / share)  # of float32: kept, and staged
     for leg, nbytes, _ in legs:
         kind = leg.collective.name
         gathers = kind in ("allgather", "gather") or (kind == "broadcast" and leg.root is None)
@@ -178,12 +179,12 @@ def _memory(bucket: Bucket, ranks: int, elements: float, legs: Sequence[LegBytes
     return kept + wires
 
 
-def _numbers(keeps: Any, default: float) -> float:
+def _numbers(keeps: StateForm, default: float) -> float:
     """Return how many numbers a part keeps; the default where it does not say."""
     if keeps is None:
         return default
-    if keeps is float:
+    if isinstance(keeps, type):  # float
         return 1.0
-    if isinstance(keeps, dict):
+    if isinstance(keeps, Mapping):
         return sum(_numbers(one, default) for one in keeps.values())
     return float(math.prod(keeps))

@@ -118,7 +118,7 @@ class Plan:
         taken = "*" if one is self.chosen else ""
         return (taken, one.name, *times, show_bytes(sent, 3), f"{one.share:.2g}", show_bytes(memory, 3))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all of it, but for the predictions' events, as JSON holds it; :meth:`from_dict` is the way back."""
         candidates = []
         for one in self.candidates:
@@ -137,7 +137,7 @@ class Plan:
         """Return a plan from its document. Raise ConfigError if something is missing, or is no such thing."""
         try:
             candidates = tuple(map(_candidate_of, document["candidates"]))
-            candidates[document["number"]]
+            candidates[document["number"]]  # raises if there is no such one
             rows, remarks = tuple(Row(**row) for row in document["rows"]), tuple(document["remarks"])
             return cls(**{**document, "candidates": candidates, "rows": rows, "remarks": remarks})
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -151,10 +151,7 @@ def _candidate_of(document: Mapping[str, Any]) -> Candidate:
 
 
 def plan_of(
-    problem: Problem,
-    candidates: Sequence[Candidate],
-    chosen: str | None = None,
-    remarks: Sequence[str] = (),
+    problem: Problem, candidates: Sequence[Candidate], chosen: str | None = None, remarks: Sequence[str] = ()
 ) -> Plan:
     """Return the plan: which candidate to take, and why.
 
@@ -231,7 +228,7 @@ def _why(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> str
     """Return why variables are treated so: what compressing them saves, or why they are not compressed."""
     if any(plan.parts[0].compressor != "none" for plan in plans):
         saved = _saved(problem, one, plans)
-        return f"saves {show_ms(saved)}" if saved > 5e-7 else "saves nothing alone"
+        return f"saves {show_ms(saved)}" if saved > 5e-7 else "saves nothing alone"  # show_ms would print 0
     largest = max(plans, key=lambda plan: plan.variable.numel).variable
     lossy = [method for method in problem.candidates() if method.compressor != "none"]
     serving = [method for method in lossy if method.serves(largest, problem.errors.tables)]

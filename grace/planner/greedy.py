@@ -115,7 +115,7 @@ class Greedy:
         """Return the sets of variables that move together: buckets, those that are alike, and the largest alone."""
         alike: dict[str, list[int]] = {}
         for v, variable in enumerate(self.variables):
-            alike.setdefault(re.sub(r"\d+", "*", variable.name), []).append(v)
+            alike.setdefault(re.sub(r"\d+", "*", variable.name), []).append(v)  # the layers of a stack
         buckets = [tuple(self.position[name] for name in work.names) for work in self.works(choice)]
         sets = sorted(map(tuple, alike.values()), key=lambda unit: -sum(self.variables[v].numel for v in unit))
         largest = sorted(self.position.values(), key=lambda v: -self.variables[v].numel)[:LARGE]
@@ -136,7 +136,7 @@ class Greedy:
         step = simulate(self.problem.timeline, works).step * (1 + GAIN * len(set(choice)))
         lost = sum(self.shares[number][v] for v, number in enumerate(choice))
         busy = sum(w.start + w.finish + sum(t.seconds for t in w.transfers) for w in works)
-        return round(step, 9), round(lost, 9), round(busy, 12)
+        return round(step, 9), round(lost, 9), round(busy, 12)  # rounding errors of sums must not decide
 
     def works(self, choice: Choice) -> list[Work]:
         """Return what the buckets of a choice do, in the order in which they start."""
@@ -148,7 +148,7 @@ class Greedy:
         changed = list(choice)
         for v in unit:
             if self.shares[number][v] <= SLACK:
-                changed[v] = number
+                changed[v] = number  # others keep their method, so that a set may move in part
         return tuple(changed)
 
     def _candidates(self, found: Sequence[Choice]) -> Iterator[Candidate]:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ BESIDE, MOST_CONTENTION = 0.01, 0.9
 """Seconds of a collective, if a size takes as long, beside which computing is timed; and the largest share of it."""
 REPEATS, LEAST = 12, 3
 """Of a size, if time allows, and in any case; in so many passes over all sizes and kinds."""
+T = TypeVar("T")
 
 
 def measure_network(
@@ -52,7 +53,7 @@ def measure_network(
     >>> measure_network(LocalBackend()) is None
     True
     """
-    if backend.size == 1:
+    if backend.size == 1:  # there is no link
         return None
     timing, sent = _Timing(backend, tensor_of or backend.tensor_of), backend.sent_bytes
     share, took = seconds / len(KINDS), dict[tuple[str, int], list[float]]()
@@ -77,7 +78,7 @@ def measure_network(
             kind: timing.measure_contention(kind, nbytes, min(took[kind, nbytes])) for kind, nbytes in sizes.items()
         }
     finally:
-        backend.sent_bytes = sent
+        backend.sent_bytes = sent  # what was sent here is no traffic of training
     typical, points = median if crowded else undisturbed, dict[str, list[tuple[float, float]]]()
     for (kind, nbytes), found in took.items():
         points.setdefault(kind, []).append((nbytes, typical(found)))
@@ -130,7 +131,7 @@ class _Timing:
         tensor = self._allocate(kind, nbytes)
         if "cpu" not in str(getattr(tensor, "device", "cpu")).lower():
             return 0.0
-        (calls,) = {min(self._gather(math.ceil(50 * seconds / self._compute(100))))}
+        calls = min(self._gather(math.ceil(50 * seconds / self._compute(100))))  # the same work on all ranks
         alone, beside = [], []
         for _ in range(LEAST):
             self._start("allreduce", self.small).wait()
@@ -176,10 +177,10 @@ class _Timing:
             made = self.tensor_of(np.zeros(max(1, nbytes // np.dtype(dtype).itemsize // parts) * parts, dtype))
         except Exception as raised:
             error = raised
-        self._gather(None, error)
+        self._gather(None, error)  # a rank without room must not leave the others in the collective
         return made
 
-    def _gather(self, value: Any, error: BaseException | None = None) -> list[Any]:
+    def _gather(self, value: T, error: BaseException | None = None) -> list[T]:
         """Return the values of all ranks, or raise on all. (A rank on which a collective fails comes here no more: its
         end tells.)"""
         return gather_or_raise(self.backend, "times of collectives", value, error, "could not measure the network")

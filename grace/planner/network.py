@@ -90,7 +90,7 @@ class Links:
             raise ConfigError(f"a link's latency must be at least 0 s, and finite, not {self.latency}")
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        if ranks <= 1:
+        if ranks <= 1:  # nothing is sent
             return 0.0
         messages, through = steps_of(kind, nbytes, ranks)
         if kind == "alltoall":
@@ -143,7 +143,7 @@ class MeasuredNetwork:
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
         if kind == "allreduce16" and kind not in self.curves:
             kind = "allreduce"
-        if ranks != self.ranks or kind not in self.curves:
+        if ranks != self.ranks or kind not in self.curves:  # nobody measured it: by the fitted links
             return self.links.seconds(kind, nbytes, ranks)
         return self.curves[kind].seconds(nbytes)
 

@@ -5,10 +5,9 @@ They change training, so that they are shown beside other plans, and are never c
 
 from collections import ChainMap
 from dataclasses import replace
-from typing import Any
 
 from grace.communicators.choice import build_communicator
-from grace.planner.costs import DefaultCodecs
+from grace.planner.costs import CodecCost, DefaultCodecs
 from grace.planner.exchange_costs import works_of
 from grace.planner.problem import Problem
 from grace.planner.step import Prediction, Timeline, simulate
@@ -33,7 +32,7 @@ def outer_plans(problem: Problem) -> dict[str, Prediction]:
     measured here: so small a part of a step.
     """
     variables = [replace(variable, sparse=False) for variable in problem.variables]  # drifts are dense
-    codecs: Any = ChainMap(problem.costs.codecs, DefaultCodecs())  # type: ignore[arg-type]  # which nothing writes to
+    codecs = ChainMap[str, CodecCost](problem.costs.codecs, DefaultCodecs())  # type: ignore  # nothing writes to it
     costs, compute = replace(problem.costs, codecs=codecs), problem.timeline.compute
     copies = COPY_BYTES * sum(variable.numel for variable in variables)
     found = {}

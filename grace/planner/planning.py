@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
@@ -64,10 +64,10 @@ class Planning:
     def measure_links(self, plain: float) -> None:
         """Measure the links for about as long as two steps, which take ``plain`` seconds uncompressed; every rank must
         call it. Raise ConfigError if there is one rank."""
-        if self.backend.size == 1:
+        if self.backend.size == 1:  # so that auto says so, instead of a plan for no link
             raise ConfigError("there is one rank, and nothing to exchange")
         self.nodes = list(self.node_names())
-        self.oversubscribed = oversubscription(self.backend, self.nodes)
+        self.oversubscribed = oversubscription(self.backend, self.nodes)  # ranks that share cores take turns
         seconds = max(LINK_SECONDS, min(2 * plain, LONGEST))
         self.network = measure_network(self.backend, seconds, crowded=self.oversubscribed > 1)
 
@@ -96,7 +96,7 @@ class Planning:
             )
         return self.found
 
-    def explained(self, chosen: str, seconds: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+    def explained(self, chosen: str, seconds: Mapping[str, float]) -> tuple[dict[str, object], str]:
         """Return the plan as a document, and in one line; ``seconds`` are those of a step of each tried candidate."""
         tried = [replace(one, measured=seconds.get(one.name)) for one in self.found]
         plan = plan_of(self.problem, tried, chosen=chosen, remarks=self.remarks)

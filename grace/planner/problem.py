@@ -5,7 +5,6 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from grace.communicators.choice import build_communicator
 from grace.core import specs
@@ -13,6 +12,7 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.registry import aliases, known, make
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
@@ -21,9 +21,6 @@ from grace.planner.exchange_costs import Costs, codec_key, works
 from grace.planner.step import Prediction, Timeline, simulate
 from grace.strategy.builder import Cluster
 from grace.strategy.plan import Strategy
-
-Named = str | Mapping[str, Any]
-"""An entry of ``methods``."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Problem:
     cluster: Cluster
     errors: ErrorModel = field(default_factory=ErrorModel)
     quality: str = "feedback"
-    methods: Sequence[Named] | None = None
+    methods: Sequence[Spec] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -128,7 +125,7 @@ def offers() -> dict[str, bool]:
     return found
 
 
-def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[ExchangeMethod]:
+def methods_of(named: Sequence[Spec] | None, quality: str, ranks: int, tables: bool = True) -> list[ExchangeMethod]:
     """Return the methods that the user names (:attr:`Problem.methods`), or else those that offer themselves and are of
     the class, with their default communicators for so many ranks; some are offered for tables only. Raise ConfigError
     if something named is unknown, or excluded by the class.
@@ -148,14 +145,14 @@ def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: 
     return list({method.communicator.describe(): method for method in reversed(found)}.values())[::-1]
 
 
-def _named(entry: Named, quality: str, ranks: int) -> ExchangeMethod:
+def _named(entry: Spec, quality: str, ranks: int) -> ExchangeMethod:
     """Return the method that an entry of ``methods`` names."""
-    said: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) and "name" not in entry else {"compressor": entry}
+    said: dict[str, Spec] = dict(entry) if isinstance(entry, Mapping) and "name" not in entry else {"compressor": entry}
     if others := said.keys() - {"compressor", "memory", "communicator"}:
         raise ConfigError(f"methods: {entry!r} has {min(others)!r}; there are compressor, memory and communicator")
     spec = said.get("compressor", "none")
     if isinstance(spec, str) and specs.split(spec) is None and specs.parse(spec)[0] in known("communicator"):
-        said = {"communicator": spec}
+        said = {"communicator": spec}  # as "reduce_broadcast", with uncompressed gradients
     made: Compressor = make("compressor", said.get("compressor", "none"))
     memory: Memory = make("memory", said.get("memory") or made.traits.memory)
     found = class_of(made.spec, memory.spec)

@@ -43,13 +43,13 @@ class Timeline:
             if not getattr(self, what) >= 0:
                 raise ConfigError(f"a timeline's {what} must be at least 0 s, not {getattr(self, what)}")
         for name, seconds in self.ready.items():
-            if not 0 <= seconds <= self.backward * (1 + 1e-9):
+            if not 0 <= seconds <= self.backward * (1 + 1e-9):  # a rounding error is no mistake
                 raise ConfigError(f"the gradient of {name!r} is ready at {seconds} s of {self.backward} s of backward")
 
     @property
     def compute(self) -> float:
         """Seconds of a step without any exchange."""
-        return round(self.forward + self.backward + self.optimizer, 12)
+        return round(self.forward + self.backward + self.optimizer, 12)  # as 0.35, and not 0.35000000000000003
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _SimulatedStep:
         for i, work in enumerate(self.works):
             need = max([ready.get(name, end) for name in work.names], default=0.0)
             self._compute("compute", -1, max(0.0, need - done))
-            done = max(done, need)
+            done = max(done, need)  # gradients of an earlier bucket may have come later
             self._compute("start", i, work.start)
             if work.transfers:
                 self._launch(i, 0)
@@ -171,7 +171,7 @@ class _SimulatedStep:
         time, left = self.time, seconds
         for start, end, contention in self.under_way:
             undisturbed, beside = max(0.0, start - time), max(0.0, end - max(start, time))
-            if left <= undisturbed:
+            if left <= undisturbed:  # it ends before this collective begins
                 break
             left, time = left - undisturbed, time + undisturbed
             if left <= (1 - contention) * beside:
@@ -181,7 +181,7 @@ class _SimulatedStep:
 
     def _launch(self, i: int, number: int) -> None:
         """Let a bucket's collective join the queue of the wire."""
-        begin, transfer = max(self.time, self.free), self.works[i].transfers[number]
+        begin, transfer = max(self.time, self.free), self.works[i].transfers[number]  # one collective at a time
         self.free = self.done[i] = begin + transfer.seconds
         if transfer.contention:
             self.under_way.append((begin, self.free, transfer.contention))

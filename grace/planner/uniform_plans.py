@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from grace.communicators.choice import build_communicator
-from grace.core.communicator import Communicator
+from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard, make_buckets
@@ -31,7 +30,7 @@ def assigned_strategy(
     wanted: Sequence[Communicator],
     ranks: int,
     nodes: int = 1,
-    builder: dict[str, Any] | None = None,
+    builder: dict[str, object] | None = None,
 ) -> Strategy:
     """Return the strategy that carries each variable by a communicator of its own; the same object for those that may
     share a bucket. ``builder`` has name, parameters and seed of the strategy's maker."""
@@ -43,7 +42,7 @@ def assigned_strategy(
             if bucket.communicator is carrier or variable.sparse:
                 part = ShardPlan(Sync.from_spec(carrier.to_dict()), carrier.compressor.spec, carrier.memory.spec)
             if "group" in part.sync.to_dict():
-                part = replace(part, sync=replace(part.sync, group=bucket.index))
+                part = replace(part, sync=replace(part.sync, group=bucket.index))  # parts of one group share a bucket
             parts[variable.name] = part
     return Strategy(tuple(VariablePlan(v, (parts[v.name],)) for v in variables), ranks, nodes, builder or {})
 
@@ -51,9 +50,9 @@ def assigned_strategy(
 def uniform_strategy(
     variables: Sequence[Variable],
     ranks: int,
-    compressor: Any = "none",
-    memory: Any = None,
-    communicator: Any = None,
+    compressor: CompressorArg | None = "none",
+    memory: MemoryArg | None = None,
+    communicator: CommunicatorArg | None = None,
     nodes: int = 1,
 ) -> Strategy:
     """Return ``DistributedOptimizer(compressor=...)`` written down for so many ranks on so many nodes: the same buckets

@@ -93,10 +93,10 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always) -> list[Model
         at = pairs.index(shortest)
         merged = ModelBlock.of_nodes(graph, found[at].nodes + found[at + 1].nodes)
         if not fits(merged.parameters, merged.kept):
-            pairs[at] = math.inf
+            pairs[at] = math.inf  # they are not tried again
             continue
         found[at : at + 2] = [merged]
-        del pairs[at]
+        del pairs[at]  # two blocks became one, so there is a pair less
         for b in (at - 1, at):  # the pairs that the merged block is in now
             if 0 <= b < len(pairs):
                 pairs[b] = found[b].seconds + found[b + 1].seconds

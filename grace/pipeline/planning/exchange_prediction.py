@@ -4,7 +4,6 @@ memories and buffers."""
 import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
@@ -118,7 +117,7 @@ def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
     return {**kept, "variables": {name: known[name] for name in names if name in known}}
 
 
-def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, Any] | None:
+def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
     """Return the document of a strategy; None if the strategy is a builder.
 
     Args:

@@ -144,7 +144,7 @@ class Graph:
     def variable(self, name: str) -> Variable:
         """Return a parameter as a variable of an exchange."""
         known = self._variables.get(name)
-        return known or Variable(name, (max(1, round(self.parameters[name] / 4)),))
+        return known or Variable(name, (max(1, round(self.parameters[name] / 4)),))  # 4 bytes a float32
 
     @functools.cached_property
     def _variables(self) -> dict[str, Variable]:
@@ -202,7 +202,7 @@ class Graph:
             if node.name not in at:
                 raise ConfigError(f"node {node.name!r} is in no stage")
             for name in node.inputs:
-                if at.get(name, 0) > at[node.name]:
+                if at.get(name, 0) > at[node.name]:  # the model's inputs are at the first stage
                     raise ConfigError(
                         f"node {node.name!r} of stage {at[node.name]} reads {name!r}, which stage {at[name]} computes"
                     )

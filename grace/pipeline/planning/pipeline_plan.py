@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
@@ -92,7 +91,7 @@ class Plan:
     exposed: float = 0.0
     memory: tuple[float, ...] = ()
     limit: float | None = None
-    versions: Mapping[str, Any] = field(default_factory=lambda: {"plan": VERSION, "grace": __version__})
+    versions: Mapping[str, object] = field(default_factory=lambda: {"plan": VERSION, "grace": __version__})
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -128,7 +127,7 @@ class Plan:
         """Return (stage, replica) of a rank."""
         return next((i, stage.ranks.index(rank)) for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
-    def check(self, graph: Graph, ranks: int, versions: Mapping[str, Any] | None = None) -> None:
+    def check(self, graph: Graph, ranks: int, versions: Mapping[str, object] | None = None) -> None:
         """Refuse a plan for another model, number of ranks or version.
 
         Args:
@@ -146,7 +145,7 @@ class Plan:
         if self.world_size != ranks:
             raise ConfigError(f"the plan is for {self.world_size} ranks, and there are {ranks}: plan again")
         for name, version in (versions or {}).items():
-            if self.versions.get(name, version) != version:
+            if self.versions.get(name, version) != version:  # torch may name the nodes otherwise
                 raise ConfigError(f"the plan is of {name} {self.versions[name]}, and this is {version}: plan again")
         sends = graph.passed_on([stage.nodes for stage in self.stages])
         for i, (stage, names) in enumerate(zip(self.stages, [*sends, ()], strict=True)):
@@ -155,14 +154,14 @@ class Plan:
                     f"stage {i} of the plan sends {list(stage.sends)}, and later stages read {list(names)}"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan as a JSON document."""
         document = dataclasses.asdict(self)
-        document["versions"] = dict(self.versions)
+        document["versions"] = dict(self.versions)  # which asdict does not make a dict
         return json.loads(json.dumps(document))  # type: ignore[no-any-return]  # tuples as lists
 
     @classmethod
-    def from_dict(cls, document: Any, source: str = "the plan") -> "Plan":
+    def from_dict(cls, document: object, source: str = "the plan") -> "Plan":
         """Return the plan of a JSON document.
 
         Raises:
@@ -181,7 +180,7 @@ class Plan:
         try:
             return documents.record(cls, document, source, stages=made)
         except ConfigError as error:
-            said = str(error)
+            said = str(error)  # record() names the source, and the checks of Plan do not
             raise ConfigError(said if said.startswith(source) else f"{source}: {said}") from None
 
     def save(self, path: str | Path) -> None:

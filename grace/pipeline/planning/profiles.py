@@ -11,6 +11,7 @@ import graphlib
 import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ ROWS = {
 floats, or of a hidden state over 1,024 floats."""
 COLUMNS = ["id", "kind", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes"]
 VIEWS = ("View", "Size", "__getitem__")
-"""Kinds of nodes whose values are views."""
+"""Kinds of nodes whose values are views, and keep no memory of their own."""
 
 
 def read(path: str | Path, rows: int | None = None) -> Graph:
@@ -61,7 +62,7 @@ def write(graph: Graph, path: str | Path) -> None:
         draft.write_text(json.dumps(to_dict(graph), indent=1) + "\n")
 
 
-def to_dict(graph: Graph) -> dict[str, Any]:
+def to_dict(graph: Graph) -> dict[str, object]:
     """Return a graph as a JSON document. Nodes leave out fields that have their defaults.
 
     >>> graph = Graph((GraphNode("a", ("x",), 4.0),), {"x": 8.0}, ("a",))
@@ -85,7 +86,7 @@ def to_dict(graph: Graph) -> dict[str, Any]:
     return json.loads(json.dumps(document))  # type: ignore[no-any-return]  # tuples as lists
 
 
-def of_dict(document: Any, source: str = "the document") -> Graph:
+def of_dict(document: object, source: str = "the document") -> Graph:
     """Return the graph of a JSON document of Grace's.
 
     Raises:
@@ -102,13 +103,13 @@ def of_dict(document: Any, source: str = "the document") -> Graph:
         )
         together = tuple(frozenset(group) for group in document.get("together", ()))
         return Graph(nodes, dict(document["inputs"]), tuple(document["outputs"]), document["rows"], together, variables)
-    except ConfigError as error:
+    except ConfigError as error:  # of a record, or of Graph: neither knows the file
         raise ConfigError(f"{source}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{source} is no graph: {type(error).__name__}: {error}") from None
 
 
-def of_pipedream(document: Any, rows: int | None = None, source: str = "the profile") -> Graph:
+def of_pipedream(document: Mapping[str, Any], rows: int | None = None, source: str = "the profile") -> Graph:
     """Return the graph of a PipeDream document. Its input nodes become the model's inputs, and take no time.
 
     Raises:
@@ -126,7 +127,7 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
             reads[end].append(table[start].name)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"{source} is no profile of PipeDream's: {type(error).__name__}: {error}") from None
-    order = list(table)
+    order = list(table)  # kept if it is topological
     position = {name: i for i, name in enumerate(order)}
     if any(position[start] > position[end] for end, starts in reads.items() for start in starts):
         try:
@@ -136,23 +137,26 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
     inputs = {name: node.nbytes for name, node in table.items() if node.kind.startswith("Input")}
     nodes = [dataclasses.replace(table[name], inputs=tuple(reads[name])) for name in order if name not in inputs]
     read_by = {start for start, _ in document["edges"]}
+    # profiles have parts of a value that nobody reads, which the model does not return
     outputs = tuple(node.name for node in nodes if node.name not in read_by and node.kind != "__getitem__")
     return Graph(tuple(nodes), inputs, outputs, rows)
 
 
-def _parse_row(row: Any) -> GraphNode:
+def _parse_row(row: Sequence[object]) -> GraphNode:
     """Return the node of a row of a PipeDream document, without its inputs."""
     name, kind, *numbers = row
     if not (isinstance(name, str) and isinstance(kind, str)):
         raise ValueError(f"a row begins with a name and a kind, not {documents.shown(row)}")
+    values = list[float]()
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= sys.float_info.max:
             raise ValueError(f"node {name!r} has {documents.shown(number)} where a number of at least 0 must be")
-    forward, backward, nbytes, weights = map(float, numbers)
+        values.append(float(number))
+    forward, backward, nbytes, weights = values
     return GraphNode(
         name,
         nbytes=nbytes,
-        forward=forward / 1e3,
+        forward=forward / 1e3,  # profiles have milliseconds
         backward=backward / 1e3,
         kept=0.0 if kind in VIEWS else nbytes,
         parameters={f"{name}.parameters": weights} if weights else {},

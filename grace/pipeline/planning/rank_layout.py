@@ -123,7 +123,7 @@ def _link_load(nodes: tuple[int, ...], senders: tuple[int, ...], receivers: tupl
     for a, sender in enumerate(senders):
         for b, receiver in enumerate(receivers):
             share = min((a + 1) / len(senders), (b + 1) / len(receivers)) - max(a / len(senders), b / len(receivers))
-            if share <= 1e-12 or sender == receiver:
+            if share <= 1e-12 or sender == receiver:  # a rounding error, or no message
                 continue
             ends = nodes[sender], nodes[receiver]
             same = ends[0] == ends[1]

@@ -174,7 +174,7 @@ def search_plan(
             refused = error
     if not found:
         raise refused
-    best = min(found, key=lambda plan: round(plan.seconds, 9))
+    best = min(found, key=lambda plan: round(plan.seconds, 9))  # of equal plans the one with most devices
     method = options.compressor if options.strategy is None else options.strategy
     return dataclasses.replace(best, limit=options.memory, compressor=_described(method))
 
@@ -240,7 +240,7 @@ def search(space: Space, options: SearchOptions) -> Plan:
         found = None if cut is None else predicted(space, one.setting, cut)
         if cut is not None and found is not None:
             candidates.append(_Candidate(round(found.seconds, 9), number, one, cut, found))
-        if len(candidates) >= BEST:
+        if len(candidates) >= BEST:  # settings come in the order of their estimates
             break
     if not candidates:
         raise _memory_error(space, searches)
@@ -270,7 +270,7 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
     long as the step gets shorter."""
     cut, best = candidate.cut, candidate.plan
     setting = candidate.search.setting
-    ranks_move = candidate.search.replicas is None and not setting.equal_stages
+    ranks_move = candidate.search.replicas is None and not setting.equal_stages  # the user said no number of replicas
 
     def improves(other: StageCut, under: Setting) -> bool:
         """Adopt another cut and setting if its step is shorter."""
@@ -279,7 +279,7 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
             r > 0 and space.rows(under.microbatches, r) for r in other.replicas
         )
         found = predicted(space, under, other) if possible else None
-        if found is None or found.seconds >= best.seconds * (1 - 1e-9):
+        if found is None or found.seconds >= best.seconds * (1 - 1e-9):  # rounding errors must not move for ever
             return False
         best, cut, setting = found, other, under
         return True
@@ -374,7 +374,7 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     first, last = space.blocks[i].nodes[0], space.blocks[j - 1].nodes[-1]
     again = ", recomputing" if setting.recompute else ""
     missing = needed - space.limit
-    alone = space.needed_bytes(setting, cut.replicas[stage], 1)
+    alone = space.needed_bytes(setting, cut.replicas[stage], 1)  # of each block as a stage
     several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
     # a border that moves within two blocks might do
     finer = space.count > len(cut.ends) and missing <= 2 * max(several, default=0.0)

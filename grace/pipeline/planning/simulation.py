@@ -89,7 +89,7 @@ class _Simulation:
         while running:
             running = [program for program in running if next(program, None) is not None]
         busy = sum(event.end - event.start for event in self.events)
-        whole = max(self.clocks) * len(self.stages)
+        whole = max(self.clocks) * len(self.stages)  # 0 for profiles without seconds
         bubble = max(0.0, 1 - busy / whole) if whole else 0.0
         return SimulatedStep(tuple(self.clocks), bubble, sorted(self.events))
 

@@ -189,7 +189,7 @@ class Space:
         if setting.schedule != "gpipe":  # gradients are sent back while the next micro-batch is computed
             needed = needed + returned[:, None]
         saved = self._kept.of_runs(scale)
-        saved[:, -1] += self.returned * scale
+        saved[:, -1] += self.returned * scale  # of the last stage, which computes the loss
         saved_at_once = np.full(self.count + 1, in_flight)
         if setting.recompute:
             saved_at_once[:-1] = 1  # the last stage keeps what it computes
@@ -216,7 +216,7 @@ class Space:
     def _exchange_parts(self, replicas: int, leaves: bool, groups: int) -> tuple[float, np.ndarray]:
         """Return the seconds of an empty exchange, and those that blocks add to it, summed over blocks."""
         network = self.devices.exchange_network(leaves, groups)
-        least = self.exchanges.seconds([LEAST], replicas, network)
+        least = self.exchanges.seconds([LEAST], replicas, network)  # what every exchange takes, however few bytes
         each = [self.exchanges.seconds(own, replicas, network) for own in self._variables]
         return least, _sums([max(0.0, one - least) for one in each])
 
@@ -246,13 +246,13 @@ class Space:
         size = self.count + 1
         cost = np.full((size, size, most + 1), np.inf)
         needed = np.full((size, size, most + 1), np.inf)
-        runs = np.triu(np.ones((size, size), bool), 1)
+        runs = np.triu(np.ones((size, size), bool), 1)  # i < j: a stage has a block at least
         for r in range(1, most + 1):
             rows = self.rows(setting.microbatches, r)
             if not rows or (setting.equal_stages and r * setting.equal_stages != self.devices.count):
                 continue
             needed[:, :, r] = np.where(runs, self.needed_bytes(setting, r, in_flight), np.inf)
-            fits = needed[:, :, r] <= self.limit * (1 + 1e-12)
+            fits = needed[:, :, r] <= self.limit * (1 + 1e-12)  # a rounding error is not too much
             cost[:, :, r] = np.where(runs & fits, self._busy(setting, start, r, rows / self.graph.rows), np.inf)
         return cost, needed
 

@@ -63,7 +63,7 @@ class StageSearch:
     def cost(self, left: int, ranks: int) -> np.ndarray:
         """Return the cost [i, j, r] of the first of the last ``left`` stages, for which ``ranks`` ranks are left."""
         setting, space, stage = self.setting, self.space, self.stages - left
-        start = self.devices - ranks
+        start = self.devices - ranks  # the ranks of earlier stages come first
         if setting.equal_stages:
             start = stage if setting.layout == "stages" else stage * self.most
         in_flight = micro_batches_in_flight(setting.schedule, stage, self.stages, setting.microbatches)
@@ -71,7 +71,7 @@ class StageSearch:
             start = 0
         found = space.arrays(setting, start, self.most, in_flight)[self.by_memory]
         if self.replicas is not None:
-            found = found.copy()
+            found = found.copy()  # the space remembers its arrays
             found[:, :, [r for r in range(self.most + 1) if r not in self.replicas[stage]]] = np.inf
         return found
 
@@ -91,10 +91,10 @@ class StageSearch:
         """Yield the numbers of ranks that may be left for the last ``left`` stages."""
         if self.setting.equal_stages:
             yield self.most * left
-        elif left == self.stages:
+        elif left == self.stages:  # all ranks, before the first stage
             yield self.devices
         else:
-            yield from range(left, self.devices - (self.stages - left) + 1)
+            yield from range(left, self.devices - (self.stages - left) + 1)  # each stage has one rank at least
 
     def _solve(self, cap: float | None) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
         """Return the cost of the longest stage; or, with a ``cap`` on it, the least sum of squares, and the ends and
@@ -121,7 +121,7 @@ class StageSearch:
             best = now
         ranks = self.most * self.stages if self.setting.equal_stages else self.devices
         value = float(best[ranks][0]) if ranks in best else math.inf
-        ends, replicas, block = [], [], 0
+        ends, replicas, block = [], [], 0  # from the choices, first stage first
         if cap is not None:
             for left in range(self.stages, 0, -1):
                 block, r = divmod(int(chosen[left - 1][ranks][block]), self.most + 1)

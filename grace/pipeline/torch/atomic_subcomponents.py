@@ -2,7 +2,6 @@
 feed them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -40,6 +39,7 @@ class Atoms:
         self.captured = captured
         self.values = fake_values(captured)
         self.order = {node: i for i, node in enumerate(captured.module.graph.nodes)}
+        # values of views and of in-place operations share a storage with what they are made of
         self.storages = {node: storage_ids(value) for node, value in self.values.items()}
         writes: dict[int, list[fx.Node]] = {}
         for node in captured.nodes:
@@ -51,7 +51,7 @@ class Atoms:
             raise ConfigError("nothing in the model depends on its inputs: there is nothing to cut")
         self.inseparable = self._find_inseparable(writes)
 
-    def _find_dynamic(self, writes: Mapping[int, Any]) -> dict[fx.Node, None]:
+    def _find_dynamic(self, writes: Mapping[int, list[fx.Node]]) -> dict[fx.Node, None]:
         """Return the nodes that depend on the inputs, draw random numbers, or touch memory that is written to."""
         dynamic: dict[fx.Node, None] = {}
         for node in self.captured.nodes:
@@ -71,6 +71,7 @@ class Atoms:
             if any(node.op == "get_attr" for node in holders):  # a buffer, which has one stage
                 sets.append({user for node in holders for user in (node, *node.users)})
                 continue
+            # stages get copies of values: those who read this memory must be where it is written
             old = [node for node in holders if self.order[node] < last]
             sets.append({*writers, *old, *(user for node in old for user in node.users)})
         for node in self.dynamic:
@@ -84,7 +85,7 @@ class Atoms:
         return [names for names in dict.fromkeys(named) if len(names) > 1]
 
     @property
-    def values_by_name(self) -> dict[str, Any]:
+    def values_by_name(self) -> dict[str, object]:
         """Fake values of all nodes, by the nodes' names."""
         return {node.name: value for node, value in self.values.items()}
 
@@ -166,7 +167,7 @@ class CapturedBatch:
     """
 
     def __init__(
-        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], whole: Collection[str] = ()
+        self, model: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], whole: Collection[str] = ()
     ):
         self.model = model
         self.captured = capture(model, args, kwargs)
@@ -181,7 +182,7 @@ class CapturedBatch:
         self.flat = self.captured.flat(args, kwargs)
         self.rows = count_rows(self.flat, self.whole)
 
-    def with_inputs(self, flat: Sequence[Any]) -> "CapturedBatch":
+    def with_inputs(self, flat: Sequence[object]) -> "CapturedBatch":
         """Return the model captured for other flat inputs."""
         args, kwargs = pytree.tree_unflatten(list(flat), self.captured.in_spec)
         return CapturedBatch(self.model, args, kwargs, self.whole_names)
@@ -192,16 +193,16 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
-def tensor_leaves(value: Any) -> list[torch.Tensor]:
+def tensor_leaves(value: object) -> list[torch.Tensor]:
     """Return the tensors in a value."""
     return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
-def storage_ids(value: Any) -> set[int]:
+def storage_ids(value: object) -> set[int]:
     """Return the ids of the storages of the tensors in a value. They are valid while the tensors are alive."""
     return {one.untyped_storage()._cdata for one in tensor_leaves(value)}
 
 
-def _nbytes(value: Any) -> float:
+def _nbytes(value: object) -> float:
     """Return the bytes of the tensors in a value."""
     return float(sum(one.nbytes for one in tensor_leaves(value)))

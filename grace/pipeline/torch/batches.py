@@ -1,7 +1,7 @@
 """Batches: the rows that a rank computes with, the tensors that rank 0 gives to all, and outputs that all ranks get."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -51,12 +51,7 @@ def slice_rows(
 
 
 def micro_batches(
-    rows: int,
-    count: int,
-    replica: int,
-    replicas: int,
-    flat: Sequence[object],
-    whole: Sequence[bool] | None = None,
+    rows: int, count: int, replica: int, replicas: int, flat: Sequence[object], whole: Sequence[bool] | None = None
 ) -> list[list[object]]:
     """Return this rank's rows of each micro-batch.
 
@@ -106,7 +101,7 @@ def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], B]) ->
     tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
     kinds = [_TensorKind(t.shape, t.dtype) for t in tensors]
     known = gather_or_raise(mesh.backend, "a batch", kinds, error, "refused its batch")
-    assert spec is not None
+    assert spec is not None  # an error of this rank was raised by gather_or_raise
     if any(len(one) != len(known[0]) for one in known):
         raise ConfigError("with inputs='rank0' all ranks call with as many tensors; others' may be empty")
     filled = _broadcast_tensors(tensors, known[0], 0, mesh, device)
@@ -143,12 +138,13 @@ def gather_outputs(outputs: Sequence[Sequence[object]], mesh: Mesh, every: bool,
     if mesh.backend.size > 1:  # broadcasts are collectives: every rank takes part in those of all replicas
         known = [_broadcast_outputs(outputs, rank, mesh) for rank in mesh.ranks[-1]]
     wanted = known if every or not mesh.equal_replicas else [known[mesh.replica]]
+    # a batch of all replicas was cut into micro-batches first, and each of them by replicas
     in_order = wanted if by_replica else zip(*wanted, strict=True)
     chunks = [chunk for one in in_order for chunk in one]
     return [_concatenate(parts) for parts in zip(*chunks, strict=True)]
 
 
-def _broadcast_outputs(outputs: Sequence[Sequence[Any]], rank: int, mesh: Mesh) -> list[list[object]]:
+def _broadcast_outputs(outputs: Sequence[Sequence[object]], rank: int, mesh: Mesh) -> list[list[object]]:
     """Return a rank's outputs, on all ranks."""
     own = [one for chunk in outputs for one in chunk if isinstance(one, torch.Tensor)]
     kinds = [

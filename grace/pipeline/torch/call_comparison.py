@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from grace.errors import StepError
@@ -114,14 +115,14 @@ class CallComparison:
             work, key, values = prepare()
             shapes = zlib.crc32(repr(key).encode())
             batch = checksums(values)
-        except Exception as raised:
+        except Exception as raised:  # this rank still takes part in the all-gather, for which the others wait
             error = raised
         has_optimizer = gradients.has_optimizer  # the dummy's counts and rates are not compared
         self.rates = _rates(gradients.optimizer) if has_optimizer else []
         counts = gradients.batches, gradients.updates if has_optimizer else -1
         rates = zlib.crc32(repr(self.rates).encode()) if has_optimizer else -1
         stamp = [int(error is not None), mode, *counts, shapes, rates, *batch]
-        received = [part.tolist() for part in channel.allgather(channel.tensor_of(stamp)).wait()]
+        received = [part.tolist() for part in channel.allgather(channel.tensor_of(np.array(stamp))).wait()]
         if any(one[FAILED] for one in received):
             gather_or_raise(self.backend, "a batch", None, error, "refused its batch")  # raises on every rank
         self._compare(received, values)
@@ -132,11 +133,13 @@ class CallComparison:
         """Compare the numbers of all ranks."""
         mode = received[0][MODE]
         modes = {rank: MODES[one[MODE]] for rank, one in enumerate(received)}
+        # the mode first, since counts and shapes differ too where the modes do
         if len(set(modes.values())) > 1:
             words = "; ".join(f"{describe_ranks([rank])} {word}" for rank, word in modes.items())
             raise StepError(f"in call {self.calls} of the pipeline {words}. {ADVICE}")
         self._compare_counts(received, BATCHES, "batches' gradients", "loss.backward()")
         self._compare_counts(received, UPDATES, "updates", "optimizer.step()")
+        # every rank compares all groups, so that all raise, and none waits in the next collective
         for ranks in self.same_batch_groups:
             first = ranks[0]
             if any(received[rank][SHAPES] != received[first][SHAPES] for rank in ranks):

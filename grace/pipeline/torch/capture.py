@@ -7,12 +7,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
@@ -20,13 +21,15 @@ from grace.pipeline.torch.own_backward import CarriedFunctions, check_hooks, is_
 
 OLDEST_TORCH = "2.13"
 """The oldest torch that pipelines were tested with; with 2.6 some had wrong gradients."""
-UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
+UNDECLARED_WRITES: dict[OpOverload, tuple[int, tuple[int, ...]]] = {
     torch.ops.aten.batch_norm.default: (5, (3, 4)),
     torch.ops.aten.instance_norm.default: (5, (3, 4)),
 }
 """Operations that write to arguments without declaring it in their schemas: the position of the flag that makes them
 write, and the positions of these arguments."""
-BLOCKS: dict[Any, tuple[Any, int]] = {
+BlockContext = Callable[..., contextlib.AbstractContextManager[object]]
+ContextOf = Callable[[fx.Node], contextlib.AbstractContextManager[object]]
+BLOCKS: dict[HigherOrderOperator, tuple[BlockContext, int]] = {
     wrap_with_set_grad_enabled: (torch.set_grad_enabled, 1),
     wrap_with_autocast: (torch.autocast, 4),
 }
@@ -48,24 +51,25 @@ class Captured:
     """
 
     module: fx.GraphModule
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
     inputs: tuple[str, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    outputs: tuple[Any, ...]
+    outputs: tuple[Argument, ...]
 
     @property
     def nodes(self) -> list[fx.Node]:
         """The operations, in order."""
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
-    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flat(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
         """Return the inputs of a call in the order of the graph's placeholders.
 
         Raises:
             ConfigError: the arguments have another structure than those that the model was captured with.
         """
         spec = self.in_spec
+        # a call may give keywords in another order than the example
         ordered = {name: kwargs[name] for name in spec.child(1).context if name in kwargs}
         flat, flat_spec = pytree.tree_flatten((tuple(args), ordered))
         if flat_spec != spec or len(ordered) != len(kwargs):
@@ -81,7 +85,7 @@ def _describe_spec(spec: pytree.TreeSpec) -> str:
     return f"{spec.child(0).num_children} arguments and {sorted(spec.child(1).context) or 'no keywords'}"
 
 
-def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
+def capture(model: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None = None) -> Captured:
     """Return the graph of a model as it is (in training mode, or not), for inputs of these shapes and dtypes.
 
     Args:
@@ -106,12 +110,15 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     functions = CarriedFunctions()
     try:
         with torch.enable_grad(), _fake_meta_tensors(model, args, kwargs) as (given, named), functions.capturing():
+            # strict=False runs the model's own Python, in which functions.capturing() sees autograd Functions
             program = torch.export.export(model, given, named, strict=False)
-    except ConfigError:
+    except ConfigError:  # raised in the model by functions.capturing(); it names the line already
         raise
     except Exception as error:
         raise ConfigError(_export_error(model, error)) from error
-    module: Any = program.module(check_guards=False)
+    module = program.module(
+        check_guards=False
+    )  # guards would be a node that calls a submodule, and belongs to no stage
     functions.insert_into(module)
     _inline_blocks(module)
     graph = module.graph
@@ -123,10 +130,10 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
             )
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     names = first_names(model)
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, object] = {}
     for node in list(graph.nodes):
         if node.op == "get_attr":
-            if not node.users:
+            if not node.users:  # forward does not read this parameter
                 graph.erase_node(node)
             elif node.target in names:
                 node.target = names[node.target]
@@ -137,20 +144,20 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     output = next(node for node in graph.nodes if node.op == "output")
     placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     flat = tuple(pytree.arg_tree_leaves(output.args[0]))
-    return Captured(module, attributes, placeholders, module._in_spec, module._out_spec, flat)
+    return Captured(module, attributes, placeholders, module._in_spec, module._out_spec, flat)  # type: ignore[arg-type]
 
 
 class WithinBlock:
     """An operation that runs in the context of a block of the model, which ``context`` makes of ``arguments``."""
 
-    def __init__(self, operation: Any, context: Any, arguments: tuple[Any, ...]):
+    def __init__(self, operation: Callable[..., object], context: BlockContext, arguments: tuple[object, ...]):
         self.operation = operation
         self.context = context
         self.arguments = arguments
         self.__name__ = self.__qualname__ = str(getattr(operation, "__name__", operation))
         self.__module__ = __name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with self.context(*self.arguments):
             return self.operation(*args, **kwargs)
 
@@ -158,9 +165,9 @@ class WithinBlock:
         return f"{self.operation} in {self.context.__name__}{self.arguments}"
 
 
-def unwrap_operation(node: fx.Node) -> Any:
+def unwrap_operation(node: fx.Node) -> object:
     """Return the operation that a node calls, without the contexts of blocks."""
-    operation: Any = node.target
+    operation: object = node.target
     while isinstance(operation, WithinBlock):
         operation = operation.operation
     return operation
@@ -178,9 +185,9 @@ def _inline_blocks(module: fx.GraphModule) -> None:
         inner = node.args[count]
         block_inputs = iter(node.args[count + 1 :])
         block = operator.attrgetter(inner.target)(module)
-        _inline_blocks(block)
-        new: dict[fx.Node, Any] = {}
-        outputs: Any = ()
+        _inline_blocks(block)  # blocks may be nested
+        new: dict[fx.Node, fx.Node] = {}
+        outputs: Sequence[fx.Node] = ()
         with graph.inserting_before(node):
             for one in block.graph.nodes:
                 if one.op == "placeholder":
@@ -189,9 +196,9 @@ def _inline_blocks(module: fx.GraphModule) -> None:
                     outputs = fx.map_arg(one.args[0], new.__getitem__)
                 else:
                     new[one] = graph.node_copy(one, new.__getitem__)
-                    if one.op == "get_attr":
+                    if one.op == "get_attr":  # an attribute of the block's module, which is a part of the whole one
                         new[one].target = f"{inner.target}.{one.target}"
-                    elif one.target is not operator.getitem:
+                    elif one.target is not operator.getitem:  # which no context changes
                         new[one].target = WithinBlock(one.target, context, arguments)
         for user in list(node.users):  # each reads one of the block's outputs
             user.replace_all_uses_with(outputs[user.args[1]])
@@ -207,7 +214,7 @@ def first_names(model: torch.nn.Module) -> dict[str, str]:
     return {name: first[id(tensor)] for name, tensor in every}
 
 
-def split_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def split_call(example: object) -> tuple[tuple[object, ...], Mapping[str, object]]:
     """Return (args, kwargs) of example inputs: one tensor, a tuple of arguments, or ``(args, kwargs)``.
 
     >>> split_call(1), split_call((1, 2)), split_call(((1,), {"mask": 2}))
@@ -249,8 +256,8 @@ def check_plain_model(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _fake_meta_tensors(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Iterator[tuple[Any, Any]]:
+    model: torch.nn.Module, args: Sequence[object], kwargs: dict[str, object]
+) -> Iterator[tuple[tuple[object, ...], dict[str, object]]]:
     """Return a context that gives the inputs. In it, a model on ``meta`` has fake tensors on the inputs' device."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if not any(tensor.is_meta for tensor in tensors.values()):
@@ -265,7 +272,7 @@ def _fake_meta_tensors(
         yield given, named
 
 
-def first_device(values: Sequence[Any]) -> torch.device:
+def first_device(values: Sequence[object]) -> torch.device:
     """Return the device of the first tensor; the CPU if there is no tensor."""
     return next((one.device for one in values if isinstance(one, torch.Tensor)), torch.device("cpu"))
 
@@ -283,7 +290,7 @@ def _move_buffer_writes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.copy_.default and not node.users:
             buffer, source = node.args
-            if buffer.op != "get_attr" or not isinstance(source, fx.Node):
+            if buffer.op != "get_attr" or not isinstance(source, fx.Node):  # a copy_ of the model's own
                 continue
             if buffer in written_nodes(source):
                 graph.erase_node(node)
@@ -360,17 +367,24 @@ def is_random(node: fx.Node) -> bool:
 class _FakeInterpreter(fx.Interpreter):
     """Interpreter that runs a captured graph on fake tensors."""
 
-    def __init__(self, captured: Captured, mode: FakeTensorMode, context_of: Any, on_value: Any):
+    def __init__(
+        self,
+        captured: Captured,
+        mode: FakeTensorMode,
+        context_of: ContextOf,
+        on_value: Callable[[fx.Node, object], None],
+    ):
         super().__init__(captured.module)
-        self.garbage_collect_values = False
+        self.garbage_collect_values = False  # all values are the result
         self.attributes = captured.attributes
         self.mode = mode
         self.context_of = context_of
         self.on_value = on_value
-        self.converted: dict[int, Any] = {}
+        self.converted: dict[int, torch.Tensor] = {}
+        """Fake tensors by the ids of real ones, so that the names of a tied tensor share a storage."""
         self.device = torch.device("cpu")
 
-    def fetch_attr(self, target: str) -> Any:
+    def fetch_attr(self, target: str) -> object:
         """Return a parameter, buffer or constant as a fake tensor."""
         value = self.attributes[target]
         if not isinstance(value, torch.Tensor):
@@ -382,7 +396,7 @@ class _FakeInterpreter(fx.Interpreter):
                 self.converted[id(value)] = self.mode.from_tensor(value, static_shapes=True)
         return self.converted[id(value)]
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Run a node in its context, and report its value."""
         if n.op == "output":
             return None
@@ -394,17 +408,18 @@ class _FakeInterpreter(fx.Interpreter):
 
 def fake_values(
     captured: Captured,
-    context_of: Callable[[fx.Node], Any] = lambda node: contextlib.nullcontext(),
-    on_value: Callable[[fx.Node, Any], None] = lambda node, value: None,
-) -> dict[fx.Node, Any]:
+    context_of: ContextOf = lambda node: contextlib.nullcontext(),
+    on_value: Callable[[fx.Node, object], None] = lambda node, value: None,
+) -> dict[fx.Node, object]:
     """Return a fake tensor of each node's value: shapes, dtypes, storages, and ``requires_grad``, under the active
     autocast. A node's operation runs in ``context_of(node)``, and ``on_value`` is called with the node and its value.
     """
     flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), torch.random.fork_rng([]):
+        # the graph's example inputs are fake tensors of torch.export's mode, and two modes do not mix
         fresh = lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)  # noqa: E731
         own = [fresh(one) if isinstance(one, torch.Tensor) else one for one in flat]
         interpreter = _FakeInterpreter(captured, mode, context_of, on_value)
         interpreter.device = first_device(own)
-        interpreter.run(*own, enable_io_processing=False)
+        interpreter.run(*own, enable_io_processing=False)  # the inputs are flat already
         return interpreter.env

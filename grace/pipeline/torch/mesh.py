@@ -3,17 +3,20 @@
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
 from grace.core.waits import waiting
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.session.agreement import gather_or_raise
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str, Any]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str, Backend | None]] = (
+    weakref.WeakKeyDictionary()
+)
 """Groups that were made over a process group. Later pipelines reuse them, since freeing one is a collective."""
 
 
@@ -79,18 +82,21 @@ class Mesh:
         self.ranks = [stage.ranks for stage in plan.stages]
         self.equal_replicas = len(set(self.replicas)) == 1
         self.stage_backend = backend
-        self.channel: Any = None
-        if backend.size > 1:
-            self.groups = _groups.setdefault(backend.group or dist.group.WORLD, {})  # type: ignore
+        self.channel: Backend | None = None
+        self.group: dist.ProcessGroup | None = None
+        if isinstance(backend, TorchBackend) and backend.size > 1:
+            self.groups = _groups.setdefault(backend.group or dist.group.WORLD, {})  # type: ignore[arg-type]
+            # messages between stages must not mix with the collectives of the user's group
             self.channel = self.groups.get("all") or backend.duplicate()
+            self.group = self.channel.group  # type: ignore[attr-defined]  # a duplicate is of the same class
             self.groups["all"] = self.channel
             for ranks in self.ranks:
                 group = self.split(ranks)  # a collective: all ranks make all groups
                 self.stage_backend = group if group is not None else self.stage_backend
-        self.group = None if self.channel is None else self.channel.group
 
-    def split(self, ranks: tuple[int, ...]) -> Any:
+    def split(self, ranks: tuple[int, ...]) -> Backend | None:
         """Return a backend of some ranks, None on all others. Every rank must call it."""
+        assert self.channel is not None  # one rank has no tied copies elsewhere, and calls no split
         if ranks not in self.groups:
             self.groups[ranks] = self.channel.split(list(ranks))
         return self.groups[ranks]
@@ -114,7 +120,7 @@ class Mesh:
         """Return the sum over all ranks. Every rank must call it."""
         if self.channel is None:
             return value
-        tensor = self.channel.tensor_of([value]).double()
+        tensor = self.channel.tensor_of(np.array([value], np.float32)).double()  # float32 shares, added in float64
         self.channel.allreduce(tensor).wait()
         return float(tensor)
 

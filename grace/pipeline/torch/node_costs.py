@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
@@ -61,7 +60,7 @@ def _machine() -> str:
 _memory: dict[str, list[float]] = {}
 
 
-def measure_costs(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None, local_ranks: int = 1) -> Costs:
+def measure_costs(atoms: Atoms, flat: Sequence[object], file: str | Path | None = None, local_ranks: int = 1) -> Costs:
     """Measure the seconds of forward and backward, and the bytes kept, of each atomic subcomponent, by running it on
     real inputs.
 
@@ -128,7 +127,7 @@ def costs_by_rows(
 
 
 def build_graph(
-    model: torch.nn.Module, example_inputs: Any, dry: bool = False, profiles: str | Path | None = None
+    model: torch.nn.Module, example_inputs: object, dry: bool = False, profiles: str | Path | None = None
 ) -> Graph:
     """Return a model's atomic subcomponents and their costs, as :class:`grace.torch.Pipeline` plans with on every rank.
 
@@ -171,8 +170,9 @@ class _Measure(fx.Interpreter):
         self.found = dict[str, list[float]]()
         self.machine = f"{_machine()}, {local_ranks} ranks"
 
-    def costs(self, flat: Sequence[Any]) -> Costs:
+    def costs(self, flat: Sequence[object]) -> Costs:
         """Run the graph, and return the costs of its dynamic nodes."""
+        # training draws the numbers that it would draw without a measurement
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             self.run(*(_clone(one) for one in flat), enable_io_processing=False)
         _memory.update(self.known)
@@ -182,11 +182,11 @@ class _Measure(fx.Interpreter):
             for name, (forward, backward) in self.found.items()
         }
 
-    def fetch_attr(self, target: str) -> Any:
+    def fetch_attr(self, target: str) -> object:
         """Return a copy of a parameter, buffer or constant."""
         return _clone(self.atoms.captured.attributes[target])  # operations write to the copy, and not to the model
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Run a node, and time it unless its seconds are known."""
         if n.op == "output":
             return None
@@ -195,7 +195,7 @@ class _Measure(fx.Interpreter):
             if key not in self.known:
                 self.known[key] = list(self._seconds(n))
             self.found[n.name] = self.known[key]
-        with torch.no_grad():
+        with torch.no_grad():  # each node is differentiated by itself, from leaves
             return super().run_node(n)
 
     def _key(self, node: fx.Node) -> str:
@@ -209,7 +209,8 @@ class _Measure(fx.Interpreter):
                 (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensor_leaves(value)
             ]
             args = fx.map_arg((one.args, one.kwargs), lambda other: f"%{named.get(other)}")
-            lines.append(f"{'' if one.op != 'call_function' else one.target} {args} {shapes}")
+            code = value.code if isinstance(value, fx.GraphModule) else ""  # a branch of torch.cond
+            lines.append(f"{'' if one.op != 'call_function' else one.target} {args} {shapes} {code}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
     def _seconds(self, node: fx.Node) -> tuple[float, float]:
@@ -217,7 +218,11 @@ class _Measure(fx.Interpreter):
         constants = self.atoms.constants(node)
         attributes = {one: self.fetch_attr(str(one.target)) for one in constants if one.op == "get_attr"}
         given = {**{one: self.env[one] for one in self.atoms.reads(node)}, **attributes}
-        sums = {one: torch.zeros_like(v) for one, v in attributes.items() if self.atoms.values[one].requires_grad}
+        sums = {
+            one: torch.zeros_like(value)
+            for one, value in attributes.items()
+            if isinstance(value, torch.Tensor) and _requires_grad(self.atoms.values[one])
+        }
         writes = bool(written_nodes(node))
         forward = list[float]()
         backward = list[float]()
@@ -256,7 +261,7 @@ def _steady(*runs: Sequence[float]) -> bool:
     return True
 
 
-def _time_when_done(env: Mapping[fx.Node, Any]) -> float:
+def _time_when_done(env: Mapping[fx.Node, object]) -> float:
     """Return the time once the device has finished its work, in seconds."""
     device = first_device(tensor_leaves(list(env.values())))
     if device.type == "cuda":
@@ -264,16 +269,19 @@ def _time_when_done(env: Mapping[fx.Node, Any]) -> float:
     return time.perf_counter()
 
 
-def _clone(value: Any) -> Any:
+def _requires_grad(value: object) -> bool:
+    """Return True for a tensor that requires gradients."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _clone(value: object) -> object:
     """Return a copy of a tensor; any other value as it is."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _leaf(value: Any, like: Any) -> Any:
+def _leaf(value: object, like: object) -> object:
     """Return a value as a node reads it, as a leaf with a gradient of its own if it has one."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(like.requires_grad)
+    return value.detach().requires_grad_(_requires_grad(like)) if isinstance(value, torch.Tensor) else value
 
 
 def kept_bytes(atoms: Atoms) -> dict[str, float]:
@@ -293,15 +301,15 @@ def kept_bytes(atoms: Atoms) -> dict[str, float]:
             kept[feeds[maker]] += storage.nbytes()
         return tensor
 
-    def saving(node: fx.Node) -> Any:
+    def saving(node: fx.Node) -> contextlib.AbstractContextManager[None]:
         """Return a context that counts the tensors that a node saves."""
         return torch.autograd.graph.saved_tensors_hooks(functools.partial(save, node), lambda tensor: tensor)
 
-    def record(node: fx.Node, value: Any) -> None:
+    def record(node: fx.Node, value: object) -> None:
         """Record the storages of a value, and the node that made them."""
         for storage in storage_ids(value):
-            makers.setdefault(storage, node)
-            if node.op != "call_function":
+            makers.setdefault(storage, node)  # a view has the storage of the node that it views
+            if node.op != "call_function":  # parameters and inputs are there without being kept
                 seen.setdefault(storage, value)
 
     value_of = fake_values(atoms.captured, context_of=saving, on_value=record)

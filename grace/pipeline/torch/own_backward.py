@@ -8,17 +8,17 @@ import contextlib
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, FunctionMeta, _SingleLevelFunction
-from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, track_tensor_tree
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -41,14 +41,14 @@ CLIPPED = (
 class AppliedFunction:
     """An ``autograd.Function`` as the operation of a node, with its arguments: None at the ``positions`` of tensors."""
 
-    def __init__(self, cls: Any, args: tuple[Any, ...], positions: Sequence[int]):
+    def __init__(self, cls: type[Function], args: tuple[object, ...], positions: Sequence[int]):
         self.cls = cls
         self.args = args
         self.positions = positions
         self.__name__ = self.__qualname__ = cls.__name__
         self.__module__ = __name__
 
-    def __call__(self, *tensors: Any) -> Any:
+    def __call__(self, *tensors: torch.Tensor) -> object:
         args = list(self.args)
         for position, tensor in zip(self.positions, tensors, strict=True):
             args[position] = tensor
@@ -65,11 +65,11 @@ class _Placeholder(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("grace_autograd_function")
 
-    def __call__(self, number: int, *tensors: Any) -> Any:
+    def __call__(self, number: int, *tensors: object) -> NoReturn:
         raise RuntimeError("a placeholder in a graph is not run")
 
 
-_placeholder = _Placeholder()
+_placeholder = _Placeholder()  # one for all captures: torch keeps one higher-order operator of a name
 
 
 class CarriedFunctions:
@@ -88,13 +88,13 @@ class CarriedFunctions:
                     node.target = self.applied[node.args[0]]
                     node.args = tuple(node.args[1:])
 
-    def _apply(self, cls: Any, *args: Any) -> Any:
+    def _apply(self, cls: type[Function], *args: object) -> object:
         """Apply a Function, and record the result as the value of a node."""
         if issubclass(cls, CheckpointFunction):  # its backward is forward's derivative, so the operations will do
-            function, _, *arguments = args
-            return function(*arguments)
+            function, _, *arguments = args  # _ is preserve_rng_state: random operations are nodes like others
+            return function(*arguments)  # type: ignore[operator]
         tracing = _tracing()
-        original = vars(torch._C._FunctionBase)["apply"].__get__(None, cls)
+        original = vars(torch._C._FunctionBase)["apply"].__get__(None, cls)  # which capturing() does not replace
         if tracing is None or self.within:
             return original(*args)
         for one in pytree.tree_leaves(args):
@@ -110,9 +110,9 @@ class CarriedFunctions:
                     "tensors, which a pipeline does not carry: give each of them as an argument of its own"
                 )
         positions = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
-        tensors = [args[i] for i in positions]
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
-        self.within = True
+        self.within = True  # a Function that forward applies is a part of this node
         try:
             with _below_tracing():
                 result = original(*args)
@@ -124,13 +124,15 @@ class CarriedFunctions:
                 "which a pipeline does not carry: let it return a new tensor"
             )
         number = len(self.applied)
-        proxies = [tracing.tracer.unwrap_proxy(tensor) for tensor in tensors]
+        tracer = tracing.tracer
+        assert isinstance(tracer, PythonKeyTracer)  # as of torch.export
+        proxies = [tracer.unwrap_proxy(tensor) for tensor in tensors]
         self.applied.append(
             AppliedFunction(cls, tuple(None if i in positions else one for i, one in enumerate(args)), positions)
         )
         name = str(cls.__name__).lower()
-        proxy = tracing.tracer.create_proxy("call_function", _placeholder, (number, *proxies), {}, name=name)
-        track_tensor_tree(result, proxy, constant=None, tracer=tracing.tracer)
+        proxy = tracer.create_proxy("call_function", _placeholder, (number, *proxies), {}, name=name)
+        track_tensor_tree(result, proxy, constant=None, tracer=tracer)
         return result
 
     @contextlib.contextmanager
@@ -143,11 +145,11 @@ class CarriedFunctions:
         entered = saved_tensors_hooks.__enter__
         attribute = FunctionMeta.__getattribute__
 
-        def apply(cls: Any, *args: Any) -> Any:
+        def apply(cls: type[Function], *args: object) -> object:
             """Apply a Function, and record it. Replaces ``Function.apply``."""
             return self._apply(cls, *args)
 
-        def find(cls: Any, name: str) -> Any:
+        def find(cls: type[Function], name: str) -> object:
             """Return an attribute of a Function; refuse a forward that :meth:`_apply` is not running. Replaces
             ``FunctionMeta.__getattribute__``."""
             if name == "forward" and not self.within and _tracing() is not None:
@@ -157,13 +159,13 @@ class CarriedFunctions:
                 )
             return attribute(cls, name)
 
-        def register(tensor: torch.Tensor, hook: Any, *ignored: Any, **keywords: Any) -> Any:
+        def register(tensor: torch.Tensor, hook: Callable[..., object], *ignored: object, **named: object) -> NoReturn:
             """Refuse a hook on a tensor. Replaces ``Tensor.register_hook``."""
             raise ConfigError(
                 f"the model registers a hook on a tensor{_model_location()} ({_describe(hook)}): {INSTEAD}"
             )
 
-        def grad_fn(tensor: torch.Tensor) -> Any:
+        def grad_fn(tensor: torch.Tensor) -> Node | None:
             """Return a tensor's grad_fn to torch; refuse to return it to user code. Replaces ``Tensor.grad_fn``."""
             if is_user_code(sys._getframe(1).f_code.co_filename):
                 raise ConfigError(
@@ -171,8 +173,9 @@ class CarriedFunctions:
                 )
             return vars(torch._C.TensorBase)["grad_fn"].__get__(tensor)
 
-        def enter(context: Any) -> Any:
+        def enter(context: saved_tensors_hooks) -> None:
             """Enter a context of saved tensors; refuse the user's. Replaces ``saved_tensors_hooks.__enter__``."""
+            # torch's subclasses (of checkpoint, save_on_cpu) change no gradient; the class itself has a user's hooks
             if not type(context).__module__.startswith("torch.") or type(context) is saved_tensors_hooks:
                 raise ConfigError(
                     f"the model changes what autograd saves{_model_location()} ({_describe(context.pack_hook)}): a "
@@ -217,7 +220,7 @@ def check_hooks(model: torch.nn.Module) -> None:
                 raise ConfigError(f"the parameter {name!r} has a hook ({_describe(hook)}): {CLIPPED}")
 
 
-def _tracing() -> Any:
+def _tracing() -> ProxyTorchDispatchMode | None:
     """Return the mode in which ``torch.export`` records operations; None if it records none."""
     return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
 
@@ -233,7 +236,7 @@ def _below_tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _patched(owner: type, name: str, value: object) -> Iterator[None]:
     """Return a context in which a class has another value of an attribute."""
     own = name in vars(owner)
     before = vars(owner).get(name)
@@ -252,15 +255,15 @@ def is_user_code(file: str) -> bool:
     return not file.startswith((TORCH_DIRECTORY, str(Path(__file__).parent), "<"))
 
 
-def _source_location(one: Any) -> str:
+def _source_location(one: Callable[..., object]) -> str:
     """Return the place where a class or function is written, as "file:line"; its module if that is not known."""
     try:
         return f"{Path(inspect.getsourcefile(one) or '').name}:{inspect.getsourcelines(one)[1]}"
-    except (TypeError, OSError):
+    except (TypeError, OSError):  # a callable object, or code that was typed in
         return str(getattr(one, "__module__", type(one).__module__))
 
 
-def _describe(hook: Any) -> str:
+def _describe(hook: Callable[..., object]) -> str:
     """Return a description of a hook or class, with its place in the source."""
     function = getattr(hook, "__func__", hook)
     name = getattr(function, "__qualname__", type(function).__name__)

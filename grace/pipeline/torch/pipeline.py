@@ -27,8 +27,9 @@ from grace.pipeline.torch.batches import broadcast_batch, count_rows, gather_out
 from grace.pipeline.torch.call_comparison import CallComparison
 from grace.pipeline.torch.capture import check_plain_model, split_call
 from grace.pipeline.torch.mesh import Mesh, failing_together
-from grace.pipeline.torch.pipeline_state import StageTensors
+from grace.pipeline.torch.pipeline_state import OptimizerStateDict, StageTensors
 from grace.pipeline.torch.plan_search import (
+    MakeOptimizer,
     check_optimizer_state_whole,
     given_plan,
     search_plan_by_throughput,
@@ -45,8 +46,8 @@ from grace.strategy.execution import StrategyArg
 from grace.torch.parameters import broadcast_parameters
 
 INPUTS = ("replica", "global", "rank0")
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
+Args = tuple[object, ...]
+Kwargs = Mapping[str, object]
 Work = tuple[BuiltStage, list[list[object]], list[object]]
 """This rank's stage, and for each micro-batch the inputs that the stage reads, and the target."""
 
@@ -104,10 +105,10 @@ class Pipeline:
     def __init__(
         self,
         model: torch.nn.Module,
-        example_inputs: Any = None,
+        example_inputs: object = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         *,
-        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        optimizer: MakeOptimizer,
         compressor: CompressorArg | None = None,
         residual: MemoryArg | None = None,
         communicator: CommunicatorArg | None = None,
@@ -183,16 +184,19 @@ class Pipeline:
 
     def _cut(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
+        # 1. capture the model
         with failing_together(self.backend):
             check_optimizer_state_whole(self.make_optimizer)
             self.model.train(True)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
         self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
+        # 2. read or search the plan, the same on all ranks
         plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
         if plan is None:
             plan = self._search_plan(batch)
         plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
         self.plan = plan
+        # 3. make the groups of ranks, and this rank's part of the model
         self.mesh = mesh = Mesh(plan, self.backend)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
         if self.inputs == "replica" and not mesh.equal_replicas:
@@ -203,6 +207,7 @@ class Pipeline:
         with failing_together(self.backend):
             self.tensors.materialize(self.init, self.device)
         self.parameters, self.buffers = self.tensors.parameters, self.tensors.buffers
+        # 4. make the stage's optimizer, and let its replicas start equal
         recorder.begin(self.backend, ())  # traces number ranks among all ranks, and not among the stage's replicas
         holders = self.tensors.parameter_holders
         self.gradients = Gradients(holders, self.parameters, self.make_optimizer, mesh, self.scaler, self.options)
@@ -220,6 +225,7 @@ class Pipeline:
         local_ranks = hosts.count(hosts[self.backend.rank])
         costs = node_costs.costs_by_rows(batch, file=self.profiles, local_ranks=local_ranks)
         on_meta = any(p.is_meta for p in self.model.parameters())
+        # a model on meta may be larger than this machine's memory: nothing is run
         update = 0.0 if on_meta else update_seconds(self.make_optimizer, self.device)
 
         def search() -> Plan:
@@ -290,6 +296,7 @@ class Pipeline:
         else:
             compared = pytree.tree_leaves((args, kwargs))
             args, kwargs, target = self._split_target(args, kwargs, targeted)
+        # every value is checked before the ranks compare, so that a refusal leaves no message behind
         leaves = self._captured.flat(args, kwargs)
         rows = count_rows(leaves, self._is_whole)
         replica, replicas = (0, 1) if self.inputs == "replica" else (self.replica, self.replicas)
@@ -303,13 +310,13 @@ class Pipeline:
     def _stage_for(self, flat: Sequence[object]) -> BuiltStage:
         """Return this rank's stage for micro-batches of these shapes, in the mode that is set."""
         assert self.plan is not None
-        key = (self.training, shape_key(flat))
+        key = (self.training, shape_key(flat))  # a last batch may have fewer rows, and autocast other dtypes
         if key not in self._built:
             self.model.train(self.training)
             args, kwargs = pytree.tree_unflatten(list(flat), self._captured.in_spec)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
             nodes: Sequence[Sequence[str]] = self.nodes
-            if not self.training:
+            if not self.training:  # the graph has no dropout, and batch norms of another kind
                 holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
                 nodes = evaluation_stages(batch.atoms.graph(batch.rows), nodes, holders)
             self._built[key] = BuiltStage(batch, nodes, self.mesh, self.device, self.plan.recompute)
@@ -317,11 +324,11 @@ class Pipeline:
 
     # -- training -----------------------------------------------------------------------------------------
 
-    def _make_loss(self, built: BuiltStage) -> Callable[[Any, Any], torch.Tensor]:
+    def _make_loss(self, built: BuiltStage) -> Callable[[Sequence[object], object], torch.Tensor]:
         """Return the loss function of the schedule, times the loss scale."""
         scale = self.gradients.loss_scale
 
-        def loss(flat: Any, target: Any) -> torch.Tensor:
+        def loss(flat: Sequence[object], target: object) -> torch.Tensor:
             """Return the loss of a micro-batch, times the loss scale."""
             output = built.output(flat)
             value = output if self.loss_fn is None else self.loss_fn(output, target)
@@ -348,7 +355,7 @@ class Pipeline:
         shares = len(losses) * self.mesh.replicas[-1] * self.gradients.loss_scale
         return sum(float(one) for one in losses) / shares if losses else 0.0
 
-    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Clear gradients, run forward and backward of all micro-batches, exchange, and update.
 
         Args:
@@ -376,7 +383,7 @@ class Pipeline:
                 self.scaler.update()
         return loss
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> Any:
         """Run the model. In training: run forward and backward of all micro-batches, and return the loss, whose
         ``backward()`` adds the gradients to ``p.grad``. In evaluation: return the model's outputs for this replica's
         rows, on every rank."""
@@ -385,7 +392,7 @@ class Pipeline:
         if self.plan is None:
             self._cut(*self._split_target(args, kwargs)[:2])
         share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
-        scale = self.gradients.loss_scale
+        scale = self.gradients.loss_scale  # in the gradients already: a scaled loss passes a factor of it to backward
         value = torch.tensor(self.mesh.all_reduce_sum(share))
         anchor = torch.zeros((), requires_grad=True)  # makes autograd call the loss's backward
         return Loss.apply(anchor, value, lambda factor: deliver(factor / scale))  # type: ignore[no-untyped-call]
@@ -448,13 +455,13 @@ class Pipeline:
         self._check_planned()
         return self.tensors.gradient(name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the whole model's state, as ``model.state_dict()`` does, on every rank. Buffers are replica 0's. Every
         rank must call it."""
         self._check_planned()
         return self.tensors.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a whole model's state, of a plain program or of another plan. Every rank must call it, with the same
         state.
 
@@ -465,14 +472,14 @@ class Pipeline:
         self._check_planned()
         self.tensors.load_state_dict(state)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
+    def optimizer_state_dict(self) -> OptimizerStateDict:
         """Return the optimizers' state of all stages as that of one optimizer of the whole model, whose parameters are
         numbered group by group in the model's order; with their ``names``, and the Grace state of all replicas. Every
         rank must call it."""
         self._check_planned()
         return pipeline_state.optimizer_state_dict(self.tensors, self.gradients)
 
-    def load_optimizer_state_dict(self, saved: Mapping[str, Any], memory: str = "strict") -> None:
+    def load_optimizer_state_dict(self, saved: OptimizerStateDict, memory: str = "strict") -> None:
         """Load a result of :meth:`optimizer_state_dict`, of this plan or another. Every rank must call it.
 
         Args:
@@ -497,7 +504,7 @@ class Pipeline:
         """Set evaluation mode as ``Module.eval`` does."""
         return self.train(False)
 
-    def evaluate(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
+    def evaluate(self, *args: object, gather: bool = False, **kwargs: object) -> Any:
         """Return the model's outputs, without gradients, on every rank.
 
         Args:
@@ -510,4 +517,5 @@ class Pipeline:
             built, chunks, _ = self._begin_call(args, kwargs, False)
             outputs = run_forward(built.stage, chunks)
         by_replica = self.inputs == "replica"
+        # a rank that passed the whole batch gets the outputs of the whole batch
         return built.output(gather_outputs(outputs, self.mesh, gather or not by_replica, by_replica))

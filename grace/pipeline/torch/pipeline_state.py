@@ -1,8 +1,8 @@
 """The tensors that a pipeline's stages own, and the state of the whole model, under the model's names."""
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 
@@ -14,10 +14,33 @@ from grace.pipeline.torch.mesh import Mesh, failing_together
 from grace.pipeline.torch.stage_builder import stage_specs
 from grace.pipeline.torch.stage_gradients import Gradients
 from grace.session import checkpoint, state_schema
+from grace.session.state_schema import SavedState
 from grace.torch.state_dict import load_state
 
-_LocalState = tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]
+ParameterState = dict[str, object]
+"""State of an optimizer for one parameter, such as its momentum."""
+_Group = tuple[dict[str, object], list[str]]
+"""Settings of a parameter group, and names of its parameters."""
+_LocalState = tuple[dict[str, ParameterState], list[_Group], SavedState]
 """State of a stage's optimizer by parameter name, its groups, and its Grace state."""
+_Table = Mapping[str, Mapping[str, object]]
+"""Values of components by kind, and by the variable's name."""
+
+
+class OptimizerStateDict(TypedDict):
+    """State of the optimizers of all stages, as that of one optimizer of the whole model.
+
+    Attributes:
+        state: by the numbers of parameters.
+        param_groups: settings, with the numbers of the group's parameters under "params".
+        names: names of the parameters, by number.
+        grace: the Grace state of all replicas; several if stages exchange in different ways.
+    """
+
+    state: dict[int, ParameterState]
+    param_groups: list[dict[str, Any]]
+    names: list[str]
+    grace: SavedState | list[SavedState] | None
 
 
 class StageTensors:
@@ -45,10 +68,10 @@ class StageTensors:
         self.buffers = {name: buffer for name, buffer in buffers.items() if mesh.stage in holders[name]}
 
     @torch.no_grad()
-    def materialize(self, init: Any, device: torch.device) -> None:
+    def materialize(self, init: Callable[[torch.nn.Module], object] | None, device: torch.device) -> None:
         """Allocate this rank's tensors that are on ``meta``, and fill them by ``init`` or ``reset_parameters`` of the
         first module that holds them."""
-        fresh: dict[int, Any] = {}
+        fresh: dict[int, torch.Tensor] = {}
         holders: dict[int, torch.nn.Module] = {}
         for own in (self.parameters, self.buffers):
             for name, tensor in own.items():
@@ -57,8 +80,8 @@ class StageTensors:
         for module in self.model.modules():
             for table in (module._parameters, module._buffers):
                 for key, old in table.items():
-                    if id(old) in fresh:
-                        table[key] = fresh[id(old)]
+                    if id(old) in fresh:  # a tied tensor is in several modules
+                        table[key] = fresh[id(old)]  # type: ignore[assignment]
                         holders.setdefault(id(old), module)
         for module in dict.fromkeys(holders.values()):
             write = (lambda: init(module)) if init is not None else getattr(module, "reset_parameters", None)  # noqa: B023
@@ -95,12 +118,12 @@ class StageTensors:
             copy = torch.zeros(like.shape, dtype=like.dtype)
         return self.mesh.broadcast(copy, rank)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the whole model's state; see :meth:`grace.torch.Pipeline.state_dict`."""
         names = first_names(self.model)
-        state = self.model.state_dict()
+        state: dict[str, object] = self.model.state_dict()
         fetched = dict[str, torch.Tensor]()
-        for name in state:
+        for name in state:  # in the model's order on all ranks, since parameter() is a collective
             if name in names:
                 canonical = names[name]
                 if canonical not in fetched:  # a tied tensor travels once
@@ -109,18 +132,18 @@ class StageTensors:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a whole model's state; see :meth:`grace.torch.Pipeline.load_state_dict`."""
-        own: Mapping[str, Any] = self.model.state_dict()
+        own: Mapping[str, object] = self.model.state_dict()
         names = first_names(self.model)
         tensors = {**self.parameters, **self.buffers}
         targets = {name: tensors.get(names.get(name, name), one) for name, one in own.items()}
-        compared = [name for name, one in own.items() if isinstance(one, torch.Tensor)]
         with failing_together(self.mesh.backend, "a model's state", "did not load the model's state"):
-            _check_model(targets, state)
-            sums = [_checksum(state[name]) for name in compared]
+            values = _model_tensors(targets, state)
+            sums = [_checksum(value) for value in values.values()]
         received: list[list[int]] = self.mesh.backend.allgather_object(sums)
-        for name, every in zip(compared, zip(*received, strict=True), strict=True):
+        for name, every in zip(values, zip(*received, strict=True), strict=True):
+            # a rank may have a state with values for its own stage alone, and the others on meta
             known = [(rank, one) for rank, one in enumerate(every) if one >= 0]
             odd = next((rank for rank, one in known if one != known[0][1]), None)
             if odd:  # never 0: rank 0, if it has values, is the first one
@@ -128,12 +151,13 @@ class StageTensors:
                     f"rank {odd} loads another state of the model than rank {known[0][0]}: {name!r} differs. Let every "
                     "rank load the same file"
                 )
-        for name, target in targets.items():
+        for name, value in values.items():
+            target = targets[name]
             if isinstance(target, torch.Tensor) and not target.is_meta:
-                target.copy_(state[name])
+                target.copy_(value)
 
 
-def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> dict[str, Any]:
+def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> OptimizerStateDict:
     """Return the optimizers' state of all stages as that of one optimizer; see
     :meth:`grace.torch.Pipeline.optimizer_state_dict`."""
     with failing_together(tensors.mesh.backend, "a state to save", "could not save"):
@@ -141,15 +165,15 @@ def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> dict[st
     every: list[_LocalState | None] = tensors.mesh.backend.allgather_object(local)
     received = [one for one in every if one is not None]
     order = {name: i for i, (name, _) in enumerate(tensors.model.named_parameters())}
-    merged: list[tuple[dict[str, Any], list[str]]] = []
-    for group in (group for _, groups, _ in received for group in groups):
-        settings = {k: v for k, v in group.items() if k != "names"}
-        own = group["names"]
+    # Groups of equal settings on several stages were one group of the user's function.
+    merged: list[_Group] = []
+    for settings, own in (group for _, groups, _ in received for group in groups):
         same = next((names for known, names in merged if known == settings), None)
         if same is None:
             same = []
             merged.append((settings, same))
         same += [name for name in own if name not in same]
+    # reversed: of a tied parameter the first stage's state counts
     by_name = {name: value for state, _, _ in reversed(received) for name, value in state.items()}
     names = [name for _, own in merged for name in sorted(own, key=order.__getitem__)]
     numbers = {name: i for i, name in enumerate(names)}
@@ -166,10 +190,10 @@ def _local_optimizer_state(tensors: StageTensors, gradients: Gradients) -> _Loca
     others."""
     saved = gradients.optimizer.full_state_dict()  # a collective of all replicas
     names = _optimizer_names(tensors, gradients)
-    if tensors.mesh.replica:
+    if tensors.mesh.replica:  # replicas have equal states
         return None
     groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "names": [names[i] for i in group["params"]]}
+        ({k: v for k, v in group.items() if k != "params"}, [names[i] for i in group["params"]])
         for group in saved["param_groups"]
     ]
     return {names[i]: value for i, value in saved["state"].items()}, groups, saved["grace"]
@@ -182,23 +206,23 @@ def _optimizer_names(tensors: StageTensors, gradients: Gradients) -> list[str]:
 
 
 def load_optimizer_state_dict(
-    tensors: StageTensors, gradients: Gradients, saved: Mapping[str, Any], memory: str
+    tensors: StageTensors, gradients: Gradients, saved: OptimizerStateDict, memory: str
 ) -> None:
     """Load a result of :func:`optimizer_state_dict`, of this plan or another; see
     :meth:`grace.torch.Pipeline.load_optimizer_state_dict`."""
     backend = tensors.mesh.backend
     optimizer = gradients.optimizer
     error = None
-    own_state = dict[str, Any]()
+    own_state = SavedState()
     whole = True
-    kinds = list[Any]()
+    kinds = list[SavedState]()
     dropped = list[str]()
     try:
         checkpoint.check_mode(memory)
         kinds, dropped = _undamaged_states(saved, memory)
         if gradients.has_optimizer:
             own_state, whole = _select_state(tensors, gradients, saved, kinds)
-    except Exception as raised:
+    except Exception as raised:  # the comparison raises it on all ranks
         error = raised
     # All ranks get one document. They compare it, and then the ranks of each stage load their part of it.
     checkpoint.compare(backend, kinds[0] if kinds else None, memory, error, beside=kinds[1:])
@@ -209,14 +233,14 @@ def load_optimizer_state_dict(
             memory = "keep"  # stages may exchange in different ways; one with a single replica does not exchange
         load_state(optimizer, own_state, memory, other_groups=[backend])
         optimizer._grace.on_state_loaded()
-    else:
+    else:  # load_state compares over the same ranks, and all must call it
         checkpoint.compare(backend, None, memory)
     checkpoint.warn_dropped(dropped)
 
 
 def _select_state(
-    tensors: StageTensors, gradients: Gradients, saved: Mapping[str, Any], kinds: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], bool]:
+    tensors: StageTensors, gradients: Gradients, saved: OptimizerStateDict, kinds: Sequence[SavedState]
+) -> tuple[SavedState, bool]:
     """Return the part of a whole model's state that this rank's optimizer loads, and True if the Grace state covers
     all its parameters."""
     names = _optimizer_names(tensors, gradients)
@@ -227,6 +251,7 @@ def _select_state(
     groups = []
     for group in torch.optim.Optimizer.state_dict(gradients.optimizer)["param_groups"]:
         known = [names[i] for i in group["params"] if names[i] in numbers]  # frozen ones may be left out
+        # the settings are those of the saved group that has this group's first parameter
         firsts = [numbers[name] for name in known[:1]]
         found = next((one for one in saved["param_groups"] if set(firsts) & set(one["params"])), None)
         if firsts and found is None:
@@ -238,19 +263,20 @@ def _select_state(
     return {"state": state, "param_groups": groups, "grace": part}, whole
 
 
-def _check_model(targets: Mapping[str, Any], state: Any) -> None:
-    """Refuse a state that is not of this model. Tensors that are on other ranks may be on meta, without values.
+def _model_tensors(targets: Mapping[str, object], state: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state, by name. Those of other ranks may be on meta, without values.
 
     Raises:
-        ConfigError: the message names the entry.
+        ConfigError: the state is not of this model; the message names the entry.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"a model's state is a dict of tensors, not {state_schema.short(state)}")
     if targets.keys() != state.keys():
         odd = sorted(map(str, targets.keys() ^ state.keys()))
         raise ConfigError(f"the state is of another model: {', '.join(map(repr, odd[:5]))} is on one side only")
+    values = dict[str, torch.Tensor]()
     for name, target in targets.items():
-        if not isinstance(target, torch.Tensor):
+        if not isinstance(target, torch.Tensor):  # a module's extra state
             continue
         value = state[name]
         if not isinstance(value, torch.Tensor):
@@ -262,6 +288,8 @@ def _check_model(targets: Mapping[str, Any], state: Any) -> None:
             raise ConfigError(f"{name!r} should be a dense tensor, and in the state it is {where}")
         if value.is_complex() and not target.is_complex():
             raise ConfigError(f"{name!r} is of {target.dtype}, and in the state of {value.dtype}")
+        values[name] = value
+    return values
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -271,7 +299,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _undamaged_states(saved: Any, memory: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _undamaged_states(saved: object, memory: str) -> tuple[list[SavedState], list[str]]:
     """Return the Grace states of a whole model's stages, and the descriptions of damaged parts that were dropped.
 
     Raises:
@@ -295,7 +323,7 @@ def _undamaged_states(saved: Any, memory: str) -> tuple[list[dict[str, Any]], li
         kinds = []
     else:
         kinds = entry if isinstance(entry, list) else [entry]
-    states = list[dict[str, Any]]()
+    states = list[SavedState]()
     dropped = list[str]()
     for one in kinds:
         whole, left_out = checkpoint.undamaged(one, memory, TORCH)
@@ -307,43 +335,46 @@ def _undamaged_states(saved: Any, memory: str) -> tuple[list[dict[str, Any]], li
     return states, dropped
 
 
-def _merge_states(saved: Sequence[Any]) -> Any:
+def _merge_states(saved: Sequence[SavedState]) -> SavedState | list[SavedState] | None:
     """Merge the Grace states of the runners of all stages to one, or to a list of several if stages exchange in
     different ways. Stages with one replica have no state to merge, unless all stages have one replica."""
     several = [one for one in saved if one["size"] > 1] or list(saved)
-    found = list[dict[str, Any]]()
+    found = list[SavedState]()
     for one in map(_without_seal, several):
         first = next((other for other in found if _is_mergeable(one, other)), None)
         if first is None:
             found.append(one)
             continue
         first["pieces"] = {**one["pieces"], **first["pieces"]}
-        first["shared"] = _merge_tables(first["shared"], one["shared"], lambda a, b: list(dict.fromkeys([*a, *b])))
-        first["state"] = _merge_tables(first["state"], one["state"], lambda a, b: {**b, **a})
-        ranks = zip(first["ranks"], one["ranks"], strict=True)
-        first["ranks"] = [_merge_tables(a, b, lambda a, b: {**b, **a}) for a, b in ranks]
+        shared, more = first["shared"], one["shared"]
+        first["shared"] = {
+            kind: list(dict.fromkeys([*shared.get(kind, ()), *more.get(kind, ())])) for kind in {**shared, **more}
+        }
+        first["state"] = _merge_tables(first["state"], one["state"])
+        first["ranks"] = list(map(_merge_tables, first["ranks"], one["ranks"]))
+    # checksums were of the states of single stages
     sealed = [state_schema.seal(one) for one in found]
     return sealed if len(sealed) > 1 else next(iter(sealed), None)
 
 
-def _is_mergeable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _is_mergeable(one: SavedState, other: SavedState) -> bool:
     """Return True if the states of two runners can be merged. A state with a plan can not: the plan is for one stage's
     variables."""
     same = one["components"] == other["components"] and one["size"] == other["size"]
     return same and "plan" not in one and "plan" not in other
 
 
-def _merge_tables(one: Mapping[str, Any], other: Mapping[str, Any], join: Any) -> dict[str, Any]:
-    """Merge two tables, of which each has entries by kind."""
-    return {kind: join(one.get(kind, {}), other.get(kind, {})) for kind in (*one, *(k for k in other if k not in one))}
+def _merge_tables(one: _Table, other: _Table) -> dict[str, dict[str, object]]:
+    """Merge two tables of values; the first one's value counts where both have one."""
+    return {kind: {**other.get(kind, {}), **one.get(kind, {})} for kind in {**one, **other}}
 
 
-def _without_seal(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _without_seal(saved: SavedState) -> SavedState:
     """Return a state without its checksums."""
     return {key: value for key, value in saved.items() if key not in ("checksum", "checksums", "holds")}
 
 
-def _select_parameters(kinds: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[dict[str, Any], bool]:
+def _select_parameters(kinds: Sequence[SavedState], names: Sequence[str]) -> tuple[SavedState, bool]:
     """Return the Grace state of these parameters, from the runner that had most of them, and True if that runner had
     all of them."""
     part = _without_seal(max(kinds, key=lambda one: sum(name in one["pieces"] for name in names)))
@@ -351,11 +382,11 @@ def _select_parameters(kinds: Sequence[dict[str, Any]], names: Sequence[str]) ->
     if own != part["pieces"].keys() or len(own) < len(names):
         part.pop("plan", None)  # it is for other variables
 
-    def belongs(key: Any) -> bool:
+    def belongs(key: str) -> bool:
         """Return True for the key of one of these parameters, or of a shard of one."""
         return key in own or str(key).rpartition("/part_")[0] in own
 
-    def select(table: Mapping[str, Any]) -> dict[str, Any]:
+    def select(table: _Table) -> dict[str, dict[str, object]]:
         """Return the entries of these parameters in a table by kind."""
         return {kind: {k: v for k, v in values.items() if belongs(k)} for kind, values in table.items()}
 

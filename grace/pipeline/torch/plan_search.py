@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,7 +14,8 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
-from grace.planner.network import Links
+from grace.planner.exchange_costs import Costs
+from grace.planner.network import Links, Network
 from grace.planner.step_timer import undisturbed
 from grace.session.versions import public
 
@@ -24,11 +24,13 @@ DEFAULT_LINKS = Links(1.25e9, 50e-6)
 SHARDING = ("deepspeed", "fairscale")
 """Packages with optimizers that spread their state over ranks. torch.distributed has such optimizers too."""
 TIMED_ELEMENTS = 2**22
-"""Number of elements of the parameter that an optimizer is timed with."""
+"""Number of elements of the parameter that an optimizer is timed with: 16 MB."""
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""The user's ``optimizer=``."""
 
 
 def search_plan_by_throughput(
-    graph: Graph, ranks: int, rows: int, each: bool, links: Any, options: SearchOptions
+    graph: Graph, ranks: int, rows: int, each: bool, links: Network | Costs | None, options: SearchOptions
 ) -> Plan:
     """Return the plan with the most rows per second, of an example of so many rows. With ``each`` these are one
     replica's, so that all stages have equally many replicas unless the user gives a number for each; else they are all
@@ -38,11 +40,11 @@ def search_plan_by_throughput(
         ConfigError: no plan fits.
     """
     by_stage = options.replicas_by_stage
-    counts: list[Any] = [None]
+    counts: list[int | None] = [None]
     if each and not by_stage:
         possible = options.replica_counts
-        counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (possible is None or r in possible)]
-        counts = [r for r in counts if options.stage_counts is None or ranks // r in options.stage_counts]
+        divisors = [r for r in range(1, ranks + 1) if ranks % r == 0 and (possible is None or r in possible)]
+        counts = [r for r in divisors if options.stage_counts is None or ranks // r in options.stage_counts]
         if not counts and options.replicas is None:
             asked = " or ".join(map(str, sorted(options.stage_counts or ())))
             raise ConfigError(
@@ -52,6 +54,7 @@ def search_plan_by_throughput(
             )
     plans = list[Plan]()
     error = ConfigError(f"{ranks} ranks cannot have {options.replicas} replicas of every stage")
+    # each number of replicas is another batch, so that steps are compared by rows per second
     for replicas in counts:
         batch = rows * (replicas or (max(by_stage) if each and by_stage else 1))
         chosen = options if replicas is None else dataclasses.replace(options, replicas=replicas)
@@ -64,7 +67,7 @@ def search_plan_by_throughput(
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
 
 
-def check_optimizer_state_whole(make_optimizer: Callable[..., Any]) -> None:
+def check_optimizer_state_whole(make_optimizer: MakeOptimizer) -> None:
     """Refuse optimizers whose state is spread over ranks. Every rank must call it: making one may be a collective.
 
     Raises:
@@ -83,7 +86,7 @@ def check_optimizer_state_whole(make_optimizer: Callable[..., Any]) -> None:
             )
 
 
-def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> float:
+def state_bytes(make_optimizer: MakeOptimizer, parameters: Iterable[torch.Tensor]) -> float:
     """Return the bytes that an optimizer keeps for each byte of its parameters, measured by its first step with fake
     ones of the same shapes.
 
@@ -92,7 +95,7 @@ def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.T
     """
     with FakeTensorMode(), contextlib.suppress(Exception):  # it may need the model's own parameters
         own = [torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in parameters if p.requires_grad]
-        own = own or [torch.nn.Parameter(torch.empty(8, 8))]
+        own = own or [torch.nn.Parameter(torch.empty(8, 8))]  # torch refuses an empty list
         for p in own:
             p.grad = torch.empty_like(p)
         optimizer = make_optimizer(own)
@@ -101,12 +104,12 @@ def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.T
             optimizer.step()
             done = True
         kept = [one for p in own for one in optimizer.state[p].values() if isinstance(one, torch.Tensor)]
-        if done or kept:
+        if done or kept:  # counters of steps are no state of a parameter's size
             return sum(one.nbytes for one in kept if one.numel() > 1) / sum(p.nbytes for p in own)
-    return 1.0
+    return 1.0  # as of momentum
 
 
-def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> float:
+def update_seconds(make_optimizer: MakeOptimizer, device: torch.device) -> float:
     """Return the seconds of an optimizer's step for each byte of its parameters, including the scaling of gradients
     that a pipeline does before; 0 if it cannot be tried.
 
@@ -118,7 +121,7 @@ def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> 
     p.grad = torch.ones_like(p)
     try:
         optimizer = make_optimizer([p])
-        for _ in range(5):
+        for _ in range(5):  # the first step makes the state; undisturbed() leaves it out
             began = time.perf_counter()
             p.grad.mul_(0.5)
             optimizer.step()

@@ -4,7 +4,7 @@ replicas, rows of values are sent."""
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 KINDS = 2
 """Number of kinds of messages: values go forward, gradients back."""
 VALUES = 4096
-"""Largest number of values between two stages."""
+"""Largest number of values between two stages. Their numbers take 12 bits of a message's tag."""
 T = TypeVar("T")
 
 
@@ -44,10 +44,11 @@ class Crossing:
 
 @dataclass
 class _MicroBatch:
-    """The tensors of a micro-batch that are kept from forward to backward."""
+    """The tensors of a micro-batch that are kept from forward to backward: received ``inputs``, and ``outputs`` that
+    were sent. Of the last stage the loss is kept, by torch's schedule."""
 
     inputs: list[torch.Tensor]
-    outputs: tuple[Any, ...]
+    outputs: tuple[torch.Tensor, ...]
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
 
@@ -78,7 +79,7 @@ class PointToPointStage:
         self.num_stages = len(mesh.ranks)
         self.device = device
         self.has_backward = True
-        self.output_chunks: list[tuple[Any, ...]] = []
+        self.output_chunks: list[tuple[object, ...]] = []
         self.receives = receives
         self.sends = sends
         self.group = mesh.group
@@ -140,7 +141,7 @@ class PointToPointStage:
                     shape[value.axis or 0] = rows
                 part = torch.empty(shape, dtype=value.dtype, device=self.device)
                 parts[-1].append(part)
-                if part.numel():
+                if part.numel():  # neither side starts a message without elements
                     tag = self._tag(stage, chunk, i, kind)
                     ops.append(dist.P2POp(dist.irecv, part, group=self.group, group_peer=rank, tag=tag))
         return ops, parts
@@ -161,7 +162,7 @@ class PointToPointStage:
                 tensor = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
             for rank, first, rows in peers:
                 part = tensor.detach() if len(peers) == 1 else tensor.detach().narrow(value.axis or 0, first, rows)
-                part = part.to(value.dtype).contiguous()
+                part = part.to(value.dtype).contiguous()  # a gradient may have another dtype or layout than the value
                 if part.numel():
                     tag = self._tag(stage, chunk, i, kind)
                     ops.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=rank, tag=tag))
@@ -177,7 +178,7 @@ class PointToPointStage:
         if self.is_last:
             return []
         outputs = self.chunks[chunk].outputs
-        if not self.has_backward:
+        if not self.has_backward:  # else they are needed as roots of backward
             del self.chunks[chunk]
         return self._send(self.sends, outputs, self.targets, self.stage_index + 1, chunk, 0)
 
@@ -197,7 +198,7 @@ class PointToPointStage:
 
     def forward_one_chunk(
         self, chunk: int, args: Sequence[object], kwargs: None = None, save_forward_output: bool = True
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         """Run forward of a micro-batch. ``args`` has the model's inputs that the stage reads."""
         received = _concatenate_parts(self.receives, self.received_values.pop(chunk))
         for value, tensor in zip(self.receives, received, strict=True):
@@ -211,7 +212,7 @@ class PointToPointStage:
             else:
                 outputs = self.submod(*inputs)
         if self.has_backward or not self.is_last:
-            self.chunks[chunk] = _MicroBatch(received, outputs)
+            self.chunks[chunk] = _MicroBatch(received, () if self.is_last else outputs)
         if self.is_last and save_forward_output:
             self.output_chunks.append(outputs)
         return outputs
@@ -224,6 +225,7 @@ class PointToPointStage:
         if loss is None:
             roots += zip(_differentiable(self.sends, kept.outputs), received, strict=True)
         roots = [(output, gradient) for output, gradient in roots if output.requires_grad]
+        # the user's autocast may be active, which is for forward alone
         traced = recorder.phase(f"backward of stage {self.stage_index}", "stage", microbatch=chunk)
         with traced, torch.autocast(self.device.type, enabled=False):
             if roots:
@@ -231,7 +233,7 @@ class PointToPointStage:
             if loss is not None:
                 loss.detach_()  # torch's schedules keep losses, and their graphs would keep received values
         kept.gradients = [one.grad for one in kept.inputs]
-        for one in kept.inputs:
+        for one in kept.inputs:  # so that gradients are freed once they are sent
             one.grad = None
         kept.outputs = ()  # free activations
         kept.inputs = []
@@ -264,8 +266,8 @@ def run_schedule(
     name: str,
     stage: PointToPointStage,
     inputs: list[list[object]],
-    targets: list[Any],
-    loss: Callable[[Any, Any], torch.Tensor],
+    targets: list[object],
+    loss: Callable[[Sequence[object], object], torch.Tensor],
 ) -> list[torch.Tensor]:
     """Run forward and backward of all micro-batches, by the plan's schedule. Gradients are sums over them. Return the
     losses, of the last stage's outputs and the targets, if this rank has it. ``inputs`` has, for each micro-batch, the
@@ -273,12 +275,13 @@ def run_schedule(
     losses: list[torch.Tensor] = []
     stage.has_backward = True
     stage.clear_runtime_states()
+    # made anew for each step, whose loss scale is in the loss function
     schedule = SCHEDULES[name](stage, len(inputs), loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
     schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
     return [one.detach() for one in losses]
 
 
-def run_forward(stage: PointToPointStage, inputs: list[list[object]]) -> list[tuple[Any, ...]]:
+def run_forward(stage: PointToPointStage, inputs: list[list[object]]) -> list[tuple[object, ...]]:
     """Run forward of all micro-batches, without gradients. Return the last stage's outputs, for each micro-batch."""
     stage.has_backward = False
     stage.clear_runtime_states()
@@ -286,6 +289,7 @@ def run_forward(stage: PointToPointStage, inputs: list[list[object]]) -> list[tu
     for chunk, own in enumerate(inputs):
         for op in stage.get_fwd_recv_ops(chunk):
             op.op(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer).wait()
+        # sends are awaited at the end, so that the next stage computes meanwhile
         stage.forward_one_chunk(chunk, own)
         ops = stage.get_fwd_send_ops(chunk)
         sends += [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]

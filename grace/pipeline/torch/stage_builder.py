@@ -4,7 +4,6 @@ shapes. Values are passed on from stage to stage."""
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -83,7 +82,7 @@ def build_module(atoms: Atoms, spec: StageSpec, last: bool) -> fx.GraphModule:
     """
     by_name = {node.name: node for node in atoms.order}
     graph = fx.Graph()
-    new: dict[fx.Node, Any] = {by_name[name]: graph.placeholder(name) for name in (*spec.receives, *spec.inputs)}
+    new: dict[fx.Node, fx.Node] = {by_name[name]: graph.placeholder(name) for name in (*spec.receives, *spec.inputs)}
     for node in spec.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
     outputs = atoms.captured.outputs if last else [by_name[name] for name in spec.sends]
@@ -94,7 +93,7 @@ def build_module(atoms: Atoms, spec: StageSpec, last: bool) -> fx.GraphModule:
     return module
 
 
-def shape_key(flat: Sequence[Any]) -> tuple[Any, ...]:
+def shape_key(flat: Sequence[object]) -> tuple[object, ...]:
     """Return a key of all that stages are built for: shapes and dtypes of tensors, other values, and the active
     autocast."""
     known = [(tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else repr(one) for one in flat]
@@ -135,12 +134,12 @@ class BuiltStage:
             recompute and not is_last,
         )
 
-    def inputs(self, flat: Sequence[Any]) -> list[Any]:
+    def inputs(self, flat: Sequence[object]) -> list[object]:
         """Return the model's inputs that this rank's stage reads."""
         by_name = dict(zip(self.captured.inputs, flat, strict=True))
         return [by_name[name] for name in self.spec.inputs]
 
-    def output(self, flat: Sequence[Any]) -> Any:
+    def output(self, flat: Sequence[object]) -> object:
         """Return the model's output, made of the last stage's flat outputs."""
         return pytree.tree_unflatten(list(flat), self.captured.out_spec)
 
@@ -155,9 +154,9 @@ def evaluation_stages(
         ConfigError: a node fits into no stage.
     """
     stages = {name: i for i, names in enumerate(nodes) for name in names}
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(ConfigError):  # torch.export numbers names: one may be another node in evaluation
         found = _assign_by_owners(graph, owners, len(nodes), stages)
-        if all(found):
+        if all(found):  # a stage without nodes is refused
             return found
     return _assign_by_owners(graph, owners, len(nodes), {})
 
@@ -185,7 +184,7 @@ def _assign_by_owners(
     return stages
 
 
-def _row_axes(micro_batch: CapturedBatch, value_of: Mapping[str, Any]) -> dict[str, int | None]:
+def _row_axes(micro_batch: CapturedBatch, value_of: Mapping[str, object]) -> dict[str, int | None]:
     """Return the dimension of rows of each value: the only one that doubles if the batch has twice as many rows."""
     rows = micro_batch.rows
     doubled = [
@@ -195,16 +194,18 @@ def _row_axes(micro_batch: CapturedBatch, value_of: Mapping[str, Any]) -> dict[s
     double_value_of = micro_batch.with_inputs(doubled).atoms.values_by_name
     axes: dict[str, int | None] = {}
     for name, value in value_of.items():
-        if isinstance(value, torch.Tensor) and name in double_value_of:
-            sizes = list(zip(value.shape, double_value_of[name].shape, strict=False))
+        double = double_value_of.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(double, torch.Tensor):
+            sizes = list(zip(value.shape, double.shape, strict=False))
             differ = [i for i, (a, b) in enumerate(sizes) if a != b]
             axes[name] = differ[0] if len(differ) == 1 and sizes[differ[0]] == (rows, 2 * rows) else None
     return axes
 
 
-def _make_crossing(name: str, value: Any, axes: Mapping[str, int | None], equal: bool) -> Crossing:
+def _make_crossing(name: str, value: object, axes: Mapping[str, int | None], equal: bool) -> Crossing:
     """Return the description of a value that crosses between stages; refuse one without rows if replicas are
     unequal."""
+    assert isinstance(value, torch.Tensor)  # stage_specs refuses others
     axis = axes.get(name)
     if axis is None and not equal:
         raise ConfigError(

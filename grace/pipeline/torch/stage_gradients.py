@@ -4,17 +4,21 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from grace.backends.together import from_root
+from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
 from grace.pipeline.torch.mesh import Mesh, failing_together
+from grace.pipeline.torch.plan_search import MakeOptimizer
 from grace.planner.uniform_plans import Baseline
 from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
-from grace.torch.optimizer import DistributedOptimizer
+from grace.strategy.execution import StrategyArg
+from grace.torch.optimizer import DistributedOptimizer, HookedSession
 from grace.torch.step_hooks import around_steps
 
 OPTIONS = (
@@ -28,7 +32,7 @@ INSTEAD = {
 }
 
 
-def check_options(options: Mapping[str, Any], model: torch.nn.Module) -> None:
+def check_options(options: Mapping[str, object], model: torch.nn.Module) -> None:
     """Refuse options that a pipeline does not pass on to the distributed optimizer.
 
     Raises:
@@ -56,9 +60,9 @@ class Gradients:
         self,
         holders: Mapping[str, tuple[int, ...]],
         parameters: Mapping[str, torch.nn.Parameter],
-        make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: MakeOptimizer,
         mesh: Mesh,
-        scaler: Any,
+        scaler: torch.amp.GradScaler | None,
         options: Mapping[str, Any],
     ):
         self.parameters = dict(parameters)
@@ -77,6 +81,7 @@ class Gradients:
         self.updates = 0
         """Number of steps of the optimizer; the same on all ranks."""
         self.optimizer: Any = None
+        """Optimizer of torch; where ``has_optimizer``, with the methods of a distributed one."""
         self.stand_in = torch.nn.Parameter(torch.zeros(1))
         with failing_together(mesh.backend):
             self._make_user_optimizer(make_optimizer)
@@ -90,7 +95,7 @@ class Gradients:
                 group.broadcast(value, first).wait()
                 p.copy_(value)
 
-    def _make_user_optimizer(self, make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+    def _make_user_optimizer(self, make_optimizer: MakeOptimizer) -> None:
         """Make the user's optimizer, or one of a dummy parameter on a rank without trained parameters."""
         own = list(self.parameters.values())
         made = None
@@ -117,7 +122,7 @@ class Gradients:
                 raise ConfigError(f"optimizer= left out {left[0]!r}: freeze it before the pipeline is made, or take it")
             around_steps(self.optimizer, self._before_step, None)
 
-    def _distribute(self, options: Mapping[str, Any], strategy: Any) -> None:
+    def _distribute(self, options: Mapping[str, Any], strategy: StrategyArg | None) -> None:
         """Make the optimizer distributed over the replicas of this rank's stage."""
         if not self.has_optimizer:
             return
@@ -125,7 +130,8 @@ class Gradients:
         if strategy is not None:
             self.has_strategy = True
             chosen["strategy"] = of_stage(strategy, self.parameters)
-        if self.mesh.stage_backend.size == 1:  # there is no other replica
+        # A stage of one replica exchanges nothing (_skip_exchange), but counts steps and saves a state like others.
+        if self.mesh.stage_backend.size == 1:
             chosen = {"op": options.get("op", "average"), "seed": options.get("seed", 0)}
             if strategy is not None:
                 chosen["strategy"] = Baseline()
@@ -143,15 +149,16 @@ class Gradients:
     def _exchange_before_unscaling(self) -> None:
         """Make the optimizer exchange before a GradScaler unscales."""
         cls = type(self.optimizer)
+        # a property has to be in the class, whose name stays the user's in messages
         self.optimizer.__class__ = type(cls.__name__, (_ExchangingOptimizer, cls), {"__module__": cls.__module__})
         self.optimizer._pipeline = self
 
     @property
-    def _session(self) -> Any:
+    def _session(self) -> HookedSession:
         """Session of the distributed optimizer."""
         return self.optimizer._grace
 
-    def _tied_parameters(self) -> list[tuple[torch.nn.Parameter, Any, int]]:
+    def _tied_parameters(self) -> list[tuple[torch.nn.Parameter, Backend, int]]:
         """Return this rank's parameters that other stages have too, each with the group of ranks with copies, and the
         group's rank that has the first stage. The group is a replica's stages, or all ranks if stages have different
         numbers of replicas."""
@@ -181,6 +188,7 @@ class Gradients:
     def collect(self, run: Callable[[], float]) -> tuple[float, Callable[[float], None]]:
         """Run a schedule while ``p.grad`` is empty. Return its result, and a function that adds its gradients, times a
         factor, to the former ones, once."""
+        # the schedule scales what it leaves in p.grad, which must be its own gradients alone
         former = {name: p.grad for name, p in self.parameters.items()}
         for p in self.parameters.values():
             p.grad = None
@@ -209,6 +217,7 @@ class Gradients:
     def factor(self, microbatches: int) -> float:
         """Return the factor that turns the sum over micro-batches into the input of the mean over replicas."""
         mesh = self.mesh
+        # losses are means over the rows of one replica of the last stage; the exchange divides by this stage's replicas
         return mesh.replicas[mesh.stage] / mesh.replicas[-1] / microbatches
 
     @torch.no_grad()
@@ -218,7 +227,7 @@ class Gradients:
         for p, group, _ in self.tied:
             if not p.requires_grad:  # with a gradient of zeros, weight decay would change it
                 continue
-            if p.grad is None:
+            if p.grad is None:  # a collective: all ranks with copies start it
                 p.grad = torch.zeros_like(p)
             # With unequal replicas the group has all of them, and the exchange averages over the stage's.
             share = 1 if self.mesh.equal_replicas else self.mesh.stage_backend.size
@@ -228,7 +237,7 @@ class Gradients:
         if self.scaler is not None and self.scaler.is_enabled():
             own = [p.grad for p in self.parameters.values() if p.grad is not None]
             bad = not all(bool(torch.isfinite(gradient).all()) for gradient in own)
-            self.stand_in.grad = torch.zeros(1)
+            self.stand_in.grad = torch.zeros(1)  # of a rank without gradients, whose scaler must find the overflow too
             if self.mesh.all_reduce_sum(float(bad)):
                 [*own, self.stand_in.grad][0].fill_(float("inf"))
 
@@ -270,7 +279,7 @@ class Gradients:
         for p, group, first in self.tied:
             if not p.requires_grad:
                 continue
-            has_mean = group.tensor_of([float(p.grad is not None)])
+            has_mean = group.tensor_of(np.array([p.grad is not None], np.float32))
             group.broadcast(has_mean, first).wait()
             if not float(has_mean):  # a delayed mean has not arrived yet
                 p.grad = None
@@ -279,7 +288,7 @@ class Gradients:
             group.broadcast(mean, first).wait()
             p.grad = mean
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool = False) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object, inner: bool = False) -> None:
         """Count the update and exchange. Called before the optimizer's step."""
         self.updates += not inner  # step() may call its parent's step()
         self.exchange()
@@ -314,14 +323,14 @@ class Gradients:
             # every replica adds the same norm, so each adds its share; a tied parameter counts at its first stage
             own_share = float((local**kind).sum()) / self.mesh.stage_backend.size
             total = torch.tensor(sum(self.mesh.backend.allgather_object(own_share)) ** (1 / kind))
-        scale = min(1.0, most / (float(total) + 1e-6))
+        scale = min(1.0, most / (float(total) + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         for p in self.parameters.values():
             if p.grad is not None:
                 p.grad.mul_(scale)
         return total
 
 
-def chosen_strategy(options: Mapping[str, Any]) -> Any:
+def chosen_strategy(options: Mapping[str, Any]) -> StrategyArg | None:
     """Return the user's strategy, or the one that the launcher names; None if one method serves all variables."""
     return options.get("strategy", os.environ.get(STRATEGY) or None)
 

@@ -4,10 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from grace.core.compressor import Compressor
 from grace.core.quantities import BITS, SECONDS, parse_quantity
 from grace.core.registry import make
+from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.planner.costs import DefaultCodecs
 from grace.planner.error_budget import REFERENCE, ErrorModel, check_quality
@@ -57,10 +58,10 @@ class Auto(Builder):
     """
 
     quality: str = "feedback"
-    methods: Any = None
-    reference: Any = REFERENCE
-    bandwidth: Any = None
-    latency: Any = None
+    methods: Sequence[Spec] | None = None
+    reference: Spec | Compressor = REFERENCE
+    bandwidth: float | str | None = None
+    latency: float | str | None = None
     backward: float | None = None
     seed: int = 0
     replan: int = 0
@@ -119,7 +120,7 @@ class Auto(Builder):
         if gbit is not None:
             counts = Counter(resources.ranks)
             if len(counts) == 1:
-                links = replace(links, bandwidth=min(gbit) * GIGA / 8)
+                links = replace(links, bandwidth=min(gbit) * GIGA / 8)  # each rank's share of its node's link
             else:  # all wait for the slowest node
                 slowest = min(share * counts[node] for node, share in zip(resources.ranks, gbit, strict=True))
                 links = Links(slowest * GIGA / 8, links.latency, max(counts.values()))

@@ -79,3 +79,25 @@ def test_a_dry_run_needs_no_values():
     assert costs["relu"]["forward"] == pytest.approx(1e-6 + 2 * 16 * 1024 * 4 / 1e12)
     graph = atoms.graph(16, costs)
     assert graph.seconds(graph.nodes[0], 32)[0] == pytest.approx(1e-6 + 4 * 16 * 1024 * 1024 / 1e9)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+        x = torch.cond(x.sum() > 0, lambda t: t * 3, lambda t: t + 1, (x,))
+        return self.layer(x)
+
+
+def test_branches_are_measured_and_told_apart():
+    x = torch.ones(8, 4)
+    atoms = Atoms(capture(Branching(), (x,)))
+    measure = node_costs._Measure(atoms, {}, 1)
+    costs = measure.costs([x])
+    assert costs["cond"]["forward"] > 0
+    assert costs["linear"]["backward"] > 0
+    keys = {measure._key(node) for node in atoms.dynamic if node.name.startswith("cond")}
+    assert len(keys) == 2

@@ -116,9 +116,8 @@ def capture(model: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str,
         raise
     except Exception as error:
         raise ConfigError(_export_error(model, error)) from error
-    module = program.module(
-        check_guards=False
-    )  # guards would be a node that calls a submodule, and belongs to no stage
+    # Guards would be a node that calls a submodule, and belongs to no stage.
+    module = program.module(check_guards=False)
     functions.insert_into(module)
     _inline_blocks(module)
     graph = module.graph

@@ -22,7 +22,7 @@ warm.install()  # before others read sys.executable
 sys.dont_write_bytecode = False  # or pytest would rewrite all tests' assertions each time
 
 from tests.support import drawing  # noqa: E402
-from tests.support.engine_pools import DRAWN  # noqa: E402
+from tests.support.engine_pools import DRAWN, STARTED  # noqa: E402
 from tests.support.pool import Ranks  # noqa: E402
 from tests.support.pools import ranks_of, stop_all, stop_engines  # noqa: E402
 
@@ -119,11 +119,11 @@ def three_ranks() -> Ranks:
 
 @pytest.fixture(params=DRAWN, scope="module")
 def engine(request) -> str:
-    """Every engine but torch.distributed's, by its launchers."""
+    """Every engine but torch.distributed's, by a launcher."""
     return request.param
 
 
-@pytest.fixture(params=[name for name in DRAWN if "mpirun-mpi" not in name], scope="module")
+@pytest.fixture(params=[name for name in STARTED if "mpirun-mpi" not in name], scope="module")
 def horovod_engine(request) -> str:
     """Every launcher of Horovod."""
     return request.param

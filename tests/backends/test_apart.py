@@ -52,7 +52,7 @@ def run(engine: str, how: str, *options: object) -> tuple[dict[int, str], dict[i
     [
         ("gloo", "broadcast", r"in broadcast_parameters\(\)"),
         *([("mpirun-mpi", "state", r"in full_state_dict\(\)")] if THOROUGH else []),
-        ("horovodrun-gloo", "object", r"in from_root\(\)"),
+        *([("horovodrun-gloo", "object", r"in from_root\(\)")] if THOROUGH else []),
         ("mpirun-mpi", "sleep", r"at apart\.py:\d+, in no exchange"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import grace
 from grace.core.registry import known, legal_communicators, make
 from tests.support.drawing import THOROUGH, drawn
-from tests.support.engine_pools import DRAWN, ENGINES
+from tests.support.engine_pools import ENGINES, STARTED
 from tests.support.pairwise import pairwise
 from tests.support.pools import launched
 from tests.support.training import METHODS, Given, made_up
@@ -56,7 +56,7 @@ CHOSEN = pairwise(
     *(RUNS, METHODS + NEW, known("communicator")),
     allowed=lambda run, method, name: name in legal_communicators(make("compressor", method)),
 )
-CASES = [(*run, (method, name)) for run, method, name in drawn([c for c in CHOSEN if c[0][0] in DRAWN])]
+CASES = [(*run, (method, name)) for run, method, name in drawn([c for c in CHOSEN if c[0][0] in STARTED])]
 if THOROUGH:  # three ranks under Horovod wait long for each other on two cores; test_horovod_launchers.py has some
     CASES += [("horovodrun-gloo", 3, pair) for pair in KINDS]
 

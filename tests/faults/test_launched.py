@@ -93,6 +93,8 @@ PLANNED = """
 import sys
 import torch
 import grace
+from grace.planner import planning
+planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
 grace.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 128)
@@ -155,9 +157,9 @@ def test_a_launcher_that_names_no_rank_is_named():
 @pytest.mark.parametrize(
     ("engine", "number"),
     [
-        ("torch", signal.SIGTERM),
+        ("mpi", signal.SIGTERM),  # launch/test_ssh.py ends torchrun's ranks by it
         ("mpi", signal.SIGKILL),
-        *([("torch", signal.SIGKILL), ("horovod", signal.SIGINT)] if THOROUGH else []),
+        *([("torch", signal.SIGTERM), ("torch", signal.SIGKILL), ("horovod", signal.SIGINT)] if THOROUGH else []),
     ],
 )
 def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, number):

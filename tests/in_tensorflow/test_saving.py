@@ -20,14 +20,11 @@ from tests.support.training import momentum_for
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TOPK = "topk(ratio=0.1)"
-CASES = {
-    (TOPK, "one file a rank"): {"run_eagerly": True},
-    ("powersgd(rank=2)", "one file for all"): {},
-    ("signum", "loss scale"): {"run_eagerly": True},
-    ("dgc(ratio=0.1)", "tf.train.Checkpoint"): {"run_eagerly": True},
-}
-"""Methods that remember different things, each saved in another way. To trace a graph takes longer than all steps."""
-EAGER = {"run_eagerly": True}
+CASES = [
+    *((TOPK, "one file a rank"), ("powersgd(rank=2)", "one file for all"), ("signum", "loss scale")),
+    ("dgc(ratio=0.1)", "tf.train.Checkpoint"),
+]
+"""Methods that remember different things, each saved in another way."""
 
 
 def fit(model, epochs, callbacks=()):
@@ -40,8 +37,9 @@ def optimizer_for(spec, way):
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0) if way == "loss scale" else optimizer
 
 
-def new(spec, way, **options):
-    return compiled(optimizer_for(spec, way), **options)
+def new(spec, way):
+    """A model that trains eagerly: to trace a graph takes longer than all steps."""
+    return compiled(optimizer_for(spec, way), run_eagerly=True)
 
 
 def path_of(folder, spec, way):
@@ -52,8 +50,8 @@ def path_of(folder, spec, way):
 def first_half(folder):
     """Two epochs, saved; then two more in the same process, as if nobody had stopped."""
     uninterrupted = {}
-    for (spec, way), options in CASES.items():
-        model, path = new(spec, way, **options), path_of(folder, spec, way)
+    for spec, way in CASES:
+        model, path = new(spec, way), path_of(folder, spec, way)
         fit(model, range(2))
         if way == "one file for all":
             grace.tensorflow.save_model(model, f"{path}.keras")
@@ -70,10 +68,10 @@ def second_half(folder):
     """What was saved, loaded in a new process and trained for two epochs."""
     keras.Sequential([keras.layers.Dense(1)])  # so that Keras numbers models otherwise
     resumed = {}
-    for (spec, way), options in CASES.items():
+    for spec, way in CASES:
         path = path_of(folder, spec, way)
         if way == "tf.train.Checkpoint":
-            model = new(spec, way, **options)
+            model = new(spec, way)
             model.optimizer.build(model.trainable_variables)
             tf.train.Checkpoint(model=model, optimizer=model.optimizer).read(path).assert_consumed()
         else:
@@ -175,7 +173,7 @@ def test_a_state_is_checked_whole_and_kept_where_it_fits_and_copies_are_plain():
             call(*args, **options)
         return " ".join(str(w.message) for w in caught if "checkpoint remembers" in str(w.message) or "alone" in str(w))
 
-    model = new(TOPK, "", **EAGER)
+    model = new(TOPK, "")
     fit(model, range(1))
     optimizer, own = model.optimizer, state_of(model.optimizer._grace)["memory"]
     told = [warned(optimizer.state), warned(optimizer.state)]
@@ -208,7 +206,7 @@ def test_a_state_is_checked_whole_and_kept_where_it_fits_and_copies_are_plain():
     assert all(np.array_equal(now[key], own[key]) for key in now)
     assert optimizer._grace.context.step == step
 
-    other = new("onebit", "", **EAGER)  # another method: what was left out is kept, at the first exchange
+    other = new("onebit", "")  # another method: what was left out is kept, at the first exchange
     other.optimizer.load_state(everyone, memory="keep")
     fit_nothing(other)
     now = state_of(other.optimizer._grace)["memory"]
@@ -254,7 +252,7 @@ def test_backups_hold_memories(way, tmp_path):
     """Whole, interrupted and resumed training, backed up by Keras's own callback."""
     mine, others, ends = *(f"{tmp_path}/{rank}" for rank in (grace.rank(), 1 - grace.rank())), []
     for stops, backs_up in ((False, False), (True, True), (False, True)):
-        model = new(TOPK, way, **EAGER)
+        model = new(TOPK, way)
         callbacks = [keras.callbacks.BackupAndRestore(mine)] if backs_up else []
         if stops:
             with pytest.raises(KeyboardInterrupt):
@@ -267,6 +265,6 @@ def test_backups_hold_memories(way, tmp_path):
     whole, interrupted, resumed = ends
     assert resumed == whole != interrupted
     if not way:
-        wrong, backup = new(TOPK, "", **EAGER), keras.callbacks.BackupAndRestore(f"{others}-", delete_checkpoint=False)
+        wrong, backup = new(TOPK, ""), keras.callbacks.BackupAndRestore(f"{others}-", delete_checkpoint=False)
         with pytest.raises(ValueError, match="Save one file per rank"):
             fit(wrong, range(2), [backup])

@@ -20,7 +20,7 @@ def test_eager_operations_of_the_script_do_not_meet_those_of_exchanges():
     made = keras.optimizers.SGD(0.01)
     optimizer = grace.DistributedOptimizer(made, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
     weights = [tf.Variable(tf.random.stateless_normal((32, 32), (i, 0))) for i in range(4)]
-    for step in range(60):
+    for step in range(24):
         gradients = [tf.tanh(w) * (1.0 + grace.rank()) for w in weights]
         optimizer.apply_gradients(zip(gradients, weights, strict=True))
         time.sleep(0.002 * (step % 3) * grace.rank())

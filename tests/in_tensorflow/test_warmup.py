@@ -36,7 +36,7 @@ def test_the_rate_rises_by_the_formula_batch_by_batch_and_stays(kind, engine):
     if kind == "loss scale":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     spec = "efsignsgd" if kind == "efsignsgd" else "topk(ratio=0.1)"
-    model = compiled(grace.DistributedOptimizer(optimizer, spec), run_eagerly=kind == "efsignsgd")
+    model = compiled(grace.DistributedOptimizer(optimizer, spec), run_eagerly=kind != "topk")
     seen, remembered = [], []
     inner = getattr(optimizer, "inner_optimizer", optimizer)
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import grace
+from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks
 from tests.support.training import (
     METHODS,
@@ -27,6 +28,8 @@ from tests.support.training import (
 pytestmark = pytest.mark.ranks
 
 
+SOME = ("none", "topk(ratio=0.1)", "powersgd(rank=2)")
+"""Of methods, one that sums, one that gathers, and one of several rounds."""
 CUTS = {
     "one bucket": {},
     "many buckets": {"bucket_cap_mb": 0.001},
@@ -57,7 +60,7 @@ def both_ways(compressor, steps, bucket_cap_mb=25, bucket_bytes=None):
 @on_ranks()
 def test_hook_and_optimizer_train_alike_bit_for_bit_on_two_ranks(cut):
     found = {}
-    for method in METHODS:
+    for method in METHODS if cut == "one bucket" or THOROUGH else SOME:
         ours, hooked, state, hook_state = both_ways(method, 3, **CUTS[cut])
         assert digest(hooked) == digest(ours), method
         assert digest(hook_state) == digest(state), method
@@ -68,7 +71,7 @@ def test_hook_and_optimizer_train_alike_bit_for_bit_on_two_ranks(cut):
 @on_ranks(3)
 def test_hook_and_optimizer_train_alike_to_rounding_on_three_ranks():
     found = {}
-    for method in METHODS:
+    for method in METHODS if THOROUGH else (*SOME, "bf16", "qsgd"):
         rounding = {"fp16": 2.0**-10, "bf16": 2.0**-7}.get(method, 1e-4)
         ours, hooked, *_ = both_ways(method, 3)
         for name, value in ours.items():

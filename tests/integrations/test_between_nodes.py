@@ -11,6 +11,7 @@ import torch
 
 import grace
 from grace.core.backend import Backend
+from tests.support.drawing import THOROUGH
 from tests.support.frameworks import torchrun
 from tests.support.pools import on_ranks
 from tests.support.training import digest, distributed, loss_of, net, sgd, train, weights
@@ -143,6 +144,8 @@ def by_optimizer() -> tuple[str, int]:
     [
         pytest.param(name, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed"))
         for name in FRAMEWORKS
+        if THOROUGH
+        or name != "transformers"  # whose callback hands choices on as Lightning's does, and is slow to load
     ],
 )
 @on_ranks(3)

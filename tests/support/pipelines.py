@@ -1,14 +1,18 @@
 """Small models that pipelines are tested with: what RaNNC's tests cover, and what is known to be hard."""
 
+import dataclasses
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from grace.pipeline.torch import node_costs, plan_search
+from grace.pipeline.torch import atomic_subcomponents, capture, node_costs, plan_search
 from grace.pipeline.torch.stage_builder import build_module, stage_specs
+from tests.support.drawing import THOROUGH
 
 ROWS = 8
 plan_search.TIMED_ELEMENTS = 1 << 12  # how long an update takes decides nothing of toys
@@ -223,6 +227,36 @@ TOYS = (
     Several,
 )
 BY_NAME = {toy.__name__: toy for toy in TOYS}
+_captured: dict[Any, capture.Captured] = {}
+
+
+def capture_once(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> capture.Captured:
+    """Capture a model, a toy only once for inputs of these shapes: ``torch.export`` takes most of a pipeline's time.
+
+    A later toy of the same class gets the former one's graph, which nothing changes, with its own tensors.
+    """
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+    values = [*tensors.values(), *leaves]
+    if THOROUGH or type(model) not in TOYS or any(value.is_meta for value in values if isinstance(value, torch.Tensor)):
+        return capture.capture(model, args, kwargs)
+    capture.check_hooks(model)
+    forms = [
+        (value.shape, value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else repr(value)
+        for value in values
+    ]
+    modes = [module.training for module in model.modules()]
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    key = (type(model), *modes, *autocast, str(spec), *forms)
+    if key not in _captured:
+        _captured[key] = capture.capture(model, args, kwargs)
+    found = _captured[key]
+    return dataclasses.replace(
+        found, attributes={**found.attributes, **{n: tensors[n] for n in found.attributes if n in tensors}}
+    )
+
+
+atomic_subcomponents.capture = capture_once
 
 
 def made(name):

@@ -89,7 +89,7 @@ def test_the_verdict_counts_the_optimizer_under_which_a_method_learns_least():
 
 def test_an_interrupted_run_of_all_keeps_the_parts_that_are_finished(tmp_path):
     command = [GRACE, "bench", "all", "--quick", "--bandwidth", "none", "--methods", "none", "--model", "mlp"]
-    command += ["--out", str(tmp_path)]
+    command += ["--task", "digits", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for beginning in ("2. ", "measuring 2 ranks"):  # of the steps

@@ -195,7 +195,7 @@ def test_the_program_with_torchs_hook_trains_two_ranks_alike(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", KERAS, **NAMED)
 def test_a_keras_pages_code_runs_on_two_ranks(page, tmp_path):
-    launched("mpirun-mpi", 2, "tensorflow").run(ran, page, tmp_path, False)
+    launched("horovodrun-gloo", 2, "tensorflow").run(ran, page, tmp_path, False)
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 
+from grace.bench.pipeline import pipeline_command
 from grace.bench.pipeline.cut_verdicts import CHOSEN, judge, markdown, merged, verdict_words
 from grace.bench.pipeline.pipeline_command import KNOWN, SWEEP, PipelineSettings
 from grace.bench.ranks import sweep
 from grace.bench.workloads.pipelines import MODELS, cuttable
-from tests.support.command import grace_command, grace_program
+from tests.support.command import grace_command
 
 
 def cut(name, end, predicted, measured, replicas=(1, 1)):
@@ -83,17 +84,19 @@ def net():
 
 
 @pytest.mark.ranks
-def test_a_small_run(tmp_path):
+def test_a_small_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline_command, "QUICK", {"rounds": 1, "blocks": 4, "seconds": 0.02})
     (tmp_path / "small.py").write_text(SMALL)
     args = ("bench", "pipeline", "--models", "small:net", "--quick", "--out", "found.jsonl")
-    grace_program(*args, cwd=tmp_path)
+    code, _, err = grace_command(*args, folder=tmp_path)
+    assert code == 0, err
     found = json.loads((tmp_path / "found.jsonl").read_text())
     names = [one["name"] for one in found["cuts"]]
     assert names[0] == CHOSEN
     assert sum(name.startswith("after ") for name in names) == 3
     assert all(one["measured_ms"] > 0 and one["predicted_ms"] > 0 for one in found["cuts"])
     assert found["cuts"][0]["replicas"] == [1, 1]
-    again, _ = grace_program(*args, "--resume", cwd=tmp_path)
+    _, again, _ = grace_command(*args, "--resume", folder=tmp_path)
     assert "measuring" not in again
     assert "All 1 scenarios, 1 of them measured before" in again
     assert "| small:net | loopback | 2 | none |" in again

@@ -1,7 +1,7 @@
 """``grace bench plan``: what it says of given numbers, and a small run of it."""
 
 import os
-from pathlib import Path
+import sys
 
 import pytest
 
@@ -74,11 +74,24 @@ def test_totals_are_the_worst_and_tables_say_what_is_missed():
     assert "| steps until it is settled, at most | 70 (missed) | <= 60 |" in text
 
 
+SMALL = """
+import torch
+from grace.planner import planning
+
+def net():
+    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    return model, lambda model: model(torch.ones(8, 64)).square().mean(), 8
+"""
+
+
 @pytest.mark.ranks
 def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
+    (tmp_path / "small.py").write_text(SMALL)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])))
-    settings = PlanSettings(["mlp"], [None], [2], ["fp16", "topk(ratio=0.01)"], **QUICK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    settings = PlanSettings(["small:net"], [None], [2], ["fp16", "topk(ratio=0.01)"], **{**QUICK, "seconds": 0.02})
     file = tmp_path / "kept" / "plans.jsonl"
     found = SWEEP.run(settings, file)
     (kept,) = open_scenarios(file, resume=True)

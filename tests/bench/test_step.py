@@ -24,10 +24,15 @@ linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here:
 
 WIDE = """
 import torch
+from grace.planner import planning
 
-def wide():  # 1 M parameters that cost next to nothing to compute
-    model = torch.nn.Linear(2000, 500)
-    return model, lambda model: model(torch.ones(2, 2000)).square().mean(), 2
+def wide():  # 250,000 parameters that cost next to nothing to compute
+    model = torch.nn.Linear(1000, 250)
+    return model, lambda model: model(torch.ones(2, 1000)).square().mean(), 2
+
+def planned():
+    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+    return wide()
 
 def rows():
     model = torch.nn.Sequential(torch.nn.Embedding(50, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(8, 2))
@@ -36,7 +41,7 @@ def rows():
 def number(): return 7
 def pair(): return torch.nn.Linear(2, 2), 3
 """
-BYTES = 4 * 1_000_500
+BYTES = 4 * 250_250
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def slow(folder):
     """Over links of 100 Mbit/s and 5 Gbit/s, with all baselines that there are."""
     if REASON:
         pytest.skip(f"no link can be emulated here: {REASON}")
-    args = ["--model", "mine:wide", "--methods", "none,qsgd,topk", "--rounds", "5", "--bandwidth", "100mbit,5gbit"]
+    args = ["--model", "mine:wide", "--methods", "none,qsgd,topk", "--rounds", "3", "--bandwidth", "100mbit,5gbit"]
     return run(folder, *args)
 
 
@@ -184,7 +189,7 @@ def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
     assert set(names[3]) > {BOUND, "DDP", *own, "topk in DDP's hook"}
     assert "nobody to send to" in results.settings["verdict"]["1 rank on loopback"]
     (sent,) = (row["sent_bytes"] for row in results.rows if row["name"] == "topk" and row["ranks"] == 3)
-    payload = sum(fidelity.sent_bytes("topk", torch.randn(shape)) for shape in ((500, 2000), (500,)))
+    payload = sum(fidelity.sent_bytes("topk", torch.randn(shape)) for shape in ((250, 1000), (250,)))
     assert sent == pytest.approx(2 * payload, rel=0.1)  # it gathers: each rank sends to every other
     assert "mine:wide, 3 ranks on loopback" in out
 
@@ -206,7 +211,7 @@ def test_steps_between_which_ranks_train_alone_are_averaged_over_whole_periods(f
 
 @linked
 def test_what_chooses_itself_is_timed_when_it_has_chosen(folder):
-    args = ["--model", "mine:wide", "--methods", "", "--strategy", "auto(methods=[fp16])", "--baselines", "none"]
+    args = ["--model", "mine:planned", "--methods", "", "--strategy", "auto(methods=[fp16])", "--baselines", "none"]
     *_, results = run(folder, *args, "--rounds", "1", "--bandwidth", "100mbit")
     (auto,) = (row for row in results.rows if row["name"] == "strategy auto(methods=[fp16])")
     assert auto["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)

@@ -139,8 +139,8 @@ from grace.bench.workloads.torch_tasks import CharacterModel
 class Shorter(CharacterModel):
     def __init__(self):
         super().__init__()
-        self.train_x, self.train_y = self.train_x[:2000], self.train_y[:2000]
-        self.test_x, self.test_y = self.test_x[:200], self.test_y[:200]
+        self.train_x, self.train_y = self.train_x[:1200], self.train_y[:1200]
+        self.test_x, self.test_y = self.test_x[:100], self.test_y[:100]
 """
 
 
@@ -172,7 +172,8 @@ class Text(CharacterGPT):
 class Clicks(Recommender):
     def __init__(self):
         super().__init__()
-        self.train_x, self.train_y = self.train_x[:50_000], self.train_y[:50_000]
+        self.train_x, self.train_y = self.train_x[:20_000], self.train_y[:20_000]
+        self.test_x, self.test_y = self.test_x[:5000], self.test_y[:5000]
 """
 
 
@@ -385,9 +386,22 @@ def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
         assert accuracy >= qualities["none"] - 0.015, (method, qualities)
 
 
+PLANNED = """
+from grace.bench.workloads.torch_tasks import Digits
+from grace.planner import planning
+
+planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+
+class Planned(Digits):
+    pass
+"""
+
+
 def test_strategies_are_trained_with_too(tmp_path):
+    (tmp_path / "mine.py").write_text(PLANNED)
     methods = "fp16,all_reduce(compressor=fp16),auto(methods=['fp16'])"
-    grace_program("bench", "train", "--methods", methods, "--epochs", "3", "--seeds", "1", "--out", str(tmp_path))
+    args = ["--task", "mine:Planned", "--methods", methods, "--epochs", "3", "--seeds", "1", "--out", str(tmp_path)]
+    grace_program("bench", "train", *args, cwd=tmp_path)
     alone, uniform, planned = results.load(tmp_path).rows
     assert [point[-1] for point in uniform["curve"]] == [point[-1] for point in alone["curve"]]
     assert planned["method"] == "auto(methods=['fp16'])"

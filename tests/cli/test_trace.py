@@ -182,8 +182,8 @@ def test_a_folder_becomes_a_file_and_tables(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, message):
-    out, err = grace_program("trace", *args, cwd=tmp_path, code=2)
-    assert out == ""
+    code, out, err = grace_command("trace", *args, folder=tmp_path)
+    assert (code, out) == (2, "")
     assert err.startswith(message)
     assert err.count("\n") == 1
 

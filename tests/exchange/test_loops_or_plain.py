@@ -1,4 +1,4 @@
-"""Every method with every memory has the same bits by compiled loops and by plain operations (`GRACE_FUSED=0`)."""
+"""Every method with its memories has the same bits by compiled loops and by plain operations (`GRACE_FUSED=0`)."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import torch
 
 import grace
 from grace.kernels.torch import fused
+from tests.support.drawing import THOROUGH
 from tests.support.methods import SPECS
 from tests.support.trained import Trained, drawn
 
@@ -30,10 +31,16 @@ def plain_operations(monkeypatch):
     monkeypatch.setattr(fused, "_USE_FUSED", False)
 
 
+def memories_for(spec):
+    """Those with and without a residual, and another in turn; `make thorough` takes all."""
+    others = [memory for memory in MEMORIES if memory not in ("none", "residual")]
+    return MEMORIES if THOROUGH else ["none", "residual", others[SETTINGS.index(spec) % len(others)]]
+
+
 @pytest.mark.parametrize("spec", SETTINGS)
 def test_compiled_loops_have_the_bits_of_plain_operations(spec, monkeypatch):
     legal = 0
-    for memory in MEMORIES:
+    for memory in memories_for(spec):
         try:
             loops = trained(spec, memory)
         except grace.ConfigError:  # this memory is not for this method

@@ -24,6 +24,7 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
+from tests.support.drawing import THOROUGH
 from tests.support.limits import HANGS
 from tests.support.own_parts import InPieces, registered
 from tests.support.pools import ranks_of
@@ -101,9 +102,13 @@ class Case(NamedTuple):
 
 
 def cases(own: bool) -> list[Case]:
-    """All that is legal, of what the registry knows: with the communicators of this file, or with Grace's."""
+    """All that is legal, of what the registry knows: with the communicators of this file, or with Grace's.
+
+    Options take turns with the methods; `make thorough` tries them all.
+    """
     found = []
-    for method in known("compressor"):
+    for number, method in enumerate(known("compressor")):
+        tried = OPTIONS if THOROUGH else (OPTIONS[0], OPTIONS[1 + number % (len(OPTIONS) - 1)])
         if dataclasses.MISSING in known("compressor")[method].parameters().values():
             continue
         classes: Any = {kind: known("communicator")[kind] for kind in legal_communicators(make("compressor", method))}
@@ -111,7 +116,7 @@ def cases(own: bool) -> list[Case]:
         for kind, cls in classes.items():
             # Rows travel alike under all communicators that have no root.
             forms = (False, True) if cls.rooted or kind == next(iter(classes)) else (False,)
-            for options in OPTIONS:
+            for options in tried:
                 for sparse in forms if options.keys() <= cls.parameters().keys() else ():
                     found += case(f"{len(found)}", method, {"name": kind, **options}, sparse)
     return found

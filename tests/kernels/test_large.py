@@ -31,10 +31,17 @@ def with_a_large_end():
     return x
 
 
+def largest(x, k):
+    """What the reference finds by sorting, which takes seconds: of equal ones the first."""
+    least = np.partition(x, -k)[-k]
+    above = np.flatnonzero(x > least)
+    return np.sort(np.append(above, np.flatnonzero(x == least)[: k - above.size])).astype(np.int32)
+
+
 WANTED = {
     "l2": lambda: REFERENCE.quantize(gaussian(), 127, 512, "l2", STREAM),
     "max": lambda: REFERENCE.quantize(gaussian(), 127, 512, "max", STREAM),
-    "topk": lambda: REFERENCE.topk(with_a_large_end(), N // 100),
+    "topk": lambda: largest(np.abs(with_a_large_end()), N // 100),
     "signs": lambda: REFERENCE.pack_signs(gaussian()),
     "indices": lambda: REFERENCE.random_indices(STREAM, 2**25 + 1, (2**25 + 1) // 100),
 }

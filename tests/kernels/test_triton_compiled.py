@@ -142,7 +142,7 @@ def test_every_number_may_be_one(compiled):
     bad, seen = {}, set()
     for launch in (launch for launches in compiled.launches().values() for launch in launches):
         for place, (name, arg) in enumerate(zip(launch.kernel.arg_names, launch.args, strict=False)):
-            this = launch.kernel, name, repr(launch.constants)
+            this = launch.kernel, name, repr(launch.constants) if THOROUGH else ""
             if isinstance(arg, int) and arg != 1 and this not in seen:
                 seen.add(this)
                 args = (*launch.args[:place], 1, *launch.args[place + 1 :])

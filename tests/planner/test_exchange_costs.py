@@ -22,6 +22,8 @@ from grace.session.step_runner import StepRunner
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from tests.support.drawing import THOROUGH
+from tests.support.pairwise import pairwise
 from tests.support.pretended import Pretended, sent_by
 
 SHAPES = {"w": (60, 41), "odd": (1003,), "kernel": (8, 3, 3, 3), "one": (1,), "scalar": (), "none": (0,)}
@@ -94,8 +96,14 @@ def bits_of(runner, payload):
     return 8 * (payload - dense) / n if n else None
 
 
-@pytest.mark.parametrize(("method", "kind"), pairs())
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (4, 3)])
+RANKS = [(2, 0), (4, 3)]
+CASES = [(*pair, *RANKS[number % 2]) for number, pair in enumerate(pairs())]
+"""Every pair on one of the numbers of ranks in turn; tests/exchange/test_route_bytes.py has all numbers."""
+if THOROUGH:
+    CASES = [(*pair, *ranks) for pair in pairs() for ranks in RANKS]
+
+
+@pytest.mark.parametrize(("method", "kind", "ranks", "rank"), CASES)
 def test_every_method_sends_the_bytes_that_are_predicted(method, kind, ranks, rank):
     shards = uniform(VARIABLES, quiet(method, kind), Limits(2000))
     sent, payload, runner = exchanged(shards, VARIABLES, ranks, rank)
@@ -157,9 +165,9 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("builder", STRATEGIES)
-@pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("builder", "compressor", "rank"), pairwise(STRATEGIES, ["none", "fp16", "qsgd", "topk(ratio=0.1)"], [0, 1, 2])
+)
 def test_strategies_send_the_bytes_that_are_predicted(builder, compressor, rank):
     strategy = make("builder", {**make("builder", builder).to_dict(), "compressor": compressor}).build(
         VARIABLES, OneNode(3)

@@ -40,7 +40,9 @@ def planning_of(strategy="auto", ranks=2, variables=VARIABLES, **options):
     return Planning(request, SimulatedRanks(ranks), lambda: names, variables, **options)
 
 
-def planned(gradients, strategy="auto", timeline=TIMELINE, skew=0.0, links=None, **options):
+def planned(
+    gradients, strategy="auto(methods=['fp16', 'topk(ratio=0.01)'])", timeline=TIMELINE, skew=0.0, links=None, **options
+):
     """A planner that has found candidates; on these links, if any are given."""
     made = planning_of(strategy, **options)
     made.measure_links(4e-3)
@@ -56,7 +58,7 @@ def measured(made):
 
 
 def test_all_methods_are_measured_and_none_is_dropped(gradients):
-    made = planned(gradients)
+    made = planned(gradients, "auto")
     assert measured(made) == {
         "cast" if spec == "fp16" else "topk" if spec == "topk(ratio=0.01)" else spec for spec in OFFERED
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,8 @@ SHAPES = [(8, 6), (5,)] if place.INTERPRETED else [(1000, 1024), (1000,), (33, 7
 KEPT = ("none", "residual")
 """The memories that a graph can hold."""
 ROUNDS = 2
+TIMED = [("gpt2", 1), ("resnet50", 2)] if place.INTERPRETED else [*itertools.product(("gpt2", "resnet50"), (1, 2))]
+"""The model and the ranks of each scenario of whole steps."""
 
 
 class Straight:
@@ -166,7 +169,7 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
 
 def whole(log: Log) -> None:
     """Time whole steps in one process, and of two ranks on the one GPU; methods one by one if together they fail."""
-    each = {f"{model}, {of}": (model, n) for model in ("gpt2", "resnet50") for n, of in ((1, "alone"), (2, "2 ranks"))}
+    each = {f"{model}, {'alone' if n == 1 else f'{n} ranks'}": (model, n) for model, n in TIMED}
     methods = log.settings["trained"]
     log.left(list(each))
     for item, given in each.items():

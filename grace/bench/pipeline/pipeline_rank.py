@@ -33,8 +33,6 @@ from grace.torch import Pipeline
 LR = 1e-4
 MOST = 50
 """Largest number of steps of a turn."""
-LINK_SECONDS = 1.0
-"""Seconds in which the links are measured."""
 CutArguments = dict[str, Any]
 """Arguments of a pipeline that say how the model is cut."""
 
@@ -85,7 +83,7 @@ def repeat_rows(work: Cuttable, copies: int) -> Cuttable:
 def measure(settings: PipelineSettings, model: str, compressor: str, backend: Backend, emit: Emit) -> None:
     """Plan, and measure the plan in turns with other cuts; rank 0 calls ``emit`` with each event."""
     began = time.perf_counter()
-    network = measure_network(backend, LINK_SECONDS)
+    network = measure_network(backend, settings.seconds / 2)
     assert network is not None  # there are two ranks or more
     copies = settings.ranks if settings.stages is None else 1  # so that any number of replicas divides the rows
     work = repeat_rows(cuttable(model), copies)

@@ -18,7 +18,7 @@ from typing import Any
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
-from grace.errors import ConfigError, GraceError
+from grace.errors import ConfigError
 from grace.planner.links import cores
 
 FORMAT = 1
@@ -117,7 +117,8 @@ def load(path: Path | str) -> Results:
 TYPES = (
     (
         "text",
-        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor",
+        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor|"
+        "gpu(_driver|_runtime)?",
     ),
     ("true or false", "pays|higher_is_better"),
     ("a list", "times_ms|curve|runs|gpus|seeds|bandwidths|optimizers"),
@@ -141,12 +142,20 @@ def _faults(facts: dict[str, Any]) -> Iterator[str]:
         values = settings.get(key)
         if not all(map(_is_number, values if isinstance(values, list) else [values])):
             yield f"settings.{key} must hold numbers"
-    verdict = settings.get("verdict", {})
-    if not isinstance(verdict, dict) or not all(isinstance(text, str) for text in verdict.values()):
-        yield "settings.verdict must be an object of sentences"
+    identity = "name" if facts["kind"] == "step" else "method"
+    for field, row in rows:
+        if not row.get(identity, "?"):  # rows without the key are refused by the reports that need it
+            yield f"{field}{identity} must be text"
+        if not all(isinstance(point, list) and len(point) == 4 for point in row.get("curve") or []):
+            yield f"{field}curve must hold points of four numbers"
+    for key in ("verdict", "skipped"):
+        sentences = settings.get(key, {})
+        if not isinstance(sentences, dict) or not all(isinstance(text, str) for text in sentences.values()):
+            yield f"settings.{key} must be an object of sentences"
     if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
         yield "seconds, complete must be a number, and true or false"
-    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *facts["machine"].get("gpus", [])]):
+    gpus = facts["machine"].get("gpus") or []
+    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *gpus]):
         yield "versions, machine.gpus must be text"
 
 
@@ -163,18 +172,6 @@ def _fault(key: str, value: object) -> str:
 def _is_number(value: object) -> bool:
     """Return True if a value is a number, or unknown."""
     return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
-
-
-@contextlib.contextmanager
-def refusing_wrong_values(*results: Results) -> Iterator[None]:
-    """Return a context in which an error that values of the results cause becomes a ConfigError."""
-    try:
-        yield
-    except GraceError:
-        raise
-    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
-        kinds = ", ".join(each.kind for each in results)
-        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
 
 
 def make_folder(folder: Path) -> None:

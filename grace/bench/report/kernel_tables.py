@@ -103,7 +103,7 @@ def _times_on_device(kind: str, rows: list[Row]) -> Table:
 
     columns: Columns = {
         "method": lambda row: row["method"],
-        "bits /\nelement": lambda row: digits(row["bits_per_element"]),
+        "bits /\nelement": lambda row: digits(row.get("bits_per_element")),
     }
     for part, title in {
         "encode": "encode",
@@ -116,7 +116,8 @@ def _times_on_device(kind: str, rows: list[Row]) -> Table:
             f"{title}\nof copy": partial(fraction, part),
         }
     columns |= {"round\ntrip ms": partial(taken, "round_trip")}
-    copied = digits(8 * rows[0]["elements"] / rows[0]["copy_ms"] / 1e6)
+    elements, copy_ms = number(rows[0].get("elements")), number(rows[0].get("copy_ms"))
+    copied = digits(8 * elements / copy_ms / 1e6 if elements and copy_ms else None)
     return table(rows, columns, title=f"{kind}: a copy moves {copied} GB/s", padding=(0, 1, 0, 0))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -49,7 +49,7 @@ class AllSettings:
 
 @options.with_options(AllSettings)
 def command(
-    given: dict[str, Any],
+    given: options.Given,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for report.html and a folder of results per part.")
     ] = Path("out/bench"),

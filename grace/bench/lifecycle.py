@@ -6,19 +6,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from grace.bench.common.ending import Ending
-from grace.bench.common.results import Results
+from grace.bench.common.results import Results, Settings
 from grace.errors import missing_extra
 
 
 class BenchmarkRun(Ending):
     """Benchmark that is under way, and writes to a folder if there is one; ``ending`` goes to :class:`Ending`."""
 
-    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, **ending: str):
+    def __init__(self, name: str, kind: str, settings: Settings, out: Path | None, **ending: str):
         super().__init__(name, **ending)
         if out is not None:
             need_report()

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,8 +15,8 @@ from rich.table import Table
 
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
+from grace.bench.common.options import Given, option, with_options
 from grace.bench.common.options import methods as parse_methods
-from grace.bench.common.options import option, with_options
 from grace.bench.common.progress import progress_bar
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
@@ -75,7 +74,7 @@ class CalibrateOptions:
 
 
 @with_options(CalibrateOptions)
-def calibrate(given: dict[str, Any]) -> None:
+def calibrate(given: Given) -> None:
     """Measure the times of this cluster's network and of compression methods, and keep them in a file for planning.
 
     Do it once for each cluster and engine. Start it as you start training, with as many ranks and threads:
@@ -254,7 +253,7 @@ def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:
     def cell(size: int, kind: str) -> str:
         return digits(1e3 * curves[kind].seconds(size)) if size <= curves[kind].points[-1][0] else ""
 
-    columns: Columns = {
+    columns: Columns[str] = {
         "collective": str,
         **{of_bytes(size): functools.partial(cell, size) for size in TABLE_SIZES},
         "MB/s beyond": lambda kind: f"{1e-6 / curves[kind].slope:,.0f}" if curves[kind].slope > 0 else "",
@@ -266,7 +265,7 @@ def _codecs_table(codecs: Mapping[str, CodecCost], ranks: int) -> Table:
     def ms(part: str, row: tuple[str, CodecCost]) -> str:
         return digits(1e3 * getattr(row[1], part).seconds(VARIABLES, ELEMENTS, ranks))
 
-    columns: Columns = {
+    columns: Columns[tuple[str, CodecCost]] = {
         "method": lambda row: row[0],
         "start": functools.partial(ms, "start"),
         "between": functools.partial(ms, "middle"),

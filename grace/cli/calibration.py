@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
@@ -99,12 +98,12 @@ class Calibration:
             )
         return Costs(network, self.codecs, self.inside, self.by_ring, self.concatenates)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the file's document."""
         return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
 
     @classmethod
-    def from_dict(cls, document: Any) -> "Calibration":
+    def from_dict(cls, document: object) -> "Calibration":
         """Return the calibration of a document, or raise a ConfigError that names what is wrong."""
         version = document.get("format") if isinstance(document, dict) else None
         if isinstance(version, int) and version != FORMAT:

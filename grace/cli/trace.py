@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from grace.bench.common.options import option, with_options
+from grace.bench.common.options import Given, option, with_options
 from grace.cli.terminal import check_writable, standard_output
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
@@ -55,7 +55,7 @@ class TraceOptions:
 
 @with_options(TraceOptions)
 def trace(
-    given: dict[str, Any],
+    given: Given,
     context: typer.Context,
     folder: Annotated[
         Path | None,

@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from grace.backends.topology import Host, Topology
 from grace.communicators.choice import default_communicator
@@ -100,7 +100,7 @@ class Builder(Component):
     _world_size: ClassVar[int] = 1
     """Number of ranks of the cluster that it builds for."""
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         if "build" in vars(cls):
             cls.build = _with_world_size(cls.build)  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ def _with_world_size(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
     return run
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> object:
     """Return a parameter in its form in a file: components as specs."""
     if isinstance(value, dict):
         return {key: _to_plain(item) for key, item in value.items()}

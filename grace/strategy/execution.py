@@ -4,7 +4,6 @@ import dataclasses
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
 from grace.backends.topology import Topology, node_name
 from grace.core import documents
@@ -82,10 +81,12 @@ class StrategyPlan(ExchangePlan):
         self.strategy.check_model(variables)
         return compiled(self.strategy, variables)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Return the arguments of an optimizer that has this strategy, as a document."""
         chosen = self.chosen if self.strategy is None else self.strategy
-        options: dict[str, Any] = {"strategy": chosen.to_dict() if isinstance(chosen, (Strategy, Builder)) else chosen}
+        options: dict[str, object] = {
+            "strategy": chosen.to_dict() if isinstance(chosen, (Strategy, Builder)) else chosen
+        }
         if self.strategy is None and self.resources is not None:
             options["resources"] = to_plain(self.resources)
         return options

@@ -40,7 +40,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, value: Any) -> Any:
+    def _known_keys(cls, value: object) -> object:
         return value if cls.model_config["extra"] == "allow" else schema_words.refuse_unknown_keys(cls, value)
 
 

@@ -73,7 +73,7 @@ def cluster_of(resources: ResourcesArg | None, ranks: Topology) -> Cluster:
     return read
 
 
-def to_plain(resources: ResourcesArg) -> str | dict[str, Any]:
+def to_plain(resources: ResourcesArg) -> str | dict[str, object]:
     """Return resources in a form that JSON can hold."""
     if isinstance(resources, Path):
         return str(resources)

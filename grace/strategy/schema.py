@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents, schema_words
@@ -121,7 +121,7 @@ class Own(Strict):
 TAGS = {**dict.fromkeys(COLLECTIVES, "collective"), "reduce_broadcast": "reduce_broadcast", "none": "none"}
 
 
-def _tag(sync: Any) -> str:
+def _tag(sync: object) -> str:
     kind = sync.get("type") if isinstance(sync, dict) else getattr(sync, "type", None)
     return TAGS.get(kind, "own") if isinstance(kind, str) else "own"
 
@@ -272,7 +272,7 @@ class Document(Strict):
     """Rules for the variables that have no entry; the first that matches counts, and one must match."""
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, JsonValue]:
     """Return the JSON Schema of strategy files, for editors.
 
     >>> json_schema()["properties"]["rules"]["items"]
@@ -283,7 +283,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def parse(
-    document: Any,
+    document: object,
     where: str = "the strategy",
     variables: Sequence[Variable] | None = None,
     cluster: Cluster | None = None,

@@ -9,7 +9,7 @@ from grace.bench.common.text import digits, number
 Settings = Mapping[str, Any]
 
 
-def shown(value: Any, settings: Settings, unit: bool = True) -> str:
+def shown(value: object, settings: Settings, unit: bool = True) -> str:
     """Format a quality, with its unit if it has one.
 
     >>> accuracy = {"scale": 100, "unit": "%"}

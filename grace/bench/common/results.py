@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
@@ -25,8 +25,21 @@ FORMAT = 1
 """Format of the file; a later one is refused."""
 KINDS = ("kernels", "step", "train")
 Row = dict[str, Any]
+"""Measurement: plain data, whose keys are the benchmark's."""
+Settings = dict[str, Any]
+"""Settings of a benchmark as they are recorded, and facts that all rows share: plain data."""
 PACKAGES = ("torch", "triton", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
 """Packages whose versions are recorded."""
+
+
+class Machine(TypedDict, total=False):
+    """Facts of a machine; memory is unknown on some systems, and GPUs without torch."""
+
+    platform: str
+    processor: str
+    cores: int
+    memory_bytes: int
+    gpus: list[str]
 
 
 @dataclasses.dataclass
@@ -49,13 +62,13 @@ class Results:
     """
 
     kind: str
-    settings: dict[str, Any]
+    settings: Settings
     rows: list[Row] = dataclasses.field(default_factory=list)
     command: str = ""
     complete: bool = False
     when: str = dataclasses.field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     seconds: float = 0.0
-    machine: dict[str, Any] = dataclasses.field(default_factory=lambda: machine())
+    machine: Machine = dataclasses.field(default_factory=lambda: machine())
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
 
     def csv(self) -> str:
@@ -182,13 +195,14 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(f"cannot write to {folder}: {error}") from error
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Machine:
     """Return facts of this machine; GPUs are among them if torch is imported."""
-    facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": len(cores())}
+    facts: Machine = {"platform": platform.platform(), "processor": _processor(), "cores": len(cores())}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
+    if "torch" in sys.modules:  # not imported for this alone: it takes seconds
+        import torch
+
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return facts
 

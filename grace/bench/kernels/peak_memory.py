@@ -5,7 +5,6 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ SMALL = 1 << 16
 """Bytes of the smallest block that is returned."""
 
 
-def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
+def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int | None:
     """Return the largest memory in bytes that ``work()`` held, beyond the memory that this process held before.
 
     On the CPU it is resident memory (pages it has touched, whoever allocated them), from Linux's own peak counter,

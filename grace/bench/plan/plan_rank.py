@@ -17,7 +17,9 @@ import torch
 
 import grace
 from grace.bench.plan.plan_command import PlanSettings
-from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
+from grace.bench.plan.plan_verdicts import PlanRow
+from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
+from grace.bench.ranks.scenario import Scenario
 from grace.bench.step.contestants import Stepper, in_optimizer
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
@@ -49,13 +51,13 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     settled, uncompressed = _train_until_settled(stepper)
     planner = optimizer._grace.auto.planner
     plan = optimizer.plan  # which the turns end
-    rows, missing = list[dict[str, Any]](), dict[str, str]()
+    rows, made, missing = list[PlanRow](), list[Strategy](), dict[str, str]()
     planning = 0.0
     if backend.rank == 0:
         planning = _planning_seconds(planner.problem)
-        rows, missing = _plans(settings, planner.problem, plan)
+        rows, made, missing = _plans(settings, planner.problem, plan)
     given: list[tuple[Strategy, bool, bool]] = backend.allgather_object(
-        [(row.pop("strategy"), row["allowed"], row["chosen"]) for row in rows]
+        [(strategy, row["allowed"], row["chosen"]) for strategy, row in zip(made, rows, strict=True)]
     )[0]
     runs = [PlanRun(stepper, backend, number, *each) for number, each in enumerate(given)]
     _take_turns(runs, settings, backend, emit)
@@ -63,7 +65,7 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
         for row, run in zip(rows, runs, strict=True):
             row["measured_ms"] = 1e3 * median(run.turns)
             row["turns_ms"] = [round(1e3 * seconds, 4) for seconds in run.turns]
-        about: Event = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
+        about: Scenario = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
         about["seconds"] = time.perf_counter() - began
         about["plan"] = str(plan)
         emit({"scenario": {**about, "missing": missing, "plans": rows}})
@@ -93,8 +95,11 @@ def _planning_seconds(problem: Problem) -> float:
     return time.perf_counter() - began
 
 
-def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a row for each plan, plain sums first, the chosen one among them; and why methods cannot be used."""
+def _plans(
+    settings: PlanSettings, problem: Problem, plan: Plan
+) -> tuple[list[PlanRow], list[Strategy], dict[str, str]]:
+    """Return a row and the strategy of each plan, plain sums first, the chosen one among them; and why methods cannot
+    be used."""
     made, missing = dict[str, Strategy](), dict[str, str]()
     for method in ["none", *settings.methods]:
         try:
@@ -108,10 +113,9 @@ def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[d
     for one in [plan.chosen, *others]:
         if all(one.strategy.plans != other.plans for other in made.values()):
             made[f"planned: {one.name}"] = one.strategy
-    rows = [
+    rows: list[PlanRow] = [
         {
             "name": name,
-            "strategy": strategy,
             "predicted_ms": 1e3 * problem.predict(strategy).step,
             "allowed": _allowed(problem, strategy),
             "single": name in single,
@@ -119,7 +123,7 @@ def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[d
         }
         for name, strategy in made.items()
     ]
-    return rows, missing
+    return rows, list(made.values()), missing
 
 
 def _allowed(problem: Problem, strategy: Strategy) -> bool:

@@ -4,20 +4,22 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import grace
+from grace.bench.common.events import Event
 from grace.errors import GraceError
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 """Variables with the rank of a process, by launcher."""
-Event = dict[str, Any]
 Emit = Callable[[Event], None]
+SettingsOf = TypeVar("SettingsOf")
+Joined = TypeVar("Joined")
 
 
-def append_line(file: Path, content: dict[str, Any]) -> None:
+def append_line(file: Path, content: Mapping[str, object]) -> None:
     """Append an object to the file."""
     with file.open("a") as lines:
         lines.write(json.dumps(content) + "\n")
@@ -33,7 +35,9 @@ def run_as_rank(main: Callable[..., None]) -> None:
 
 
 @contextlib.contextmanager
-def join_run(folder: str, settings: Callable[..., Any], join: Callable[[Any], Any]) -> Iterator[tuple[Any, Any, Emit]]:
+def join_run(
+    folder: str, settings: Callable[..., SettingsOf], join: Callable[[SettingsOf], Joined]
+) -> Iterator[tuple[SettingsOf, Joined, Emit]]:
     """Join a run for the time of the ``with`` block; return the settings of settings.json in the folder, the result of
     ``join``, and a function by which rank 0 writes an event to events.jsonl."""
     redirect_stderr(Path(folder))

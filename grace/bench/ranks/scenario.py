@@ -9,29 +9,35 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.bench.common.ending import WorkerError
+from grace.bench.common.events import Event
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Scenario = dict[str, Any]
+"""Facts of a scenario, and what was measured in it: one document, whose keys are the benchmark's."""
 LAST_WORDS = 1.0
 """Seconds that the other ranks get to notice that one has failed."""
 
 
 def run_scenario(
     program: Sequence[str],
-    settings: Any,
+    settings: "DataclassInstance | Mapping[str, object]",
     arguments: Sequence[str],
     ranks: int,
     rate: float | None,
-    watch: Callable[[dict[str, Any]], None],
+    watch: Callable[[Event], None],
     engine: str = "torch",
     nodes: int | None = None,
-) -> dict[str, Any]:
+) -> Scenario:
     """Start ranks, and return the result that rank 0 writes in the end.
 
     Args:
@@ -46,11 +52,11 @@ def run_scenario(
         LinkError: a network cannot be emulated here.
         WorkerError: a rank failed.
     """
-    found: dict[str, Any] = {}
+    found: Scenario = {}
     watch({"engine": engine})
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
-        facts = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
+        facts = dict(settings) if isinstance(settings, Mapping) else dataclasses.asdict(settings)
         (folder / "settings.json").write_text(json.dumps(facts))
         (folder / "events.jsonl").touch()
         events = stack.enter_context((folder / "events.jsonl").open())
@@ -58,7 +64,7 @@ def run_scenario(
 
         def handle_new_events() -> None:
             nonlocal incomplete
-            *lines, incomplete = (incomplete + events.read()).split("\n")
+            *lines, incomplete = (incomplete + events.read()).split("\n")  # the last line may be half written
             for line in lines:
                 event = json.loads(line)
                 found.update(event.get("scenario", {}))
@@ -86,8 +92,11 @@ def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, watc
                 own = {**launcher.defaults, **os.environ, **process.environment, "GRACE_BACKEND": launcher.engine}
                 command = [*process.command, *program]
                 # a session of its own, so that Ctrl-C reaches only us and the ranks end without tracebacks
-                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                processes.append(subprocess.Popen(command, env=own, **streams, start_new_session=True))
+                processes.append(
+                    subprocess.Popen(
+                        command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    )
+                )
             failed = _failed(processes)
             while not failed and any(process.poll() is None for process in processes):
                 time.sleep(0.1)

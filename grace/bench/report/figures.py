@@ -11,13 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from grace.bench.common.quality import better, scale
-from grace.bench.common.results import Results, Row
+from grace.bench.common.results import Results, Row, Settings
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate, short
 from grace.bench.report.rows import cases, identity, one_bound, plain_row
 from grace.errors import missing_extra
 
 try:
     from matplotlib import rc_context
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
     from matplotlib.ticker import LogLocator, NullLocator
@@ -139,7 +140,7 @@ class Figure:
             all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
             for axes in all_axes[len(self.panels) :]:
                 axes.remove()
-            names = dict[str, Any]()
+            names = dict[str, Artist]()
             for axes, (title, panel) in zip(all_axes, self.panels.items(), strict=False):
                 panel.draw(axes)
                 axes.set_title(clean(title), fontsize="medium")
@@ -275,7 +276,7 @@ def _train(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     return found
 
 
-def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str, Look], where: str) -> list[Figure]:
+def _of_optimizer(rows: Sequence[Row], task: Settings, looks: Mapping[str, Look], where: str) -> list[Figure]:
     metric, unit = task.get("metric", "quality"), task.get("unit")
     quality = f"test {metric}" + (f" ({unit})" if unit else "")
     rows = [{**row, "shown": row["quality"] * scale(task)} for row in rows]
@@ -314,7 +315,7 @@ def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str,
     ]
 
 
-def _curve(row: Row, column: int, task: dict[str, Any], log: str) -> list[tuple[float, float]]:
+def _curve(row: Row, column: int, task: Settings, log: str) -> list[tuple[float, float]]:
     """Return the points of a curve that are known: epochs, bytes or seconds, and the quality as it is shown."""
     known = [point for point in row.get("curve") or [] if all(number(value) is not None for value in point)]
     return [(point[column], point[3] * scale(task)) for point in known if point[column] > 0 or not log]

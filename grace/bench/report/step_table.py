@@ -74,7 +74,7 @@ def scenario_table(rows: list[Row], width: int = 80, whose: str = "rank") -> Tab
         known = number(row.get("speedup"))
         return "" if known is None else f"{known:.2f}x"
 
-    columns: Columns = {
+    columns: Columns[Row] = {
         "": name,
         "step\nms": lambda row: digits(row["step_ms"]),
         "±": spread,

@@ -11,9 +11,9 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import grace
+from grace.bench.common.results import Row
 from grace.bench.ranks.rank_program import join_run, run_as_rank
 from grace.bench.train.train_command import TrainSettings
 from grace.bench.workloads.task import Task, in_optimizer
@@ -34,7 +34,7 @@ def train(
     task: Task,
     limit: int | None = None,
     report: Callable[[float], None] | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Train from the seed's initial weights with one method, and return the measurements of this rank.
 
     With a limit it is so many steps of a single epoch; ``report`` is called with the quality after each epoch. The

@@ -124,7 +124,7 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
         running.name = name
         if running.results.rows:
             finished.append(running.results)
-        if running.code:
+        if running.code:  # the report has the parts that are finished
             break
     report = write_report_of(out, finished)
     running.exit_if_failed()

@@ -59,7 +59,7 @@ class Measure:
         if a is None or b is None:
             return Change(a, b, UNKNOWN)
         first, second = self.interval(one), self.interval(other)
-        if first is not None and second is not None:
+        if first is not None and second is not None:  # by noise that was measured, else by what is usual
             changed = first[1] < second[0] or second[1] < first[0]
         else:
             changed = abs(b - a) > self.noise * abs(a)

@@ -24,7 +24,7 @@ class BenchmarkRun(Ending):
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
         self.out = out
         self.began = time.monotonic()
-        self.save()
+        self.save()  # a folder that cannot be written to fails before the measurements
 
     def save(self) -> None:
         """Write the results so far."""
@@ -41,7 +41,7 @@ class BenchmarkRun(Ending):
             if self.code and self.results.rows:
                 self.message += f"; what is finished is in {self.out}"
         finally:
-            self.save()
+            self.save()  # also after an error of ours: hours of rows are there
 
     def report_and_exit(self, console: Console) -> None:
         """Write the report, and print the names of written files; or exit with the failure."""

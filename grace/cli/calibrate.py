@@ -92,6 +92,7 @@ def calibrate(given: Given) -> None:
         found = read(asked.show, max_age=None)
         print_calibration(found, console, max(0.0, time.time() - found.made))
         return
+    # numpy is no framework of the engines: they are joined without one
     backend = runtime.init("auto", asked.framework if asked.framework in runtime.FRAMEWORKS else None)
     began = time.monotonic()
     with _all_or_none(backend, "begin"):
@@ -102,7 +103,7 @@ def calibrate(given: Given) -> None:
         gradients = _gradients(framework, device, asked.model, asked.seed + backend.rank)
     names = backend.allgather_object(node_name())
     key = Key.of(backend, names, framework, threads)
-    with _all_or_none(backend, "find room for the file"):
+    with _all_or_none(backend, "find room for the file"):  # before minutes of measuring
         if backend.rank == 0:
             check_writable(asked.out)
     network_seconds, method_seconds = QUICK_SECONDS if asked.quick else SECONDS
@@ -205,6 +206,7 @@ def _measure_links(
     """Measure collectives between all ranks, and between those of a node if there are several nodes."""
     network = measure_network(backend, seconds, tensor_of, crowded)
     inside = None
+    # several nodes, and one of them with several ranks
     if 1 < len(set(names)) < len(names) and not backend.pairs_by_name:
         error = None
         try:

@@ -142,6 +142,6 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     age = (time.time() if now is None else now) - found.made
     if max_age is not None and age > max_age:
         raise ConfigError(f"{path}: is {age / 86400:.0f} days old, and taken up to {max_age / 86400:.0f}. {AGAIN}")
-    if age < -86400:
+    if age < -86400:  # a day: clocks of machines may differ, and time zones be set wrongly
         raise ConfigError(f"{path}: is damaged: it was made {-age / 86400:.0f} days from now. {AGAIN}")
     return found

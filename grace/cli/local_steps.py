@@ -80,7 +80,7 @@ def _run_torch(model: Model, loss: Loss, variables: Sequence[Variable], progress
     optimizer = torch.optim.SGD(parameters.values(), lr=LR)
     timer = StepTimer()
 
-    def wait() -> None:
+    def wait() -> None:  # launches return before the GPU has computed
         if on_gpu:
             torch.cuda.synchronize()
 
@@ -99,7 +99,7 @@ def _run_torch(model: Model, loss: Loss, variables: Sequence[Variable], progress
             loss(model).backward()
             wait()
             timer.mark("computed")
-            timer.mark("exchanged")
+            timer.mark("exchanged")  # at once: this process has nobody to exchange with
             optimizer.step()
             wait()
             timer.end(step >= WARM)
@@ -141,7 +141,7 @@ def _run_keras(model: Model, loss: Loss, variables: Sequence[Variable], progress
     def update(gradients: list[Tensor]) -> None:
         optimizer.apply(gradients, trained)
 
-    gradients = forward_and_backward()
+    gradients = forward_and_backward()  # for the update alone; it is also the tracing of the function
     medians = []
     for number, run in enumerate((forward, forward_and_backward, partial(update, gradients))):
         times = []

@@ -78,7 +78,7 @@ def plan(
     console = standard_output(150)
     request = PlanRequest(**given)
     for path in filter(None, (output, json_file, report)):
-        check_writable(path, make_folder=False)
+        check_writable(path, make_folder=False)  # before minutes of measuring
     if request.calibration is None:
         choose_cluster(request, None)  # it may refuse, before a model is made
     trained = load_model(model)

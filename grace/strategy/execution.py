@@ -59,7 +59,7 @@ class StrategyPlan(ExchangePlan):
         what = f"a strategy of version {VERSION}"
         nodes = gather_or_raise(backend, what, node_name(), error)
         resolved: Strategy | None = None
-        if backend.rank == 0:
+        if backend.rank == 0:  # alone: files of nodes may differ, and builders draw random numbers
             try:
                 resolved = resolve(self.chosen, variables, Topology(nodes), self.sparse_known, self.resources)
             except Exception as raised:

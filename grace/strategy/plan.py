@@ -77,6 +77,7 @@ class Sync:
         own = known("communicator").get(self.type) if self.type not in FIELDS else None
         if own is not None:
             defaults = {key: value for key, value in own.parameters().items() if value is not MISSING}
+            # a frozen dataclass; all parameters, so that a spec with a default written out is equal to one without
             object.__setattr__(self, "options", {**defaults, **self.options})
 
     @classmethod
@@ -288,7 +289,7 @@ class Strategy:
     def id(self) -> str:
         """sha256 of the canonical form: the document as JSON, keys sorted, variables in the model's order."""
         document = self.to_dict()
-        document["variables"] = list(document["variables"].items())
+        document["variables"] = list(document["variables"].items())  # sort_keys would sort the variables, too
         return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def check_model(self, variables: Sequence[Variable]) -> None:

@@ -131,7 +131,7 @@ Synchronization = Annotated[
     | Annotated[ReduceBroadcastEntry, Tag("reduce_broadcast")]
     | Annotated[Alone, Tag("none")]
     | Annotated[Own, Tag("own")],
-    Discriminator(_tag),
+    Discriminator(_tag),  # so that an error is about the type that was written, not about all four
 ]
 
 
@@ -257,6 +257,7 @@ class ClusterEntry(Strict):
 class Document(Strict):
     """A file: a strategy, with an entry for every variable, or rules for variables of any model; or both."""
 
+    # `version: true` equals 1 in Python, and so for Literal
     version: Annotated[Literal[1], BeforeValidator(lambda version: None if version is True else version)]
     """The version of the form of these files."""
     builder: BuilderEntry | None = None
@@ -338,6 +339,7 @@ def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: 
         plans = {v.name: plans[v.name] if v.name in plans else _plan_by_rules(read.rules, v) for v in variables or ()}
     builder = {} if read.builder is None else read.builder.model_dump()
     destinations = [part.sync.destination for plan in plans.values() for part in plan.parts]
+    # a file that names no cluster, read without one: as many ranks as its destinations need
     least = max([read.cluster.nodes or 1, *(destination + 1 for destination in destinations)])
     size = read.cluster.world_size or (cluster.world_size if cluster else least)
     nodes = read.cluster.nodes or (len(set(cluster.ranks)) if cluster and cluster.world_size == size else 1)

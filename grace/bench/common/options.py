@@ -104,6 +104,7 @@ def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[...
             given = {}
             for name, one in options.items():
                 value = arguments.pop(name, None)
+                # typer gives [] for a repeated option that was not given
                 if value is not None and value != []:
                     given[name] = one.parse(value) if one.parse else value
             command(given, **arguments)
@@ -112,6 +113,7 @@ def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[...
         for parameter in list(inspect.signature(command).parameters.values())[1:]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # what must be given
+        # typer reads the parameters of the signature, and their types in the annotations
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

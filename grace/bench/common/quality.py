@@ -47,7 +47,7 @@ def shortfall(task: Settings, quality: float, plain: float, start: float) -> flo
     """
     if task["metric"] == "perplexity":
         quality, plain, start = (math.log(value) for value in (quality, plain, start))
-    if not math.isfinite(quality):
+    if not math.isfinite(quality):  # diverged: not None, which means that nothing is known
         return math.inf
     gain = better(task) * (plain - start)
     return better(task) * (plain - quality) / gain if gain > 0 else None

@@ -184,6 +184,7 @@ def _fault(key: str, value: object) -> str:
 
 def _is_number(value: object) -> bool:
     """Return True if a value is a number, or unknown."""
+    # type(), since True is an int; figures draw floats, and an int may be larger than all of them
     return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
 
 
@@ -210,7 +211,7 @@ def machine() -> Machine:
 def versions() -> dict[str, str]:
     """Return the versions of Python, Grace, and the packages that are installed."""
     found = {"python": platform.python_version(), "grace": __version__}
-    for package in PACKAGES:
+    for package in PACKAGES:  # from metadata: importing them would take seconds
         # TensorFlow may be installed as tensorflow-cpu
         for name in [package, *([f"{package}-cpu"] if package == "tensorflow" else [])]:
             with contextlib.suppress(PackageNotFoundError):

@@ -45,7 +45,7 @@ def table(
     shown = list[list[str]]()
     for title, column in cells.items():
         left = title in words or not shown
-        if left or not {*column} <= {"", UNKNOWN}:
+        if left or not {*column} <= {"", UNKNOWN}:  # a column without any figure tells nothing
             made.add_column(title, justify="left" if left else "right", overflow="fold")
             shown.append(column)
     for i, row in enumerate(found):

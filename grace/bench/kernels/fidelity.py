@@ -107,12 +107,13 @@ def errors(method: str, gradients: list[torch.Tensor], draws: int) -> Row:
         if first is None:
             first = found.clone()
         elif draw == 1 and torch.equal(first, found):
-            break
+            break  # no randomness: further draws would tell nothing
     count, whole = len(of_one), _square(target)
     variance = spread / (count - 1)
     chance = math.sqrt(2 / (count * (count - 1)) * _square(variance))
     square = _square(mean - target) - float(variance.sum()) / count
     floor = DEVIATIONS * chance
+    # above the floor the bias counts; a square that is NaN is neither, and becomes None below
     facts = {
         "vnmse": sum(of_one) / count / _square(own),
         "aggregate_vnmse": sum(of_all) / count / whole,

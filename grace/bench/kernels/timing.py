@@ -118,7 +118,7 @@ def times_ms(
             work()
             ended = clock.now()
             clock.synchronize()
-            if turn:
+            if turn:  # the first turn warms up
                 taken[name].append(clock.ms(began, ended))
     return {name: statistics.median(times) for name, times in taken.items()}
 
@@ -199,12 +199,12 @@ def works_of(
 
     def encode() -> None:
         compressor.compress(x, NAME)
-        compressor.state.commit()
+        compressor.state.commit()  # a warm start (PowerSGD's Q) is taken from the former call
 
     def remember() -> None:
         kept = communicator.memory
         kept.update(kept.compensate(x, NAME), NAME, compressor, payload, ctx)
-        kept.state.commit()
+        kept.state.commit()  # as at the end of a step: the next call reads what this one has kept
 
     works: Works = {"encode": encode, "decode": lambda: compressor.accumulate(payload, ctx, out, 0.5)}
     if communicator.stateful:

@@ -117,6 +117,7 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
     for run in runs:
         run.engine.step(*_batch(work))
     for number in range(settings.rounds):
+        # backwards in every other round: what grows over a round, as heat, disturbs all cuts alike
         for run in runs if number % 2 == 0 else runs[::-1]:
             _measure_turn(run, work, settings, backend)
             emit({"times_ms": [1e3 * s for s in run.seconds]})
@@ -159,7 +160,7 @@ def _measure_turn(run: Run, work: Cuttable, settings: PipelineSettings, backend:
         began = time.perf_counter()
         run.engine.step(*batch)
         took.append(time.perf_counter() - began)
-    slowest = max(backend.allgather_object(took[-1]))
+    slowest = max(backend.allgather_object(took[-1]))  # of all ranks, which must make as many steps
     for _ in range(min(MOST, max(1, round(settings.seconds / settings.rounds / slowest)))):
         began = time.perf_counter()
         run.engine.step(*batch)

@@ -51,6 +51,7 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     settled, uncompressed = _train_until_settled(stepper)
     planner = optimizer._grace.auto.planner
     plan = optimizer.plan  # which the turns end
+    # Rank 0 plans and predicts, from its own measurements; the others get its strategies.
     rows, made, missing = list[PlanRow](), list[Strategy](), dict[str, str]()
     planning = 0.0
     if backend.rank == 0:
@@ -147,6 +148,7 @@ class PlanRun:
         else:
             self.runner, self.plan = self.session.build_runner(strategy)
         self.activate()
+        # the second step: the first one allocates. All ranks take the slowest's, so that they make as many steps
         self.seconds = max(backend.allgather_object([self.step(), self.step()][-1]))
         self.turns: list[float] = []
         """The median seconds of each turn's steps, each on the rank that took longest for it."""
@@ -170,6 +172,7 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, backend: Backen
         if number >= LEAST:
             least = min(median(run.turns) for run in runs if run.allowed)
             runs = [run for run in runs if run.chosen or median(run.turns) <= (1 + NEAR) * least]
+        # backwards in every other round: what grows over a round, as heat, disturbs all plans alike
         for run in runs if number % 2 == 0 else runs[::-1]:
             run.activate()
             if run.seconds < SHORT:
@@ -177,6 +180,7 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, backend: Backen
             backend.allgather_object(None)  # nobody starts before what came earlier is done
             steps = min(MOST, max(1, round(settings.seconds / settings.rounds / run.seconds)))
             took = backend.allgather_object([run.step() for _ in range(steps)])
+            # a step ends when the slowest rank's does
             run.turns.append(median(map(max, zip(*took, strict=True))))
             emit({"times_ms": [1e3 * seconds for seconds in took[0]]})
 

@@ -30,7 +30,7 @@ def run_as_rank(main: Callable[..., None]) -> None:
     try:
         main(*sys.argv[1:])
     except GraceError:
-        sys.tracebacklimit = 0
+        sys.tracebacklimit = 0  # the message is for the user; the interpreter still exits with 1
         raise
 
 
@@ -56,6 +56,7 @@ def join_run(
 def redirect_stderr(folder: Path) -> None:
     """Redirect this rank's stderr, native libraries included, to a file of its own in the folder."""
     name = next((os.environ[key] for key in RANK_VARIABLES if key in os.environ), "0")
+    # the descriptor, not sys.stderr: gloo, MPI and a crash write to 2
     log = os.open(folder / f"rank{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 2)
     os.close(log)

@@ -99,15 +99,15 @@ def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, watc
                 )
             failed = _failed(processes)
             while not failed and any(process.poll() is None for process in processes):
-                time.sleep(0.1)
+                time.sleep(0.1)  # seldom: this process shares the cores with the ranks that it measures
                 watch()
                 failed = _failed(processes)
-            failed = failed or _failed(processes)
+            failed = failed or _failed(processes)  # the last ones may have failed after the look at them
             if failed:
                 _wait(processes, LAST_WORDS)
         finally:
             end(*processes)
-    watch()
+    watch()  # events of the last 0.1 s
     if failed:
         code = next(iter(failed.values()))
         raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(launcher, failed, folder)}")
@@ -133,7 +133,7 @@ def _complaints(launcher: RankLauncher, failed: dict[int, int], folder: Path) ->
         if text:
             messages.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
     ended = [(int(found["rank"]), int(found["signal"])) for found in re.finditer(launcher.killed, log)]
-    if len(launcher.processes) == launcher.ranks:
+    if len(launcher.processes) == launcher.ranks:  # else the exit code is mpirun's, and its log names the rank
         ended += [(rank, -code) for rank, code in failed.items() if code < 0]
     messages += [f"rank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended]
     return "\n".join(messages) or log

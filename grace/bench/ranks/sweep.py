@@ -69,9 +69,10 @@ class Sweep:
         known, ending = len(found), Ending(self.name)
         with ending.record_failure(), ScenarioBars(console) as bars:
             for scenario in settings.scenarios:
+                # A scenario in the file has more keys than one of the settings: what was measured.
                 if not any(scenario.items() <= one.items() for one in found[:known]):
                     found.append(self._measure(settings, scenario, bars, console))
-                    if out is not None:
+                    if out is not None:  # at once: a sweep takes hours, and may be interrupted
                         append_line(out, found[-1])
         if found:
             where = f", {known} of them measured before" if known else ""

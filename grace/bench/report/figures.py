@@ -138,7 +138,7 @@ class Figure:
         with rc_context(STYLE):
             drawing = Drawing(figsize=(6 * columns, height), layout="constrained")
             all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
-            for axes in all_axes[len(self.panels) :]:
+            for axes in all_axes[len(self.panels) :]:  # an odd number of panels leaves a place empty
                 axes.remove()
             names = dict[str, Artist]()
             for axes, (title, panel) in zip(all_axes, self.panels.items(), strict=False):
@@ -149,7 +149,7 @@ class Figure:
             if names:
                 drawing.legend(names.values(), names, loc="outside lower center", ncols=2 * columns, frameon=False)
             file = io.BytesIO()
-            drawing.savefig(file, format="svg", metadata={"Date": None})
+            drawing.savefig(file, format="svg", metadata={"Date": None})  # no date: equal results, equal bytes
         picture = base64.b64encode(file.getvalue()).decode()
         title, caption = (html.escape(clean(text)) for text in (self.title, self.caption))
         image = f'<img alt="{title}: {caption}" src="data:image/svg+xml;base64,{picture}">'
@@ -213,6 +213,7 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
         plain = plain_row(some)
         some = sorted(some, key=lambda row: (row["kind"] == "grace", row["kind"] == "bound", row["step_ms"]))
         slowest = max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0.0)
+        # one slow method would make all other bars too short to be compared
         end = CLIP * (slowest or some[len(some) // 2]["step_ms"])
         marks = {"--": plain, ":": next((row for row in some if row["kind"] == "bound"), None)}
         along = {style: None if row is None else row["step_ms"] for style, row in marks.items()}
@@ -327,6 +328,7 @@ def window(finals: Sequence[float], sign: int) -> tuple[float, float]:
     >>> window([96.0, 90.0], 1)
     (72.0, 97.2)
     """
+    # One diverged run would press all other curves into a line.
     best = max(finals) if sign > 0 else min(finals)
     gaps = sorted(abs(best - value) for value in finals)
     usual = gaps[len(gaps) // 2]

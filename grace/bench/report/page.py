@@ -125,6 +125,7 @@ def write_page(path: Path, title: str, sections: Sequence[str]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
+            # surrogates of a results file are no UTF-8, and control characters no HTML
             draft.write_text("".join(c for c in text if c.isprintable() or c == "\n"), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

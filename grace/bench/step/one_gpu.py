@@ -58,12 +58,12 @@ class Lane:
     def carry(self, move: Callable[[], Handle], seconds: Callable[[], float], sent: torch.Tensor) -> Handle:
         """Start a collective after all work so far; its handle lets later work wait, and not the host. ``move`` makes
         the received tensors of the sent one; ``seconds`` returns the seconds on the wire afterwards."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream())  # what is sent is computed there
         with torch.cuda.stream(self.stream):
             handle = move()
             torch.cuda._sleep(round(seconds() * self.cycles))
             done = self.stream.record_event()
-        sent.record_stream(self.stream)
+        sent.record_stream(self.stream)  # else the allocator may give its memory away before it was read
 
         def wait() -> None:
             here = torch.cuda.current_stream()

@@ -79,6 +79,7 @@ def _sharded(
     policy = mp_policy or MixedPrecisionPolicy()
     lists: list[nn.Sequential | nn.ModuleList] = [model] if isinstance(model, nn.Sequential) else []
     lists += [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    # inner lists first: fully_shard leaves out parameters that an inner module has already
     for part in [part for layers in reversed(lists) for part in layers]:
         if next(part.parameters(), None) is not None:
             fully_shard(part, mesh=mesh, mp_policy=policy)

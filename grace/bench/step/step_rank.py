@@ -112,7 +112,7 @@ def _warm_up(stepper: Stepper, backend: Backend) -> int:
         _synchronize(stepper)
         seconds = time.perf_counter() - began
         count += 1
-    first = backend.allgather_object(seconds)[0]
+    first = backend.allgather_object(seconds)[0]  # rank 0's time, so that all ranks make as many steps
     steps = min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
     return math.ceil(steps / stepper.period) * stepper.period
 
@@ -161,10 +161,11 @@ def _tcp_bytes(between_nodes: bool = False) -> tuple[int, int] | None:
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
+            with socket.socket(fileno=os.dup(int(name))) as connection:  # dup: closing it leaves the engine's open
                 if between_nodes and connection.getpeername()[:1] == connection.getsockname()[:1]:
                     continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            # an older kernel gives a shorter structure
             if len(info) >= RECEIVED + 8:
                 found += 1
                 sent += struct.unpack_from("Q", info, ACKNOWLEDGED)[0]

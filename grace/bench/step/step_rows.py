@@ -54,7 +54,9 @@ class EngineRows:
         codec = statistics.median(codecs) if len(codecs) == len(blocks) else None
         sent = _largest(block["sent_bytes"] for block in blocks)
         received = _largest(block["received_bytes"] for block in blocks)
+        # 8 bits in a byte, 1,000 ms in a second; both directions at once
         wire = None if rate is None or sent is None or received is None else 8e3 * max(sent, received) / rate
+        # noise may make a contestant faster than the bound: its parts still add up to its step
         compute = step if about["kind"] == "bound" else min(compute, step)
         row: Row = {"name": about["name"], "kind": about["kind"], "method": about["method"]}
         row |= {"engine": self.engine, "ranks": self.ranks, "bandwidth": rate}

@@ -265,6 +265,7 @@ def _to_target(runs: list[Row], target: float | None, sign: int) -> Row:
     >>> _to_target([run], 0.85, 1), _to_target([run], 0.95, 1)
     ({'reached': 1, 'seconds_to_target': 2.0}, {'reached': 0, 'seconds_to_target': None})
     """
+    # point: epochs, bytes, seconds, quality
     seconds = []
     for run in runs if target is not None else []:
         good = [point for point in run["curve"] if sign * (point[-1] - target) >= 0]

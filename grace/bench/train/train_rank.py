@@ -47,7 +47,7 @@ def train(
     alone = "compressor" in in_optimizer(method) and bool(momentum_owners([build_communicator(method, None, None)]))
     momentum = 0.0 if alone else task.momentum
     trainer = Trainer(task, method, seed, lr, momentum, optimizer)
-    marks = {round(1.15**power) for power in range(100)}
+    marks = {round(1.15**power) for power in range(100)}  # steps with a point of the curve: evenly on a log axis
     step_seconds, codec_seconds = [], []
     curve = [(0.0, 0, 0.0, trainer.quality())]
     trained, per_epoch = 0.0, 1
@@ -57,7 +57,7 @@ def train(
         for i, share in enumerate(shares, start=1):
             trainer.set_lr(lr * task.schedule(epoch * per_epoch + i - 1, epochs * per_epoch))
             codec_before = trainer.traffic.codec_seconds
-            began = time.perf_counter()
+            began = time.perf_counter()  # evaluations below do not count
             trainer.step(share)
             if (epoch + 1, i) == (epochs, per_epoch):
                 trainer.optimizer.flush()  # a last outer round, where ranks train alone

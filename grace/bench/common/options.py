@@ -188,6 +188,18 @@ def bandwidths(text: str | None) -> list[float | None]:
     return [None if part in ("none", "loopback") else parse_rate(part) for part in parts]
 
 
+def links_option(default: str) -> Any:
+    """Return the option of a sweep's links, with the default as a user would write it."""
+    words = "Rates of emulated links (Linux, root), and loopback."
+    return option(bandwidths(default), words, "--links", parse=bandwidths, text=default)
+
+
+def bandwidth_option(example: str, show_default: str) -> Any:
+    """Return the option of emulated links; the loopback if it is not given."""
+    words = f"Rates of emulated links, as in {example} (Linux, root); none is the loopback."
+    return option([None], words, "--bandwidth", parse=bandwidths, show_default=show_default)
+
+
 def size(text: str) -> int:
     """Parse a number of elements; a ConfigError says that it is not a whole number above 0.
 

@@ -56,13 +56,7 @@ class PipelineSettings:
         parse=stage_count,
         text="2",
     )
-    bandwidths: list[float | None] = option(
-        [None],
-        "Rates of emulated links (Linux, root), and loopback.",
-        "--links",
-        parse=options.bandwidths,
-        text="loopback",
-    )
+    bandwidths: list[float | None] = options.links_option("loopback")
     compressors: list[str] = option(
         ["none"],
         "Compressors of gradients between replicas, each a scenario.",

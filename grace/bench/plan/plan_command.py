@@ -43,13 +43,7 @@ class PlanSettings:
         parse=options.split,
         text=",".join(MODELS),
     )
-    bandwidths: list[float | None] = option(
-        options.bandwidths(LINKS),
-        "Rates of emulated links (Linux, root), and loopback.",
-        "--links",
-        parse=options.bandwidths,
-        text=LINKS,
-    )
+    bandwidths: list[float | None] = options.links_option(LINKS)
     ranks: list[int] = option(
         [2, 4], "Numbers of processes.", "--ranks", "-n", parse=partial(options.integers, what="--ranks"), text="2,4"
     )

@@ -74,12 +74,8 @@ class StepSettings:
         parse=partial(options.integers, what="--ranks"),
         show_default="2, on a GPU 8 that are pretended",
     )
-    bandwidths: list[float | None] = option(
-        [None],
-        "Rates of emulated links, as in 10gbit,1gbit,100mbit (Linux, root); none is the loopback.",
-        "--bandwidth",
-        parse=options.bandwidths,
-        show_default="loopback, on a GPU 10gbit,25gbit",
+    bandwidths: list[float | None] = options.bandwidth_option(
+        "10gbit,1gbit,100mbit", "loopback, on a GPU 10gbit,25gbit"
     )
     baselines: list[str] = option(
         list(BASELINES),

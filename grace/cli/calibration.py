@@ -43,7 +43,7 @@ class Key:
         """Return the key of a run on an engine, whose ranks are on these nodes."""
         version = public(str(getattr(sys.modules.get(framework), "__version__", "")))
         hosts = {name: list(nodes).count(name) for name in sorted(set(nodes))}
-        engine = backend.describe().partition(", rank")[0]
+        engine = backend.describe().partition(", rank")[0]  # the same on all ranks
         return cls(hosts, engine, f"{framework} {version}".strip(), backend.size, threads)
 
     def __post_init__(self) -> None:
@@ -100,6 +100,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, object]:
         """Return the file's document."""
+        # through JSON: tuples become lists, as they are when the file is read
         return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
 
     @classmethod

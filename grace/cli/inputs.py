@@ -67,6 +67,7 @@ def model_variables(model: Model) -> list[Variable]:
         from grace.tensorflow.variables import describe_variable, names_of
 
         found = model.trainable_variables
+        # nested layers, too, which Keras has no public function for
         embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
         sparse = {id(v) for layer in embeddings for v in layer.trainable_variables}
         return [describe_variable(name, v, id(v) in sparse) for name, v in zip(names_of(found), found, strict=True)]

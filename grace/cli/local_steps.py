@@ -57,6 +57,7 @@ def run_steps(model: Model, loss: Loss, variables: Sequence[Variable], progress:
         raise ConfigError(f"a step of the model failed: loss(model): {type(error).__name__}: {error}") from error
     for name, gradient in found.gradients.items():
         x = gradient.values if isinstance(gradient, SparseRows) else gradient
+        # NaN and Inf survive the sum; tensors of TensorFlow have no method for it
         if not math.isfinite(float((x * x).sum() if hasattr(x, "sum") else np.square(x).sum())):
             raise ConfigError(f"the gradient of {name!r} is not finite after {WARM + STEPS} steps with lr={LR}")
     return found

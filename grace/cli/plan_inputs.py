@@ -234,6 +234,7 @@ def choose_timeline(model: TrainedModel, given: Mapping[str, float], steps: Loca
     """Return the times of the model's step, given or measured by some steps, and their source in words."""
     base = timeline(model.variables, given.get("backward", 0.0)) if steps is None else steps.timeline
     seconds = {part: given.get(part, getattr(base, part)) for part in PARTS}
+    # gradients are ready at the same fractions of backward, however long it takes
     ratio = seconds["backward"] / base.backward if base.backward else 0.0
     ready = {name: min(seconds["backward"], when * ratio) for name, when in base.ready.items()}
     missing = ", ".join(part for part in PARTS if part not in given)

@@ -29,7 +29,7 @@ class WithProgram(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Cut off the program."""
-        if "--" in args:
+        if "--" in args:  # click would take the program's words for arguments of ours
             end = args.index("--")
             ctx.meta[PROGRAM] = args[end + 1 :]
             args = args[:end]

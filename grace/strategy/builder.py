@@ -201,7 +201,7 @@ def bandwidths(resources: Cluster) -> list[float] | None:
     known = [node.network_bandwidth for node in resources.nodes if node.network_bandwidth is not None]
     if not known:
         return None
-    ranks = Counter(resources.ranks)
+    ranks = Counter(resources.ranks)  # the ranks of a node share its link
     return [(resources.nodes[node].network_bandwidth or min(known)) / ranks[node] for node in resources.ranks]
 
 
@@ -222,6 +222,7 @@ class Loads:
 
         It is the first of several. Where no bandwidths are known, it is the one with the fewest bytes.
         """
+        # min takes the first of equals: every build gives the same strategy
         soonest = min(range(len(self.bytes)), key=lambda rank: (self.bytes[rank] + nbytes) / self.speed[rank])
         self.bytes[soonest] += nbytes
         return soonest

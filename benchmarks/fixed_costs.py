@@ -208,7 +208,11 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:  # this is a rank
-        with join_run(arguments.folder, dict, lambda settings: grace.init("torch")) as (settings, backend, emit):
+        with join_run(arguments.folder, dict[str, Any], lambda settings: grace.init("torch")) as (
+            settings,
+            backend,
+            emit,
+        ):
             emit({"scenario": {"rows": measure(settings, backend)}})
         return
     for name in ("steps", "variables", "elements"):

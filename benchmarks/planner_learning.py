@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from grace.bench.common.events import Event
 from grace.bench.common.results import Results
-from grace.bench.ranks.rank_program import Event
 from grace.bench.train import train_command
 from grace.bench.train.train_command import TrainSettings
 from grace.bench.workloads.torch_tasks import InTorch, Recommender

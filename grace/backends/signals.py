@@ -35,7 +35,7 @@ class Sigterm:
     def install(self) -> None:
         """Set the handler and start the thread. A wakeup descriptor that the program has set stays."""
         signal.signal(signal.SIGTERM, self.handle)
-        os.set_blocking(self.send, False)
+        os.set_blocking(self.send, False)  # set_wakeup_fd demands it
         self._exchange_wakeup(-1, self.send)
         os.register_at_fork(before=self.block, after_in_parent=self.unblock, after_in_child=self.uninstall)
         threading.Thread(target=self.listen, daemon=True, name="grace-sigterm").start()
@@ -60,7 +60,7 @@ class Sigterm:
         last = "" if bucket is None else f"; the last exchange that it began is that of {bucket.describe()}"
         print(f"{self.message}{last}", file=sys.stderr, flush=True)
         if not self.raised.wait(WAKE_SECONDS):
-            os._exit(128 + signal.SIGTERM)
+            os._exit(128 + signal.SIGTERM)  # not sys.exit: only this thread would end
 
     def block(self) -> None:
         """Block SIGTERM before a fork, so that a signal to the child waits until the child has left the pipe."""
@@ -81,7 +81,7 @@ class Sigterm:
     def _exchange_wakeup(old: int, new: int) -> None:
         """Set the descriptor that signals are written to, unless it is another than ``old``."""
         found = signal.set_wakeup_fd(new, warn_on_full_buffer=False)
-        if found != old:
+        if found != old:  # the program's own, which stays
             signal.set_wakeup_fd(found)
 
 

@@ -225,4 +225,5 @@ def _gather_values(
     for rank in roots:
         if values[rank][1] is not None:
             raise RankError(f"rank {rank} failed: {values[rank][1]}")
+    # not this rank's: the caller gives back the object itself, no copy
     return {rank: pickle.loads(values[rank][0]) for rank in roots if rank != backend.rank}

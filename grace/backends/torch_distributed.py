@@ -77,7 +77,7 @@ class TorchBackend(Backend):
         return f"torch.distributed ({dist.get_backend(self.group)}), rank {self.rank} of {self.size}"
 
     def allreduce(self, tensor: torch.Tensor) -> Handle:
-        self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
+        self.count(2 * (self.size - 1) / self.size * tensor.nbytes)  # as on a ring: reduce-scatter, then all-gather
         return self._start(tensor, tensor, dist.all_reduce, tensor)
 
     def allgather(self, tensor: torch.Tensor) -> Handle:

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -49,7 +49,7 @@ class AllSettings:
 
 @options.with_options(AllSettings)
 def command(
-    given: dict[str, Any],
+    given: options.Given,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for report.html and a folder of results per part.")
     ] = Path("out/bench"),
@@ -124,7 +124,7 @@ def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: 
         running.name = name
         if running.results.rows:
             finished.append(running.results)
-        if running.code:
+        if running.code:  # the report has the parts that are finished
             break
     report = write_report_of(out, finished)
     running.exit_if_failed()

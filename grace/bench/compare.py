@@ -5,19 +5,19 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from grace.bench.common.quality import better, scale
-from grace.bench.common.results import Results, Row, load, refusing_wrong_values
+from grace.bench.common.results import Results, Row, Settings, load
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate
 from grace.errors import ConfigError
 
-Key = tuple[Any, ...]
+Key = tuple[str | float | None, ...]
 BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "same", "unknown"
 STYLES = {BETTER: "green", WORSE: "red", SAME: "", UNKNOWN: "dim"}
 
@@ -59,7 +59,7 @@ class Measure:
         if a is None or b is None:
             return Change(a, b, UNKNOWN)
         first, second = self.interval(one), self.interval(other)
-        if first is not None and second is not None:
+        if first is not None and second is not None:  # by noise that was measured, else by what is usual
             changed = first[1] < second[0] or second[1] < first[0]
         else:
             changed = abs(b - a) > self.noise * abs(a)
@@ -120,7 +120,7 @@ class Comparison:
     rows: dict[Key, tuple[Change, ...]]
     only_a: list[Key]
     only_b: list[Key]
-    differences: list[tuple[str, str, Any, Any]]
+    differences: list[tuple[str, str, object, object]]
 
     def complaints(self, percent: float) -> dict[Key, str]:
         """Return rows whose time rose by more than so many percent and by more than noise, or is missing in b, with the
@@ -215,12 +215,11 @@ def compare(
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise ConfigError(f"--fail-if-slower is a number of percent, 0 or more, not {fail_if_slower:g}")
     first, second = load(a), load(b)
-    with refusing_wrong_values(first, second):
-        found = compare_results(first, second)
-        _print_comparison(found, {"a": (a, first), "b": (b, second)}, Console(highlight=False, markup=False))
-        complaints = {} if fail_if_slower is None else found.complaints(fail_if_slower)
-        for key, complaint in complaints.items():
-            print(f"grace bench compare: {complaint}: {found.describe(key)}", file=sys.stderr)
+    found = compare_results(first, second)
+    _print_comparison(found, {"a": (a, first), "b": (b, second)}, Console(highlight=False, markup=False))
+    complaints = {} if fail_if_slower is None else found.complaints(fail_if_slower)
+    for key, complaint in complaints.items():
+        print(f"grace bench compare: {complaint}: {found.describe(key)}", file=sys.stderr)
     raise typer.Exit(bool(complaints))
 
 
@@ -243,14 +242,14 @@ def _print_comparison(found: Comparison, files: dict[str, tuple[Path, Results]],
     console.print(f"{found}.")
 
 
-def _print_tables(found: Comparison, settings: dict[str, Any], console: Console) -> None:
+def _print_tables(found: Comparison, settings: Settings, console: Console) -> None:
     """Print a table for each place where rows were measured."""
     main, *others = MEASURES[found.kind]
     task = settings if found.kind == "train" else {}
     factor, metric = scale(task), task.get("metric") or main.title
     words = {**found.words, SAME: "", UNKNOWN: "?"}
-    columns: Columns = {
-        IDENTITY[found.kind][-1]: lambda row: row[0][-1],
+    columns: Columns[tuple[Key, tuple[Change, ...]]] = {
+        IDENTITY[found.kind][-1]: lambda row: str(row[0][-1]),
         f"{metric}\na": lambda row: digits(None if row[1][0].a is None else row[1][0].a * factor),
         "\nb": lambda row: digits(None if row[1][0].b is None else row[1][0].b * factor),
         "\nb / a": lambda row: _ratio(row[1][0]),

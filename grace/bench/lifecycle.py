@@ -6,26 +6,25 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from grace.bench.common.ending import Ending
-from grace.bench.common.results import Results
+from grace.bench.common.results import Results, Settings
 from grace.errors import missing_extra
 
 
 class BenchmarkRun(Ending):
     """Benchmark that is under way, and writes to a folder if there is one; ``ending`` goes to :class:`Ending`."""
 
-    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, **ending: str):
+    def __init__(self, name: str, kind: str, settings: Settings, out: Path | None, **ending: str):
         super().__init__(name, **ending)
         if out is not None:
             need_report()
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
         self.out = out
         self.began = time.monotonic()
-        self.save()
+        self.save()  # a folder that cannot be written to fails before the measurements
 
     def save(self) -> None:
         """Write the results so far."""
@@ -42,7 +41,7 @@ class BenchmarkRun(Ending):
             if self.code and self.results.rows:
                 self.message += f"; what is finished is in {self.out}"
         finally:
-            self.save()
+            self.save()  # also after an error of ours: hours of rows are there
 
     def report_and_exit(self, console: Console) -> None:
         """Write the report, and print the names of written files; or exit with the failure."""

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,8 +15,8 @@ from rich.table import Table
 
 from grace.backends import runtime
 from grace.backends.topology import node_groups, node_name
+from grace.bench.common.options import Given, option, with_options
 from grace.bench.common.options import methods as parse_methods
-from grace.bench.common.options import option, with_options
 from grace.bench.common.progress import progress_bar
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
@@ -75,7 +74,7 @@ class CalibrateOptions:
 
 
 @with_options(CalibrateOptions)
-def calibrate(given: dict[str, Any]) -> None:
+def calibrate(given: Given) -> None:
     """Measure the times of this cluster's network and of compression methods, and keep them in a file for planning.
 
     Do it once for each cluster and engine. Start it as you start training, with as many ranks and threads:
@@ -93,6 +92,7 @@ def calibrate(given: dict[str, Any]) -> None:
         found = read(asked.show, max_age=None)
         print_calibration(found, console, max(0.0, time.time() - found.made))
         return
+    # numpy is no framework of the engines: they are joined without one
     backend = runtime.init("auto", asked.framework if asked.framework in runtime.FRAMEWORKS else None)
     began = time.monotonic()
     with _all_or_none(backend, "begin"):
@@ -103,7 +103,7 @@ def calibrate(given: dict[str, Any]) -> None:
         gradients = _gradients(framework, device, asked.model, asked.seed + backend.rank)
     names = backend.allgather_object(node_name())
     key = Key.of(backend, names, framework, threads)
-    with _all_or_none(backend, "find room for the file"):
+    with _all_or_none(backend, "find room for the file"):  # before minutes of measuring
         if backend.rank == 0:
             check_writable(asked.out)
     network_seconds, method_seconds = QUICK_SECONDS if asked.quick else SECONDS
@@ -206,6 +206,7 @@ def _measure_links(
     """Measure collectives between all ranks, and between those of a node if there are several nodes."""
     network = measure_network(backend, seconds, tensor_of, crowded)
     inside = None
+    # several nodes, and one of them with several ranks
     if 1 < len(set(names)) < len(names) and not backend.pairs_by_name:
         error = None
         try:
@@ -254,7 +255,7 @@ def _collectives_table(curves: Mapping[str, Curve], title: str) -> Table:
     def cell(size: int, kind: str) -> str:
         return digits(1e3 * curves[kind].seconds(size)) if size <= curves[kind].points[-1][0] else ""
 
-    columns: Columns = {
+    columns: Columns[str] = {
         "collective": str,
         **{of_bytes(size): functools.partial(cell, size) for size in TABLE_SIZES},
         "MB/s beyond": lambda kind: f"{1e-6 / curves[kind].slope:,.0f}" if curves[kind].slope > 0 else "",
@@ -266,7 +267,7 @@ def _codecs_table(codecs: Mapping[str, CodecCost], ranks: int) -> Table:
     def ms(part: str, row: tuple[str, CodecCost]) -> str:
         return digits(1e3 * getattr(row[1], part).seconds(VARIABLES, ELEMENTS, ranks))
 
-    columns: Columns = {
+    columns: Columns[tuple[str, CodecCost]] = {
         "method": lambda row: row[0],
         "start": functools.partial(ms, "start"),
         "between": functools.partial(ms, "middle"),

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
@@ -44,7 +43,7 @@ class Key:
         """Return the key of a run on an engine, whose ranks are on these nodes."""
         version = public(str(getattr(sys.modules.get(framework), "__version__", "")))
         hosts = {name: list(nodes).count(name) for name in sorted(set(nodes))}
-        engine = backend.describe().partition(", rank")[0]
+        engine = backend.describe().partition(", rank")[0]  # the same on all ranks
         return cls(hosts, engine, f"{framework} {version}".strip(), backend.size, threads)
 
     def __post_init__(self) -> None:
@@ -99,12 +98,13 @@ class Calibration:
             )
         return Costs(network, self.codecs, self.inside, self.by_ring, self.concatenates)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the file's document."""
+        # through JSON: tuples become lists, as they are when the file is read
         return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
 
     @classmethod
-    def from_dict(cls, document: Any) -> "Calibration":
+    def from_dict(cls, document: object) -> "Calibration":
         """Return the calibration of a document, or raise a ConfigError that names what is wrong."""
         version = document.get("format") if isinstance(document, dict) else None
         if isinstance(version, int) and version != FORMAT:
@@ -143,6 +143,6 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     age = (time.time() if now is None else now) - found.made
     if max_age is not None and age > max_age:
         raise ConfigError(f"{path}: is {age / 86400:.0f} days old, and taken up to {max_age / 86400:.0f}. {AGAIN}")
-    if age < -86400:
+    if age < -86400:  # a day: clocks of machines may differ, and time zones be set wrongly
         raise ConfigError(f"{path}: is damaged: it was made {-age / 86400:.0f} days from now. {AGAIN}")
     return found

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,15 +15,20 @@ from grace.bench.common.tables import Columns, table
 from grace.cli.terminal import standard_output
 from grace.communicators.choice import break_even
 from grace.core import specs
+from grace.core.communicator import Communicator
+from grace.core.component import Component
 from grace.core.composition import Composed
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
 from grace.core.registry import KINDS, aliases, known, legal_communicators, make, noun, unusable
 from grace.core.schema_words import hint
 from grace.errors import ConfigError
+from grace.strategy.builder import Builder
 
 SHAPE = (1000, 1000)
 DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
 LEGEND = "p: bytes of payload; W: number of ranks"
-SIZES = {
+SIZES: dict[str | bool | None, str] = {
     "by shape": "payload size by shape: the same on every rank and at every step",
     "by shape and step": "payload size by shape and step: the same on every rank, and another until the warm-up ends",
     "by data": "payload size by data: it differs by rank, so sizes travel first",
@@ -72,7 +77,7 @@ def _print_tables(kind: str, long: bool, console: Console) -> None:
         for cls in filter(_needs_parameters, classes.values()):
             console.print(f"{_summary(cls)} To be used as {signature(cls)}.", markup=False)
         return
-    columns: Columns = {kind: lambda row: signature(classes[row[0]]) if long else row[0]}
+    columns: Columns[tuple[str, str]] = {kind: lambda row: signature(classes[row[0]]) if long else row[0]}
     if kind == "compressor":
         columns["communicator"] = lambda row: _default_communicator(row[0])
     if not long:
@@ -90,11 +95,11 @@ def _default_communicator(name: str) -> str:
     return "?" if cls is not None and _needs_parameters(cls) else make("compressor", name).traits.communicator
 
 
-TRAITS: Columns = {
+TRAITS: Columns[tuple[str, Compressor]] = {
     "compressor": lambda one: one[0],
     "category": lambda one: one[1].traits.category,
     "unbiased": lambda one: "yes" if one[1].traits.unbiased else "no",
-    "size": lambda one: one[1].traits.fixed_size or "unknown",
+    "size": lambda one: str(one[1].traits.fixed_size or "unknown"),
     "bits": lambda one: _format_bits(one[1].wire_bits(SHAPE)),
     "memory": lambda one: one[1].traits.memory,
     "communicator": lambda one: one[1].traits.communicator,
@@ -144,14 +149,14 @@ def _unknown(name: str) -> ConfigError:
     return ConfigError(f"nothing is called {name!r}{near}; {lists}")
 
 
-def _print_component(console: Console, component: Any, note: str = "") -> None:
+def _print_component(console: Console, component: Component, note: str = "") -> None:
     cls = type(component)
     article = "an" if component.kind == "outer" else "a"
     console.print(f"[bold cyan]{escape(component.spec)}[/], {article} {noun(component.kind)}{note}\n")
     console.print(escape(_reflow(_doc(cls), console.width)) + "\n", soft_wrap=True)
     if cls.parameters() and cls is not Composed:
         _print_section(console, "Parameters", [_parameter(component, key) for key in cls.parameters()])
-    for title, lines in SECTIONS.get(component.kind, lambda component: ())(component):
+    for title, lines in SECTIONS.get(component.kind, lambda component: iter(()))(component):
         _print_section(console, title, lines)
     console.print("Text form: [bold]" + escape(component.spec) + "[/]")
     if component.kind != "communicator":
@@ -165,7 +170,7 @@ def _print_section(console: Console, title: str, lines: Sequence[str]) -> None:
     console.print()
 
 
-def _compressor_sections(compressor: Any) -> Iterator[Section]:
+def _compressor_sections(compressor: Compressor) -> Iterator[Section]:
     default = compressor.traits.communicator
     taken = [f"communicator {default}, memory {compressor.traits.memory}"]
     least = break_even(compressor)
@@ -176,7 +181,7 @@ def _compressor_sections(compressor: Any) -> Iterator[Section]:
     yield "Taken unless you choose others", taken
     yield "Traits", _trait_sentences(compressor)
     yield TRAINED, trained_lines(type(compressor))
-    classes = known("communicator")
+    classes: Mapping[str, Any] = known("communicator")
     communicators = [
         f"{name}{' (default)' if name == default else ''}: {_cost(classes[name])}" for name in default_first(compressor)
     ]
@@ -185,27 +190,27 @@ def _compressor_sections(compressor: Any) -> Iterator[Section]:
     yield f"Wire bits per element{when}", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES]
 
 
-def _builder_sections(builder: Any) -> Iterator[Section]:
-    if not isinstance(builder.compressor, (list, tuple)):
+def _builder_sections(builder: Builder) -> Iterator[Section]:
+    if isinstance(builder.compressor, (str, dict, Compressor)):  # else rules, which choose for each variable
         compressor = make("compressor", builder.compressor)
         memory = builder.memory or compressor.traits.memory
         yield "Taken unless you choose others", [f"compressor {compressor.spec}, memory {memory}"]
 
 
-def _memory_sections(memory: Any) -> Iterator[Section]:
+def _memory_sections(memory: Memory) -> Iterator[Section]:
     keeps = "keeps state per variable, saved with the optimizer" if memory.stateful else "keeps nothing"
     users = [name for name, compressor in _compressors() if compressor.traits.memory == memory.name]
     yield "Traits", [keeps, f"the default of {', '.join(users)}" if users else "no compressor's default"]
 
 
-def _communicator_sections(communicator: Any) -> Iterator[Section]:
+def _communicator_sections(communicator: Communicator) -> Iterator[Section]:
     cls = type(communicator)
     carries = [name for name, compressor in _compressors() if cls.accepts(compressor) is None]
     sums = "the engine adds payloads up, so they must be summable" if cls.sums else "each payload is decoded"
     yield "Traits", [sums, f"costs each rank {_cost(cls)} ({LEGEND})", f"carries {', '.join(carries)}"]
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[Any], Iterator[Section]]] = {
     "compressor": _compressor_sections,
     "builder": _builder_sections,
     "memory": _memory_sections,
@@ -214,12 +219,12 @@ SECTIONS = {
 """Sections about a component, by its kind."""
 
 
-def _compressors() -> list[tuple[str, Any]]:
+def _compressors() -> list[tuple[str, Compressor]]:
     """Return the compressors that need no parameters, and their names."""
     return [(name, make("compressor", name)) for name, cls in known("compressor").items() if not _needs_parameters(cls)]
 
 
-def _cost(communicator: Any) -> str:
+def _cost(communicator: type[Communicator]) -> str:
     """Return the cost of an exchange per rank, with a word on its growth with the number of ranks."""
     if not communicator.cost:
         return "?"
@@ -227,7 +232,7 @@ def _cost(communicator: Any) -> str:
     return f"{communicator.cost}, {grows} the number of ranks"
 
 
-def _bits_line(compressor: Any, shape: tuple[int, ...]) -> str:
+def _bits_line(compressor: Compressor, shape: tuple[int, ...]) -> str:
     label = " x ".join(map(str, shape)).ljust(14)
     bits = compressor.wire_bits(shape)
     if bits is None:
@@ -239,7 +244,7 @@ def _bits_line(compressor: Any, shape: tuple[int, ...]) -> str:
     return f"{label} {_format_bits(bits)}, {32 / bits:.3g}x smaller than float32 ({payload:,.0f} bytes)"
 
 
-def _trait_sentences(compressor: Any) -> list[str]:
+def _trait_sentences(compressor: Compressor) -> list[str]:
     t = compressor.traits
     sentences = {
         f"category: {t.category}": True,
@@ -299,12 +304,12 @@ def _reflow(text: str, width: int) -> str:
     return "\n\n".join(p if keep else textwrap.fill(p, width) for p, keep in zip(paragraphs, fixed, strict=True))
 
 
-def default_first(compressor: Any) -> list[str]:
+def default_first(compressor: Compressor) -> list[str]:
     """Return the communicators that may carry a compressor, its default before the others."""
     return sorted(legal_communicators(compressor), key=lambda name: name != compressor.traits.communicator)
 
 
-def signature(cls: Any) -> str:
+def signature(cls: type[Component]) -> str:
     """Return a component's name and parameters, with their defaults."""
     parameters = cls.parameters().items()
     inside = ", ".join(k if default is dataclasses.MISSING else f"{k}={default!r}" for k, default in parameters)
@@ -316,7 +321,7 @@ def _text(spec: dict[str, Any]) -> str:
     return f"{spec['name']}({inside})" if inside else spec["name"]
 
 
-def _parameter(component: Any, key: str) -> str:
+def _parameter(component: Component, key: str) -> str:
     default = component.parameters()[key]
     value = getattr(component, key)
     if default is dataclasses.MISSING:
@@ -328,5 +333,5 @@ def _format_bits(bits: float | None) -> str:
     return "varies" if bits is None else f"{bits:.4g}"
 
 
-def _needs_parameters(cls: Any) -> bool:
+def _needs_parameters(cls: type[Component]) -> bool:
     return dataclasses.MISSING in cls.parameters().values()

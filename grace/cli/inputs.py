@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,15 @@ from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
 from grace.strategy.builder import Cluster, OneNode
 
+Model = Any
+"""Module of torch, model of Keras, or a list of variables: which one, :func:`framework_of` says."""
+Loss = Callable[[Model], Tensor]
+"""Function that returns the loss of a batch."""
+
 # -- models ---------------------------------------------------------------------------------------------------------
 
 
-def call_model_function(spec: str) -> Any:
+def call_model_function(spec: str) -> object:
     """Return the result of ``module:function``: a model, or a tuple that begins with one, as for ``grace bench``."""
     function = load_function(spec, "model", ())
     try:
@@ -26,12 +31,12 @@ def call_model_function(spec: str) -> Any:
         raise ConfigError(f"{spec!r} makes no model: {type(error).__name__}: {error}") from error
 
 
-def model_of(result: Any) -> Any:
+def model_of(result: object) -> Model:
     """Return the model of a function's result, which is the model alone or a tuple that begins with it."""
     return result[0] if isinstance(result, tuple) and result and not isinstance(result[0], Variable) else result
 
 
-def framework_of(model: Any) -> str:
+def framework_of(model: Model) -> str:
     """Return the framework of a model: "torch", "tensorflow", or "numpy" for a list of variables."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
@@ -44,7 +49,7 @@ def load_variables(spec: str) -> list[Variable]:
     return model_variables(model_of(call_model_function(spec)))
 
 
-def model_variables(model: Any) -> list[Variable]:
+def model_variables(model: Model) -> list[Variable]:
     """Return the trainable variables of a torch module or a Keras model, in order; a list of variables as it is.
 
     Embeddings of torch with ``sparse=True``, and Keras's, are sparse.
@@ -62,6 +67,7 @@ def model_variables(model: Any) -> list[Variable]:
         from grace.tensorflow.variables import describe_variable, names_of
 
         found = model.trainable_variables
+        # nested layers, too, which Keras has no public function for
         embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
         sparse = {id(v) for layer in embeddings for v in layer.trainable_variables}
         return [describe_variable(name, v, id(v) in sparse) for name, v in zip(names_of(found), found, strict=True)]

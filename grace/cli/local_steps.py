@@ -4,14 +4,14 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from grace.bench.common.progress import ShowProgress
-from grace.cli.inputs import framework_of
+from grace.cli.inputs import Loss, Model, framework_of
 from grace.core.compressor import Tensor
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
@@ -39,9 +39,7 @@ class LocalSteps(NamedTuple):
         return {name: float(x.values.shape[0]) for name, x in self.gradients.items() if isinstance(x, SparseRows)}
 
 
-def run_steps(
-    model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable], progress: ShowProgress
-) -> LocalSteps:
+def run_steps(model: Model, loss: Loss, variables: Sequence[Variable], progress: ShowProgress) -> LocalSteps:
     """Run some steps of plain SGD on one batch, which change the model's weights.
 
     In torch a hook notes when each gradient is there. In TensorFlow all are there when backward ends, since exchanges
@@ -59,6 +57,7 @@ def run_steps(
         raise ConfigError(f"a step of the model failed: loss(model): {type(error).__name__}: {error}") from error
     for name, gradient in found.gradients.items():
         x = gradient.values if isinstance(gradient, SparseRows) else gradient
+        # NaN and Inf survive the sum; tensors of TensorFlow have no method for it
         if not math.isfinite(float((x * x).sum() if hasattr(x, "sum") else np.square(x).sum())):
             raise ConfigError(f"the gradient of {name!r} is not finite after {WARM + STEPS} steps with lr={LR}")
     return found
@@ -73,21 +72,20 @@ def _steps(seconds: float) -> Iterator[int]:
             return
 
 
-def _run_torch(
-    model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable], progress: ShowProgress
-) -> LocalSteps:
-    torch: Any = sys.modules["torch"]
+def _run_torch(model: Model, loss: Loss, variables: Sequence[Variable], progress: ShowProgress) -> LocalSteps:
+    import torch
+
     named = dict(model.named_parameters())
     parameters = {n: p for n, p in zip(unwrap_names(list(named)), named.values(), strict=True) if p.requires_grad}
     on_gpu = any(p.is_cuda for p in parameters.values())
     optimizer = torch.optim.SGD(parameters.values(), lr=LR)
     timer = StepTimer()
 
-    def wait() -> None:
+    def wait() -> None:  # launches return before the GPU has computed
         if on_gpu:
             torch.cuda.synchronize()
 
-    def mark_ready(name: str, parameter: Any) -> None:
+    def mark_ready(name: str, parameter: object) -> None:
         wait()
         timer.ready(name)
 
@@ -102,7 +100,7 @@ def _run_torch(
             loss(model).backward()
             wait()
             timer.mark("computed")
-            timer.mark("exchanged")
+            timer.mark("exchanged")  # at once: this process has nobody to exchange with
             optimizer.step()
             wait()
             timer.end(step >= WARM)
@@ -123,9 +121,7 @@ def _run_torch(
     return LocalSteps(timeline, gradients)
 
 
-def _run_keras(
-    model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable], progress: ShowProgress
-) -> LocalSteps:
+def _run_keras(model: Model, loss: Loss, variables: Sequence[Variable], progress: ShowProgress) -> LocalSteps:
     tf: Any = sys.modules["tensorflow"]
     keras: Any = sys.modules["keras"]
     trained = model.trainable_variables
@@ -133,20 +129,20 @@ def _run_keras(
     optimizer.build(trained)
 
     @tf.function
-    def forward() -> Any:
+    def forward() -> Tensor:
         return loss(model)
 
     @tf.function
-    def forward_and_backward() -> Any:
+    def forward_and_backward() -> list[Tensor]:
         with tf.GradientTape() as tape:
             value = loss(model)
         return tape.gradient(value, [v.value for v in trained], unconnected_gradients="zero")
 
     @tf.function
-    def update(gradients: Any) -> None:
+    def update(gradients: list[Tensor]) -> None:
         optimizer.apply(gradients, trained)
 
-    gradients = forward_and_backward()
+    gradients = forward_and_backward()  # for the update alone; it is also the tracing of the function
     medians = []
     for number, run in enumerate((forward, forward_and_backward, partial(update, gradients))):
         times = []

@@ -47,7 +47,7 @@ def main() -> None:
         print(f"grace: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None:  # not about a user's file: the traceback is needed
             raise
         print(shortened(f"grace: {error.filename}: {error.strerror}"), file=sys.stderr)  # a name may be too long
         sys.exit(2)

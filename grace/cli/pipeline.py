@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from grace.bench.common.options import option, split, with_options
+from grace.bench.common.options import Given, option, split, with_options
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.inputs import call_model_function
@@ -22,7 +22,7 @@ from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.pipeline.planning import baselines, profiles
 from grace.pipeline.planning.exchange_prediction import documented
-from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
 from grace.planner.costs import DefaultCodecs
@@ -148,7 +148,7 @@ class PlanOptions:
 @app.command()
 @with_options(PlanOptions)
 def plan(
-    given: dict[str, Any],
+    given: Given,
     devices: Annotated[int, typer.Option("-n", "--devices", min=1, help="Number of ranks, one for each device.")],
     model: Model = None,
     profile: Profile = None,
@@ -302,7 +302,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         stage = plan.stages[i]
         return f"{of_bytes(stage.sent)}, {of_bytes(stage.returned)} back" if i + 1 < len(plan.stages) else ""
 
-    columns: Columns = {
+    columns: Columns[int] = {
         "stage": str,
         "nodes": lambda i: _ends(plan.stages[i].nodes),
         "ranks": lambda i: ", ".join(map(str, plan.stages[i].ranks)),
@@ -328,7 +328,7 @@ def _print_graph(graph: Graph, longest: int) -> None:
     """Print the nodes that take longest, in the graph's order, and sums over all nodes."""
     by_time = sorted(graph.nodes, key=lambda node: node.forward + node.backward, reverse=True)
     shown = {node.name for node in by_time[:longest]}
-    columns: Columns = {
+    columns: Columns[GraphNode] = {
         "node": lambda node: node.name,
         "kind": lambda node: node.kind,
         "line": lambda node: node.line,

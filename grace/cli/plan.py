@@ -5,14 +5,14 @@ import json
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grace.bench.common.options import with_options
+from grace.bench.common.options import Given, with_options
 from grace.bench.common.progress import progress_bar
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
@@ -29,11 +29,13 @@ FORMAT = 1
 """Version of the file that --json writes."""
 OUTER_FIGURES = ("step", "compute", "codec", "exposed", "sent", "memory")
 """Figures of outer plans in that file."""
+Candidate = tuple[str, str, Prediction, str]
+"""Row of the table of candidates: a star if it is chosen, its name, the prediction, and its largest error."""
 
 
 @with_options(PlanRequest)
 def plan(
-    given: dict[str, Any],
+    given: Given,
     model: Annotated[
         str,
         typer.Option(
@@ -76,7 +78,7 @@ def plan(
     console = standard_output(150)
     request = PlanRequest(**given)
     for path in filter(None, (output, json_file, report)):
-        check_writable(path, make_folder=False)
+        check_writable(path, make_folder=False)  # before minutes of measuring
     if request.calibration is None:
         choose_cluster(request, None)  # it may refuse, before a model is made
     trained = load_model(model)
@@ -139,7 +141,7 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
     )
     if plan.compresses:
         console.print()
-        columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(HEADINGS)}
+        columns: Columns[tuple[str, ...]] = {heading: itemgetter(i) for i, heading in enumerate(HEADINGS)}
         console.print(table([row.cells for row in plan.rows], columns, ["method", "sync", "why"]))
     console.print()
     console.print(escape(plan.why), style="bold", soft_wrap=True)
@@ -150,7 +152,7 @@ def print_plan(plan: Plan, sources: Mapping[str, str], console: Console, outer: 
 def _candidates_table(plan: Plan, outer: Mapping[str, Prediction]) -> Table:
     """Return the table of candidates, and of plans whose ranks train alone."""
     plain = plan.plain.prediction.step
-    rows: list[tuple[str, str, Prediction, str]] = [
+    rows: list[Candidate] = [
         (
             "*" if one is plan.chosen else "",
             "plain all-reduce" if one is plan.plain else one.name,
@@ -161,10 +163,10 @@ def _candidates_table(plan: Plan, outer: Mapping[str, Prediction]) -> Table:
     ]
     rows += [("", spec, prediction, "") for spec, prediction in outer.items()]
 
-    def ms(figure: str) -> Callable[[Any], str]:
+    def ms(figure: str) -> Callable[[Candidate], str]:
         return lambda row: digits(round(1e3 * getattr(row[2], figure), 6))
 
-    columns: Columns = {
+    columns: Columns[Candidate] = {
         "": lambda row: row[0],
         "plan": lambda row: row[1],
         "step": ms("step"),

@@ -1,6 +1,6 @@
 """Inputs of ``grace plan``: the cluster, its links, the model's times, and costs and errors of methods."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from grace.bench.common.progress import ShowProgress
 from grace.bench.common.text import of_bytes, of_rate
 from grace.cli.calibration import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
+    Loss,
+    Model,
     call_model_function,
     framework_of,
     load_cluster,
@@ -23,9 +25,11 @@ from grace.cli.inputs import (
 )
 from grace.cli.local_steps import LocalSteps, run_steps
 from grace.core.backend import LocalBackend
+from grace.core.compressor import Tensor
 from grace.core.quantities import SECONDS, parse_quantity
 from grace.core.variable import Variable
 from grace.errors import ConfigError
+from grace.exchange.sparse_rows import SparseRows
 from grace.planner.builders.auto import Auto, timeline
 from grace.planner.codecs import is_table
 from grace.planner.costs import DefaultCodecs
@@ -115,8 +119,8 @@ class TrainedModel(NamedTuple):
     """Model of torch, TensorFlow or, as a list of variables, "numpy"; and the loss of a batch for it, if there is
     one."""
 
-    model: Any
-    loss: Callable[[Any], Any] | None
+    model: Model
+    loss: Loss | None
     variables: list[Variable]
     framework: str
 
@@ -126,14 +130,14 @@ def load_model(spec: str) -> TrainedModel:
     if spec.isidentifier():
         from grace.bench.workloads.models import workload
 
-        result: Any = tuple(workload(spec, 0))
+        result: object = tuple(workload(spec, 0))
     else:
         result = call_model_function(spec)
     model = model_of(result)
     variables = model_variables(model)
     if not any(variable.numel for variable in variables):
         raise ConfigError(f"{spec} has no trainable variable, so there is nothing to exchange")
-    loss = None if result is model or len(result) < 2 else result[1]
+    loss = result[1] if isinstance(result, tuple) and result is not model and len(result) > 1 else None
     if loss is not None and not callable(loss):
         raise ConfigError(f"(model, loss, samples): loss takes the model, and is no {type(loss).__name__}")
     return TrainedModel(model, loss, variables, framework_of(model))
@@ -230,6 +234,7 @@ def choose_timeline(model: TrainedModel, given: Mapping[str, float], steps: Loca
     """Return the times of the model's step, given or measured by some steps, and their source in words."""
     base = timeline(model.variables, given.get("backward", 0.0)) if steps is None else steps.timeline
     seconds = {part: given.get(part, getattr(base, part)) for part in PARTS}
+    # gradients are ready at the same fractions of backward, however long it takes
     ratio = seconds["backward"] / base.backward if base.backward else 0.0
     ready = {name: min(seconds["backward"], when * ratio) for name, when in base.ready.items()}
     missing = ", ".join(part for part in PARTS if part not in given)
@@ -288,7 +293,9 @@ def build_problem(
     return problem, sources
 
 
-def measure_methods(problem: Problem, framework: str, gradients: Mapping[str, Any], progress: ShowProgress) -> Problem:
+def measure_methods(
+    problem: Problem, framework: str, gradients: Mapping[str, Tensor | SparseRows], progress: ShowProgress
+) -> Problem:
     """Return the problem with the codecs of all methods, and their errors, measured on gradients.
 
     Without gradients, codecs are measured on random ones of the framework, whose errors do not count.

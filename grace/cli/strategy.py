@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -57,7 +57,7 @@ def show(strategy: File, model: Model = None, resources: Resources = None, ranks
     """Show a strategy as a table, and what every rank sends in a step."""
     loaded = _load(strategy, model, resources, ranks)
     headings = ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes")
-    columns: Columns = {heading: itemgetter(i) for i, heading in enumerate(headings)}
+    columns: Columns[list[str]] = {heading: itemgetter(i) for i, heading in enumerate(headings)}
     console = standard_output()
     console.print(table(_rows(loaded), columns, words=headings[1::2] + headings[4:7]))
     console.print(f"\n{escape(_summary(loaded))}; id {loaded.id[:12]}")
@@ -189,7 +189,7 @@ def _differences(first: Strategy, second: Strategy) -> Iterator[str]:
         yield "variables: in another order"
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flat(item, f"{prefix}.{key}" if prefix else key)

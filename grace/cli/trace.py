@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from grace.bench.common.options import option, with_options
+from grace.bench.common.options import Given, option, with_options
 from grace.cli.terminal import check_writable, standard_output
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
@@ -29,7 +29,7 @@ class WithProgram(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Cut off the program."""
-        if "--" in args:
+        if "--" in args:  # click would take the program's words for arguments of ours
             end = args.index("--")
             ctx.meta[PROGRAM] = args[end + 1 :]
             args = args[:end]
@@ -55,7 +55,7 @@ class TraceOptions:
 
 @with_options(TraceOptions)
 def trace(
-    given: dict[str, Any],
+    given: Given,
     context: typer.Context,
     folder: Annotated[
         Path | None,

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 GRACE_PERIOD = 10
 """Seconds that a launcher gets to end its ranks."""
@@ -24,11 +24,11 @@ KILLING = 2
 def signals_raise() -> Iterator[None]:
     """Return a context in which SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that our child processes
     end too."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread set handlers
         yield
         return
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -43,12 +43,12 @@ def signals_raise() -> Iterator[None]:
 def signals_deferred() -> Iterator[None]:
     """Return a context at whose end signals that end a program have their effect, so that commands that are started in
     it are awaited."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread set handlers
         yield
         return
     came = list[int]()
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -63,14 +63,14 @@ def signals_deferred() -> Iterator[None]:
 
 def end(*launchers: subprocess.Popen) -> None:
     """End launchers, which end their ranks; processes that are left of their sessions are killed."""
-    for launcher in launchers:
+    for launcher in launchers:  # first all get the signal: then they end at the same time
         if launcher.poll() is None:
             launcher.terminate()
     for launcher in launchers:
         if launcher.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(GRACE_PERIOD + KILLING)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # all of them were started with start_new_session
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.wait()
 
@@ -150,7 +150,7 @@ if __name__ == "__main__":
     if code < 0:  # end by the same signal as the command
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its core already
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)

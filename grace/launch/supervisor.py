@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from grace.errors import ConfigError
 from grace.launch import preparing, processes
@@ -66,7 +66,7 @@ def _run(commands: Sequence[Command]) -> End:
                 for job in jobs:
                     job.launch_if_ready()
                 time.sleep(0.05)
-            failed = [job for job in jobs if job.failed]
+            failed = [job for job in jobs if job.failed]  # before the others are ended, which are not at fault
         finally:
             processes.end(*(process for job in jobs for process in job.started))
     for job in jobs:
@@ -195,7 +195,7 @@ class _Job:
         self._in_thread(self._copy, process.stderr, sys.stderr)
         return process
 
-    def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
+    def _in_thread(self, function: Callable[..., None], *args: object) -> None:
         self.threads.append(threading.Thread(target=function, args=args, daemon=True))
         self.threads[-1].start()
 

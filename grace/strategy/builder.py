@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from grace.backends.topology import Host, Topology
 from grace.communicators.choice import default_communicator
@@ -100,7 +100,7 @@ class Builder(Component):
     _world_size: ClassVar[int] = 1
     """Number of ranks of the cluster that it builds for."""
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         if "build" in vars(cls):
             cls.build = _with_world_size(cls.build)  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ def _with_world_size(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
     return run
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> object:
     """Return a parameter in its form in a file: components as specs."""
     if isinstance(value, dict):
         return {key: _to_plain(item) for key, item in value.items()}
@@ -201,7 +201,7 @@ def bandwidths(resources: Cluster) -> list[float] | None:
     known = [node.network_bandwidth for node in resources.nodes if node.network_bandwidth is not None]
     if not known:
         return None
-    ranks = Counter(resources.ranks)
+    ranks = Counter(resources.ranks)  # the ranks of a node share its link
     return [(resources.nodes[node].network_bandwidth or min(known)) / ranks[node] for node in resources.ranks]
 
 
@@ -222,6 +222,7 @@ class Loads:
 
         It is the first of several. Where no bandwidths are known, it is the one with the fewest bytes.
         """
+        # min takes the first of equals: every build gives the same strategy
         soonest = min(range(len(self.bytes)), key=lambda rank: (self.bytes[rank] + nbytes) / self.speed[rank])
         self.bytes[soonest] += nbytes
         return soonest

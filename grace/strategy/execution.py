@@ -4,7 +4,6 @@ import dataclasses
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
 from grace.backends.topology import Topology, node_name
 from grace.core import documents
@@ -60,7 +59,7 @@ class StrategyPlan(ExchangePlan):
         what = f"a strategy of version {VERSION}"
         nodes = gather_or_raise(backend, what, node_name(), error)
         resolved: Strategy | None = None
-        if backend.rank == 0:
+        if backend.rank == 0:  # alone: files of nodes may differ, and builders draw random numbers
             try:
                 resolved = resolve(self.chosen, variables, Topology(nodes), self.sparse_known, self.resources)
             except Exception as raised:
@@ -82,10 +81,12 @@ class StrategyPlan(ExchangePlan):
         self.strategy.check_model(variables)
         return compiled(self.strategy, variables)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Return the arguments of an optimizer that has this strategy, as a document."""
         chosen = self.chosen if self.strategy is None else self.strategy
-        options: dict[str, Any] = {"strategy": chosen.to_dict() if isinstance(chosen, (Strategy, Builder)) else chosen}
+        options: dict[str, object] = {
+            "strategy": chosen.to_dict() if isinstance(chosen, (Strategy, Builder)) else chosen
+        }
         if self.strategy is None and self.resources is not None:
             options["resources"] = to_plain(self.resources)
         return options

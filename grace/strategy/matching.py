@@ -40,7 +40,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, value: Any) -> Any:
+    def _known_keys(cls, value: object) -> object:
         return value if cls.model_config["extra"] == "allow" else schema_words.refuse_unknown_keys(cls, value)
 
 
@@ -90,7 +90,7 @@ class Match(Strict):
 def _fits(rule: Spec, variable: Variable) -> bool:
     try:
         return bool(make("rule", rule).fits(variable))
-    except Exception as error:
+    except Exception as error:  # a user's rule may raise anything
         raise ConfigError(f"rule {rule} cannot tell whether it is for {variable.name!r}: {error}") from error
 
 

@@ -5,7 +5,7 @@ Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,6 +23,8 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
 
+JsonObject = dict[str, Any]
+"""Object of a strategy's document: plain data, as JSON has it."""
 VERSION = 1
 """Version of a strategy's document."""
 MOST_ELEMENTS = 2**56
@@ -69,12 +71,13 @@ class Sync:
     period: int = 1
     ahead: int = AHEAD
     hierarchical: bool = False
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    options: JsonObject = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         own = known("communicator").get(self.type) if self.type not in FIELDS else None
         if own is not None:
             defaults = {key: value for key, value in own.parameters().items() if value is not MISSING}
+            # a frozen dataclass; all parameters, so that a spec with a default written out is equal to one without
             object.__setattr__(self, "options", {**defaults, **self.options})
 
     @classmethod
@@ -96,13 +99,13 @@ class Sync:
         return cls(kind, **({"group": group} if "group" in FIELDS[kind] else {}) | arguments)
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "Sync":
+    def from_dict(cls, document: JsonObject) -> "Sync":
         """Return the synchronization of a valid document, the inverse of :meth:`to_dict`."""
         fields = dict(document)
         kind = fields.pop("type")
         return cls(kind, **fields) if kind in FIELDS else cls(kind, fields.pop("group"), options=fields)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the type and its fields; ``hierarchical`` only where it is True.
 
         >>> Sync("allgather", group=3).to_dict()
@@ -143,7 +146,7 @@ class ShardPlan:
         return Outer(period=self.sync.period) if self.sync.type == "none" else self.outer
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "ShardPlan":
+    def from_dict(cls, document: JsonObject) -> "ShardPlan":
         """Return the plan of a valid document, the inverse of :meth:`to_dict`."""
         names = ("compressor", "memory", "priority", "compress_after")
         outer = document.get("outer")
@@ -153,7 +156,7 @@ class ShardPlan:
             outer=outer and Outer(**outer),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the part's form in a file, specs in their shortest form, and what is set of the other keys."""
         compressor = make("compressor", self.compressor)
         memory = make("memory", compressor.traits.memory if self.memory is None else self.memory)
@@ -199,7 +202,7 @@ class VariablePlan:
         return [Variable(f"{v.name}/part_{i}", shape, v.dtype, v.device, v.sparse) for i, shape in enumerate(shapes)]
 
     @classmethod
-    def from_dict(cls, name: str, document: Mapping[str, Any]) -> "VariablePlan":
+    def from_dict(cls, name: str, document: JsonObject) -> "VariablePlan":
         """Return the plan of a variable from a valid document, the inverse of :meth:`to_dict`."""
         variable = Variable(name, tuple(document["shape"]), document["dtype"], sparse=document["sparse"])
         cut = document.get("partition")
@@ -207,10 +210,10 @@ class VariablePlan:
             return cls(variable, (ShardPlan.from_dict(document),))
         return cls(variable, tuple(map(ShardPlan.from_dict, document["parts"])), cut["axis"], tuple(cut["sizes"]))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the variable's form in a file."""
         v = self.variable
-        entry: dict[str, Any] = {"shape": list(v.shape), "dtype": v.dtype, "sparse": v.sparse}
+        entry: JsonObject = {"shape": list(v.shape), "dtype": v.dtype, "sparse": v.sparse}
         if self.axis is None:
             return {**entry, **self.parts[0].to_dict()}
         cut = {"axis": self.axis, "sizes": list(self.sizes)}
@@ -247,7 +250,7 @@ class Strategy:
     plans: tuple[VariablePlan, ...]
     world_size: int = 1
     nodes: int = 1
-    builder: dict[str, Any] = field(default_factory=dict)
+    builder: JsonObject = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.nodes > self.world_size:
@@ -266,7 +269,7 @@ class Strategy:
         """Variables that the strategy is for."""
         return [plan.variable for plan in self.plans]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the strategy's document, as in a file."""
         return {
             "version": VERSION,
@@ -277,7 +280,7 @@ class Strategy:
         }
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "Strategy":
+    def from_dict(cls, document: JsonObject) -> "Strategy":
         """Return the strategy of a document that :meth:`to_dict` made; :mod:`grace.strategy.schema` reads users'."""
         plans = tuple(VariablePlan.from_dict(name, entry) for name, entry in document["variables"].items())
         return cls(plans, **document["cluster"], builder=document["builder"] or {})
@@ -286,7 +289,7 @@ class Strategy:
     def id(self) -> str:
         """sha256 of the canonical form: the document as JSON, keys sorted, variables in the model's order."""
         document = self.to_dict()
-        document["variables"] = list(document["variables"].items())
+        document["variables"] = list(document["variables"].items())  # sort_keys would sort the variables, too
         return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def check_model(self, variables: Sequence[Variable]) -> None:

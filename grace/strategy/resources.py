@@ -53,7 +53,7 @@ def cluster_of(resources: ResourcesArg | None, ranks: Topology) -> Cluster:
     where = f"{source} {resources}" if isinstance(resources, (str, Path)) else source
     if read.world_size != ranks.world_size:
         if source == RESOURCES and ranks.world_size < read.world_size:
-            return ranks
+            return ranks  # an optimizer over some of the ranks: the variable is for the whole run
         raise ConfigError(
             f"{where}: it describes {read.world_size} ranks, and there are {ranks.world_size}: a node has one per GPU, "
             "or else per CPU that is listed; start as many, as grace launch -r does"
@@ -73,7 +73,7 @@ def cluster_of(resources: ResourcesArg | None, ranks: Topology) -> Cluster:
     return read
 
 
-def to_plain(resources: ResourcesArg) -> str | dict[str, Any]:
+def to_plain(resources: ResourcesArg) -> str | dict[str, object]:
     """Return resources in a form that JSON can hold."""
     if isinstance(resources, Path):
         return str(resources)

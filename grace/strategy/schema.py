@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents, schema_words
@@ -121,7 +121,7 @@ class Own(Strict):
 TAGS = {**dict.fromkeys(COLLECTIVES, "collective"), "reduce_broadcast": "reduce_broadcast", "none": "none"}
 
 
-def _tag(sync: Any) -> str:
+def _tag(sync: object) -> str:
     kind = sync.get("type") if isinstance(sync, dict) else getattr(sync, "type", None)
     return TAGS.get(kind, "own") if isinstance(kind, str) else "own"
 
@@ -131,7 +131,7 @@ Synchronization = Annotated[
     | Annotated[ReduceBroadcastEntry, Tag("reduce_broadcast")]
     | Annotated[Alone, Tag("none")]
     | Annotated[Own, Tag("own")],
-    Discriminator(_tag),
+    Discriminator(_tag),  # so that an error is about the type that was written, not about all four
 ]
 
 
@@ -257,6 +257,7 @@ class ClusterEntry(Strict):
 class Document(Strict):
     """A file: a strategy, with an entry for every variable, or rules for variables of any model; or both."""
 
+    # `version: true` equals 1 in Python, and so for Literal
     version: Annotated[Literal[1], BeforeValidator(lambda version: None if version is True else version)]
     """The version of the form of these files."""
     builder: BuilderEntry | None = None
@@ -272,7 +273,7 @@ class Document(Strict):
     """Rules for the variables that have no entry; the first that matches counts, and one must match."""
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, JsonValue]:
     """Return the JSON Schema of strategy files, for editors.
 
     >>> json_schema()["properties"]["rules"]["items"]
@@ -283,7 +284,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def parse(
-    document: Any,
+    document: object,
     where: str = "the strategy",
     variables: Sequence[Variable] | None = None,
     cluster: Cluster | None = None,
@@ -338,6 +339,7 @@ def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: 
         plans = {v.name: plans[v.name] if v.name in plans else _plan_by_rules(read.rules, v) for v in variables or ()}
     builder = {} if read.builder is None else read.builder.model_dump()
     destinations = [part.sync.destination for plan in plans.values() for part in plan.parts]
+    # a file that names no cluster, read without one: as many ranks as its destinations need
     least = max([read.cluster.nodes or 1, *(destination + 1 for destination in destinations)])
     size = read.cluster.world_size or (cluster.world_size if cluster else least)
     nodes = read.cluster.nodes or (len(set(cluster.ranks)) if cluster and cluster.world_size == size else 1)

@@ -55,8 +55,13 @@ def test_wrong_values_are_refused_or_shown(kind, data):
         ("step", ("rows", 1, "name"), 7, "row 2, name must be text"),
         ("step", ("settings", "ranks"), {}, "settings.ranks must hold numbers"),
         ("step", ("settings", "verdict"), [1], "settings.verdict must be an object of sentences"),
+        ("step", ("rows", 0, "name"), None, "row 1, name must be text"),
+        ("step", ("settings", "skipped"), [1], "settings.skipped must be an object of sentences"),
         ("train", ("settings", "scale"), "x", "settings.scale must be a number"),
+        ("train", ("rows", 2, "method"), "", "row 3, method must be text"),
+        ("train", ("rows", 0, "curve", 0), [], "row 1, curve must hold points of four numbers"),
         ("train", ("rows", 0, "curve"), 1, "row 1, curve must be a list"),
+        ("kernels", ("rows", 0, "method"), None, "row 1, method must be text"),
         ("kernels", ("machine", "gpus"), 3, "machine.gpus must be a list"),
         ("kernels", ("seconds",), "x", "seconds, complete must be a number"),
     ],
@@ -68,3 +73,9 @@ def test_the_place_of_a_wrong_value_is_named(kind, place, value, said):
         owner = owner[key]
     owner[place[-1]] = value
     assert said in runs(document, ["report"])
+
+
+def test_a_machine_of_unknown_gpus_is_shown():
+    document = json.loads(json.dumps(DOCUMENTS["kernels"]))
+    document["machine"]["gpus"] = None
+    assert runs(document, ["report"]) == ""

@@ -24,7 +24,7 @@ DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
 class HostClock:
     """Clock of a CPU's work: the host runs nothing else meanwhile."""
 
-    def prepared(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
+    def prepared(self, work: Callable[[], object]) -> tuple[Callable[[], object], bool]:
         """Return the work in the form that is timed, and True if that is a replay without the host."""
         return work, False
 
@@ -54,12 +54,12 @@ class DeviceClock(HostClock):
     def __init__(self) -> None:
         cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0)
         self._flushing = torch.empty(max(FLUSHED * cache, LEAST_FLUSH), dtype=torch.uint8, device="cuda")
-        self._graphs: list[tuple[Any, Callable[[], Any]]] = []
+        self._graphs: list[tuple[torch.cuda.CUDAGraph, Callable[[], object]]] = []
         """Captured graphs, and what was captured: a replay reads the tensors that the work holds."""
         self._pool = torch.cuda.graph_pool_handle()
         """Temporary memory of all graphs: none needs the data that another one left there."""
 
-    def prepared(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
+    def prepared(self, work: Callable[[], object]) -> tuple[Callable[[], object], bool]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -84,7 +84,7 @@ class DeviceClock(HostClock):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def now(self) -> Any:
+    def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -99,7 +99,7 @@ class DeviceClock(HostClock):
         torch.cuda.empty_cache()
 
 
-def reads_back(work: Callable[[], Any]) -> bool:
+def reads_back(work: Callable[[], object]) -> bool:
     """Return True if work makes the host wait for the GPU, as far as torch knows."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")

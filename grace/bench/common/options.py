@@ -20,6 +20,8 @@ Resume = Annotated[bool, typer.Option("--resume", help="Leave out the scenarios 
 OPTION = "option"
 """Key of an :class:`Option` in a field's metadata."""
 MOST_SEEDS = 10_000
+Given = dict[str, Any]
+"""Fields of settings that the user has set, for ``Settings(**given)``; their values are of the fields' types."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Option:
 
     help: str
     flags: tuple[str, ...] = ()
-    parse: Callable[[Any], Any] | None = None
+    parse: Callable[[Any], object] | None = None
     text: str | None = None
     show_default: str | bool = True
     repeated: bool = False
@@ -49,8 +51,14 @@ class Option:
 
     def parameter(self, field: dataclasses.Field, kind: Any) -> inspect.Parameter:
         """Return the parameter of which typer makes this option of a field of a type."""
-        looks: dict[str, Any] = {"help": self.help, "show_default": self.show_default, "metavar": self.metavar}
-        info = typer.Option(*self.flags, **looks, min=self.least, max=self.most)
+        info = typer.Option(
+            *self.flags,
+            help=self.help,
+            show_default=self.show_default,
+            metavar=self.metavar,
+            min=self.least,
+            max=self.most,
+        )
         default = field.default
         if self.repeated:
             kind, default = list[str] | None, None
@@ -62,7 +70,7 @@ class Option:
         return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
+def option(default: object, help: str, *flags: str, **more: Any) -> Any:
     """Return a settings field that is an option of the command line, too; ``more`` are arguments of :class:`Option`."""
     metadata = {OPTION: Option(help, flags, **more)}
     if isinstance(default, list | dict):
@@ -70,7 +78,7 @@ def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def with_options(settings: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds the options of a settings' dataclass to a command.
 
     The command's first parameter takes the fields that the user has set, parsed, in place of the options.
@@ -79,7 +87,7 @@ def with_options(settings: type[Any]) -> Callable[[Callable[..., None]], Callabl
     ... class Settings:
     ...     ranks: list[int] = option([2], "Numbers of processes.", parse=lambda text: integers(text, "--ranks"))
     >>> @with_options(Settings)
-    ... def command(given: dict[str, Any], quick: bool = False) -> None:
+    ... def command(given: Given, quick: bool = False) -> None:
     ...     print(Settings(**given), quick)
     >>> command(ranks="2,4")
     Settings(ranks=[2, 4]) False
@@ -92,10 +100,11 @@ def with_options(settings: type[Any]) -> Callable[[Callable[..., None]], Callabl
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**arguments: Any) -> None:
+        def run(**arguments: object) -> None:
             given = {}
             for name, one in options.items():
                 value = arguments.pop(name, None)
+                # typer gives [] for a repeated option that was not given
                 if value is not None and value != []:
                     given[name] = one.parse(value) if one.parse else value
             command(given, **arguments)
@@ -104,6 +113,7 @@ def with_options(settings: type[Any]) -> Callable[[Callable[..., None]], Callabl
         for parameter in list(inspect.signature(command).parameters.values())[1:]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # what must be given
+        # typer reads the parameters of the signature, and their types in the annotations
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -176,6 +186,18 @@ def bandwidths(text: str | None) -> list[float | None]:
     """
     parts = [part.strip() for part in (text or "none").split(",")]
     return [None if part in ("none", "loopback") else parse_rate(part) for part in parts]
+
+
+def links_option(default: str) -> Any:
+    """Return the option of a sweep's links, with the default as a user would write it."""
+    words = "Rates of emulated links (Linux, root), and loopback."
+    return option(bandwidths(default), words, "--links", parse=bandwidths, text=default)
+
+
+def bandwidth_option(example: str, show_default: str) -> Any:
+    """Return the option of emulated links; the loopback if it is not given."""
+    words = f"Rates of emulated links, as in {example} (Linux, root); none is the loopback."
+    return option([None], words, "--bandwidth", parse=bandwidths, show_default=show_default)
 
 
 def size(text: str) -> int:

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-ShowProgress = Callable[[str, float], Any]
+from grace.bench.common.events import Event
+
+ShowProgress = Callable[[str, float], object]
 """Function that is called with the operation under way, and the part of all that is done, from 0 to 1."""
 
 
@@ -39,7 +40,7 @@ class ScenarioBars(Progress):
         super().__init__(*_columns(34), console=console, disable=not console.is_terminal)
         self.bars: dict[str, TaskID] = {}
 
-    def show(self, scenario: str, event: dict[str, Any]) -> None:
+    def show(self, scenario: str, event: Event) -> None:
         """Show an event of a scenario's ranks: their engine, the number of blocks, or a block (of steps, or an
         epoch)."""
         if "engine" in event:

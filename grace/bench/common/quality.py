@@ -9,7 +9,7 @@ from grace.bench.common.text import digits, number
 Settings = Mapping[str, Any]
 
 
-def shown(value: Any, settings: Settings, unit: bool = True) -> str:
+def shown(value: object, settings: Settings, unit: bool = True) -> str:
     """Format a quality, with its unit if it has one.
 
     >>> accuracy = {"scale": 100, "unit": "%"}
@@ -47,7 +47,7 @@ def shortfall(task: Settings, quality: float, plain: float, start: float) -> flo
     """
     if task["metric"] == "perplexity":
         quality, plain, start = (math.log(value) for value in (quality, plain, start))
-    if not math.isfinite(quality):
+    if not math.isfinite(quality):  # diverged: not None, which means that nothing is known
         return math.inf
     gain = better(task) * (plain - start)
     return better(task) * (plain - quality) / gain if gain > 0 else None

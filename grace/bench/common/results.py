@@ -13,20 +13,33 @@ import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
-from grace.errors import ConfigError, GraceError
+from grace.errors import ConfigError
 from grace.planner.links import cores
 
 FORMAT = 1
 """Format of the file; a later one is refused."""
 KINDS = ("kernels", "step", "train")
 Row = dict[str, Any]
+"""Measurement: plain data, whose keys are the benchmark's."""
+Settings = dict[str, Any]
+"""Settings of a benchmark as they are recorded, and facts that all rows share: plain data."""
 PACKAGES = ("torch", "triton", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
 """Packages whose versions are recorded."""
+
+
+class Machine(TypedDict, total=False):
+    """Facts of a machine; memory is unknown on some systems, and GPUs without torch."""
+
+    platform: str
+    processor: str
+    cores: int
+    memory_bytes: int
+    gpus: list[str]
 
 
 @dataclasses.dataclass
@@ -49,13 +62,13 @@ class Results:
     """
 
     kind: str
-    settings: dict[str, Any]
+    settings: Settings
     rows: list[Row] = dataclasses.field(default_factory=list)
     command: str = ""
     complete: bool = False
     when: str = dataclasses.field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     seconds: float = 0.0
-    machine: dict[str, Any] = dataclasses.field(default_factory=lambda: machine())
+    machine: Machine = dataclasses.field(default_factory=lambda: machine())
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
 
     def csv(self) -> str:
@@ -117,7 +130,8 @@ def load(path: Path | str) -> Results:
 TYPES = (
     (
         "text",
-        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor",
+        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor|"
+        "gpu(_driver|_runtime)?",
     ),
     ("true or false", "pays|higher_is_better"),
     ("a list", "times_ms|curve|runs|gpus|seeds|bandwidths|optimizers"),
@@ -141,12 +155,20 @@ def _faults(facts: dict[str, Any]) -> Iterator[str]:
         values = settings.get(key)
         if not all(map(_is_number, values if isinstance(values, list) else [values])):
             yield f"settings.{key} must hold numbers"
-    verdict = settings.get("verdict", {})
-    if not isinstance(verdict, dict) or not all(isinstance(text, str) for text in verdict.values()):
-        yield "settings.verdict must be an object of sentences"
+    identity = "name" if facts["kind"] == "step" else "method"
+    for field, row in rows:
+        if not row.get(identity, "?"):  # rows without the key are refused by the reports that need it
+            yield f"{field}{identity} must be text"
+        if not all(isinstance(point, list) and len(point) == 4 for point in row.get("curve") or []):
+            yield f"{field}curve must hold points of four numbers"
+    for key in ("verdict", "skipped"):
+        sentences = settings.get(key, {})
+        if not isinstance(sentences, dict) or not all(isinstance(text, str) for text in sentences.values()):
+            yield f"settings.{key} must be an object of sentences"
     if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
         yield "seconds, complete must be a number, and true or false"
-    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *facts["machine"].get("gpus", [])]):
+    gpus = facts["machine"].get("gpus") or []
+    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *gpus]):
         yield "versions, machine.gpus must be text"
 
 
@@ -162,19 +184,8 @@ def _fault(key: str, value: object) -> str:
 
 def _is_number(value: object) -> bool:
     """Return True if a value is a number, or unknown."""
+    # type(), since True is an int; figures draw floats, and an int may be larger than all of them
     return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
-
-
-@contextlib.contextmanager
-def refusing_wrong_values(*results: Results) -> Iterator[None]:
-    """Return a context in which an error that values of the results cause becomes a ConfigError."""
-    try:
-        yield
-    except GraceError:
-        raise
-    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
-        kinds = ", ".join(each.kind for each in results)
-        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
 
 
 def make_folder(folder: Path) -> None:
@@ -185,13 +196,14 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(f"cannot write to {folder}: {error}") from error
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Machine:
     """Return facts of this machine; GPUs are among them if torch is imported."""
-    facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": len(cores())}
+    facts: Machine = {"platform": platform.platform(), "processor": _processor(), "cores": len(cores())}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
+    if "torch" in sys.modules:  # not imported for this alone: it takes seconds
+        import torch
+
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return facts
 
@@ -199,7 +211,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of Python, Grace, and the packages that are installed."""
     found = {"python": platform.python_version(), "grace": __version__}
-    for package in PACKAGES:
+    for package in PACKAGES:  # from metadata: importing them would take seconds
         # TensorFlow may be installed as tensorflow-cpu
         for name in [package, *([f"{package}-cpu"] if package == "tensorflow" else [])]:
             with contextlib.suppress(PackageNotFoundError):

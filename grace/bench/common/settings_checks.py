@@ -1,7 +1,6 @@
 """Checks that the settings of several benchmarks share; each raises a ConfigError that says what is wrong."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from grace.bench.common.user_functions import load_function
 from grace.communicators.choice import build_communicator
@@ -10,7 +9,7 @@ from grace.errors import ConfigError
 MOST_RANKS = 1000
 
 
-def unique_lists(settings: Any, *fields: str, allow_empty: bool = False) -> None:
+def unique_lists(settings: object, *fields: str, allow_empty: bool = False) -> None:
     """Remove repeated values from lists of settings, which must not be empty."""
     for field in fields:
         values = list(dict.fromkeys(getattr(settings, field)))
@@ -19,7 +18,7 @@ def unique_lists(settings: Any, *fields: str, allow_empty: bool = False) -> None
         setattr(settings, field, values)
 
 
-def check_at_least_1(settings: Any, *fields: str) -> None:
+def check_at_least_1(settings: object, *fields: str) -> None:
     """Refuse numbers below 1; None is the default of a benchmark."""
     for field in fields:
         value = getattr(settings, field)

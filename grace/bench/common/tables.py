@@ -9,21 +9,23 @@ from rich.text import Text
 
 from grace.bench.common.text import UNKNOWN, clean
 
+Item = TypeVar("Item")
 Row = TypeVar("Row", bound=Mapping[str, Any])
-Columns = dict[str, Callable[[Any], str]]
+Columns = dict[str, Callable[[Item], str]]
 """Columns of a table: titles, and functions that make a cell of a row."""
 
 
-def _unstyled(row: Any) -> str:
+def _unstyled(row: object) -> str:
     return ""
 
 
 def table(
-    rows: Iterable[Any],
-    columns: Columns,
+    rows: Iterable[Item],
+    columns: Columns[Item],
     words: Collection[str] = (),
-    style: Callable[[Any], str] = _unstyled,
-    **looks: Any,
+    style: Callable[[Item], str] = _unstyled,
+    title: str | None = None,
+    between: int = 2,
 ) -> Table:
     """Return a table, without the columns that have nothing in any row. Cells are text, never markup.
 
@@ -32,20 +34,22 @@ def table(
         columns: the titles, and the functions that make cells.
         words: titles of columns of words beside the first one: they are aligned at the left, and stay if empty.
         style: the style of a row.
-        looks: further arguments of :class:`rich.table.Table`.
+        title: the table's title.
+        between: the number of spaces between two columns.
     """
     found = list(rows)
     cells = {title: [clean(cell(row)) for row in found] for title, cell in columns.items()}
-    made = Table(**{"padding": (0, 2, 0, 0), **looks}, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    padding = (0, between, 0, 0)
+    made = Table(title=title, padding=padding, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     made.title_justify, made.title_style = "left", "bold"
     shown = list[list[str]]()
     for title, column in cells.items():
         left = title in words or not shown
-        if left or not {*column} <= {"", UNKNOWN}:
+        if left or not {*column} <= {"", UNKNOWN}:  # a column without any figure tells nothing
             made.add_column(title, justify="left" if left else "right", overflow="fold")
             shown.append(column)
-    for row, *line in zip(found, *shown, strict=True):
-        made.add_row(*map(Text, line), style=style(row))
+    for i, row in enumerate(found):
+        made.add_row(*(Text(column[i]) for column in shown), style=style(row))  # Text: brackets in a cell are no markup
     return made
 
 
@@ -61,7 +65,7 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
     return found
 
 
-def markdown(rows: Iterable[Any], columns: Columns) -> str:
+def markdown(rows: Iterable[Item], columns: Columns[Item]) -> str:
     r"""Return a table in Markdown.
 
     >>> print(markdown([9], {"plan": lambda ms: "topk | qsgd", "ms": str}))

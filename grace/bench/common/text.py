@@ -16,7 +16,7 @@ def number(value: object) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:
+    except OverflowError:  # an int that no float holds
         return None
 
 
@@ -101,7 +101,7 @@ def show_rate(rate: float) -> str:
     >>> show_rate(1e9), show_rate(2.5e9), show_rate(98_765_432), show_rate(999_990)
     ('1gbit', '2.5gbit', '98.77mbit', '1mbit')
     """
-    amount, unit = _in_unit(float(f"{rate:.4g}"))
+    amount, unit = _in_unit(float(f"{rate:.4g}"))  # rounded first: 999,990 bit/s are 1 Mbit/s, not 1000 kbit/s
     return f"{amount:.10g}{unit}bit"
 
 

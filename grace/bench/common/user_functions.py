@@ -22,9 +22,9 @@ def load_function(name: str, what: str, known: Collection[str]) -> Callable[...,
     if not (module_name and colon and function):
         names = ", ".join([*known, "or module:function"]) if known else "none but module:function"
         raise ConfigError(f"unknown {what} {name!r}; known: {names}")
-    folder = str(Path.cwd())
+    folder = str(Path.cwd())  # a console script has its own folder on the path, in place of the current one
     if folder not in sys.path:
-        sys.path.append(folder)
+        sys.path.append(folder)  # last, so that a user's file hides no package
     try:
         found = getattr(importlib.import_module(module_name), function, None)
     except Exception as error:  # a user's module may raise anything

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 import grace
+from grace.bench.common.results import Row
 from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor, Ctx
 from grace.core.context import Context
 from grace.core.registry import known
 
@@ -29,24 +31,26 @@ def communicator_of(method: str, memory: str | None = None) -> Communicator:
     return communicator
 
 
-def encoded(method: str, gradients: list[torch.Tensor], seed: int = 0) -> tuple[Any, list[list[Any]], list[Any]]:
+def encoded(
+    method: str, gradients: list[torch.Tensor], seed: int = 0
+) -> tuple[Compressor, list[list[torch.Tensor]], list[Ctx]]:
     """Compress one gradient per rank; return a compressor, each rank's payload, and each rank's ctx.
 
     Ranks compress as in one step of a run with this seed, without a memory and from fresh state. For a method of
     several rounds the payloads are means over ranks already, so there is only one.
     """
-    ranks: list[Any] = [grace.make("compressor", method) for _ in gradients]
+    ranks: list[Compressor] = [grace.make("compressor", method) for _ in gradients]
     for rank, compressor in enumerate(ranks):
         compressor.bind(Context(seed, STEP, rank, len(ranks)))
     if ranks[0].traits.rounds == 1:
         pairs = [compressor.compress(x, NAME) for compressor, x in zip(ranks, gradients, strict=True)]
         return ranks[0], [payload for payload, _ in pairs], [ctx for _, ctx in pairs]
     rounds = [compressor.exchange(x, NAME) for compressor, x in zip(ranks, gradients, strict=True)]
-    mean = None
+    payloads = [next(each) for each in rounds]
     try:
         while True:
-            payloads = [each.send(mean) for each in rounds]
             mean = [total / len(ranks) for total in _summed(payloads)]
+            payloads = [each.send(mean) for each in rounds]
     except StopIteration as end:  # of the first rank, whose result is that of all
         payload, ctx = end.value
         return ranks[0], [payload], [ctx]
@@ -68,7 +72,7 @@ def aggregate(method: str, gradients: list[torch.Tensor], seed: int = 0) -> torc
     return first.aggregate(payloads, ctxs[0], torch.zeros_like(gradients[0]), count)
 
 
-def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, Any]:
+def errors(method: str, gradients: list[torch.Tensor], draws: int) -> Row:
     """Return errors of a method without a memory, over ``draws`` repetitions, at least 2, with different random
     numbers.
 
@@ -103,12 +107,13 @@ def errors(method: str, gradients: list[torch.Tensor], draws: int) -> dict[str, 
         if first is None:
             first = found.clone()
         elif draw == 1 and torch.equal(first, found):
-            break
+            break  # no randomness: further draws would tell nothing
     count, whole = len(of_one), _square(target)
     variance = spread / (count - 1)
     chance = math.sqrt(2 / (count * (count - 1)) * _square(variance))
     square = _square(mean - target) - float(variance.sum()) / count
     floor = DEVIATIONS * chance
+    # above the floor the bias counts; a square that is NaN is neither, and becomes None below
     facts = {
         "vnmse": sum(of_one) / count / _square(own),
         "aggregate_vnmse": sum(of_all) / count / whole,
@@ -127,12 +132,12 @@ def sent_bytes(method: str, x: torch.Tensor) -> int:
     communicator = communicator_of(method)
     if communicator.compressor.traits.rounds == 1:
         return sum(tensor.nbytes for tensor in communicator.compressor.compress(x, NAME)[0])
-    rounds: Any = communicator.compressor.exchange(x, NAME)
-    payload, total = None, 0
+    rounds = communicator.compressor.exchange(x, NAME)
+    payload, total = next(rounds), 0
     with contextlib.suppress(StopIteration):
         while True:
-            payload = rounds.send(payload)  # of one rank, whose mean it is
             total += sum(tensor.nbytes for tensor in payload)
+            payload = rounds.send(payload)  # of one rank, whose mean it is
     return total
 
 

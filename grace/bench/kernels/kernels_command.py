@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.console import Console
 from grace.bench.common import options
 from grace.bench.common.options import option
 from grace.bench.common.progress import ShowProgress, progress_bar
-from grace.bench.common.results import Row
+from grace.bench.common.results import Row, Settings
 from grace.bench.common.settings_checks import check_at_least_1
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.report.kernel_tables import show
@@ -65,7 +65,7 @@ class KernelsSettings:
     )
     quick: bool = False
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Settings:
         """Return the settings as they are recorded, defaults filled in, or raise if they make no benchmark."""
         if importlib.util.find_spec("torch") is None:
             raise missing_extra("torch", "torch")
@@ -97,7 +97,7 @@ class KernelsSettings:
         check_at_least_1(self, "threads", "repeats")
         repeats = (DEVICE_REPEATS if on_device else REPEATS)[quick] if self.repeats is None else self.repeats
         shape = matrix(max(sizes))
-        facts: dict[str, Any] = {"sizes": sizes, **(device_facts() if on_device else {})}
+        facts: Settings = {"sizes": sizes, **(device_facts() if on_device else {})}
         facts |= {"elements": shape[0] * shape[1], "shape": list(shape), "device": self.device}
         facts |= {"threads": self.threads, "repeats": repeats, "copy_gbps": None, "methods": methods}
         facts |= {"tensors": tensors, "memory": self.memory, "ranks": RANKS, "draws": DRAWS[quick]}
@@ -106,7 +106,7 @@ class KernelsSettings:
 
 @options.with_options(KernelsSettings)
 def command(
-    given: dict[str, Any],
+    given: options.Given,
     out: options.Folder = Path("out/kernels"),
     quick: Annotated[bool, typer.Option("--quick", help="A small tensor and few methods, in seconds.")] = False,
 ) -> None:
@@ -135,7 +135,7 @@ def command(
     run(KernelsSettings(**given, quick=quick).about(), out).report_and_exit(Console(highlight=False))
 
 
-def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
+def run(settings: Settings, out: Path) -> BenchmarkRun:
     """Measure, show and save; return the run, which knows how it ended."""
     running = BenchmarkRun(NAME, "kernels", settings, out, interrupted="interrupted")
     console = Console(highlight=False)

@@ -5,7 +5,6 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ SMALL = 1 << 16
 """Bytes of the smallest block that is returned."""
 
 
-def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
+def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int | None:
     """Return the largest memory in bytes that ``work()`` held, beyond the memory that this process held before.
 
     On the CPU it is resident memory (pages it has touched, whoever allocated them), from Linux's own peak counter,
@@ -26,7 +25,7 @@ def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
     per core. On a GPU torch's allocator counts what it hands out. Run the work once before, so that nothing is compiled
     or loaded meanwhile.
     """
-    gc.collect()
+    gc.collect()  # cycles that are freed during the work would hide what it allocates
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -69,6 +68,7 @@ def _returning_what_is_freed() -> Iterator[None]:
     libc.mallopt(MMAP_THRESHOLD, SMALL)
     taken, size = [], 1 << 30
     while size >= SMALL:
+        # The word before a block holds its size, with flags in the lowest bits: glibc's malloc_chunk.
         block = libc.malloc(size)
         if block and not ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & MAPPED:
             taken.append(block)

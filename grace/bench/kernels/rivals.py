@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Works = dict[str, Callable[[], Any]]
+Works = dict[str, Callable[[], object]]
 RATIO, RANK, LEVELS = 0.01, 4, 127
 HOOKS = ("torch's fp16 hook", f"torch's PowerSGD({RANK}) hook")
 
@@ -37,21 +37,23 @@ class OneBucket:
 
 
 @contextlib.contextmanager
-def alone(device: str) -> Iterator[Any]:
+def alone(device: str) -> Iterator[dist.ProcessGroup]:
     """Return a context in which this process alone is the default process group; refuse if there is one already."""
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already")
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     # A thread of gloo's drops a hook's last callback, and the group with it, at any time after the hook's wait. A group
     # that its own thread destroys, or the interpreter at its end, aborts the process: it is never destroyed.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+    world = dist.group.WORLD
+    assert world is not None  # it was made above
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(world))
     try:
-        yield dist.group.WORLD
+        yield world
     finally:
         dist.destroy_process_group()
 
 
-def hooks(x: torch.Tensor, group: Any) -> dict[str, Works]:
+def hooks(x: torch.Tensor, group: dist.ProcessGroup | None) -> dict[str, Works]:
     """Return the works of torch's own hooks, each a round trip of a gradient; ``x`` is not changed."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from grace.exchange.fused_codec import FusedCodec
 from grace.session.bucketing import Limits
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
+from grace.session.step_runner import AnyRoundTrip
 
 STEPS = 2
 """Steps after which a memory has all that it keeps: memory is measured over so many from a fresh start."""
@@ -35,7 +36,7 @@ RESIDUAL = 8.0
 """Bytes per element that error feedback adds: a residual is read and written."""
 HELD = 40
 """Multiple of a tensor's bytes that its measurements on a GPU hold, roughly."""
-Works = dict[str, Callable[[], Any]]
+Works = dict[str, Callable[[], object]]
 WorkName = TypeVar("WorkName", bound=Hashable)
 
 
@@ -45,7 +46,7 @@ def measure(
     repeats: int,
     memory: str | None,
     clock: HostClock,
-    show: Callable[[str], Any],
+    show: Callable[[str], object],
     whole: bool = False,
 ) -> list[Row]:
     """Return the costs of methods on one tensor (float32, contiguous), as rows of the results file.
@@ -63,7 +64,7 @@ def measure(
     - ``bits_per_element``: of the payload that travels, measured; all rounds together.
     - ``eager``: the parts that wait for the host.
     """
-    out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], Any]](), dict[str, list[str]]()
+    out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], object]](), dict[str, list[str]]()
     about: dict[str, tuple[float | None, dict[str, float], str]] = {}
 
     def add(name: str, own: Works) -> None:
@@ -100,7 +101,7 @@ def measure(
 
 
 def times_ms(
-    works: Mapping[WorkName, Callable[[], Any]], repeats: int, clock: HostClock | None = None
+    works: Mapping[WorkName, Callable[[], object]], repeats: int, clock: HostClock | None = None
 ) -> dict[WorkName, float]:
     """Return median times of several functions, in ms, after one call of each that warms up.
 
@@ -117,7 +118,7 @@ def times_ms(
             work()
             ended = clock.now()
             clock.synchronize()
-            if turn:
+            if turn:  # the first turn warms up
                 taken[name].append(clock.ms(began, ended))
     return {name: statistics.median(times) for name, times in taken.items()}
 
@@ -198,12 +199,12 @@ def works_of(
 
     def encode() -> None:
         compressor.compress(x, NAME)
-        compressor.state.commit()
+        compressor.state.commit()  # a warm start (PowerSGD's Q) is taken from the former call
 
     def remember() -> None:
         kept = communicator.memory
         kept.update(kept.compensate(x, NAME), NAME, compressor, payload, ctx)
-        kept.state.commit()
+        kept.state.commit()  # as at the end of a step: the next call reads what this one has kept
 
     works: Works = {"encode": encode, "decode": lambda: compressor.accumulate(payload, ctx, out, 0.5)}
     if communicator.stateful:
@@ -254,7 +255,7 @@ class Exchanged:
             raise
 
 
-def leave_unread(trips: Sequence[Any]) -> None:
+def leave_unread(trips: Sequence[AnyRoundTrip]) -> None:
     """Forget the headers that round trips have left on a device to be read."""
     for trip in trips:
         trip.header.deferred_reads = []

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from grace.bench.common.ending import LinkError
 from grace.bench.link import namespaces
@@ -115,7 +114,7 @@ class Link:
             raise
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -230,8 +229,8 @@ def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1
 
 def _start(link: Link, rank: int, args: list[str]) -> subprocess.Popen:
     python = [sys.executable, "-I", "-S", str(STREAM)]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(link.command(rank, [*python, *args]), **pipes, text=True, start_new_session=True)
+    command, none, pipe = link.command(rank, [*python, *args]), subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def _effective() -> int:

@@ -50,7 +50,7 @@ def link(
             raise LinkError(f"not possible here: {reason}")
         rates = [(each.rate, _median(each, seconds, console)) for each in links]
     ending.exit_if_failed()
-    columns: Columns = {
+    columns: Columns[tuple[float, float]] = {
         "asked": lambda row: show_rate(row[0]),
         "measured": lambda row: show_rate(row[1]),
         "ratio": lambda row: f"{row[1] / row[0]:.3f}",

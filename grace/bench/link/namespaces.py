@@ -78,6 +78,7 @@ def _names() -> list[str]:
 def _started(pid: int) -> str:
     """Return the time at which a process started, in ticks since the machine did; empty if it does not run."""
     try:
+        # behind the name in parentheses, which may have spaces; 22nd field of man 5 proc_pid_stat
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except OSError:
         return ""

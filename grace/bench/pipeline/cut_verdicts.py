@@ -2,18 +2,36 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from rich.table import Table
 
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
-from grace.bench.ranks.sweep import PLACE, Scenario
+from grace.bench.ranks.scenario import Scenario
+from grace.bench.ranks.sweep import PLACE
 from grace.pipeline.planning.baselines import BY_HAND
 
 CHOSEN = "planned"
 """Name of the cut that the search finds."""
+
+
+class Cut(TypedDict):
+    """Cut of a model that was measured; ``ends`` are the last nodes of its stages but the last one."""
+
+    name: str
+    replicas: list[int]
+    ends: list[str]
+    predicted_ms: float
+    measured_ms: float
+    steps: int
+
+
+class NamedCut(Cut):
+    """Cut with all its names."""
+
+    names: list[str]
 
 
 class Verdict(NamedTuple):
@@ -29,20 +47,20 @@ class Verdict(NamedTuple):
     """
 
     planned: float
-    best: dict[str, Any]
+    best: NamedCut
     regret: float
     error: float
     median: float
     by_hand: dict[str, float | None]
 
 
-def relative_error(cut: dict[str, Any]) -> float:
+def relative_error(cut: Cut) -> float:
     """Return the relative error of a prediction; positive if it is too long.
 
     >>> round(relative_error({"predicted_ms": 9.0, "measured_ms": 10.0}), 3)
     -0.1
     """
-    return float(cut["predicted_ms"] / cut["measured_ms"] - 1)
+    return cut["predicted_ms"] / cut["measured_ms"] - 1
 
 
 def judge(scenario: Scenario) -> Verdict:
@@ -57,10 +75,10 @@ def judge(scenario: Scenario) -> Verdict:
     return Verdict(planned["measured_ms"], best, regret, relative_error(planned), errors[len(errors) // 2], by_hand)
 
 
-def merged(cuts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged(cuts: Sequence[Cut]) -> list[NamedCut]:
     """Return each cut once, with all its names; of the same cut measured twice the faster one counts, since
     disturbances make steps longer only."""
-    found = dict[Any, dict[str, Any]]()
+    found = dict[tuple[tuple[str, ...], tuple[int, ...]], NamedCut]()
     for cut in cuts:
         key = tuple(cut["ends"]), tuple(cut["replicas"])
         known = found.setdefault(key, {**cut, "names": []})
@@ -72,7 +90,7 @@ def merged(cuts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def cuts_table(scenario: Scenario) -> Table:
     """Return the table of a scenario's cuts, with predicted and measured steps; the planned one is bold."""
     planned = judge(scenario).planned
-    columns: Columns = {
+    columns: Columns[NamedCut] = {
         "cut": lambda cut: ", ".join(cut["names"]),
         "replicas": lambda cut: "-".join(map(str, cut["replicas"])),
         "predicted\nms": lambda cut: digits(cut["predicted_ms"]),
@@ -96,7 +114,7 @@ def verdict_words(scenario: Scenario) -> str:
 def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, one line each."""
     found = [{**scenario, "cuts": merged(scenario["cuts"]), "verdict": judge(scenario)} for scenario in scenarios]
-    columns: Columns = {
+    columns: Columns[Scenario] = {
         **PLACE,
         "compressor": lambda row: row["compressor"],
         "cuts": lambda row: str(len(row["cuts"])),
@@ -109,7 +127,7 @@ def markdown(scenarios: Sequence[Scenario]) -> str:
     return markdown_table(found, columns)
 
 
-def _planned_cut(cuts: Sequence[dict[str, Any]]) -> str:
+def _planned_cut(cuts: Sequence[NamedCut]) -> str:
     cut = next(cut for cut in cuts if CHOSEN in cut["names"])
     named = next((name for name in cut["names"] if name.startswith("after ")), "-".join(cut["ends"]))
     return "-".join(map(str, cut["replicas"])) + (f", {named}" if cut["ends"] else "")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
 from grace.bench.pipeline.cut_verdicts import cuts_table, markdown, verdict_words
 from grace.bench.ranks.launchers import check_links
+from grace.bench.ranks.scenario import Scenario
 from grace.bench.ranks.sweep import Sweep
 from grace.errors import ConfigError
 from grace.pipeline.planning.schedules import SCHEDULES
@@ -55,13 +56,7 @@ class PipelineSettings:
         parse=stage_count,
         text="2",
     )
-    bandwidths: list[float | None] = option(
-        [None],
-        "Rates of emulated links (Linux, root), and loopback.",
-        "--links",
-        parse=options.bandwidths,
-        text="loopback",
-    )
+    bandwidths: list[float | None] = options.links_option("loopback")
     compressors: list[str] = option(
         ["none"],
         "Compressors of gradients between replicas, each a scenario.",
@@ -88,7 +83,7 @@ class PipelineSettings:
         check_at_least_1(self, "microbatches", "blocks", "rounds")
 
     @property
-    def scenarios(self) -> list[dict[str, Any]]:
+    def scenarios(self) -> list[Scenario]:
         """Model, bandwidth, compressor and ranks of each scenario."""
         each = itertools.product(self.models, self.bandwidths, self.compressors, [self.ranks])
         return [dict(zip(("model", "bandwidth", "compressor", "ranks"), one, strict=True)) for one in each]
@@ -99,7 +94,7 @@ SWEEP = Sweep("grace bench pipeline", "grace.bench.pipeline.pipeline_rank", cuts
 
 @options.with_options(PipelineSettings)
 def command(
-    given: dict[str, Any],
+    given: options.Given,
     out: options.KeptIn = None,
     resume: options.Resume = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cuts, and less time for everything.")] = False,

@@ -8,16 +8,16 @@ writes events.jsonl there.
 
 import dataclasses
 import time
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 import grace
-from grace.bench.pipeline.cut_verdicts import CHOSEN
+from grace.bench.pipeline.cut_verdicts import CHOSEN, Cut
 from grace.bench.pipeline.pipeline_command import PipelineSettings
-from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
-from grace.bench.workloads.pipelines import Cuttable, cuttable
+from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
+from grace.bench.workloads.pipelines import Cuttable, Inputs, cuttable
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
 from grace.pipeline.planning.baselines import BY_HAND
@@ -33,8 +33,14 @@ from grace.torch import Pipeline
 LR = 1e-4
 MOST = 50
 """Largest number of steps of a turn."""
-CutArguments = dict[str, Any]
-"""Arguments of a pipeline that say how the model is cut."""
+
+
+class CutArguments(TypedDict, total=False):
+    """Arguments of a pipeline that say how the model is cut."""
+
+    stages: int
+    replicas: int | list[int]
+    cuts: list[str]
 
 
 @dataclasses.dataclass
@@ -55,7 +61,7 @@ def baseline_cuts(graph: Graph, settings: PipelineSettings) -> dict[str, CutArgu
         if count == 3:
             shapes += [(2, 1), (1, 2)]
         return {"-".join(map(str, shape)): {"stages": len(shape), "replicas": list(shape)} for shape in shapes}
-    same = {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
+    same: CutArguments = {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
     if settings.stages == 2:
         space = space_of(graph, settings.ranks, int(graph.rows), Links(1e9), most=settings.blocks)
         found.update({f"after {one.nodes[-1]}": {**same, "cuts": [one.nodes[-1]]} for one in space.blocks[:-1]})
@@ -88,7 +94,9 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
     copies = settings.ranks if settings.stages is None else 1  # so that any number of replicas divides the rows
     work = repeat_rows(cuttable(model), copies)
     graph = build_graph(work.model, work.inputs)  # on all ranks at once, as steps compute: they share the machine
-    free = {} if settings.stages is None else {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
+    free: CutArguments = {}
+    if settings.stages is not None:
+        free = {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
     wanted: dict[str, CutArguments] = backend.allgather_object({CHOSEN: free, **baseline_cuts(graph, settings)})[0]
     planning = time.perf_counter()
     runs, missing = list[Run](), dict[str, str]()
@@ -107,6 +115,7 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
     for run in runs:
         run.engine.step(*_batch(work))
     for number in range(settings.rounds):
+        # backwards in every other round: what grows over a round, as heat, disturbs all cuts alike
         for run in runs if number % 2 == 0 else runs[::-1]:
             _measure_turn(run, work, settings, backend)
             emit({"times_ms": [1e3 * s for s in run.seconds]})
@@ -136,8 +145,8 @@ def _engine(
     )
 
 
-def _batch(work: Cuttable) -> list[Any]:
-    inputs = list(work.inputs) if isinstance(work.inputs, tuple) else [work.inputs]
+def _batch(work: Cuttable) -> list[Inputs]:
+    inputs: list[Inputs] = list(work.inputs) if isinstance(work.inputs, tuple) else [work.inputs]
     return inputs if work.loss is None else [*inputs, work.target]
 
 
@@ -149,14 +158,14 @@ def _measure_turn(run: Run, work: Cuttable, settings: PipelineSettings, backend:
         began = time.perf_counter()
         run.engine.step(*batch)
         took.append(time.perf_counter() - began)
-    slowest = max(backend.allgather_object(took[-1]))
+    slowest = max(backend.allgather_object(took[-1]))  # of all ranks, which must make as many steps
     for _ in range(min(MOST, max(1, round(settings.seconds / settings.rounds / slowest)))):
         began = time.perf_counter()
         run.engine.step(*batch)
         run.seconds.append(time.perf_counter() - began)
 
 
-def _document(run: Run) -> Event:
+def _document(run: Run) -> Cut:
     plan = run.engine.plan
     assert plan is not None
     return {

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
 from grace.bench.plan.plan_verdicts import markdown, plans_table, verdict_words
 from grace.bench.ranks.launchers import check_links
+from grace.bench.ranks.scenario import Scenario
 from grace.bench.ranks.sweep import Sweep
 from grace.bench.step.step_settings import MODELS as KNOWN
 
@@ -42,13 +43,7 @@ class PlanSettings:
         parse=options.split,
         text=",".join(MODELS),
     )
-    bandwidths: list[float | None] = option(
-        options.bandwidths(LINKS),
-        "Rates of emulated links (Linux, root), and loopback.",
-        "--links",
-        parse=options.bandwidths,
-        text=LINKS,
-    )
+    bandwidths: list[float | None] = options.links_option(LINKS)
     ranks: list[int] = option(
         [2, 4], "Numbers of processes.", "--ranks", "-n", parse=partial(options.integers, what="--ranks"), text="2,4"
     )
@@ -73,7 +68,7 @@ class PlanSettings:
         check_at_least_1(self, "rounds")
 
     @property
-    def scenarios(self) -> list[dict[str, Any]]:
+    def scenarios(self) -> list[Scenario]:
         """Model, number of ranks and bandwidth of each scenario; those of one cluster stand together."""
         each = itertools.product(self.ranks, self.bandwidths, self.models)
         return [{"model": model, "ranks": ranks, "bandwidth": rate} for ranks, rate, model in each]
@@ -84,7 +79,7 @@ SWEEP = Sweep("grace bench plan", "grace.bench.plan.plan_rank", plans_table, ver
 
 @options.with_options(PlanSettings)
 def command(
-    given: dict[str, Any],
+    given: options.Given,
     out: options.KeptIn = None,
     resume: options.Resume = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less time for everything.")] = False,

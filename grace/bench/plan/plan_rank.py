@@ -17,7 +17,9 @@ import torch
 
 import grace
 from grace.bench.plan.plan_command import PlanSettings
-from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
+from grace.bench.plan.plan_verdicts import PlanRow
+from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
+from grace.bench.ranks.scenario import Scenario
 from grace.bench.step.contestants import Stepper, in_optimizer
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
@@ -49,13 +51,14 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
     settled, uncompressed = _train_until_settled(stepper)
     planner = optimizer._grace.auto.planner
     plan = optimizer.plan  # which the turns end
-    rows, missing = list[dict[str, Any]](), dict[str, str]()
+    # Rank 0 plans and predicts, from its own measurements; the others get its strategies.
+    rows, made, missing = list[PlanRow](), list[Strategy](), dict[str, str]()
     planning = 0.0
     if backend.rank == 0:
         planning = _planning_seconds(planner.problem)
-        rows, missing = _plans(settings, planner.problem, plan)
+        rows, made, missing = _plans(settings, planner.problem, plan)
     given: list[tuple[Strategy, bool, bool]] = backend.allgather_object(
-        [(row.pop("strategy"), row["allowed"], row["chosen"]) for row in rows]
+        [(strategy, row["allowed"], row["chosen"]) for strategy, row in zip(made, rows, strict=True)]
     )[0]
     runs = [PlanRun(stepper, backend, number, *each) for number, each in enumerate(given)]
     _take_turns(runs, settings, backend, emit)
@@ -63,7 +66,7 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
         for row, run in zip(rows, runs, strict=True):
             row["measured_ms"] = 1e3 * median(run.turns)
             row["turns_ms"] = [round(1e3 * seconds, 4) for seconds in run.turns]
-        about: Event = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
+        about: Scenario = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
         about["seconds"] = time.perf_counter() - began
         about["plan"] = str(plan)
         emit({"scenario": {**about, "missing": missing, "plans": rows}})
@@ -93,8 +96,11 @@ def _planning_seconds(problem: Problem) -> float:
     return time.perf_counter() - began
 
 
-def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a row for each plan, plain sums first, the chosen one among them; and why methods cannot be used."""
+def _plans(
+    settings: PlanSettings, problem: Problem, plan: Plan
+) -> tuple[list[PlanRow], list[Strategy], dict[str, str]]:
+    """Return a row and the strategy of each plan, plain sums first, the chosen one among them; and why methods cannot
+    be used."""
     made, missing = dict[str, Strategy](), dict[str, str]()
     for method in ["none", *settings.methods]:
         try:
@@ -108,10 +114,9 @@ def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[d
     for one in [plan.chosen, *others]:
         if all(one.strategy.plans != other.plans for other in made.values()):
             made[f"planned: {one.name}"] = one.strategy
-    rows = [
+    rows: list[PlanRow] = [
         {
             "name": name,
-            "strategy": strategy,
             "predicted_ms": 1e3 * problem.predict(strategy).step,
             "allowed": _allowed(problem, strategy),
             "single": name in single,
@@ -119,7 +124,7 @@ def _plans(settings: PlanSettings, problem: Problem, plan: Plan) -> tuple[list[d
         }
         for name, strategy in made.items()
     ]
-    return rows, missing
+    return rows, list(made.values()), missing
 
 
 def _allowed(problem: Problem, strategy: Strategy) -> bool:
@@ -143,6 +148,7 @@ class PlanRun:
         else:
             self.runner, self.plan = self.session.build_runner(strategy)
         self.activate()
+        # the second step: the first one allocates. All ranks take the slowest's, so that they make as many steps
         self.seconds = max(backend.allgather_object([self.step(), self.step()][-1]))
         self.turns: list[float] = []
         """The median seconds of each turn's steps, each on the rank that took longest for it."""
@@ -166,6 +172,7 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, backend: Backen
         if number >= LEAST:
             least = min(median(run.turns) for run in runs if run.allowed)
             runs = [run for run in runs if run.chosen or median(run.turns) <= (1 + NEAR) * least]
+        # backwards in every other round: what grows over a round, as heat, disturbs all plans alike
         for run in runs if number % 2 == 0 else runs[::-1]:
             run.activate()
             if run.seconds < SHORT:
@@ -173,6 +180,7 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, backend: Backen
             backend.allgather_object(None)  # nobody starts before what came earlier is done
             steps = min(MOST, max(1, round(settings.seconds / settings.rounds / run.seconds)))
             took = backend.allgather_object([run.step() for _ in range(steps)])
+            # a step ends when the slowest rank's does
             run.turns.append(median(map(max, zip(*took, strict=True))))
             emit({"times_ms": [1e3 * seconds for seconds in took[0]]})
 

@@ -4,18 +4,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from rich.table import Table
 
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.tables import markdown as markdown_table
 from grace.bench.common.text import digits
-from grace.bench.ranks.sweep import PLACE, Scenario
+from grace.bench.ranks.scenario import Scenario
+from grace.bench.ranks.sweep import PLACE
 
 APART = 0.10
 """Relative difference of two plans from which on their order counts."""
-Plan = dict[str, Any]
+
+
+class PlanRow(TypedDict, total=False):
+    """Row of a plan.
+
+    Attributes:
+        name: "none" for plain sums, the method, or "planned" and what the planner calls it.
+        predicted_ms, measured_ms: the step as predicted, and the median of its turns.
+        turns_ms: the median step of each turn.
+        allowed: True if the plan is within ``auto``'s bounds.
+        single: True if it has one method for all variables.
+        chosen: True if ``auto`` has taken it.
+    """
+
+    name: str
+    predicted_ms: float
+    measured_ms: float
+    turns_ms: list[float]
+    allowed: bool
+    single: bool
+    chosen: bool
 
 
 class Goal(NamedTuple):
@@ -71,7 +92,7 @@ class PlanVerdict:
         return bool(found >= limit if goal == "order" else found <= limit)
 
 
-def order(plans: Sequence[Plan]) -> tuple[int, int]:
+def order(plans: Sequence[PlanRow]) -> tuple[int, int]:
     """Return how many pairs were predicted in the order in which they were measured, of those that differ by 10 %."""
     right = pairs = 0
     for one, other in combinations(plans, 2):
@@ -82,7 +103,7 @@ def order(plans: Sequence[Plan]) -> tuple[int, int]:
     return right, pairs
 
 
-def to_fastest(mine: Plan, others: Sequence[Plan]) -> float:
+def to_fastest(mine: PlanRow, others: Sequence[PlanRow]) -> float:
     """Return a plan's step over that of the fastest of others.
 
     Every other round tells which one is the fastest, and the rest how much faster it is, and the other way round: of
@@ -131,14 +152,14 @@ def totals(scenarios: Sequence[Scenario]) -> tuple[PlanVerdict, float]:
 
 def plans_table(scenario: Scenario) -> Table:
     """Return the table of a scenario's plans, with predicted and measured steps; the chosen one is bold."""
-    columns: Columns = {
+    columns: Columns[PlanRow] = {
         "plan": lambda plan: plan["name"],
         "predicted\nms": lambda plan: digits(plan["predicted_ms"]),
         "measured\nms": lambda plan: digits(plan["measured_ms"]),
         "within\nbounds": lambda plan: "yes" if plan["allowed"] else "no",
     }
 
-    def style(plan: Plan) -> str:
+    def style(plan: PlanRow) -> str:
         return "bold" if plan["chosen"] else "" if plan["allowed"] else "dim"
 
     return table(scenario["plans"], columns, style=style)
@@ -156,7 +177,7 @@ def verdict_words(scenario: Scenario) -> str:
 def markdown(scenarios: Sequence[Scenario]) -> str:
     """Return the table of all scenarios in Markdown, and the worst of each figure beside its goal."""
     found = [{**scenario, "verdict": judge(scenario)} for scenario in scenarios]
-    columns: Columns = {
+    columns: Columns[Scenario] = {
         **PLACE,
         "plans": lambda row: str(len(row["plans"])),
         "order": lambda row: f"{row['verdict'].right}/{row['verdict'].pairs}",
@@ -172,7 +193,7 @@ def markdown(scenarios: Sequence[Scenario]) -> str:
     def reached(goal: str) -> str:
         return f"{getattr(worst, goal):.4g}" + ("" if worst.holds(goal) else " (missed)")
 
-    goals: Columns = {
+    goals: Columns[str] = {
         "of all scenarios": lambda goal: GOALS[goal].words,
         "found": reached,
         "goal": lambda goal: f"{'>=' if goal == 'order' else '<='} {GOALS[goal].limit:.4g}",

@@ -49,7 +49,7 @@ class RankLauncher:
     ranks: int
     engine: str
     defaults: dict[str, str]
-    killed: str = r"(?!)"
+    killed: str = r"(?!)"  # matches nothing: processes of their own have exit codes
 
 
 def check_engine(engine: str) -> str:
@@ -123,7 +123,7 @@ def _python(rank: int, link: Link | None) -> list[str]:
 
 def _torch(ranks: int, link: Link | None) -> list[Process]:
     """Return a process for each rank, equally many on each machine that the link joins; without one all on this."""
-    each = ranks // (1 if link is None else link.ranks)
+    each = ranks // (1 if link is None else link.ranks)  # --sharded: a shard group is one node of the link
     master = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
     processes = []
     for rank in range(ranks):
@@ -137,7 +137,7 @@ def _torch(ranks: int, link: Link | None) -> list[Process]:
 
 def _free_port() -> int:
     with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
+        free.bind((LOOPBACK, 0))  # the kernel's choice; another program may take it before rank 0 does
         return int(free.getsockname()[1])
 
 
@@ -182,6 +182,7 @@ def _mpi(ranks: int, link: Link | None, agent: str) -> Process:
     if link is None:
         return Process([*command, sys.executable])
     hosts = ",".join(link.address(rank) for rank in range(ranks))
+    # TCP only: ranks of one machine would exchange through shared memory, past the link
     where = {"plm_rsh_agent": agent, "btl": "tcp,self", "pml": "ob1"}
     where |= {f"{part}_tcp_if_include": link.interface for part in ("btl", "oob")}
     options = [word for key, value in where.items() for word in ("--mca", key, value)]

@@ -4,20 +4,22 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import grace
+from grace.bench.common.events import Event
 from grace.errors import GraceError
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 """Variables with the rank of a process, by launcher."""
-Event = dict[str, Any]
 Emit = Callable[[Event], None]
+SettingsOf = TypeVar("SettingsOf")
+Joined = TypeVar("Joined")
 
 
-def append_line(file: Path, content: dict[str, Any]) -> None:
+def append_line(file: Path, content: Mapping[str, object]) -> None:
     """Append an object to the file."""
     with file.open("a") as lines:
         lines.write(json.dumps(content) + "\n")
@@ -28,12 +30,14 @@ def run_as_rank(main: Callable[..., None]) -> None:
     try:
         main(*sys.argv[1:])
     except GraceError:
-        sys.tracebacklimit = 0
+        sys.tracebacklimit = 0  # the message is for the user; the interpreter still exits with 1
         raise
 
 
 @contextlib.contextmanager
-def join_run(folder: str, settings: Callable[..., Any], join: Callable[[Any], Any]) -> Iterator[tuple[Any, Any, Emit]]:
+def join_run(
+    folder: str, settings: Callable[..., SettingsOf], join: Callable[[SettingsOf], Joined]
+) -> Iterator[tuple[SettingsOf, Joined, Emit]]:
     """Join a run for the time of the ``with`` block; return the settings of settings.json in the folder, the result of
     ``join``, and a function by which rank 0 writes an event to events.jsonl."""
     redirect_stderr(Path(folder))
@@ -52,6 +56,7 @@ def join_run(folder: str, settings: Callable[..., Any], join: Callable[[Any], An
 def redirect_stderr(folder: Path) -> None:
     """Redirect this rank's stderr, native libraries included, to a file of its own in the folder."""
     name = next((os.environ[key] for key in RANK_VARIABLES if key in os.environ), "0")
+    # the descriptor, not sys.stderr: gloo, MPI and a crash write to 2
     log = os.open(folder / f"rank{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 2)
     os.close(log)

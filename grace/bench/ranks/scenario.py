@@ -9,29 +9,35 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.bench.common.ending import WorkerError
+from grace.bench.common.events import Event
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.launch.processes import end, signals_raise
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Scenario = dict[str, Any]
+"""Facts of a scenario, and what was measured in it: one document, whose keys are the benchmark's."""
 LAST_WORDS = 1.0
 """Seconds that the other ranks get to notice that one has failed."""
 
 
 def run_scenario(
     program: Sequence[str],
-    settings: Any,
+    settings: "DataclassInstance | Mapping[str, object]",
     arguments: Sequence[str],
     ranks: int,
     rate: float | None,
-    watch: Callable[[dict[str, Any]], None],
+    watch: Callable[[Event], None],
     engine: str = "torch",
     nodes: int | None = None,
-) -> dict[str, Any]:
+) -> Scenario:
     """Start ranks, and return the result that rank 0 writes in the end.
 
     Args:
@@ -46,11 +52,11 @@ def run_scenario(
         LinkError: a network cannot be emulated here.
         WorkerError: a rank failed.
     """
-    found: dict[str, Any] = {}
+    found: Scenario = {}
     watch({"engine": engine})
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
-        facts = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
+        facts = dict(settings) if isinstance(settings, Mapping) else dataclasses.asdict(settings)
         (folder / "settings.json").write_text(json.dumps(facts))
         (folder / "events.jsonl").touch()
         events = stack.enter_context((folder / "events.jsonl").open())
@@ -58,7 +64,7 @@ def run_scenario(
 
         def handle_new_events() -> None:
             nonlocal incomplete
-            *lines, incomplete = (incomplete + events.read()).split("\n")
+            *lines, incomplete = (incomplete + events.read()).split("\n")  # the last line may be half written
             for line in lines:
                 event = json.loads(line)
                 found.update(event.get("scenario", {}))
@@ -86,19 +92,22 @@ def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, watc
                 own = {**launcher.defaults, **os.environ, **process.environment, "GRACE_BACKEND": launcher.engine}
                 command = [*process.command, *program]
                 # a session of its own, so that Ctrl-C reaches only us and the ranks end without tracebacks
-                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                processes.append(subprocess.Popen(command, env=own, **streams, start_new_session=True))
+                processes.append(
+                    subprocess.Popen(
+                        command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    )
+                )
             failed = _failed(processes)
             while not failed and any(process.poll() is None for process in processes):
-                time.sleep(0.1)
+                time.sleep(0.1)  # seldom: this process shares the cores with the ranks that it measures
                 watch()
                 failed = _failed(processes)
-            failed = failed or _failed(processes)
+            failed = failed or _failed(processes)  # the last ones may have failed after the look at them
             if failed:
                 _wait(processes, LAST_WORDS)
         finally:
             end(*processes)
-    watch()
+    watch()  # events of the last 0.1 s
     if failed:
         code = next(iter(failed.values()))
         raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(launcher, failed, folder)}")
@@ -124,7 +133,7 @@ def _complaints(launcher: RankLauncher, failed: dict[int, int], folder: Path) ->
         if text:
             messages.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
     ended = [(int(found["rank"]), int(found["signal"])) for found in re.finditer(launcher.killed, log)]
-    if len(launcher.processes) == launcher.ranks:
+    if len(launcher.processes) == launcher.ranks:  # else the exit code is mpirun's, and its log names the rank
         ended += [(rank, -code) for rank, code in failed.items() if code < 0]
     messages += [f"rank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended]
     return "\n".join(messages) or log

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -17,17 +17,26 @@ from grace.bench.common.tables import Columns
 from grace.bench.common.text import of_rate
 from grace.bench.common.text import scenario as scenario_name
 from grace.bench.ranks.rank_program import append_line
-from grace.bench.ranks.scenario import run_scenario
+from grace.bench.ranks.scenario import Scenario, run_scenario
 from grace.core import documents
 from grace.errors import ConfigError
 
-Scenario = dict[str, Any]
-PLACE: Columns = {
+PLACE: Columns[Scenario] = {
     "model": lambda scenario: scenario["model"],
     "link": lambda scenario: "loopback" if scenario["bandwidth"] is None else of_rate(scenario["bandwidth"]),
     "ranks": lambda scenario: str(scenario["ranks"]),
 }
 """Columns of tables of scenarios: what was measured, and where."""
+
+
+class SweepSettings(Protocol):
+    """Settings of a sweep: a dataclass with the scenarios that it measures."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+    @property
+    def scenarios(self) -> Iterable[Scenario]:
+        """Model, ranks, bandwidth and further facts of each scenario."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Sweep:
     summary: Callable[[Sequence[Scenario]], str]
 
     def run(
-        self, settings: Any, out: Path | None = None, resume: bool = False, console: Console | None = None
+        self, settings: SweepSettings, out: Path | None = None, resume: bool = False, console: Console | None = None
     ) -> list[Scenario]:
         """Measure all scenarios of settings, show tables on the console, if any, and return the scenarios, the file's
         first.
@@ -60,9 +69,10 @@ class Sweep:
         known, ending = len(found), Ending(self.name)
         with ending.record_failure(), ScenarioBars(console) as bars:
             for scenario in settings.scenarios:
+                # A scenario in the file has more keys than one of the settings: what was measured.
                 if not any(scenario.items() <= one.items() for one in found[:known]):
                     found.append(self._measure(settings, scenario, bars, console))
-                    if out is not None:
+                    if out is not None:  # at once: a sweep takes hours, and may be interrupted
                         append_line(out, found[-1])
         if found:
             where = f", {known} of them measured before" if known else ""
@@ -71,7 +81,7 @@ class Sweep:
         ending.exit_if_failed()
         return found
 
-    def _measure(self, settings: Any, scenario: Scenario, bars: ScenarioBars, console: Console) -> Scenario:
+    def _measure(self, settings: SweepSettings, scenario: Scenario, bars: ScenarioBars, console: Console) -> Scenario:
         ranks, rate = scenario["ranks"], scenario["bandwidth"]
         model, *others = [value for key, value in scenario.items() if key not in ("ranks", "bandwidth")]
         name = ", ".join([model, scenario_name(ranks, rate), *others])

@@ -11,13 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from grace.bench.common.quality import better, scale
-from grace.bench.common.results import Results, Row
+from grace.bench.common.results import Results, Row, Settings
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate, short
 from grace.bench.report.rows import cases, identity, one_bound, plain_row
 from grace.errors import missing_extra
 
 try:
     from matplotlib import rc_context
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
     from matplotlib.ticker import LogLocator, NullLocator
@@ -137,9 +138,9 @@ class Figure:
         with rc_context(STYLE):
             drawing = Drawing(figsize=(6 * columns, height), layout="constrained")
             all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
-            for axes in all_axes[len(self.panels) :]:
+            for axes in all_axes[len(self.panels) :]:  # an odd number of panels leaves a place empty
                 axes.remove()
-            names = dict[str, Any]()
+            names = dict[str, Artist]()
             for axes, (title, panel) in zip(all_axes, self.panels.items(), strict=False):
                 panel.draw(axes)
                 axes.set_title(clean(title), fontsize="medium")
@@ -148,7 +149,7 @@ class Figure:
             if names:
                 drawing.legend(names.values(), names, loc="outside lower center", ncols=2 * columns, frameon=False)
             file = io.BytesIO()
-            drawing.savefig(file, format="svg", metadata={"Date": None})
+            drawing.savefig(file, format="svg", metadata={"Date": None})  # no date: equal results, equal bytes
         picture = base64.b64encode(file.getvalue()).decode()
         title, caption = (html.escape(clean(text)) for text in (self.title, self.caption))
         image = f'<img alt="{title}: {caption}" src="data:image/svg+xml;base64,{picture}">'
@@ -212,6 +213,7 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
         plain = plain_row(some)
         some = sorted(some, key=lambda row: (row["kind"] == "grace", row["kind"] == "bound", row["step_ms"]))
         slowest = max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0.0)
+        # one slow method would make all other bars too short to be compared
         end = CLIP * (slowest or some[len(some) // 2]["step_ms"])
         marks = {"--": plain, ":": next((row for row in some if row["kind"] == "bound"), None)}
         along = {style: None if row is None else row["step_ms"] for style, row in marks.items()}
@@ -275,7 +277,7 @@ def _train(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     return found
 
 
-def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str, Look], where: str) -> list[Figure]:
+def _of_optimizer(rows: Sequence[Row], task: Settings, looks: Mapping[str, Look], where: str) -> list[Figure]:
     metric, unit = task.get("metric", "quality"), task.get("unit")
     quality = f"test {metric}" + (f" ({unit})" if unit else "")
     rows = [{**row, "shown": row["quality"] * scale(task)} for row in rows]
@@ -314,7 +316,7 @@ def _of_optimizer(rows: Sequence[Row], task: dict[str, Any], looks: Mapping[str,
     ]
 
 
-def _curve(row: Row, column: int, task: dict[str, Any], log: str) -> list[tuple[float, float]]:
+def _curve(row: Row, column: int, task: Settings, log: str) -> list[tuple[float, float]]:
     """Return the points of a curve that are known: epochs, bytes or seconds, and the quality as it is shown."""
     known = [point for point in row.get("curve") or [] if all(number(value) is not None for value in point)]
     return [(point[column], point[3] * scale(task)) for point in known if point[column] > 0 or not log]
@@ -326,6 +328,7 @@ def window(finals: Sequence[float], sign: int) -> tuple[float, float]:
     >>> window([96.0, 90.0], 1)
     (72.0, 97.2)
     """
+    # One diverged run would press all other curves into a line.
     best = max(finals) if sign > 0 else min(finals)
     gaps = sorted(abs(best - value) for value in finals)
     usual = gaps[len(gaps) // 2]

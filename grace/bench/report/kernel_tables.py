@@ -61,7 +61,7 @@ def show(console: Console, results: Results) -> None:
 
 
 def _times(kind: str, rows: list[Row]) -> Table:
-    columns: Columns = {
+    columns: Columns[Row] = {
         "method": lambda row: row["method"],
         "bits /\nelement": lambda row: digits(row.get("bits_per_element")),
         "encode\ncopies": lambda row: digits(row.get("encode_copies")),
@@ -71,11 +71,11 @@ def _times(kind: str, rows: list[Row]) -> Table:
         "decode\nGB/s": lambda row: _rate(row, "decode"),
         "extra\nmemory": lambda row: extra(row.get("peak_extra_bytes")),
     }
-    return table(rows, columns, title=f"Time and memory: {kind}", padding=(0, 1, 0, 0))
+    return table(rows, columns, title=f"Time and memory: {kind}", between=1)
 
 
 def _errors(rows: list[Row]) -> Table:
-    columns: Columns = {
+    columns: Columns[Row] = {
         "method": lambda row: row["method"] + ("*" if _votes(row["method"]) else ""),
         "tensor": lambda row: row["tensor"],
         "vNMSE\none rank": lambda row: digits(row.get("vnmse")),
@@ -101,9 +101,9 @@ def _times_on_device(kind: str, rows: list[Row]) -> Table:
         known = number(row.get(f"{part}_fraction"))
         return "" if known is None else f"{100 * known:.0f} %"
 
-    columns: Columns = {
+    columns: Columns[Row] = {
         "method": lambda row: row["method"],
-        "bits /\nelement": lambda row: digits(row["bits_per_element"]),
+        "bits /\nelement": lambda row: digits(row.get("bits_per_element")),
     }
     for part, title in {
         "encode": "encode",
@@ -116,8 +116,9 @@ def _times_on_device(kind: str, rows: list[Row]) -> Table:
             f"{title}\nof copy": partial(fraction, part),
         }
     columns |= {"round\ntrip ms": partial(taken, "round_trip")}
-    copied = digits(8 * rows[0]["elements"] / rows[0]["copy_ms"] / 1e6)
-    return table(rows, columns, title=f"{kind}: a copy moves {copied} GB/s", padding=(0, 1, 0, 0))
+    elements, copy_ms = number(rows[0].get("elements")), number(rows[0].get("copy_ms"))
+    copied = digits(8 * elements / copy_ms / 1e6 if elements and copy_ms else None)
+    return table(rows, columns, title=f"{kind}: a copy moves {copied} GB/s", between=1)
 
 
 def _rate(row: Row, part: str) -> str:

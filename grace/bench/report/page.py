@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grace.bench.common.results import Results, refusing_wrong_values
+from grace.bench.common.results import Results
 from grace.bench.common.text import clean, of_bytes, of_seconds
 from grace.bench.report import kernel_tables, step_table, train_table
 from grace.bench.report.figures import Figure, Look, figures, looks_of
@@ -68,9 +68,8 @@ def report_sections(results: Sequence[Results]) -> list[str]:
     """Return the section of each of the results; a method has the same colour in all of them."""
     for each in results:
         each.require_keys(NEEDED[each.kind])
-    with refusing_wrong_values(*results):
-        looks = methods_looks(results)
-        return [_section(each, looks) for each in results]
+    looks = methods_looks(results)
+    return [_section(each, looks) for each in results]
 
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
@@ -126,6 +125,7 @@ def write_page(path: Path, title: str, sections: Sequence[str]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
+            # surrogates of a results file are no UTF-8, and control characters no HTML
             draft.write_text("".join(c for c in text if c.isprintable() or c == "\n"), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,7 +1,6 @@
 """Rows of results, sorted into the cases that a report shows."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from grace.bench.common.results import Row
 from grace.bench.common.tables import grouped
@@ -40,7 +39,7 @@ def cases(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
     [(1000000000.0, 2), (None, 4)]
     """
 
-    def rank(values: tuple[Any, ...]) -> list[tuple[bool, float]]:
+    def rank(values: tuple[str | float | None, ...]) -> list[tuple[bool, float]]:
         return [(value is None, 0 if isinstance(value, str) else value or 0) for value in values]
 
     found = grouped(rows, *keys)

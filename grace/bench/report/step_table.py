@@ -43,8 +43,14 @@ def show(console: Console, results: Results) -> None:
     for name, reason in settings.get("skipped", {}).items():
         console.print(f"Left out: {name}: {reason}", markup=False, style="dim")
     if settings.get("about"):  # a simulated wire's
-        counts = {row["name"]: row for row in results.rows if number(row.get("waits_per_step")) is not None}
-        waits = [f"{name} {row['waits_per_step']:g} and {row['reads_per_step']:g}" for name, row in counts.items()]
+        counts = {
+            row["name"]: (number(row.get("waits_per_step")), number(row.get("reads_per_step"))) for row in results.rows
+        }
+        waits = [
+            f"{name} {waits:g} and {reads:g}"
+            for name, (waits, reads) in counts.items()
+            if waits is not None and reads is not None
+        ]
         console.print(f"{results.gpu}\n{settings['about']}", markup=False)
         if waits:
             said = f"Waits of the host for the device, and reads from it, in a step: {'; '.join(waits)}."
@@ -68,7 +74,7 @@ def scenario_table(rows: list[Row], width: int = 80, whose: str = "rank") -> Tab
         known = number(row.get("speedup"))
         return "" if known is None else f"{known:.2f}x"
 
-    columns: Columns = {
+    columns: Columns[Row] = {
         "": name,
         "step\nms": lambda row: digits(row["step_ms"]),
         "±": spread,

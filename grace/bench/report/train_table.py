@@ -1,12 +1,10 @@
 """Tables of ``grace bench train``, and how to read them."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from grace.bench.common.quality import against_none, shown
-from grace.bench.common.results import Results, Row
+from grace.bench.common.results import Results, Row, Settings
 from grace.bench.common.tables import Columns, grouped, table
 from grace.bench.common.text import digits, number, of_bytes, show_rate
 
@@ -25,7 +23,7 @@ def show(console: Console, results: Results) -> None:
         console.print(f"\n{advice(results.settings)}", markup=False)
 
 
-def results_table(rows: list[Row], task: dict[str, Any]) -> Table:
+def results_table(rows: list[Row], task: Settings) -> Table:
     """Return the table of one network, a row for each method; its quality is compared with that of ``none``."""
     plain = next((number(row["quality"]) for row in rows if row["method"] == "none"), None)
     seeds = len(task.get("seeds") or [])
@@ -43,7 +41,7 @@ def results_table(rows: list[Row], task: dict[str, Any]) -> Table:
         seconds = number(row.get("seconds_to_target"))
         return f"{row.get('reached') or 0} of {max(1, seeds)}" if seconds is None else digits(seconds)
 
-    columns: Columns = {
+    columns: Columns[Row] = {
         "method": lambda row: row["method"],
         "sent\n/ step": lambda row: of_bytes(row.get("sent_bytes_per_step")),
         "bits /\nelement": lambda row: digits(row.get("bits_per_element")),
@@ -56,7 +54,7 @@ def results_table(rows: list[Row], task: dict[str, Any]) -> Table:
     return table(rows, columns)
 
 
-def advice(task: dict[str, Any]) -> str:
+def advice(task: Settings) -> str:
     """Return an explanation of the tables, for someone who sees them for the first time."""
     if task.get("ranks") == 1:
         return "One rank has nobody to send to: use --ranks 2 to compare bytes."

@@ -42,10 +42,11 @@ class Stepper:
     """Contestant with a model of its own: a call makes one training step, with plain SGD."""
 
     def __init__(self, contestant: Contestant, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]):
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(model)  # contestants take turns, each from the same weights
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         self.contestant = contestant
         self.loss = loss
+        # FSDP2 gives back another optimizer: its parameters are new tensors
         self.model, self.optimizer, self.exchange = contestant.build(model, optimizer)
 
     def __call__(self) -> None:

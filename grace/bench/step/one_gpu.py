@@ -10,17 +10,16 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 
 from grace.backends.simulated import SimulatedRanks
 from grace.bench.common.clocks import DeviceClock, HostClock, device_facts
+from grace.bench.common.events import Event
 from grace.bench.common.results import Results
 from grace.bench.common.tables import grouped
 from grace.bench.common.text import scenario
 from grace.bench.lifecycle import BenchmarkRun
-from grace.bench.ranks.rank_program import Event
 from grace.bench.step.contestants import Contestant, Stepper, bound, in_optimizer
 from grace.bench.step.step_rows import EngineRows, compare_with_plain, conclude
 from grace.bench.step.step_settings import BOUND, StepSettings
@@ -59,12 +58,12 @@ class Lane:
     def carry(self, move: Callable[[], Handle], seconds: Callable[[], float], sent: torch.Tensor) -> Handle:
         """Start a collective after all work so far; its handle lets later work wait, and not the host. ``move`` makes
         the received tensors of the sent one; ``seconds`` returns the seconds on the wire afterwards."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream())  # what is sent is computed there
         with torch.cuda.stream(self.stream):
             handle = move()
             torch.cuda._sleep(round(seconds() * self.cycles))
             done = self.stream.record_event()
-        sent.record_stream(self.stream)
+        sent.record_stream(self.stream)  # else the allocator may give its memory away before it was read
 
         def wait() -> None:
             here = torch.cuda.current_stream()
@@ -99,16 +98,16 @@ class Simulated(SimulatedRanks):
 
         return self.lane.carry(move, seconds, sent)
 
-    def allreduce(self, tensor: Any) -> Handle:
+    def allreduce(self, tensor: torch.Tensor) -> Handle:
         return self._carried(partial(super().allreduce, tensor), tensor)
 
-    def allgather(self, tensor: Any) -> Handle:
+    def allgather(self, tensor: torch.Tensor) -> Handle:
         return self._carried(partial(super().allgather, tensor), tensor)
 
-    def alltoall(self, tensor: Any) -> Handle:
+    def alltoall(self, tensor: torch.Tensor) -> Handle:
         return self._carried(partial(super().alltoall, tensor), tensor)
 
-    def gather(self, tensor: Any, root: int) -> Handle:
+    def gather(self, tensor: torch.Tensor, root: int) -> Handle:
         return self._carried(partial(super().gather, tensor, root), tensor)
 
 
@@ -138,9 +137,10 @@ class Contest:
         for _ in range(self.settings.rounds):
             times = block(self.alone, clock)
             compute = statistics.median(times)
-            event = {"name": BOUND, "kind": "bound", "method": None, "codec_ms": 0.0, "sent_bytes": 0.0}
+            event: Event = {"name": BOUND, "kind": "bound", "method": None, "samples": self.work.samples}
+            event |= {"codec_ms": 0.0, "sent_bytes": 0.0, "received_bytes": 0.0}
             for rate in self.settings.bandwidths:
-                emit(rate, {**event, "received_bytes": 0.0, "samples": self.work.samples, "times_ms": times})
+                emit(rate, {**event, "times_ms": times})
             for method, stepper in self.steppers.items():
                 wire = self.wires[method]
                 wire.rate = None
@@ -158,7 +158,7 @@ class Contest:
         return {name: traced(stepper) for name, stepper in {BOUND: self.alone, **self.steppers}.items()}
 
 
-def block(stepper: Callable[[], Any], clock: HostClock) -> list[float]:
+def block(stepper: Callable[[], object], clock: HostClock) -> list[float]:
     """Return the times of consecutive steps, between which the host may be ahead of the device as in training."""
     clock.synchronize()
     moments = [clock.now()]
@@ -183,14 +183,14 @@ def counted(names: Iterable[str], steps: int) -> dict[str, float]:
     return {f"{what}_per_step": found[what] / steps for what in ("waits", "reads")}
 
 
-def traced(stepper: Callable[[], Any]) -> dict[str, float]:
+def traced(stepper: Callable[[], object]) -> dict[str, float]:
     """Return the host's waits for the device, and reads from it, per step, by torch's profiler, which itself waits
     once or twice a trace: as often as in a trace of nothing."""
     own, found = (counted(_names(work), TRACED) for work in (int, stepper))
     return {key: max(0.0, round(value - own[key], 2)) for key, value in found.items()}
 
 
-def _names(work: Callable[[], Any]) -> list[str]:
+def _names(work: Callable[[], object]) -> list[str]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -201,7 +201,7 @@ def _names(work: Callable[[], Any]) -> list[str]:
     return [event.name for event in trace.events() or ()]
 
 
-def run(running: BenchmarkRun, settings: StepSettings, show_status: Callable[[str], Any]) -> None:
+def run(running: BenchmarkRun, settings: StepSettings, show_status: Callable[[str], object]) -> None:
     """Measure on this GPU; rows are saved after each method."""
     torch.manual_seed(0)
     show_status(f"{settings.model}: building")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,10 +13,10 @@ from rich.markup import escape
 import grace
 from grace.backends import launchers
 from grace.bench.common import options
+from grace.bench.common.events import Event
 from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.results import Results
 from grace.bench.lifecycle import BenchmarkRun
-from grace.bench.ranks.rank_program import Event
 from grace.bench.ranks.scenario import run_scenario
 from grace.bench.report.step_table import show
 from grace.bench.step import step_settings
@@ -29,7 +29,7 @@ NAME = "grace bench step"
 
 @options.with_options(StepSettings)
 def command(
-    given: dict[str, Any],
+    given: options.Given,
     device: Annotated[str, typer.Option(help="cpu, or cuda: steps on one GPU over a simulated wire.")] = "cpu",
     out: options.Folder = Path("out/step"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
@@ -62,7 +62,7 @@ def command(
     launcher = launchers.detect()
     here = launcher is not None and launcher.size > 1
     sharded = given.get("sharded", 0)
-    defaults: dict[str, Any] = {"rounds": step_settings.QUICK_ROUNDS} if quick else {}
+    defaults: options.Given = {"rounds": step_settings.QUICK_ROUNDS} if quick else {}
     if quick or sharded:
         defaults["methods"] = list(step_settings.QUICK_METHODS)
     if device != "cpu":
@@ -78,7 +78,7 @@ def command(
     running.report_and_exit(Console(highlight=False))
 
 
-def check_on_device(device: str, here: bool, given: dict[str, Any]) -> None:
+def check_on_device(device: str, here: bool, given: options.Given) -> None:
     """Raise a ConfigError before anything starts if there is no GPU, or an option needs ranks."""
     from grace.bench.common.clocks import check_device
 

@@ -17,12 +17,12 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 import grace
-from grace.bench.ranks.rank_program import Emit, Event, join_run, run_as_rank
+from grace.bench.common.events import Event
+from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
 from grace.bench.step.contestants import (
     Contestant,
     Stepper,
@@ -68,7 +68,11 @@ def measure(settings: StepSettings, backend: Backend, engine: str, emit: Emit) -
                 raise
             skipped[contestant.name] = str(error).splitlines()[0]  # the same on every rank: the engine refuses it
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    facts: Event = {"device": next(model.parameters()).device.type, "parameters": count, "batch": work.samples}
+    facts: dict[str, object] = {
+        "device": next(model.parameters()).device.type,
+        "parameters": count,
+        "batch": work.samples,
+    }
     facts |= {"optimizer": "SGD", "threads": torch.get_num_threads()}
     emit({"facts": {**facts, **({"skipped": skipped} if skipped else {})}})
     emit({"blocks": settings.rounds * len(steppers)})
@@ -108,7 +112,7 @@ def _warm_up(stepper: Stepper, backend: Backend) -> int:
         _synchronize(stepper)
         seconds = time.perf_counter() - began
         count += 1
-    first = backend.allgather_object(seconds)[0]
+    first = backend.allgather_object(seconds)[0]  # rank 0's time, so that all ranks make as many steps
     steps = min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
     return math.ceil(steps / stepper.period) * stepper.period
 
@@ -157,10 +161,11 @@ def _tcp_bytes(between_nodes: bool = False) -> tuple[int, int] | None:
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
+            with socket.socket(fileno=os.dup(int(name))) as connection:  # dup: closing it leaves the engine's open
                 if between_nodes and connection.getpeername()[:1] == connection.getsockname()[:1]:
                     continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            # an older kernel gives a shorter structure
             if len(info) >= RECEIVED + 8:
                 found += 1
                 sent += struct.unpack_from("Q", info, ACKNOWLEDGED)[0]
@@ -168,13 +173,15 @@ def _tcp_bytes(between_nodes: bool = False) -> tuple[int, int] | None:
     return None if between_nodes and not found else (sent, received)
 
 
-def _moved(before: Any, after: Any, counted: float | None) -> tuple[float | None, float | None]:
+def _moved(
+    before: tuple[int, int] | None, after: tuple[int, int] | None, counted: float | None
+) -> tuple[float | None, float | None]:
     """Return the bytes through the sockets; where there are none (shared memory), those that Grace has counted, if any.
 
     >>> _moved((100, 50), (400, 80), 290.0), _moved((0, 0), (0, 0), 290.0), _moved(None, None, None)
     ((300, 30), (290.0, None), (None, None))
     """
-    if before is not None and (after[0] - before[0] > 0 or not counted):
+    if before is not None and after is not None and (after[0] - before[0] > 0 or not counted):
         return after[0] - before[0], after[1] - before[1]
     return counted, None
 

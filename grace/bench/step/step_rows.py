@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from grace.bench.common.events import Event
 from grace.bench.common.results import Results, Row
 from grace.bench.common.text import scenario as scenario_name
-from grace.bench.ranks.rank_program import Event
 from grace.bench.report.rows import plain_row
 from grace.bench.step.step_settings import SHARDS_ALONE
 
@@ -50,12 +50,15 @@ class EngineRows:
     def _row(self, blocks: list[Event], compute: float) -> Row:
         times, about, rate = _times(blocks), blocks[0], self.rate
         low, step, high = map(float, np.quantile(times, (0.25, 0.5, 0.75)))
-        codecs = [block["codec_ms"] for block in blocks]
-        codec = None if None in codecs else statistics.median(codecs)
-        sent, received = (_largest(block[key] for block in blocks) for key in ("sent_bytes", "received_bytes"))
+        codecs = [block["codec_ms"] for block in blocks if block["codec_ms"] is not None]
+        codec = statistics.median(codecs) if len(codecs) == len(blocks) else None
+        sent = _largest(block["sent_bytes"] for block in blocks)
+        received = _largest(block["received_bytes"] for block in blocks)
+        # 8 bits in a byte, 1,000 ms in a second; both directions at once
         wire = None if rate is None or sent is None or received is None else 8e3 * max(sent, received) / rate
+        # noise may make a contestant faster than the bound: its parts still add up to its step
         compute = step if about["kind"] == "bound" else min(compute, step)
-        row = {key: about[key] for key in ("name", "kind", "method")}
+        row: Row = {"name": about["name"], "kind": about["kind"], "method": about["method"]}
         row |= {"engine": self.engine, "ranks": self.ranks, "bandwidth": rate}
         row |= {"step_ms": step, "step_low_ms": low, "step_high_ms": high, "compute_ms": compute, "codec_ms": codec}
         row |= {"exposed_ms": max(0.0, step - compute - (codec or 0.0)), "sent_bytes": sent, "received_bytes": received}

@@ -2,10 +2,10 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 from grace.bench.common import options
 from grace.bench.common.options import option
+from grace.bench.common.results import Settings
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
 from grace.bench.ranks.launchers import ENGINES, check_engine, check_links, has_horovod
 from grace.errors import ConfigError
@@ -16,7 +16,7 @@ METHODS = (
     "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64)",
 )  # fmt: skip
 QUICK_METHODS = ("none", "block(bits=4)", "topk(ratio=0.01)", "powersgd(rank=4)")
-ON_DEVICE: dict[str, Any] = {
+ON_DEVICE: options.Given = {
     "model": "gpt2",
     "methods": ["none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)"],
     "ranks": [8],
@@ -74,12 +74,8 @@ class StepSettings:
         parse=partial(options.integers, what="--ranks"),
         show_default="2, on a GPU 8 that are pretended",
     )
-    bandwidths: list[float | None] = option(
-        [None],
-        "Rates of emulated links, as in 10gbit,1gbit,100mbit (Linux, root); none is the loopback.",
-        "--bandwidth",
-        parse=options.bandwidths,
-        show_default="loopback, on a GPU 10gbit,25gbit",
+    bandwidths: list[float | None] = options.bandwidth_option(
+        "10gbit,1gbit,100mbit", "loopback, on a GPU 10gbit,25gbit"
     )
     baselines: list[str] = option(
         list(BASELINES),
@@ -156,6 +152,6 @@ class StepSettings:
         wanted = {"torch": "ddp" in self.baselines, "horovod": "horovod" in self.baselines and has_horovod()}
         return [self.engine, *(name for name in ENGINES if name != self.engine and wanted.get(name))]
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Settings:
         """Return the settings as they are recorded; further facts come from the ranks."""
         return {**dataclasses.asdict(self), "verdict": {}}

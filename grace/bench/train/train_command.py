@@ -7,22 +7,22 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 from rich.console import Console
 
 from grace.bench.common import options
+from grace.bench.common.events import Event
 from grace.bench.common.options import option
 from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.quality import better, shortfall, shown
-from grace.bench.common.results import Results, Row
+from grace.bench.common.results import Results, Row, Settings
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_ranks, unique_lists
 from grace.bench.common.text import scenario, show_rate
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.launchers import check_links
-from grace.bench.ranks.rank_program import Event
 from grace.bench.ranks.scenario import run_scenario
 from grace.bench.report.train_table import show
 from grace.bench.workloads.task import OPTIMIZERS, in_optimizer
@@ -89,13 +89,7 @@ class TrainSettings:
         show_default="70k",
     )
     ranks: int = option(2, "Processes to train on.", "--ranks", "-n")
-    bandwidths: list[float | None] = option(
-        [None],
-        "Rates of emulated links, as in 1gbit,100mbit (Linux, root); none is the loopback.",
-        "--bandwidth",
-        parse=options.bandwidths,
-        show_default="loopback",
-    )
+    bandwidths: list[float | None] = options.bandwidth_option("1gbit,100mbit", "loopback")
     epochs: int | None = option(None, "Passes over the training data.", show_default="the task's")
     seeds: list[int] = option(
         [0, 1, 2],
@@ -150,7 +144,7 @@ class TrainSettings:
         """Train for as many epochs as show that methods learn, unless the user has set another number."""
         self.epochs = self.epochs or self.facts["quick_epochs"]
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Settings:
         """Return the settings and the task's facts, as they are recorded."""
         target = self.facts["target"] if self.target is None else self.target
         epochs = self.epochs or self.facts["epochs"]
@@ -160,7 +154,7 @@ class TrainSettings:
 
 @options.with_options(TrainSettings)
 def command(
-    given: dict[str, Any],
+    given: options.Given,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -265,6 +259,7 @@ def _to_target(runs: list[Row], target: float | None, sign: int) -> Row:
     >>> _to_target([run], 0.85, 1), _to_target([run], 0.95, 1)
     ({'reached': 1, 'seconds_to_target': 2.0}, {'reached': 0, 'seconds_to_target': None})
     """
+    # point: epochs, bytes, seconds, quality
     seconds = []
     for run in runs if target is not None else []:
         good = [point for point in run["curve"] if sign * (point[-1] - target) >= 0]

@@ -11,9 +11,9 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import grace
+from grace.bench.common.results import Row
 from grace.bench.ranks.rank_program import join_run, run_as_rank
 from grace.bench.train.train_command import TrainSettings
 from grace.bench.workloads.task import Task, in_optimizer
@@ -34,7 +34,7 @@ def train(
     task: Task,
     limit: int | None = None,
     report: Callable[[float], None] | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Train from the seed's initial weights with one method, and return the measurements of this rank.
 
     With a limit it is so many steps of a single epoch; ``report`` is called with the quality after each epoch. The
@@ -47,7 +47,7 @@ def train(
     alone = "compressor" in in_optimizer(method) and bool(momentum_owners([build_communicator(method, None, None)]))
     momentum = 0.0 if alone else task.momentum
     trainer = Trainer(task, method, seed, lr, momentum, optimizer)
-    marks = {round(1.15**power) for power in range(100)}
+    marks = {round(1.15**power) for power in range(100)}  # steps with a point of the curve: evenly on a log axis
     step_seconds, codec_seconds = [], []
     curve = [(0.0, 0, 0.0, trainer.quality())]
     trained, per_epoch = 0.0, 1
@@ -57,7 +57,7 @@ def train(
         for i, share in enumerate(shares, start=1):
             trainer.set_lr(lr * task.schedule(epoch * per_epoch + i - 1, epochs * per_epoch))
             codec_before = trainer.traffic.codec_seconds
-            began = time.perf_counter()
+            began = time.perf_counter()  # evaluations below do not count
             trainer.step(share)
             if (epoch + 1, i) == (epochs, per_epoch):
                 trainer.optimizer.flush()  # a last outer round, where ranks train alone

@@ -5,7 +5,7 @@ the same.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,14 +16,16 @@ from grace.bench.workloads import torch_modules
 from grace.bench.workloads.torch_modules import random_images, random_texts
 from grace.errors import ConfigError
 
+Inputs = torch.Tensor | tuple[torch.Tensor, ...]
+
 
 class Cuttable(NamedTuple):
     """Model that is trained in stages, a batch as :class:`grace.torch.Pipeline` takes ``example_inputs``, its target,
     and the loss of outputs and target; None of a model that returns its loss."""
 
     model: nn.Module
-    inputs: Any
-    target: Any
+    inputs: Inputs
+    target: torch.Tensor
     loss: Callable[..., torch.Tensor] | None
 
 
@@ -57,10 +59,13 @@ def gpt() -> Cuttable:
 class _EncoderDecoder(nn.Module):
     def __init__(self, width: int, layers: int, vocabulary: int):
         super().__init__()
-        kind: dict[str, Any] = {"dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
         self.source, self.words = nn.Embedding(vocabulary, width), nn.Embedding(vocabulary, width)
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, **kind) for _ in range(layers))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 4, **kind) for _ in range(layers))
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)
+        )
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, source: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

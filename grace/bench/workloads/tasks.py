@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from grace.bench.common.results import Settings
 from grace.bench.common.user_functions import load_function
 from grace.bench.workloads.task import Task
 from grace.errors import ConfigError
@@ -31,7 +32,7 @@ def task_class(name: str, size: int | None = None) -> Callable[[], Task]:
     if name in TASKS:
         from grace.bench.workloads import torch_tasks  # which needs torch
 
-        made: Any = getattr(torch_tasks, TASKS[name])
+        made: Callable[..., Task] = getattr(torch_tasks, TASKS[name])
     else:
         made = partial(_own, name, load_function(name, "task", sorted(TASKS)))
     if size is None:
@@ -50,11 +51,11 @@ def _own(name: str, function: Callable[[], Any]) -> Task:
     return task
 
 
-def facts(name: str) -> dict[str, Any]:
+def facts(name: str) -> Settings:
     """Return the facts of a task.
 
     >>> facts("charlm")["metric"], facts("charlm")["higher_is_better"]
     ('perplexity', False)
     """
-    task: Any = task_class(name) if name in TASKS else task_class(name)()
+    task = task_class(name) if name in TASKS else task_class(name)()  # a user's function may be no class
     return {key: getattr(task, key) for key in FACTS}

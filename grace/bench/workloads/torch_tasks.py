@@ -335,7 +335,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.task.loss(self.model, share).backward()
         if self.task.clip is not None:
-            self.optimizer.synchronize()
+            self.optimizer.synchronize()  # the norm is that of the mean, as in training on one rank
             nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
         self.optimizer.step()
 

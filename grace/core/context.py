@@ -65,6 +65,7 @@ class Context:
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Return random numbers for one variable at this step, the same on all ranks if ``shared``."""
+        # A captured graph draws other numbers at each replay only if it reads the step from memory.
         who = "shared" if shared else str(self.rank)
         return Stream(stream_key(self.seed, name, who), self.step if self.device_step is None else self.device_step)
 
@@ -83,6 +84,7 @@ class SubgroupContext:
     stream, stamped, copy_stamped = Context.stream, Context.stamped, Context.copy_stamped
 
     def __init__(self, whole: Context, rank: int, size: int):
+        # Not by assignment, which would write to the whole run's context.
         vars(self).update(_whole=whole, rank=rank, size=size, partial=True)
 
     def __getattr__(self, name: str) -> Any:

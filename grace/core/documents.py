@@ -164,6 +164,7 @@ def _fits(value: object, wanted: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
     if wanted in (int, float):
+        # A larger whole number would raise when it meets a float.
         kinds = (int,) if wanted is int else (int, float)
         return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return wanted is Any or isinstance(value, wanted)
@@ -209,7 +210,7 @@ def _check(document: object) -> None:
         level = below
         if not level:
             return
-    raise RecursionError
+    raise RecursionError  # parse() turns it into a message
 
 
 def _check_text(text: str) -> None:
@@ -233,18 +234,19 @@ def _yaml(text: str) -> Any:
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
-        def construct_object(self, node: Any, deep: bool = False) -> Any:
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
             word = node.tag.rpartition(":")[2]
             try:
                 if word not in ("str", "int", "float", "bool", "null", "seq", "map", "merge"):
                     raise ValueError(f"could not determine a constructor for {node.tag}, which is not taken")
                 return super().construct_object(node, deep)
+            # PyYAML's constructors raise these for a text that does not suit its tag, as !!int x.
             except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
                 said = str(error) if isinstance(error, ValueError) else f"{node.value!r} cannot be read as {word}"
                 at = f" (line {node.start_mark.line + 1})"
                 raise ValueError(said if "line " in said else said + at) from None
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[object, object]:
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             self.flatten_mapping(node)
             seen = set()
             for key, _ in node.value:

@@ -52,6 +52,7 @@ def gather_or_raise(
                 "Install the same version on every rank"
             )
     for rank, answer in enumerate(answers):
+        # Versions before all else: in another version the other entries may mean something else.
         if answer["grace"] != answers[0]["grace"]:
             raise RankError(
                 f"{DIFFERENT}rank {number(0)} has Grace {answers[0]['grace']}, rank {number(rank)} has Grace "

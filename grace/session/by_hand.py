@@ -160,6 +160,7 @@ class ByHand:
         """
         tensors: list[Tensor] = []
 
+        # Checked inside the agreement, so that the other ranks get this rank's error.
         def variables_of() -> list[Variable]:
             found, variables = validate_tensors(given, names, backend)
             tensors.extend(found)
@@ -182,6 +183,7 @@ class ByHand:
                     f"{communicator.describe()} applies means in later steps, which only an optimizer can: use "
                     "grace.DistributedOptimizer, or leave that out"
                 )
+            # The context still has its default, which nobody replaced.
             unknown = communicator.lr is None and usual is Context.lr and backend.size > 1
             if communicator.memory.needs_lr and unknown:
                 raise ConfigError(
@@ -204,7 +206,7 @@ class ByHand:
         (bucket,) = runner.buckets
         self._label(bucket)
         leave_run = weakref.WeakMethod(self.leave_run)  # the backend must not keep the communicator alive
-        backend.at_shutdown(lambda: (leave_run() or bool)())
+        backend.at_shutdown(lambda: (leave_run() or bool)())  # bool() does nothing
         return runner, bucket
 
     def _add_bucket(self, runner: StepRunner, variables: Callable[[], list[Variable]]) -> Bucket:
@@ -294,6 +296,7 @@ def _compare(backend: Backend, names: tuple[str, ...], step: int) -> None:
     Raises:
         RankError: (on all ranks) the names differ; no tensor was exchanged.
     """
+    # Pairing by name cannot average one tensor with another.
     if backend.size == 1 or backend.pairs_by_name:
         return
     called = ", ".join(map(repr, names))
@@ -301,6 +304,7 @@ def _compare(backend: Backend, names: tuple[str, ...], step: int) -> None:
     digest = np.frombuffer(hashlib.blake2b(called.encode(), digest_size=16).digest(), np.uint8)
     before = backend.sent_bytes
     with backend.waiting_for_ranks(lambda: f"the exchange by hand of {place}"):
+        # A copy: frombuffer() gives an array that cannot be written, which torch warns of.
         parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
         digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
         received = backend.allgather_pickled((called, place)) if len(digests) > 1 else []
@@ -394,7 +398,7 @@ def validate_tensors(
             tensors.append(k.given(tensor))
             device = str(getattr(tensor, "device", ""))
             variables.append(Variable(name, tuple(tensor.shape), k.dtype(tensors[-1]), device=device))
-            if not k.name.startswith(backend.framework):
+            if not k.name.startswith(backend.framework):  # a backend of any framework has ""
                 raise ConfigError(f"it is of {k.name}, and {backend.describe()} moves tensors of {backend.framework}")
     first = variables[0]
     for other in variables:

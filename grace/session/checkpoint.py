@@ -365,6 +365,7 @@ def prepare(
     context = runner.context
     now = runner.name
     if strict:
+        # A strategy is named by its id; Resharding compares the memories of its variables one by one.
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
         before, after = without_parameters(saved["components"]), without_parameters(now)
         by_default = any(took_default(communicator, before, after) for communicator in runner.communicators)

@@ -58,6 +58,7 @@ def build_step_runner(
     try:
         if error is not None or plan is None:
             raise error or AssertionError
+        # An elastic run's size may change, and under a hierarchy not all ranks exchange: assume nothing of it.
         shards = plan.shards(found, 1 if later or hierarchical else backend.size)
         if hierarchical:
             shards = [replace(shard, hierarchical=True) for shard in shards]

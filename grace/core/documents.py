@@ -246,17 +246,27 @@ def _yaml(text: str) -> Any:
                 at = f" (line {node.start_mark.line + 1})"
                 raise ValueError(said if "line " in said else said + at) from None
 
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            self.flatten_mapping(node)
+        checked = set[yaml.Node]()
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            # Keys are checked before those of merged mappings (<<), which they may override, come among them.
+            if node not in self.checked:
+                self.checked.add(node)
+                self.check_keys(node)
+            super().flatten_mapping(node)
+
+        def check_keys(self, node: yaml.MappingNode) -> None:
             seen = set()
             for key, _ in node.value:
-                name = self.construct_object(key, deep=True)
+                if key.tag.endswith(":merge"):
+                    continue
+                # PyYAML takes the key "=" for a tag of its own, and makes text of it when it flattens.
+                name = key.value if key.tag.endswith(":value") else self.construct_object(key, deep=True)
                 if isinstance(name, (list, dict)):
                     raise ValueError(f"line {key.start_mark.line + 1}: a list or an object is no key")
                 if name in seen:
                     raise ValueError(f"line {key.start_mark.line + 1}: the key {name!r} stands there a second time")
                 seen.add(name)
-            return super().construct_mapping(node, deep)
 
     try:
         return yaml.load(text, Plain)

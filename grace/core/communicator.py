@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Ctx, Tensor
-from grace.core.context import Context
+from grace.core.context import AnyContext
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
@@ -294,7 +294,7 @@ class Communicator(Component):
         own = {"backend": LocalBackend(), "_by_hand": None, "uncompressed": None}
         return {**super().__getstate__(), **own}
 
-    def bind(self, context: Context, backend: Backend | None = None) -> None:
+    def bind(self, context: AnyContext, backend: Backend | None = None) -> None:
         """Join a run: set the context of both parts, and the backend."""
         super().bind(context)
         if backend is not None:

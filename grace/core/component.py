@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, TypeVar, cast
 
-from grace.core.context import Context
+from grace.core.context import AnyContext, Context
 from grace.core.state import State
 from grace.errors import ConfigError
 
@@ -46,7 +46,7 @@ class Component:
         object.__setattr__(made, "context", Context())
         return made
 
-    def bind(self, context: Context) -> None:
+    def bind(self, context: AnyContext) -> None:
         """Set the run that the component and its parts take part in."""
         if self._binding:  # parts that know each other
             return

@@ -58,7 +58,7 @@ class Context:
         """The counters that all ranks compare in every step (:data:`STAMPED`)."""
         return tuple(getattr(self, name) for name in STAMPED)
 
-    def copy_stamped(self, other: "Context | SubgroupContext") -> None:
+    def copy_stamped(self, other: "AnyContext") -> None:
         """Take over another context's counters that ranks compare."""
         for name in STAMPED:
             setattr(self, name, getattr(other, name))
@@ -92,3 +92,6 @@ class SubgroupContext:
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(vars(self)["_whole"], name, value)
+
+
+AnyContext = Context | SubgroupContext

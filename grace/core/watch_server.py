@@ -146,7 +146,8 @@ class WatchServer:
             # While positions are awaited, wake up for the deadline: a stopped rank sends nothing.
             for key, _ in self.selector.select(0.1 if self.asking else None):
                 key.data()
-            if self.asking and (time.monotonic() > self.deadline or not self._unanswered()):
+            awaited = self.ranks.keys() - self.answers.keys() - self.ended.keys()
+            if self.asking and (time.monotonic() > self.deadline or not awaited):
                 self._send_positions()
         self.close_sockets()
 
@@ -244,10 +245,6 @@ class WatchServer:
             kinds.setdefault(other, []).append(member)
         said = [[operations[ranks[0]][1], sorted(ranks)] for ranks in kinds.values()]
         self._broadcast(met=number, said=said if len(kinds) > 1 else None)
-
-    def _unanswered(self) -> set[int]:
-        """Return the ranks whose positions are still awaited."""
-        return self.ranks.keys() - self.answers.keys() - self.ended.keys()
 
     def _send_positions(self) -> None:
         """Send the positions of all ranks to the ranks that requested them; equal positions are merged."""

@@ -86,7 +86,7 @@ class Limits:
         wire, gradient = max(1.0, self.wire_bytes(wires, compressed)), self.gradient_bytes
         lengths: list[int] = []
         start, held, travels, part = 0, 0, 0.0, 1.0
-        if first and (wires > wire or gradients > gradient):
+        if first and (wires > wire or gradients > gradient):  # a single bucket is not cut
             part = min(FIRST_BYTES / min(wire, gradient), 0.25 if compressed and not self.is_set else 1.0)
 
         def share() -> float:

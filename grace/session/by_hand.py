@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -46,21 +47,21 @@ class WholeTensorPlan(UniformPlan):
         return [Shard(variable, variable, communicator) for variable in variables]
 
 
+@dataclass(eq=False)  # a list of them is searched for one object
 class PendingStep:
     """Exchange that :meth:`grace.Communicator.send_step` began.
 
-    Args:
+    Attributes:
         bucket: the bucket of the tensors.
         dtypes: their dtypes, which the means get.
         single: True if the user gave one tensor, and no list.
+        means: the means, once the step has ended, until the user receives them.
     """
 
-    def __init__(self, bucket: Bucket, dtypes: list[str], single: bool):
-        self.bucket = bucket
-        self.dtypes = dtypes
-        self.single = single
-        self.means: list[Tensor] | None = None
-        """The means, once the step has ended, until the user receives them."""
+    bucket: Bucket
+    dtypes: list[str]
+    single: bool
+    means: list[Tensor] | None = None
 
 
 class ByHand:
@@ -304,7 +305,6 @@ def _compare(backend: Backend, names: tuple[str, ...], step: int) -> None:
     digest = np.frombuffer(hashlib.blake2b(called.encode(), digest_size=16).digest(), np.uint8)
     before = backend.sent_bytes
     with backend.waiting_for_ranks(lambda: f"the exchange by hand of {place}"):
-        # A copy: frombuffer() gives an array that cannot be written, which torch warns of.
         parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
         digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
         received = backend.allgather_pickled((called, place)) if len(digests) > 1 else []

@@ -276,7 +276,7 @@ def compare_everywhere(
         try:
             compare(backend, saved if alike or i == 0 else None, memory, error, one_save=i == 0)
         except Exception as raised:
-            error = raised
+            error = raised  # told in the next groups' comparisons, too, where their ranks wait
     if error is not None:
         raise error
 

@@ -51,7 +51,7 @@ class Hierarchy:
         self.inside = Allreduce("none")
         self.inside.bind(Context(rank=node.rank, size=node.size, partial=True), node)
 
-    def context(self, whole: Context) -> Any:
+    def context(self, whole: Context) -> SubgroupContext:
         """Return the context of exchanges between leaders, which are numbered among themselves; other ranks are
         alone."""
         return SubgroupContext(whole, self.backend.rank, self.backend.size)

@@ -100,7 +100,8 @@ class Resharding:
             ConfigError: (if strict) state does not fit; the message names the variable.
         """
         states = [self.saved["state"], *(self.everyone or ())]
-        held = {kind: {name for state in states for name in state.get(kind, ())} for kind in self._kinds(states)}
+        kinds = dict.fromkeys(kind for state in states for kind in state)
+        held = {kind: {name for state in states for name in state.get(kind, ())} for kind in kinds}
         found: ValuesByKind = {kind: {} for kind in held}
         parts_of = {name: set(_part_names(name, old)) for name, old in self.before.items()}
         known = set().union(*parts_of.values())
@@ -153,10 +154,6 @@ class Resharding:
             self.dropped.append(str(why))
             return {}
 
-    @staticmethod
-    def _kinds(states: list[ValuesByKind]) -> list[str]:
-        return list(dict.fromkeys(kind for state in states for kind in state))
-
     def _refuse_kind(self, kind: str) -> Values:
         raise Misfit(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
 
@@ -189,8 +186,7 @@ class Resharding:
             return {}
         else:
             values = {part: self._select(kind, part) for part in _part_names(name, old)}
-        fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
-        return fitting
+        return {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
 
     def _convert_buffers(self, kind: str, names: set[str]) -> Values:
         """Return the model's buffers that this run has, too. Each rank's own need as many ranks: all others start from

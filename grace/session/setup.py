@@ -47,6 +47,7 @@ def build_step_runner(
     plan: ExchangePlan | None = None
     found: list[Variable] = []
     error: Exception | None = None
+    # An error is kept until a collective below, in which the other ranks hear of it.
     try:
         plan = choose()
         found = list(variables())

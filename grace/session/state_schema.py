@@ -381,6 +381,7 @@ def checksum(value: Value, crc: int = 0) -> int:
         return crc
     if _is_number(value):
         return zlib.crc32(repr(value).encode(), crc)
+    # The bytes of a torch tensor that requires grad cannot be read.
     value = getattr(value, "detach", lambda: value)()
     k = kernels_of(value)
     raw = k.to_bytes(value)

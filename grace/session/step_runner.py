@@ -183,7 +183,7 @@ class StepRunner:
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
             node = self.hierarchy.node_groups.node
-            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)  # type: ignore[arg-type]
+            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:
@@ -235,7 +235,7 @@ class StepRunner:
         """Return the thread that runs delayed round trips. The first call is a collective."""
         if self._thread is None:
             backend = self._leases.acquire(another=True)
-            # A call at a time: the session sets computing after it has made this runner.
+            # Read at each call, since a session sets it after it has made this runner.
             self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps)
             # Other ranks may need this rank for round trips under way, so the engine ends after them.
             self.backend.at_shutdown(self._thread.arrive)
@@ -376,6 +376,7 @@ class StepRunner:
             for step in steps:
                 outcomes = [Outcome(v, step.get(v.name), False) for v in bucket.variables]
                 bucket.pending.append(Pending.loaded(outcomes, self.context.loss_scale))
+        # Variables that this run does not delay get the sum of their means in the next step.
         self.carried_over = {}
         for step in steps:
             for name, value in step.items():

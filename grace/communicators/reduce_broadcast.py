@@ -9,7 +9,7 @@ from grace.core.backend import Backend, Handle
 from grace.core.communicator import Communicator, CompressorArg, MeanCompression, MemoryArg
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
-from grace.core.context import Context
+from grace.core.context import AnyContext, Context
 from grace.core.memory import Memory
 from grace.core.route import BROADCAST, GATHER, Carries, Collective, EngineTraits, Leg, Route, alone, as_bytes
 from grace.errors import ConfigError
@@ -71,6 +71,7 @@ class ReduceBroadcast(Communicator):
         self.sync = sync
         self.ahead = ahead
         self.local_replication = local_replication
+        # Before super().__init__(), whose bind() reads it.
         self.root = destination
         """Number of the destination, or of its node's leader, among the ranks that take part."""
         self.check_integer("destination", 0)
@@ -116,7 +117,7 @@ class ReduceBroadcast(Communicator):
         """The direct parts, and the memory of the answers."""
         return super().components if self.sums else {**super().components, "answer_memory": self.answer_memory}
 
-    def bind(self, context: Context, backend: Backend | None = None) -> None:
+    def bind(self, context: AnyContext, backend: Backend | None = None) -> None:
         """Join a run; check that the destination exists."""
         super().bind(context, backend)
         if backend is not None and not self.led and self.root >= backend.size:

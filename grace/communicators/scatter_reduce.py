@@ -30,6 +30,7 @@ class ScatterReduce(Communicator):
         self, compressor: CompressorArg = "none", memory: MemoryArg | None = None, world_size: int | None = None
     ):
         super().__init__(compressor, memory, world_size)
+        # By its spec: an object with state of its own, which super().__init__() has not bound.
         self.shard_memory: Memory = make("memory", self.memory.to_dict())
         self.bind(self.context)
 

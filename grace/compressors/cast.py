@@ -53,7 +53,7 @@ class Cast(Compressor):
         return kernels_of(out).add(out, payload[0], weight)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: None, out: Tensor, count: float) -> Tensor:
-        if len(payloads) == 1:
+        if len(payloads) == 1:  # the engine's sum
             return kernels_of(out).divide(out, payloads[0][0], count)
         return super().aggregate(payloads, ctx, out, count)
 

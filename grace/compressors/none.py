@@ -41,8 +41,9 @@ class NoCompression(Compressor):
 
     def aggregate(self, payloads: Sequence[Payload], ctx: None, out: Tensor, count: float) -> Tensor:
         k = kernels_of(out)
-        if len(payloads) == 1:
+        if len(payloads) == 1:  # the engine's sum
             return k.divide(out, payloads[0][0], count)
+        # 16-bit gradients of several ranks are added in float32, and rounded once.
         wide = "float64" if k.dtype(out) == "float64" else "float32"
         total = super().aggregate(payloads, ctx, k.zeros(tuple(out.shape), wide, out), 1)
         return k.divide(out, total, count)

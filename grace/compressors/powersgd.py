@@ -105,6 +105,7 @@ class PowerSGD(Accumulating):
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Shape, out: Tensor, count: float) -> Tensor:
         (p, q), *others = payloads
+        # Times 0: out may hold anything before, NaN too.
         out = kernels_of(out).matmul_add(out, p, q, 1.0 / count, 0.0)
         for payload in others:
             out = self.accumulate(payload, ctx, out, 1.0 / count)
@@ -119,6 +120,7 @@ class PowerSGD(Accumulating):
         """Return a function that gives each variable's first Q: that of the last step, with zero columns renewed, or a
         random one."""
         last = [self.state[name] for name in names if name in self.state]
+        # One look at all of them; as a rule no column has to be renewed.
         all_usable = bool(last) and not kernels_of(last[0]).zero_columns(last)
 
         def start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:

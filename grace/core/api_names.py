@@ -21,7 +21,7 @@ class ApiNames:
     load: str
     memory: str = "memory"
     group: str = ""
-    partial: str = ""
+    partial: str = "Save it again"
 
     @property
     def reset(self) -> str:
@@ -49,18 +49,15 @@ BY_HAND = ApiNames(
     step="step() or receive_step()",
     save_all="state_dict(everyone=True)",
     load="load_state_dict(state, {})",
-    partial="Save it again",
 )
 REDUCE_SCATTER = ApiNames(
     step="optimizer.step()",
     save_all="the states of all ranks, rank_0_of_N to rank_{N-1}_of_N",
     load="load_state_dict(state, {})",
-    partial="Save it again",
 )
 KERAS = ApiNames(
     step="a training step (optimizer.apply)",
     save_all="the model by grace.tensorflow.save_model, or optimizer.full_state()",
     load="grace.tensorflow.load_model(path, {})",
     memory="memory_state",
-    partial="Save it again",
 )

@@ -3,12 +3,12 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from grace.core.component import Component
 from grace.errors import ConfigError
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def accept_grace_argument(function: F) -> F:
@@ -21,10 +21,11 @@ def accept_grace_argument(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def called(*args: Any, **options: Any) -> Any:
+    def called(*args: object, **options: object) -> object:
         named, placed = options.pop("grace", None), None
         if named is not None and not _is_communicator(named):
             raise ConfigError(f"grace= takes a communicator, as grace.from_params({{...}}) makes one, not {named!r}")
+        # Positional, as in GRACE's hvd.DistributedOptimizer(optimizer, grc, ...).
         if _is_communicator(*args[1:2]):
             placed, args = args[1], (args[0], *args[2:])
         ways = [way for way in (options.pop("communicator", None), named, placed) if way is not None]
@@ -110,7 +111,7 @@ def _name(kind: type) -> str:
 def _is_instance(value: object, module: str, path: str) -> bool:
     """Return True if a value is an instance of a framework's class. Nothing is imported for it: a framework that was
     never imported has no instances."""
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     for name in path.split("."):
         found = getattr(found, name, None)
-    return found is not None and isinstance(value, found)
+    return isinstance(found, type) and isinstance(value, found)

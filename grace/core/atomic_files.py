@@ -47,6 +47,7 @@ def _remove_left_over(path: Path) -> None:
     start, end = f".{path.stem}.", f".draft{path.suffix}"
     with contextlib.suppress(OSError):
         for name in os.listdir(path.parent):
+            # 16: the hexadecimal digits of the draft's name. A named pipe of that name must not block the open.
             if name.startswith(start) and name.endswith(end) and len(name) == len(start) + 16 + len(end):
                 with contextlib.suppress(OSError), _locked(path.with_name(name), os.O_WRONLY | os.O_NONBLOCK):
                     path.with_name(name).unlink()

@@ -196,12 +196,14 @@ class Backend(abc.ABC):
     def is_its_own_channel(self) -> bool:
         """True if several optimizers exchange over this backend itself: because they may, or because it has no
         ``duplicate()``."""
+        # By name, any order is right. An elastic run's new rank must start no collective, and a duplicate takes one.
         alone = self.size == 1 or type(self).duplicate is Backend.duplicate
         return alone or self.pairs_by_name or self.elastic
 
     @property
     def channels(self) -> "Channels":
         """Channels that were duplicated from this backend."""
+        # Made at first use: Backend has no __init__ that users' classes would have to call.
         return self.__dict__.setdefault("_channels", Channels())
 
     def allgather_object(self, value: object) -> list[Any]:
@@ -224,7 +226,7 @@ class Backend(abc.ABC):
         padded = np.zeros(max(sizes), np.uint8)
         padded[: raw.size] = raw
         parts = self.allgather(self.tensor_of(padded)).wait()
-        arrays = [np.asarray(part.cpu() if hasattr(part, "cpu") else part) for part in parts]
+        arrays = [np.asarray(part.cpu() if hasattr(part, "cpu") else part) for part in parts]  # NCCL gathers on the GPU
         self.sent_bytes = before
         return [pickle.loads(part[:size].tobytes()) for part, size in zip(arrays, sizes, strict=True)]
 
@@ -259,7 +261,7 @@ class Backend(abc.ABC):
         with waiting(place) as wait:
             try:
                 yield
-            except GraceError:
+            except GraceError:  # it names the ranks already
                 raise
             except Exception as error:
                 raise self.engine_error(wait.place(), "", error) from error
@@ -289,6 +291,7 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """Call the functions that :meth:`at_shutdown` registered, close channels, and shut down."""
         try:
+            # Taken out first, so that a second close() calls none of them again.
             for function in self.__dict__.pop("closing", []):
                 function()
         finally:
@@ -365,6 +368,7 @@ class Channels:
 
     def free_channels(self) -> FreeChannels:
         """Return the channels that are free on this rank, which :meth:`acquire` needs from all ranks."""
+        # Collectives under way would be paired with those of the next optimizer.
         idle = {number: c.started for number, c in enumerate(self.made) if c.started == c.done}
         return {number: count for number, count in idle.items() if number not in self.taken}
 

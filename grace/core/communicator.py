@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Ctx, Tensor
-from grace.core.context import Context
+from grace.core.context import AnyContext
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
@@ -140,7 +140,7 @@ class Communicator(Component):
         it for the same variables in the same order, at the end of the step."""
         raise TypeError(f"{type(self).__name__} must define send_receive(tensors, ctx, name)")
 
-    def async_send(self, tensors: list[Tensor], name: str) -> Any:
+    def async_send(self, tensors: list[Tensor], name: str) -> object:
         """Start to exchange one variable's payload; return the handles for :meth:`wait_receive`."""
         raise TypeError(f"{type(self).__name__} must define async_send(tensors, name)")
 
@@ -165,6 +165,7 @@ class Communicator(Component):
                 taken = inspect.signature(vars(base)["__init__"]).parameters.values()
                 named = [p for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
                 for p in named:
+                    # A default of the nearer class hides that of its base.
                     found.setdefault(p.name, dataclasses.MISSING if p.default is p.empty else p.default)
                 if all(p.kind != p.VAR_KEYWORD for p in taken):
                     break
@@ -177,7 +178,7 @@ class Communicator(Component):
         """Return the reason why this communicator cannot carry the compressor's payloads; None if it can."""
         traits = compressor.traits
         if cls.sums and not traits.summable:
-            if type(compressor).__module__.startswith("grace."):
+            if is_ours(type(compressor)):
                 return "its payloads cannot be summed by the engine"
             return (
                 "its traits do not say that the engine may sum its payloads (where it may, as where all ranks draw the "
@@ -284,6 +285,7 @@ class Communicator(Component):
         found: dict[int, tuple[str, Component]] = {}
         for kind, component in self.components.items():
             for name, part in component.named_components().items():
+                # By state, since two components may hold the same part: it is saved once.
                 found.setdefault(id(part.state), (f"{kind}.{name}" if name else kind, part))
         return dict(found.values())
 
@@ -292,7 +294,7 @@ class Communicator(Component):
         own = {"backend": LocalBackend(), "_by_hand": None, "uncompressed": None}
         return {**super().__getstate__(), **own}
 
-    def bind(self, context: Context, backend: Backend | None = None) -> None:
+    def bind(self, context: AnyContext, backend: Backend | None = None) -> None:
         """Join a run: set the context of both parts, and the backend."""
         super().bind(context)
         if backend is not None:
@@ -419,6 +421,7 @@ def _transfer_methods(cls: type[Communicator]) -> tuple[str, ...]:
             lacking = [name for name in methods if getattr(cls, name) is getattr(Communicator, name, None)]
             if lacking:
                 raise ConfigError(f"{cls.__name__} defines one of {' and '.join(methods)}, and lacks {lacking[0]}()")
+            # The last two groups move single payloads, which a base that cuts or sums buckets cannot follow.
             if methods in TRANSFER_METHODS[3:] and (cls.sums or cls.cuts or cls.rooted or hasattr(cls, "begin")):
                 raise ConfigError(
                     f"{cls.__name__} defines {methods[0]}(), and its base moves whole buckets: derive it from "

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, TypeVar, cast
 
-from grace.core.context import Context
+from grace.core.context import AnyContext, Context
 from grace.core.state import State
 from grace.errors import ConfigError
 
@@ -41,11 +41,12 @@ class Component:
         """Create the object with a state and a context here, because users' classes may not call
         ``super().__init__``."""
         made = super().__new__(cls)
+        # Past __setattr__, which refuses these two names in users' classes.
         object.__setattr__(made, "state", State())
         object.__setattr__(made, "context", Context())
         return made
 
-    def bind(self, context: Context) -> None:
+    def bind(self, context: AnyContext) -> None:
         """Set the run that the component and its parts take part in."""
         if self._binding:  # parts that know each other
             return
@@ -71,6 +72,7 @@ class Component:
         """
         found: dict[str, Component] = {"": self}
         seen, todo = {id(self)}, [("", self)]
+        # The list grows while it is iterated: breadth first.
         for prefix, component in todo:
             for name, part in component.parts():
                 if id(part) not in seen:
@@ -100,6 +102,7 @@ class Component:
         copies = {} if copies is None else copies
         if id(self) in copies:
             return cast(C, copies[id(self)])
+        # A part that was replaced meanwhile may have left its id to an object of another class.
         known = None if former is None else former.get(id(self))
         other = cast(C, known) if type(known) is type(self) else object.__new__(type(self))
         # Registered before its parts are copied, because a part may refer to this component.
@@ -135,6 +138,7 @@ class Component:
         """Give up the ownership by a runner, if it has it."""
         for component in self.named_components().values():
             if component._owner is not None and component._owner() is owner:
+                # Not None: the next owner then clears the state, as that of an owner that was garbage-collected.
                 object.__setattr__(component, "_owner", _no_owner)
 
     def __getstate__(self) -> dict[str, object]:
@@ -187,6 +191,7 @@ class Component:
         """Refuse a parameter that is not a number in [low, high] (or (low, high] if ``low_open``)."""
         value = getattr(self, key)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # "not value <= high" refuses NaN, too, and the last test infinity where there is no upper bound.
         if not number or not (value > low if low_open else value >= low) or not value <= high or value == math.inf:
             left = "(" if low_open else "["
             right = f"{high:g}]" if high < math.inf else "inf)"
@@ -203,6 +208,7 @@ class Component:
     def check_choice(self, key: str, choices: tuple[object, ...]) -> None:
         """Refuse a parameter that is not one of ``choices``."""
         value = getattr(self, key)
+        # True equals 1: neither may stand for the other.
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
             raise self.refuse(f"{key} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
@@ -226,6 +232,7 @@ def _mapped(value: object, change: Callable[[Component], Component]) -> object:
     """Return a value with ``change`` applied to each component in it."""
     if isinstance(value, Component):
         return change(value)
+    # Containers without components stay the same objects, so that a copy shares them.
     if isinstance(value, (list, tuple, dict)) and next(_components("", value), None) is not None:
         if isinstance(value, dict):
             return {key: _mapped(item, change) for key, item in value.items()}

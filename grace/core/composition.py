@@ -98,6 +98,7 @@ class Composed(Compressor):
 
     @property
     def _damps(self) -> bool:
+        # Of one value: only whether there is a bound at all.
         return self.sparsifier.traits.memory != "none" and self.values.variance(1) is not None
 
     noise_advice = "values of bounded variance, as qsgd or natural have"

@@ -12,6 +12,7 @@ from grace.kernels import kernels_of
 from grace.kernels.checks import check_range
 from grace.kernels.index_coding import coded_as, decode, encode
 
+# No class: the tensors of NumPy, torch and TensorFlow have no base in common.
 Tensor = Any
 Payload = list[Tensor]
 Shape = tuple[int, ...]
@@ -215,6 +216,7 @@ class Compressor(StatefulComponent):
     def exchange(self, tensor: Tensor, name: str) -> Generator[Payload, Payload, tuple[Payload, Ctx]]:
         """Run the rounds of a method with ``traits.rounds > 1``: yield each payload, receive its mean over ranks, and
         return the final ``(payload, ctx)``, which decodes to the aggregate on every rank."""
+        # exchange() and exchange_all() are each defined by the other: a class must define one.
         if type(self).exchange_all is Compressor.exchange_all:
             raise TypeError(f"{type(self).__name__} must define compress(tensor, name)")
         rounds = self.exchange_all([tensor], [name])
@@ -248,6 +250,7 @@ class Compressor(StatefulComponent):
                     payloads.append(one.send(mean))
                 except StopIteration as end:
                     returned.append(end.value)
+            # Variables share their collectives, so all of them must take equally many rounds.
             if returned or not rounds:
                 if payloads:
                     raise TypeError(

@@ -58,13 +58,14 @@ class Context:
         """The counters that all ranks compare in every step (:data:`STAMPED`)."""
         return tuple(getattr(self, name) for name in STAMPED)
 
-    def copy_stamped(self, other: "Context | SubgroupContext") -> None:
+    def copy_stamped(self, other: "AnyContext") -> None:
         """Take over another context's counters that ranks compare."""
         for name in STAMPED:
             setattr(self, name, getattr(other, name))
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Return random numbers for one variable at this step, the same on all ranks if ``shared``."""
+        # A captured graph draws other numbers at each replay only if it reads the step from memory.
         who = "shared" if shared else str(self.rank)
         return Stream(stream_key(self.seed, name, who), self.step if self.device_step is None else self.device_step)
 
@@ -83,6 +84,7 @@ class SubgroupContext:
     stream, stamped, copy_stamped = Context.stream, Context.stamped, Context.copy_stamped
 
     def __init__(self, whole: Context, rank: int, size: int):
+        # Not by assignment, which would write to the whole run's context.
         vars(self).update(_whole=whole, rank=rank, size=size, partial=True)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,3 +92,6 @@ class SubgroupContext:
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(vars(self)["_whole"], name, value)
+
+
+AnyContext = Context | SubgroupContext

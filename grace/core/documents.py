@@ -164,6 +164,7 @@ def _fits(value: object, wanted: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
     if wanted in (int, float):
+        # A larger whole number would raise when it meets a float.
         kinds = (int,) if wanted is int else (int, float)
         return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return wanted is Any or isinstance(value, wanted)
@@ -209,7 +210,7 @@ def _check(document: object) -> None:
         level = below
         if not level:
             return
-    raise RecursionError
+    raise RecursionError  # parse() turns it into a message
 
 
 def _check_text(text: str) -> None:
@@ -233,28 +234,39 @@ def _yaml(text: str) -> Any:
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
-        def construct_object(self, node: Any, deep: bool = False) -> Any:
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
             word = node.tag.rpartition(":")[2]
             try:
                 if word not in ("str", "int", "float", "bool", "null", "seq", "map", "merge"):
                     raise ValueError(f"could not determine a constructor for {node.tag}, which is not taken")
                 return super().construct_object(node, deep)
+            # PyYAML's constructors raise these for a text that does not suit its tag, as !!int x.
             except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
                 said = str(error) if isinstance(error, ValueError) else f"{node.value!r} cannot be read as {word}"
                 at = f" (line {node.start_mark.line + 1})"
                 raise ValueError(said if "line " in said else said + at) from None
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[object, object]:
-            self.flatten_mapping(node)
+        checked = set[yaml.Node]()
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            # Keys are checked before those of merged mappings (<<), which they may override, come among them.
+            if node not in self.checked:
+                self.checked.add(node)
+                self.check_keys(node)
+            super().flatten_mapping(node)
+
+        def check_keys(self, node: yaml.MappingNode) -> None:
             seen = set()
             for key, _ in node.value:
-                name = self.construct_object(key, deep=True)
+                if key.tag.endswith(":merge"):
+                    continue
+                # PyYAML takes the key "=" for a tag of its own, and makes text of it when it flattens.
+                name = key.value if key.tag.endswith(":value") else self.construct_object(key, deep=True)
                 if isinstance(name, (list, dict)):
                     raise ValueError(f"line {key.start_mark.line + 1}: a list or an object is no key")
                 if name in seen:
                     raise ValueError(f"line {key.start_mark.line + 1}: the key {name!r} stands there a second time")
                 seen.add(name)
-            return super().construct_mapping(node, deep)
 
     try:
         return yaml.load(text, Plain)

@@ -23,8 +23,8 @@ ITEM_SIZE = {
 
 
 def wrap_compress(
-    compress: Callable[..., tuple[list[Tensor], Any]], ours: bool = False
-) -> Callable[..., tuple[list[Tensor], Any]]:
+    compress: Callable[..., tuple[list[Tensor], object]], ours: bool = False
+) -> Callable[..., tuple[list[Tensor], object]]:
     """Wrap ``compress(tensor, name)``: it gets float32 unless the method is exact, and returns a list of tensors and
     ctx.
 
@@ -37,7 +37,7 @@ def wrap_compress(
     """
 
     @functools.wraps(compress)
-    def encoded(self: Any, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
+    def encoded(self: Any, tensor: Tensor, name: str) -> tuple[list[Tensor], object]:
         kernels = kernels_of(tensor)
         dtype = kernels.dtype(tensor)
         if dtype != "float32" and not self.traits.exact:
@@ -87,10 +87,11 @@ def _describe_type(value: object) -> str:
 def wrap_aggregate(aggregate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``aggregate(payloads, ctx, out, count)`` so that it may also be defined, and called, in GRACE's form
     ``aggregate(tensors)`` with decoded tensors."""
-    by_tensors = len(inspect.signature(aggregate).parameters) == 2
+    by_tensors = len(inspect.signature(aggregate).parameters) == 2  # self and tensors
 
     @functools.wraps(aggregate)
     def aggregated(self: Any, payloads: list[list[Tensor]], *more: Any, **named: Any) -> Tensor:
+        # GRACE calls aggregate(tensors), with nothing behind them.
         if by_tensors:
             return (
                 _by_tensors(self, aggregate, payloads, *more, **named) if more or named else aggregate(self, payloads)
@@ -104,7 +105,7 @@ def _by_tensors(
     compressor: Any,
     aggregate: Callable[..., Tensor],
     payloads: list[list[Tensor]],
-    ctx: Any,
+    ctx: object,
     out: Tensor,
     count: float,
 ) -> Tensor:
@@ -123,13 +124,14 @@ def check_shape(value: Tensor, out: Tensor, what: str = "decompress()") -> Tenso
     Raises:
         PayloadError: it has another shape, and would be broadcast.
     """
+    # A result that is no tensor gets a shape that equals no other.
     got, wanted = tuple(getattr(value, "shape", ("none",))), tuple(out.shape)
     if got != wanted and None not in (*got, *wanted):
         raise PayloadError(f"{what} gave a tensor of shape {got}, where {wanted} is wanted")
     return value
 
 
-def check_decodes(compressor: Any, payload: list[Tensor], ctx: Any, tensor: Tensor, name: str) -> None:
+def check_decodes(compressor: Any, payload: list[Tensor], ctx: object, tensor: Tensor, name: str) -> None:
     """Refuse a compressor that decodes its own payload to another shape, before anything is sent."""
     try:
         check_shape(compressor.decompress(payload, ctx), tensor)

@@ -56,6 +56,7 @@ class Memory(StatefulComponent):
         state. A memory that keeps other tensors overrides it."""
         found = [part.state.get(name) for part in self.named_components().values()]
         values = [item for value in found for item in (value.values() if isinstance(value, dict) else (value,))]
+        # NumPy's scalars have a shape, too.
         return [value for value in values if hasattr(value, "shape") and not isinstance(value, Number)]
 
     @classmethod
@@ -66,6 +67,7 @@ class Memory(StatefulComponent):
     def rescale(self, factor: float) -> None:
         """Multiply the state by ``factor``, by which the loss scale changed. A memory whose state has numbers in other
         units than the gradient's overrides it."""
+        # Dicts of users' memories (self.residuals = {}) have states of their own.
         for state in (
             self.state,
             *(part.state for part in self.named_components().values() if isinstance(part, TransactionalDict)),
@@ -103,6 +105,7 @@ class ErrorFeedback(Memory):
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         a, residual, b = self.recall(name)
         if residual is None:
+            # The kernel of two terms, the second times 0: a new tensor, since update() writes into it.
             return kernels_of(tensor).combine(b, tensor, 0.0, tensor)
         return kernels_of(tensor).combine(a, residual, b, tensor)
 

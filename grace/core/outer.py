@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from grace.core.compressor import Tensor
 from grace.core.registry import make
@@ -75,7 +75,7 @@ class Outer:
     merge: float = 0.0
     over: str = "ranks"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the settings' form in a file: those that differ from their defaults, and the period.
 
         >>> Outer("nesterov(lr=0.7)", 20).to_dict()
@@ -92,7 +92,7 @@ class Outer:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 yield key, f"must be a whole number of at least {low}, not {value!r}"
-                return
+                return  # the checks below divide by these numbers
         try:
             make("outer", self.optimizer)
         except ConfigError as error:
@@ -126,6 +126,6 @@ class Outer:
         'outer nesterov(lr=0.5, period=20, fragments=2)'
         """
         named = self.to_dict()
-        name, _, inside = named.pop("optimizer").removesuffix(")").partition("(")
+        name, _, inside = str(named.pop("optimizer")).removesuffix(")").partition("(")
         settings = [*filter(None, [inside]), *(f"{key}={value}" for key, value in named.items())]
         return f"outer {name}({', '.join(settings)})"

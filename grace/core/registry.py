@@ -17,6 +17,7 @@ from typing import Any
 from grace.core import specs
 from grace.core.component import Component
 from grace.core.composition import Composed
+from grace.core.compressor import Compressor
 from grace.core.schema_words import hint
 from grace.errors import ConfigError
 
@@ -51,6 +52,7 @@ def register(cls: type[Component]) -> type[Component]:
     if not cls.name or not cls.name.isidentifier():
         raise ConfigError(f"{cls.__qualname__} needs a class attribute name = '...', a plain word")
     taken = known(cls.kind).get(cls.name)
+    # The same name in the same place is a module that runs again, such as a notebook's cell.
     if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ConfigError(f"the {cls.kind} name {cls.name!r} is taken by {taken.__module__}.{taken.__qualname__}")
     if cls.name in _discover(cls.kind)[1]:
@@ -77,7 +79,7 @@ def noun(kind: str) -> str:
     return "outer optimizer" if kind == "outer" else kind
 
 
-def aliases(kind: str) -> dict[str, dict[str, Any]]:
+def aliases(kind: str) -> dict[str, dict[str, object]]:
     """Return the short names of a kind, and the dict specs that they stand for.
 
     >>> aliases("compressor")["bf16"]
@@ -133,12 +135,12 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
         return Composed(make(kind, parts[0]), make(kind, parts[1]))
     name, parameters = specs.parse(spec)
     if name in _discover(kind)[1]:
-        alias = _discover(kind)[1][name]
-        name, parameters = alias["name"], {**{k: v for k, v in alias.items() if k != "name"}, **parameters}
+        name, defaults = specs.parse(_discover(kind)[1][name])
+        parameters = {**defaults, **parameters}  # the user's win
     return _class(kind, name)(**checked(kind, name, parameters))
 
 
-def legal_communicators(compressor: Component) -> list[str]:
+def legal_communicators(compressor: Compressor) -> list[str]:
     """Return the names of the communicators that can carry a compressor's payloads.
 
     >>> legal_communicators(make("compressor", "topk"))
@@ -148,7 +150,7 @@ def legal_communicators(compressor: Component) -> list[str]:
     return [name for name, cls in classes if cls.accepts(compressor) is None]
 
 
-def legal_memories(compressor: Any) -> list[str]:
+def legal_memories(compressor: Compressor) -> list[str]:
     """Return the names of the memories that can serve a compressor.
 
     >>> legal_memories(make("compressor", "onebit"))
@@ -163,6 +165,7 @@ def _class(kind: str, name: str) -> type[Component]:
     components = known(kind)
     if name not in components and name in unusable(kind):
         why = unusable(kind)[name]
+        # A new error: one object that is raised again and again would collect their tracebacks.
         raise ConfigError(str(why)) from why.__cause__
     if name not in components:
         names = sorted([*components, *_discover(kind)[1]])
@@ -170,7 +173,7 @@ def _class(kind: str, name: str) -> type[Component]:
     return components[name]
 
 
-def checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def checked(kind: str, name: str, parameters: dict[str, object]) -> dict[str, object]:
     """Return the parameters if the component has all of them and needs no others.
 
     Raises:
@@ -193,11 +196,11 @@ def _describe(point: EntryPoint) -> str:
 
 
 @functools.cache
-def _discover(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, Any]], dict[str, ConfigError]]:
+def _discover(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, object]], dict[str, ConfigError]]:
     """Return the built-in and entry point components of a kind, the aliases that built-in modules define, and the
     errors of entry points that cannot be used."""
     classes: dict[str, type[Component]] = {}
-    aliases: dict[str, dict[str, Any]] = {}
+    aliases: dict[str, dict[str, object]] = {}
     for other, folder in KINDS.items():
         if kind != other and not {kind, other} <= SHARING:
             continue

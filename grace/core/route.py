@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from grace.core.backend import Backend, Handle, Tensor
 from grace.kernels import kernels_of
@@ -95,6 +94,7 @@ def _broadcast(backend: Backend, wire: Tensor, root: int | None) -> Handle:
 
 
 def _round_a_ring(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
+    # A reduce-scatter and an all-gather around the ring: (W-1)/W of the buffer each.
     return 2 * (ranks - 1) / ranks * nbytes
 
 
@@ -165,20 +165,24 @@ class EngineTraits:
     on_cpu: bool = True
 
 
-def route_of(communicator: Any, wires: Sequence[float], engine: EngineTraits, varies: bool = False) -> Route:
+def route_of(
+    route_of_wire: Callable[[float, EngineTraits], Route],
+    wires: Sequence[float],
+    engine: EngineTraits,
+    varies: bool = False,
+) -> Route:
     """Return the route of a bucket: a communicator's legs for each of the method's rounds. Legs that exchange sizes are
     inserted before payloads that differ in size.
 
     Args:
-        communicator: its ``route_of_wire(nbytes, engine)`` gives the legs of one wire.
+        route_of_wire: a communicator's legs of one wire, by the wire's bytes and the engine's traits.
         wires: bytes of the wire of each round.
         engine: the engine's traits.
         varies: True if payloads may differ in size.
     """
     route: list[Leg] = []
     for number, nbytes in enumerate(wires):
-        legs = communicator.route_of_wire(nbytes, engine)
-        for leg in legs:
+        for leg in route_of_wire(nbytes, engine):
             later = number > 0 and leg.carries is Carries.GRADIENTS
             route.append(replace(leg, carries=Carries.ROUND) if later else leg)
     return _with_sizes(route, engine.concatenates) if varies else route
@@ -192,6 +196,7 @@ def _with_sizes(route: Route, concatenates: bool) -> Route:
         return [replace(first, collective=CONCATENATE), *route[1:]]
     found = [Leg(ALL_GATHER, Carries.SIZES)]
     for leg in route:
+        # Owners compress means anew, so sizes travel once more.
         if leg.carries is Carries.MEANS:
             found.append(replace(leg, carries=Carries.SIZES))
         found.append(leg)

@@ -1,10 +1,14 @@
 """Messages for errors that pydantic found in users' files."""
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from grace.core.documents import shown
+
+if TYPE_CHECKING:  # a run without a strategy needs no pydantic
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
 
 RIGHT = {
     "bool_type": "must be true or false",
@@ -31,7 +35,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def refuse_unknown_keys(model: Any, value: Any) -> Any:
+def refuse_unknown_keys(model: "type[BaseModel]", value: object) -> object:
     """Return the value of a model unchanged; a validator that runs before the model's own.
 
     Args:
@@ -51,13 +55,13 @@ def refuse_unknown_keys(model: Any, value: Any) -> Any:
     return value
 
 
-def location(error: Mapping[str, Any]) -> list[str | int]:
+def location(error: "ErrorDetails") -> list[str | int]:
     """Return the keys and indices that lead to an error, an unknown key included."""
     key = error["ctx"]["key"] if error["type"] == "unknown_key" else None
     return [*error["loc"], *([] if key is None else [key])]
 
 
-def in_words(error: Mapping[str, Any], hidden: bool = False) -> str:
+def in_words(error: "ErrorDetails", hidden: bool = False) -> str:
     """Return the message for one of ``ValidationError.errors()``.
 
     Args:

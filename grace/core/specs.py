@@ -40,9 +40,9 @@ def parse(spec: Spec) -> tuple[str, dict[str, Any]]:
     if isinstance(tree, ast.Name):
         return tree.id, {}
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
-        if tree.args or any(keyword.arg is None for keyword in tree.keywords):
+        if tree.args or any(keyword.arg is None for keyword in tree.keywords):  # **options
             raise ConfigError(f"{spec}: write parameters by name, as in topk(ratio=0.01)")
-        if len({keyword.arg for keyword in tree.keywords}) < len(tree.keywords):
+        if len({keyword.arg for keyword in tree.keywords}) < len(tree.keywords):  # only compile() would refuse it
             raise ConfigError(f"{spec}: a parameter is given twice")
         return tree.func.id, {k.arg: _literal(spec.strip(), k) for k in tree.keywords}  # type: ignore[misc]
     raise ConfigError(f"cannot read the spec {spec!r}; write it like 'topk(ratio=0.01)'")

@@ -48,6 +48,7 @@ class State(MutableMapping[str, Value]):
         for name in names:
             if (one := self.deferred.get(name)) is not None:
                 one.finish()
+                # One computation serves all variables of a bucket. A new dict: callers may be iterating over this one.
                 self.deferred = {key: other for key, other in self.deferred.items() if other is not one}
 
     @contextlib.contextmanager
@@ -139,6 +140,7 @@ class State(MutableMapping[str, Value]):
         >>> float(kept[0]), s["w"] is kept
         (1.0, True)
         """
+        # Once for each computation, which stands under the names of all its variables.
         for one in {id(one): one for name, one in self.deferred.items() if name in self._staged}.values():
             one.write(into)
         for name, staged in self._staged.items():
@@ -174,6 +176,7 @@ class State(MutableMapping[str, Value]):
     def map(self, function: Callable[[Value], Value]) -> None:
         """Commit, and replace every array and number, dicts included, by ``function(value)``."""
         self.run_deferred(*self.deferred)
+        # Committed first: a value that was only staged would escape the function.
         self.commit()
         for name, value in self._committed.items():
             if isinstance(value, dict):

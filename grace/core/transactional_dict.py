@@ -48,6 +48,7 @@ class TransactionalDict(Component, MutableMapping[Any, Value]):
             self.unsaved_items[name] = value
             return
         self.unsaved_items.pop(name, None)
+        # The same object is a change in place of the copy that this step already staged.
         changed_in_place = self.state.changed(name) and self.state.get(name) is value
         self._staged(name, value if changed_in_place else _copy(value))
 
@@ -76,6 +77,7 @@ class TransactionalDict(Component, MutableMapping[Any, Value]):
     def __repr__(self) -> str:
         return f"TransactionalDict({', '.join(map(repr, self))})"
 
+    # MutableMapping compares by items; components are told apart by identity, in sets and dicts too.
     __hash__ = Component.__hash__
     __eq__ = object.__eq__
 
@@ -91,6 +93,7 @@ def _is_array(value: object) -> bool:
 
 def _copy(value: Value) -> Value:
     """Return a copy of a tensor, or the value itself if it is immutable."""
+    # torch's tensors have detach(), NumPy's arrays setflags(); TensorFlow's tensors are immutable, as numbers are.
     if hasattr(value, "detach"):
         return value.detach().clone()
     return value.copy() if hasattr(value, "setflags") else value
@@ -118,6 +121,7 @@ class StatefulComponent(Component):
                 before.replace(value)
                 return
             if not value:
+                # A defaultdict keeps its factory.
                 value = TransactionalDict(getattr(value, "default_factory", None))
                 self.mark_stateful()
         object.__setattr__(self, key, value)

@@ -47,6 +47,7 @@ class Variable:
         return f"{'sparse ' if self.sparse else ''}{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+# Whole parts of a name only: at its start, or behind a dot.
 WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 

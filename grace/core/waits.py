@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from grace.errors import ConfigError
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for others by default."""
+# Python refuses waits of more than threading.TIMEOUT_MAX, 9.2e9 s.
 LONGEST = 1e9
 
 _chosen: float | None = None
@@ -50,7 +50,7 @@ def timeout_for(engines: float | None = None) -> float:
     return TIMEOUT if engines is None else min(TIMEOUT, engines)
 
 
-def _checked(value: Any, what: str) -> float:
+def _checked(value: float | str, what: str) -> float:
     try:
         seconds = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -122,6 +122,7 @@ def current_position() -> tuple[list[str], str]:
     thread = _program if trains else threading.main_thread()
     frame = sys._current_frames().get(thread.ident or 0)
     inner = ""
+    # From the library that runs out to the user's own line.
     while frame is not None and not _is_users(frame):
         if not inner and not _is_graces(frame):
             inner = f", in {frame.f_code.co_name}()"
@@ -142,6 +143,7 @@ def called_function() -> str:
     return f"{name}()"
 
 
+# "<" for <string> and <frozen ...>, which are no files.
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
 
 

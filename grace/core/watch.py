@@ -139,6 +139,7 @@ class Watch:
         """Warn of waits that take long, and end those that take too long.
 
         A function of its own: a local variable of the loop above would keep the last wait's exchange alive."""
+        # A copy: other threads begin and end waits meanwhile.
         for wait in list(waits.values()):
             seconds = time.monotonic() - wait.began
             if not wait.warned and seconds > WARN_SECONDS:
@@ -146,7 +147,7 @@ class Watch:
                 wait.warned = True
                 threading.Thread(target=self._warn, args=(wait,), daemon=True).start()
             if seconds > wait.timeout:
-                wait.timeout = math.inf
+                wait.timeout = math.inf  # it is given up once
                 threading.Thread(target=self._give_up, args=(wait,), daemon=True).start()
 
     def _handle_message(self, message: Message) -> None:
@@ -157,6 +158,7 @@ class Watch:
             return
         with self.news:
             if "ended" in message:
+                # The first report counts: the connection of a rank that failed is lost a moment later.
                 self.ended.setdefault(int(message["ended"]), (str(message["how"]), time.monotonic()))
             elif "met" in message:
                 self.met, self.said = int(message["met"]), message["said"]
@@ -201,6 +203,7 @@ class Watch:
             self.line.send(ask=number)
             # The server answers after ANSWER_SECONDS even if ranks do not, and a poll under way may delay it as long.
             self.news.wait_for(lambda: number in self.answers or self.closing, 2 * watch_server.ANSWER_SECONDS)
+            # No answer at all: then rank 0 is silent, unless its end is among those that are known.
             answers = self.answers.pop(number, [([], SILENT, [0])] if 0 not in self.ended else [])
         absent = [f"rank {rank} {how}" for rank, (how, _) in list(self.ended.items())]
         there = []
@@ -267,6 +270,7 @@ class Watch:
             self.wait_for_end_report()
         text = " ".join(f"{kind.__name__}: {value}".split())[:500]
         failed = {rank: how for rank, (how, _) in list(self.ended.items()) if how != LEFT}
+        # Reports stand in the order in which they came.
         first = next(iter(failed), self.rank)
         left = [rank for rank, (how, _) in list(self.ended.items()) if how == LEFT]
         self.report_end(f"{FOLLOWED if follows and self.ended else 'failed'}: {text}")
@@ -326,6 +330,7 @@ def check_same_operation(backend: Any, kind: str, name: str) -> None:
         RankError: ranks are about to start different operations.
     """
     watch = _open_once(backend)
+    # The server compares once all ranks of the run have reported, and here only some of them come.
     if watch is None or backend.members is not None:
         return
     register_training_thread()
@@ -337,6 +342,7 @@ def check_same_operation(backend: Any, kind: str, name: str) -> None:
     while watch.met < number:
         with watch.news:
             watch.news.wait_for(lambda: watch.met >= number, patience.interval)
+        # Without the lock: it may ask for positions, and wait for the answer.
         patience()
     if watch.said:
         told = "; ".join(f"{_ranks(ranks)} {_are(ranks)} in {name}" for name, ranks in watch.said)

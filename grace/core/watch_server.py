@@ -70,6 +70,7 @@ class Line:
         """Number of the rank at the other end; -1 until it has authenticated."""
         self.longest = LONGEST_HELLO
         self.lock = threading.Lock()
+        # A rank that is stopped must not block the server's only thread in sendall().
         connection.settimeout(SEND_SECONDS)
         # Operations wait for these messages, which are small: TCP must not collect them.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -145,7 +146,8 @@ class WatchServer:
             # While positions are awaited, wake up for the deadline: a stopped rank sends nothing.
             for key, _ in self.selector.select(0.1 if self.asking else None):
                 key.data()
-            if self.asking and (time.monotonic() > self.deadline or not self._unanswered()):
+            awaited = self.ranks.keys() - self.answers.keys() - self.ended.keys()
+            if self.asking and (time.monotonic() > self.deadline or not awaited):
                 self._send_positions()
         self.close_sockets()
 
@@ -160,6 +162,7 @@ class WatchServer:
     def _read(self, line: Line) -> None:
         """Read and handle the messages of a connection. This thread survives any input, since all ranks depend on
         it."""
+        # An event of a connection that an earlier event of this round has closed.
         messages = None if line.rank < 0 and line not in self.unauthenticated else line.receive()
         for message in messages or ():
             if line.rank < 0 and not self._authenticate(line, message):
@@ -182,7 +185,7 @@ class WatchServer:
     def _authenticate(self, line: Line, message: Message) -> bool:
         """Return True if a connection's first message has the number of a missing rank and the run's token. Register
         that rank; once all ranks are registered, close the listener and all other connections."""
-        rank, token = message.get("rank"), message.get("token")
+        rank, token = message.get("rank"), message.get("token")  # True is an int
         if type(rank) is not int or rank in self.ranks or not 0 <= rank < self.size or not isinstance(token, str):
             return False
         # compare_digest takes the same time for any wrong token; backslashreplace keeps halves of surrogate pairs.
@@ -208,6 +211,7 @@ class WatchServer:
             self._compare_operation(int(message["meet"]), line.rank, str(message["kind"]), str(message["name"]))
         elif "ask" in message:
             now = time.monotonic()
+            # The first request starts a poll; later ones join it, and ask again if positions may have changed.
             if not self.asking:
                 self.polled += 1
                 self.answers = {}
@@ -216,7 +220,7 @@ class WatchServer:
                 self.polled_at = now
                 self._broadcast(where=self.polled)
             self.asking.append((line, message["ask"]))
-        elif message.get("answer") == self.polled:
+        elif message.get("answer") == self.polled:  # others belong to an earlier poll
             self.answers[line.rank] = ([str(place) for place in message["places"]], str(message["line"]))
 
     def _broadcast(self, **message: object) -> None:
@@ -241,10 +245,6 @@ class WatchServer:
             kinds.setdefault(other, []).append(member)
         said = [[operations[ranks[0]][1], sorted(ranks)] for ranks in kinds.values()]
         self._broadcast(met=number, said=said if len(kinds) > 1 else None)
-
-    def _unanswered(self) -> set[int]:
-        """Return the ranks whose positions are still awaited."""
-        return self.ranks.keys() - self.answers.keys() - self.ended.keys()
 
     def _send_positions(self) -> None:
         """Send the positions of all ranks to the ranks that requested them; equal positions are merged."""
@@ -277,7 +277,7 @@ def machine_id() -> str:
     """Return an identifier that is equal for ranks that reach each other over loopback: host name, boot and network
     namespace."""
     found = socket.gethostname()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # only Linux has /proc
         with open("/proc/sys/kernel/random/boot_id") as file:
             found += file.read()
         found += str(os.stat("/proc/self/ns/net").st_ino)
@@ -304,6 +304,7 @@ def connect(offer: Offer | None, rank: int) -> Line:
     if offer is None:
         raise OSError("it cannot listen")
     hosts, port, token = offer
+    # Rank 0 reaches itself, whatever its names resolve to.
     for host in ["127.0.0.1", *hosts] if rank == 0 else hosts:
         with contextlib.suppress(OSError):
             line = Line(socket.create_connection((host, port), timeout=CONNECT_SECONDS))

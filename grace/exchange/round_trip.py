@@ -160,7 +160,9 @@ class BucketProgram:
             engine = EngineTraits(self.size, backend.by_ring, backend.concatenates, on_cpu)
             wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
             wires += [wires[-1]] * (self.traits.rounds - len(wires))  # rounds whose layouts are not known yet
-            self._route = backend.supported(route_of(self.communicator, wires, engine, codec.varies), self.sums)
+            self._route = backend.supported(
+                route_of(self.communicator.route_of_wire, wires, engine, codec.varies), self.sums
+            )
         # Layouts are held to those of the first step afterwards; a graph runs the same legs in every step.
         compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
         return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route

@@ -65,7 +65,8 @@ def bytes_of(
     [('alltoall', 116.0), ('allgather', 29.0)]
     """
     wires = _Wires(bucket, engine, bits, rows or {}, headers)
-    route = route_of(wires.communicator, [wires.nbytes(one) for one in wires.rounds], engine, wires.codec.varies)
+    route_of_wire = wires.communicator.route_of_wire
+    route = route_of(route_of_wire, [wires.nbytes(one) for one in wires.rounds], engine, wires.codec.varies)
     found, number = [], 0
     for before, leg in zip([None, *route], route, strict=False):
         number += leg.carries is Carries.ROUND

@@ -1,10 +1,12 @@
 """The contract of codecs of whole buckets, which the loops of CPUs and the kernels of GPUs implement."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray as Array
+
+from grace.kernels.reference import Tensor
 
 
 class Placed(NamedTuple):
@@ -39,7 +41,9 @@ class BucketCodec:
     unfinished = False
     """True if x itself is kept, and ``finish`` makes residuals of it; ``encode`` subtracts from the x that it reads."""
 
-    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any) -> Any:
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
+    ) -> list[bool] | Tensor:
         """Write every payload into the wire, and the next residuals; on a device the end of the wire, too.
 
         Args:
@@ -67,6 +71,6 @@ class BucketCodec:
         """
         raise NotImplementedError
 
-    def finish(self, rows: Array, sides: Any) -> None:
+    def finish(self, rows: Array, sides: Tensor) -> None:
         """Subtract ``sides`` from residuals, and set it to zeros."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ def check_range(lowest: float, highest: float, n: int, what: str = "position") -
         raise PayloadError(f"{what} {int(highest if highest >= n else lowest)} is not in [0, {n})")
 
 
-def check_count(what: str, count: Any, wanted: Any) -> None:
+def check_count(what: str, count: object, wanted: object) -> None:
     """Raise PayloadError unless a count is the wanted one. A graph may not know counts: then they are tensors.
 
     >>> check_count("values", 2, 3)
@@ -27,7 +27,7 @@ def check_count(what: str, count: Any, wanted: Any) -> None:
         raise PayloadError(f"{count} {what}, where there must be {wanted}")
 
 
-def check_packed(nbytes: Any, bits: int, n: Any) -> None:
+def check_packed(nbytes: object, bits: int, n: Any) -> None:
     """Raise PayloadError unless so many bytes hold n packed codes."""
     check_count("bytes of codes", nbytes, (n * bits + 7) // 8)
 
@@ -45,7 +45,7 @@ def check_table(table: Any, bits: int) -> None:
         raise PayloadError(f"{entries} entries of a table, where there must be at most {1 << bits}")
 
 
-def check_quantized(codes: Any, scales: Any, n: Any, bucket_size: Any) -> None:
+def check_quantized(codes: object, scales: object, n: Any, bucket_size: int) -> None:
     """Raise PayloadError unless there are as many codes and scales as n elements have."""
     check_count("codes", codes, n)
     check_count("scales", scales, (n + bucket_size - 1) // bucket_size)

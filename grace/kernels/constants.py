@@ -67,6 +67,7 @@ FLOAT8 = float8_values()
 
 def deviation_limit(mean: float, deviation: float, factor: float) -> np.float32:
     """Return the limit at which :meth:`~grace.kernels.Kernels.clip_deviation` clips."""
+    # Not "<=": NaN has no spread to clip by, either.
     if not deviation > EQUAL_DEVIATION * abs(mean):
         return FLOAT32_MAX
     return np.float32(min(factor * deviation, float(FLOAT32_MAX)))

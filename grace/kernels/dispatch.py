@@ -4,12 +4,13 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
-from grace.kernels.reference import Kernels
+from grace.kernels.reference import Kernels, Tensor
 
+Choose = Callable[[Tensor], Kernels]
+"""Function that chooses among one framework's kernels."""
 _REFERENCE = Kernels()
 _THREAD = threading.local()
 
@@ -24,28 +25,28 @@ def arrays_by(kernels: Kernels) -> Iterator[None]:
         _THREAD.arrays = before
 
 
-def _torch_kernels() -> Callable[[Any], Kernels]:
-    from grace.kernels.torch.fused import kernels_of_tensor
+def _torch_kernels() -> Choose:
+    from grace.kernels.torch.fused import kernels_of_tensor  # a run without torch must not import it
 
     return kernels_of_tensor
 
 
-def _tensorflow_kernels() -> Callable[[Any], Kernels]:
+def _tensorflow_kernels() -> Choose:
     from grace.kernels.tensorflow.primitives import kernels_of_tensor
 
     return kernels_of_tensor
 
 
-_FRAMEWORKS: dict[str, tuple[tuple[str, ...], Callable[[], Callable[[Any], Kernels]]]] = {
+_FRAMEWORKS: dict[str, tuple[tuple[str, ...], Callable[[], Choose]]] = {
     "torch": (("Tensor",), _torch_kernels),
     "tensorflow": (("Tensor", "Variable"), _tensorflow_kernels),
 }
 """Names of a module's types, and the loader of the function that chooses among its kernels."""
-_CHOICES: dict[type, Callable[[Any], Kernels]] = {}
+_CHOICES: dict[type, Choose] = {}
 """Functions that choose kernels, by types of tensors: each type is searched for once."""
 
 
-def kernels_of(tensor: Any) -> Kernels:
+def kernels_of(tensor: Tensor) -> Kernels:
     """Return the kernels of this tensor's framework and device. Only frameworks already imported are considered.
 
     Raises:
@@ -57,6 +58,7 @@ def kernels_of(tensor: Any) -> Kernels:
     choose = _CHOICES.get(type(tensor))
     if choose is not None:
         return choose(tensor)
+    # Not kept by type, since each thread may choose other kernels.
     if isinstance(tensor, np.ndarray):
         return getattr(_THREAD, "arrays", _REFERENCE)
     for module, (names, load) in _FRAMEWORKS.items():

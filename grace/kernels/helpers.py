@@ -6,7 +6,6 @@ arguments by name. Payloads of other ranks are checked: ones that do not fit rai
 """
 
 import math
-from typing import Any
 
 from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed
@@ -163,7 +162,7 @@ def _typed(what: str, tensor: Tensor, wanted: str) -> Kernels:
     return k
 
 
-def _check(what: str, value: Any, low: int, high: float = math.inf) -> None:
+def _check(what: str, value: object, low: int, high: float = math.inf) -> None:
     """Raise ConfigError unless the value is a whole number in [low, high]."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"

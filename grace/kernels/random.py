@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 ROUNDS = 7
+# The constants of Philox4x32, and of its key schedule.
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 FEISTEL_ROUNDS = 8
@@ -65,6 +66,7 @@ def philox(
     >>> [f"{int(word[0]):08x}" for word in philox((zero,) * 4, (0, 0))]
     ['5f6fb709', '0d893f64', '4f121f81', '4f730a48']
     """
+    # In 64 bits, which hold products of two 32-bit numbers.
     c0, c1, c2, c3 = (word.astype(np.uint64) for word in counter)
     k0, k1 = key
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)

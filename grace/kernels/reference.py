@@ -80,7 +80,7 @@ class Kernels:
         """Return ``x`` as "float32", "float16", "bfloat16" or "float64", rounded to nearest even; overflow is Inf."""
         if dtype == "bfloat16":
             raise TypeError("NumPy has no bfloat16; use float16, or a framework's tensors")
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # NumPy would warn of an overflow, which is Inf here
             return x.astype(dtype, copy=False)
 
     def given(self, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Kernels:
         """Return a tensor to write to, whose elements may be anything, on the device of ``like``."""
         return self.zeros(shape, dtype, like)
 
-    def full(self, values: Sequence[Any], dtype: str, like: Tensor) -> Tensor:
+    def full(self, values: Sequence[float | Tensor], dtype: str, like: Tensor) -> Tensor:
         """Return a 1-d tensor of these numbers (or 0-d tensors) on the device of ``like``."""
         return np.array(values, dtype)
 
@@ -191,6 +191,7 @@ class Kernels:
 
     def add_rows(self, out: Tensor, rows: Tensor, values: Tensor, weight: float) -> Tensor:
         """Compute ``out[rows] += weight values`` along the first dimension; a row that comes twice adds twice."""
+        # Not out[rows] += ..., which adds only one of several equal rows.
         np.add.at(out, rows, np.asarray(weight, out.dtype) * values)
         return out
 
@@ -208,7 +209,7 @@ class Kernels:
 
     # -- arithmetic ------------------------------------------------------------------------------------
 
-    def all_finite(self, x: Tensor, most: float = math.inf) -> Any:
+    def all_finite(self, x: Tensor, most: float = math.inf) -> bool | Tensor:
         """Return True if no element is NaN, Inf, or larger in magnitude than ``most`` (as float32); where reading would
         wait, a 0-d tensor of 1.0 or 0.0."""
         return bool((np.isfinite(x) if most == math.inf else np.abs(x.astype(np.float32)) <= most).all())
@@ -270,6 +271,7 @@ class Kernels:
     def zero_columns(self, matrices: Sequence[Tensor]) -> bool:
         """Return True if :meth:`fill_zero_columns` may change one of these matrices; also where reading would wait, on
         GPUs and in graphs."""
+        # A matrix may have no rows.
         largest = [np.abs(x).max(axis=0, initial=0) for x in matrices]
         return not all(((most > 0) & (most <= LARGEST_FACTOR)).all() for most in largest)
 
@@ -278,6 +280,7 @@ class Kernels:
     def random_bits(self, stream: Stream, n: int, like: Tensor = None) -> Tensor:
         """Return the first n 32-bit numbers of a stream, in any integer dtype that holds them."""
         key_low, key_high, step, draw = stream.words
+        # A block has four numbers.
         block = np.arange((n + 3) // 4, dtype=np.uint64)
         low, high = (block & np.uint64(0xFFFFFFFF)).astype(np.uint32), (block >> np.uint64(32)).astype(np.uint32)
         counter = (low, high, np.full_like(low, step), np.full_like(low, draw))
@@ -300,6 +303,7 @@ class Kernels:
         """Return k <= n distinct indices below n, ascending: one from each of k equal slices of [0, n).
 
         Slice j is [floor(j n / k), floor((j + 1) n / k)); its index is start + floor(width bits[j] / 2**32)."""
+        # In 64 bits, since j n exceeds 32.
         starts = np.arange(k + 1, dtype=np.uint64) * np.uint64(n) // np.uint64(max(1, k))
         width = starts[1:] - starts[:-1]
         bits = self.random_bits(stream, k, like).astype(np.uint64)
@@ -323,6 +327,7 @@ class Kernels:
         """
         bucket_size = bucket_within(bucket_size, x.size)
         n, buckets = x.size, -(-x.size // bucket_size)
+        # Zeros add nothing to a norm, and are no largest magnitude.
         padded = np.zeros(buckets * bucket_size, np.float32)
         padded[:n] = np.abs(x)
         magnitude = padded.reshape(buckets, bucket_size)
@@ -332,7 +337,9 @@ class Kernels:
             squares = np.square(magnitude, dtype=np.float64).sum(axis=1)
             sizes = np.minimum(bucket_size, n - bucket_size * np.arange(buckets))
             scales = np.sqrt(squares) if norm == "l2" else np.sqrt(squares / sizes) * gaussian_reach(levels)
+        # The norm of float32s may be beyond their range.
         scales = np.minimum(scales, FLOAT32_MAX).astype(np.float32)
+        # A bucket of zeros has the scale 0.
         divisor = np.where(scales > 0, scales, np.float32(1))[:, None]
         exact = (magnitude / divisor * np.float32(levels)).reshape(-1)[:n]
         below, above = math.floor(levels), math.ceil(levels)  # of a code 0; they differ where there is no level 0
@@ -503,6 +510,7 @@ class Kernels:
         """Return the indices of the k largest magnitudes, ascending; of equal ones the lower index wins, and NaN is
         larger than Inf."""
         bits = x.view(np.uint32) & LOW31  # magnitudes in the order of their bit patterns
+        # Stable: of equal magnitudes the lower index comes first.
         order = np.argsort(~bits, kind="stable")[:k]
         return np.sort(order).astype(np.int32)
 
@@ -511,6 +519,7 @@ class Kernels:
         4096), as :meth:`topk` chooses them; of m elements at the end the ceil(k m / chunk) largest: of n
         ceil(k n / chunk)."""
         rows, count = -(-x.size // chunk), -(-k * x.size // chunk)
+        # -1 is below all magnitudes, so padding is chosen last.
         bits = np.full(rows * chunk, -1, np.int32)
         bits[: x.size] = x.view(np.uint32) & LOW31
         order = np.argsort(-bits.reshape(rows, chunk), axis=1, kind="stable")[:, :k]
@@ -540,6 +549,7 @@ class Kernels:
     def widen_chunks(self, narrow: Tensor, chunk: int, k: int) -> Tensor:
         """Return the indices that :meth:`topk_chunks` gave, from their lower 16 bits."""
         starts = np.arange(narrow.size, dtype=np.int32) // max(1, k) * chunk
+        # A chunk never crosses a multiple of 2^16, so its start has the upper bits of all its positions.
         return (starts & ~0xFFFF) | narrow.view(np.uint16)
 
     def above(self, x: Tensor, threshold: float) -> Tensor:
@@ -607,7 +617,7 @@ class Kernels:
         norm = np.sqrt(np.square(x, dtype=np.float64).sum())
         return (x.astype(np.float64) * clip_factor(limit, norm)).astype(np.float32)
 
-    def one_side(self, x: Tensor, sign: int) -> tuple[Tensor, Any]:
+    def one_side(self, x: Tensor, sign: int) -> tuple[Tensor, int | Tensor]:
         """Return ``max(sign x, 0)`` for sign 1 or -1, and the number of positive elements, as a 0-d tensor where
         reading would wait; NaN counts as 0."""
         positive = x > 0 if sign > 0 else x < 0
@@ -621,6 +631,7 @@ class Kernels:
         magnitude = np.abs(x)
         inside = magnitude <= np.float32(top)
         capped = np.where(inside, magnitude, np.float32(0))
+        # From more bits to fewer, since the last assignment counts.
         tags = np.full(x.shape, 3, np.uint8)
         tags[inside & (np.rint(capped * np.float32(1 / step16)) <= 32767)] = 2
         tags[inside & (np.rint(capped * np.float32(1 / step8)) <= 127)] = 1
@@ -650,5 +661,6 @@ def _feistel(index: np.ndarray, n: int, stream: Stream) -> np.ndarray:
         constants = (np.full_like(right, c) for c in (number, step, draw))
         mixed = philox((right, *constants), (key_low, key_high))[0] & np.uint32((1 << left_bits) - 1)
         left, right = right, left ^ mixed
+        # The halves swap, and so do their widths.
         left_bits, right_bits = right_bits, left_bits
     return left << np.uint32(right_bits) | right

@@ -77,6 +77,7 @@ class DGCMemory(Memory):
         if name in self.state:
             kept = self.state[name]
         else:
+            # One tensor for both: the kernels below make new ones of it.
             kept = dict.fromkeys(("velocity", "accumulated"), k.zeros(shape, "float32", tensor))
         u = k.combine(self.momentum, kept["velocity"], 1.0, tensor)
         v = k.combine(1.0, kept["accumulated"], self.momentum if self.nesterov else 1.0, u)

@@ -45,4 +45,5 @@ class EFSignSGDMemory(ErrorFeedback):
             self.state[name] = {"residual": residual, "lr": float(lr)}
 
     def rescale(self, factor: float) -> None:
+        # The learning rate is in other units than gradients.
         self.state.map(lambda value: value if isinstance(value, float) else value * factor)

@@ -63,4 +63,5 @@ class LoCo(Memory):
         self.state[name] = {"error": k.combine(1 - self.beta, error, self.beta, left_out), "resets": self._resets()}
 
     def rescale(self, factor: float) -> None:
+        # The number of resets is in other units than gradients.
         self.state.map(lambda value: value if isinstance(value, Number) else value * factor)

@@ -48,16 +48,16 @@ def gather_or_raise(
         if not isinstance(answer, dict) or "grace" not in answer:  # from a version with another message
             raise RankError(
                 f"rank {number(rank)} runs a Grace that rank {number(backend.rank)}'s ({mine['grace']}) does not "
-                "understand. "
-                "Install the same version on every rank"
+                "understand. Install the same version on every rank"
             )
     for rank, answer in enumerate(answers):
+        # Versions before all else: in another version the other entries may mean something else.
         if answer["grace"] != answers[0]["grace"]:
             raise RankError(
                 f"{DIFFERENT}rank {number(0)} has Grace {answers[0]['grace']}, rank {number(rank)} has Grace "
-                f"{answer['grace']}. "
-                "Install the same version on every rank"
+                f"{answer['grace']}. Install the same version on every rank"
             )
+    # Errors before differences: a rank that failed knows no value to compare.
     for rank, answer in enumerate(answers):
         if answer["error"] is not None:
             raise RankError(f"rank {number(rank)} {failed}: {answer['error']}")

@@ -82,10 +82,11 @@ class Limits:
         """
         gradients, wires = sum(size for size, _ in sizes), sum(sent for _, sent in sizes)
         compressed = wires < gradients
+        # At least 1: a model may send nothing, and shares are divided by it.
         wire, gradient = max(1.0, self.wire_bytes(wires, compressed)), self.gradient_bytes
         lengths: list[int] = []
         start, held, travels, part = 0, 0, 0.0, 1.0
-        if first and (wires > wire or gradients > gradient):
+        if first and (wires > wire or gradients > gradient):  # a single bucket is not cut
             part = min(FIRST_BYTES / min(wire, gradient), 0.25 if compressed and not self.is_set else 1.0)
 
         def share() -> float:
@@ -98,6 +99,7 @@ class Limits:
                 lengths.append(i - start)
                 start, held, travels, part = i, size, sent, 1.0
         lengths.append(len(sizes) - start)
+        # An eighth of the limit: if the user's is small, COLLECTIVE_BYTES would join whole buckets to the last.
         return self._enlarge_last(lengths, [sent for _, sent in sizes], min(wire, gradient) / 8)
 
     @staticmethod
@@ -110,7 +112,7 @@ class Limits:
             tiny: an upper bound, in bytes, of the size that is worth a collective.
         """
         worth = min(float(COLLECTIVE_BYTES), tiny)
-        *others, before, last = [0, 0, *lengths]
+        *others, before, last = [0, 0, *lengths]  # zeros for buckets that there may not be
         while before and sum(sizes[-last:]) < worth:
             before, last = before - 1, last + 1
         if sum(sizes[-last - before : -last]) < worth:  # the bucket before is empty now, or too small itself: join both

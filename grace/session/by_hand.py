@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -46,21 +47,21 @@ class WholeTensorPlan(UniformPlan):
         return [Shard(variable, variable, communicator) for variable in variables]
 
 
+@dataclass(eq=False)  # a list of them is searched for one object
 class PendingStep:
     """Exchange that :meth:`grace.Communicator.send_step` began.
 
-    Args:
+    Attributes:
         bucket: the bucket of the tensors.
         dtypes: their dtypes, which the means get.
         single: True if the user gave one tensor, and no list.
+        means: the means, once the step has ended, until the user receives them.
     """
 
-    def __init__(self, bucket: Bucket, dtypes: list[str], single: bool):
-        self.bucket = bucket
-        self.dtypes = dtypes
-        self.single = single
-        self.means: list[Tensor] | None = None
-        """The means, once the step has ended, until the user receives them."""
+    bucket: Bucket
+    dtypes: list[str]
+    single: bool
+    means: list[Tensor] | None = None
 
 
 class ByHand:
@@ -160,6 +161,7 @@ class ByHand:
         """
         tensors: list[Tensor] = []
 
+        # Checked inside the agreement, so that the other ranks get this rank's error.
         def variables_of() -> list[Variable]:
             found, variables = validate_tensors(given, names, backend)
             tensors.extend(found)
@@ -182,6 +184,7 @@ class ByHand:
                     f"{communicator.describe()} applies means in later steps, which only an optimizer can: use "
                     "grace.DistributedOptimizer, or leave that out"
                 )
+            # The context still has its default, which nobody replaced.
             unknown = communicator.lr is None and usual is Context.lr and backend.size > 1
             if communicator.memory.needs_lr and unknown:
                 raise ConfigError(
@@ -204,7 +207,7 @@ class ByHand:
         (bucket,) = runner.buckets
         self._label(bucket)
         leave_run = weakref.WeakMethod(self.leave_run)  # the backend must not keep the communicator alive
-        backend.at_shutdown(lambda: (leave_run() or bool)())
+        backend.at_shutdown(lambda: (leave_run() or bool)())  # bool() does nothing
         return runner, bucket
 
     def _add_bucket(self, runner: StepRunner, variables: Callable[[], list[Variable]]) -> Bucket:
@@ -294,6 +297,7 @@ def _compare(backend: Backend, names: tuple[str, ...], step: int) -> None:
     Raises:
         RankError: (on all ranks) the names differ; no tensor was exchanged.
     """
+    # Pairing by name cannot average one tensor with another.
     if backend.size == 1 or backend.pairs_by_name:
         return
     called = ", ".join(map(repr, names))
@@ -394,7 +398,7 @@ def validate_tensors(
             tensors.append(k.given(tensor))
             device = str(getattr(tensor, "device", ""))
             variables.append(Variable(name, tuple(tensor.shape), k.dtype(tensors[-1]), device=device))
-            if not k.name.startswith(backend.framework):
+            if not k.name.startswith(backend.framework):  # a backend of any framework has ""
                 raise ConfigError(f"it is of {k.name}, and {backend.describe()} moves tensors of {backend.framework}")
     first = variables[0]
     for other in variables:

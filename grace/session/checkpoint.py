@@ -276,7 +276,7 @@ def compare_everywhere(
         try:
             compare(backend, saved if alike or i == 0 else None, memory, error, one_save=i == 0)
         except Exception as raised:
-            error = raised
+            error = raised  # told in the next groups' comparisons, too, where their ranks wait
     if error is not None:
         raise error
 
@@ -365,6 +365,7 @@ def prepare(
     context = runner.context
     now = runner.name
     if strict:
+        # A strategy is named by its id; Resharding compares the memories of its variables one by one.
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
         before, after = without_parameters(saved["components"]), without_parameters(now)
         by_default = any(took_default(communicator, before, after) for communicator in runner.communicators)

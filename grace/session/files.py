@@ -40,4 +40,5 @@ def save_from_root(
                 write(draft)
         except Exception as raised:
             error = raised
+    # Also a barrier: no rank goes on before the file is complete.
     gather_or_raise(backend, f"{path} to save", None, error, f"could not save {path}")

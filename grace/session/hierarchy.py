@@ -51,7 +51,7 @@ class Hierarchy:
         self.inside = Allreduce("none")
         self.inside.bind(Context(rank=node.rank, size=node.size, partial=True), node)
 
-    def context(self, whole: Context) -> Any:
+    def context(self, whole: Context) -> SubgroupContext:
         """Return the context of exchanges between leaders, which are numbered among themselves; other ranks are
         alone."""
         return SubgroupContext(whole, self.backend.rank, self.backend.size)
@@ -143,6 +143,7 @@ class HierarchicalRoundTrip:
             self.bucket.node = self.hierarchy.node_bucket(self.bucket)
         outside, within = self.communicator.context, self.bucket.node.communicator.context
         within.copy_stamped(outside)
+        # The sum over a node is uncompressed: there is no state to guard.
         return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guards_state=False))
 
     def _means_of_node(self, within: RoundTrip, gradients: Sequence[Gradient]) -> tuple[list[Gradient], list[bool]]:
@@ -231,6 +232,7 @@ class HierarchicalRoundTrip:
             outcomes: the leader's; None at other ranks.
         """
         node, header, k = self.node_groups.node, self.header, self.kernels
+        # The context's reason is that of _means_of_node(): ranks of this node differ.
         header.out_of_step = header.out_of_step or self.communicator.context.out_of_step
         if node.size == 1:  # the leader is alone on its node
             return outcomes or []

@@ -62,6 +62,7 @@ def facts(kind: str, groups: Sequence[Numbers], group: str = TORCH.group) -> lis
     >>> facts("SGD", [(("lr", 0.1),)])
     [('optimizer SGD', ''), ('optimizer SGD, param group 0, lr', '0.1')]
     """
+    # repr() tells floats apart that differ in the last bit.
     each = [(f"optimizer {kind}, {group.format(i)}{name}", repr(n)) for i, g in enumerate(groups) for name, n in g]
     return [(f"optimizer {kind}", ""), *each]
 

@@ -73,8 +73,10 @@ def norm(tensors: Iterable[Tensor]) -> float:
     squares: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         k = kernels_of(tensor)
+        # In float64, since long sums of float32 squares lose digits; as a matrix product, which all kernels have.
         column = k.reshape(k.cast(tensor, "float64"), (math.prod(tensor.shape), 1))
         square = k.reshape(k.matmul(column, column, transpose=True), (1,))
         squares.setdefault(str(getattr(tensor, "device", "cpu")), []).append(square)
+    # On a device the sums of all tensors are joined first: one number at a time would make the host wait for each.
     found = [math.fsum(kernels_of(own[0]).to_list(kernels_of(own[0]).join(own))) for own in squares.values()]
     return math.sqrt(math.fsum(found))

@@ -298,6 +298,7 @@ class OuterRounds:
         while self.at < self.runner.context.step:
             self.at += 1
             for fragment in self.fragments:
+                # Applied before it is sent again: its delay is shorter than its period.
                 if fragment.arrives(self.at):
                     self._apply(fragment, fragment.outer.merge)
                 if fragment.until_sent(self.at) == 0:
@@ -312,7 +313,7 @@ class OuterRounds:
         Raises:
             StepError: ranks have made other numbers of iterations.
         """
-        if self.runner.context.step == 0:
+        if self.runner.context.step == 0:  # nothing has moved
             return
         self.take_anchors()
         for fragment in self.fragments:
@@ -369,6 +370,7 @@ class OuterRounds:
         communicator = bucket.communicator.with_context(dataclasses.replace(self.context))
         communicator.backend = thread.backend
         own = dataclasses.replace(bucket, communicator=communicator)
+        # Traffic of its own, which _collect() adds: two threads must not count in one.
         trip = RoundTrip(contribution._replace(bucket=own, traffic=Traffic()), starts=False)
         pending = Pending(1.0, trip, thread)
         thread.send(pending)
@@ -437,6 +439,7 @@ class OuterRounds:
             for part in (self.anchors, *fragment.optimizer.named_components().values()):
                 part.state.commit()
         if means:
+            # With merge > 0 parameters keep a part of their drift, so they are not the anchors.
             fragment.applied_at = self.runner.context.step if merge == 0 else -1
         if fragment.number == fragment.outer.fragments - 1:
             self.sync_buffers()
@@ -503,6 +506,7 @@ def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
     for i, shard in enumerate(shards):
         open_fragments = outer.fragments - len(dealt)
         full = before * outer.fragments >= len(dealt) * total and dealt[-1]
+        # As many shards are left as fragments: each gets one.
         if open_fragments and (full or len(shards) - i <= open_fragments) and dealt[-1]:
             dealt.append([])
         dealt[-1].append(shard)

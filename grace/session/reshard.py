@@ -100,10 +100,12 @@ class Resharding:
             ConfigError: (if strict) state does not fit; the message names the variable.
         """
         states = [self.saved["state"], *(self.everyone or ())]
-        held = {kind: {name for state in states for name in state.get(kind, ())} for kind in self._kinds(states)}
+        kinds = dict.fromkeys(kind for state in states for kind in state)
+        held = {kind: {name for state in states for name in state.get(kind, ())} for kind in kinds}
         found: ValuesByKind = {kind: {} for kind in held}
         parts_of = {name: set(_part_names(name, old)) for name, old in self.before.items()}
         known = set().union(*parts_of.values())
+        # A variable of another shape is refused even if it has no state yet.
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
             self._try(self._check_shape, "something", name)
         kept = {kind for shard in self.runner.shards.values() for kind in self.runner.stateful_parts(shard)}
@@ -118,6 +120,7 @@ class Resharding:
             for name, parts in parts_of.items():
                 if parts & names:
                     found[kind].update(self._try(self._convert, kind, name))
+        # After all residuals are converted, to which these are added.
         for kind, name in self.cut_anew:
             of_whole = kind.removeprefix("shard_")
             residuals = found.setdefault(of_whole, {})
@@ -151,10 +154,6 @@ class Resharding:
             self.dropped.append(str(why))
             return {}
 
-    @staticmethod
-    def _kinds(states: list[ValuesByKind]) -> list[str]:
-        return list(dict.fromkeys(kind for state in states for kind in state))
-
     def _refuse_kind(self, kind: str) -> Values:
         raise Misfit(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
 
@@ -187,8 +186,7 @@ class Resharding:
             return {}
         else:
             values = {part: self._select(kind, part) for part in _part_names(name, old)}
-        fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
-        return fitting
+        return {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
 
     def _convert_buffers(self, kind: str, names: set[str]) -> Values:
         """Return the model's buffers that this run has, too. Each rank's own need as many ranks: all others start from
@@ -232,6 +230,7 @@ class Resharding:
                 continue
             axis = old["axis"]
             of_part = shape if axis is None else [*shape[:axis], old["sizes"][i], *shape[axis + 1 :]]
+            # Without the others' shards this rank's is weighted by their number, by which the mean divides it.
             wholes[part] = join_shards(shards, of_part, 1.0 if self.everyone else size)
             if wholes[part] is None or self.saved["hierarchical"]:
                 raise Misfit(
@@ -257,10 +256,12 @@ class Resharding:
         return {}
 
     def _check_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> None:
+        # With memory="keep" a memory may have other parameters now.
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: without_parameters(a) == without_parameters(b))
         states, unchanged = self.everyone or [self.saved["state"]], _cut_alike(old, cut)
         for i, (part, spec) in enumerate(zip(_part_names(name, old), old["memories"], strict=True)):
             held = any(part in state.get(kind, ()) for state in states)
+            # A part that is cut anew may get values of every old part.
             for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
                 if held and not same(spec, other):
                     raise Misfit(
@@ -284,6 +285,7 @@ class Resharding:
                 )
             return own
         if len(self.everyone) == self.size:
+            # As many ranks as before: each goes on with its own state, bit for bit.
             return self.everyone[self.rank].get(kind, {}).get(part)
         values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
         return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
@@ -301,6 +303,7 @@ class Resharding:
             raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {shard.communicator.describe()} has none")
         shape = shard.variable.shape
         if kind.startswith("shard_memory"):
+            # The second compression keeps state of this rank's equal part of the flat shard.
             here = shard.communicator.context
             a, b = equal_bounds(shard.variable.numel, here.size)[here.rank]
             shape = (b - a,)
@@ -392,6 +395,7 @@ def _mean_value(values: list[Value], count: int, what: str) -> Value:
     if isinstance(values[0], dict):
         return {key: _mean_value([value[key] for value in values], count, what) for key in values[0]}
     if isinstance(values[0], (int, float)):
+        # A number (a learning rate) that all ranks share stays exact; their sum may round.
         return values[0] if len(set(values)) == 1 else sum(values) / len(values)
     return sum(values[1:], start=values[0]) / count
 

@@ -33,6 +33,7 @@ class ReduceOp:
         if isinstance(self.op, str):
             self.op = self.op.lower()
             return
+        # Horovod's constants are numbers. If it was never imported, none of them can have been given.
         for module in ("horovod.torch", "horovod.tensorflow"):
             horovod = sys.modules.get(module)
             if horovod is not None:

@@ -47,6 +47,7 @@ def build_step_runner(
     plan: ExchangePlan | None = None
     found: list[Variable] = []
     error: Exception | None = None
+    # An error is kept until a collective below, in which the other ranks hear of it.
     try:
         plan = choose()
         found = list(variables())
@@ -58,6 +59,7 @@ def build_step_runner(
     try:
         if error is not None or plan is None:
             raise error or AssertionError
+        # An elastic run's size may change, and under a hierarchy not all ranks exchange: assume nothing of it.
         shards = plan.shards(found, 1 if later or hierarchical else backend.size)
         if hierarchical:
             shards = [replace(shard, hierarchical=True) for shard in shards]

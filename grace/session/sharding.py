@@ -177,7 +177,9 @@ def make_buckets(shards: Sequence[Shard]) -> list[Bucket]:
         kind = (id(communicator), dtype, variable.device, shard.travels, shard.priority, shard.limits)
         kinds.setdefault(kind, []).append(shard)
     ordered = sorted(
+        # Cut in the order in which gradients become ready; inside a bucket shards are in the order of declaration.
         (members[::-1] for alike in kinds.values() for members in cut_into_buckets(alike, alike[0].limits)),
+        # A bucket is complete with the gradient of its first variable, which backward reaches last.
         key=lambda members: (members[0].priority, -position[members[0].variable.name]),
     )
     return [Bucket(i, members[0].communicator, [p.variable for p in members]) for i, members in enumerate(ordered)]

@@ -135,6 +135,7 @@ def _is_array(value: object) -> bool:
         return False
     try:
         return kernels_of(value).dtype(value).startswith(("float", "bfloat", "int"))
+    # Of no framework that is known, or of a dtype that no kernel has.
     except (TypeError, KeyError, AttributeError):
         return False
 
@@ -236,6 +237,7 @@ def check(saved: object) -> None:
     if not isinstance(saved, dict):
         raise refuse("", "a dict", saved)
     version = saved.get("version")
+    # Before the form, which another version may have changed.
     if not _is_number(version) or version != VERSION:
         raise ConfigError(f"the checkpoint's format is version {short(version)}, this Grace reads {VERSION}")
     STATE(saved, "")
@@ -343,6 +345,7 @@ def rename_variables(saved: SavedState, now: list[str]) -> SavedState:
     ours = dict(zip(unwrap_names(now), now, strict=True))
     unwrapped = zip(before, unwrap_names(before), strict=True)
     new = {old: old if old in now else ours.get(name, old) for old, name in unwrapped}
+    # Two names would become one: leave all as they are, as unwrap_names() does.
     if all(old == name for old, name in new.items()) or len(set(new.values())) != len(new):
         return saved
     names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}
@@ -378,6 +381,7 @@ def checksum(value: Value, crc: int = 0) -> int:
         return crc
     if _is_number(value):
         return zlib.crc32(repr(value).encode(), crc)
+    # The bytes of a torch tensor that requires grad cannot be read.
     value = getattr(value, "detach", lambda: value)()
     k = kernels_of(value)
     raw = k.to_bytes(value)

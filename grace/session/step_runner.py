@@ -153,6 +153,7 @@ class StepRunner:
         """Parts that may keep state, each once, with their kinds: "compressor", "memory", ..."""
         found = [item for communicator in self.communicators for item in communicator.stateful_parts.items()]
         found += self.outer_rounds.components()
+        # Reversed twice: a part that several communicators share keeps its first name.
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, Values]:
@@ -161,7 +162,7 @@ class StepRunner:
         with self.outer_rounds.saving():
             for kind, component in self.components:
                 merged.setdefault(kind, {}).update(component.state.committed)
-            return copy.deepcopy(merged)
+            return copy.deepcopy(merged)  # here, because the context drops what it added to the state
 
     def stateful_parts(self, shard: Shard) -> dict[str, Component]:
         """Return the parts that may keep state of a shard, by the names that it is saved under."""
@@ -182,7 +183,7 @@ class StepRunner:
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
             node = self.hierarchy.node_groups.node
-            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)  # type: ignore[arg-type]
+            self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:
@@ -234,6 +235,7 @@ class StepRunner:
         """Return the thread that runs delayed round trips. The first call is a collective."""
         if self._thread is None:
             backend = self._leases.acquire(another=True)
+            # Read at each call, since a session sets it after it has made this runner.
             self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps)
             # Other ranks may need this rank for round trips under way, so the engine ends after them.
             self.backend.at_shutdown(self._thread.arrive)
@@ -322,6 +324,7 @@ class StepRunner:
         for trip in trips:
             if trip.header.hyperparameters_differ:
                 mine = self.hyperparameters() if hyperparameters is None else hyperparameters
+                # All ranks have read the same headers, so all of them run this collective.
                 facts = backend.allgather_object(list(mine))
                 raise StepError(first_difference(facts, *DRIFTED, number_of=backend.number_of))
             if trip.header.out_of_step:
@@ -342,6 +345,7 @@ class StepRunner:
 
     def mean(self, bucket: Bucket, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over ranks of tensors, one for each shard of a bucket, in their own dtype; blocks."""
+        # The averaging communicator has a context of its own, whose step goes into its stamps.
         bucket.communicator.context.step = self.context.step
         outcomes = self.round_trips([Contribution(bucket, values, [True] * len(values), False, self.traffic)])
         return [outcome.value for outcome in outcomes]
@@ -372,6 +376,7 @@ class StepRunner:
             for step in steps:
                 outcomes = [Outcome(v, step.get(v.name), False) for v in bucket.variables]
                 bucket.pending.append(Pending.loaded(outcomes, self.context.loss_scale))
+        # Variables that this run does not delay get the sum of their means in the next step.
         self.carried_over = {}
         for step in steps:
             for name, value in step.items():
@@ -423,6 +428,7 @@ class StepRunner:
         for component in self._stepping():
             for name in missing:
                 component.state.rollback(name)
+            # Where the caller waits for optimizer.step(), it commits itself.
             if not (keep and self.waits_for_step):
                 component.state.commit() if keep else component.state.rollback()
         self.waits_for_step = self.waits_for_step and keep  # after a rollback there is nothing to commit
@@ -468,6 +474,7 @@ class StepRunner:
         """Release the components and channels, so that another runner may use them."""
         for communicator in self.communicators:
             communicator.release(self)
+            # Set for this run by the setup; another run may choose otherwise.
             communicator.compress_after = 0
         for optimizer in self.outer_rounds.optimizers:
             optimizer.release(self)

@@ -60,7 +60,9 @@ def switch_plan(
         except Exception as raised:
             error = raised
         checkpoint.compare(former.backend, saved, "keep", error)
+        # Memories that do not fit are expected: their residuals go into carried_over instead of a warning.
         loaded.dropped = []
+        # Collectives: only after all ranks have agreed to switch.
         carried_over = inside(made, _lost_residuals(former, made, like, made.mean))
     except BaseException:
         made.close()

@@ -15,13 +15,6 @@ def public(version: str) -> str:
     return version.split("+")[0]
 
 
-def uses_compiled_kernels() -> str:
-    """Return "yes" if compiled kernels compute on CPUs, else "no" and the reason. Compiled kernels may round
-    differently."""
-    why = missing()
-    return f"no ({why})" if why else "yes"
-
-
 def versions(backend: Backend) -> list[tuple[str, str]]:
     """Return the facts that ranks compare, except Grace's version, which :func:`grace.session.agreement.compare_facts`
     compares.
@@ -30,10 +23,11 @@ def versions(backend: Backend) -> list[tuple[str, str]]:
     >>> versions(LocalBackend())[0]
     ('the backend', 'grace.core.backend.LocalBackend')
     """
-    kind = type(backend)
+    kind, why = type(backend), missing()
     return [
         ("the backend", f"{kind.__module__}.{kind.__qualname__}"),
         ("wires of version", str(layout.WIRE_FORMAT)),
         ("checkpoints of version", str(state_schema.VERSION)),
-        ("compiled kernels:", uses_compiled_kernels()),
+        # They may round differently from those of the frameworks.
+        ("compiled kernels:", f"no ({why})" if why else "yes"),
     ]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from grace.core.communicator import Communicator
 from grace.core.context import Context
-from grace.core.state import State
+from grace.core.state import State, Values
 from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 from grace.exchange.round_trip import RoundTrip
@@ -242,7 +242,7 @@ class CapturedStep(Generic[T]):
         self.counts = counts
         self.result = result
         self.next = context.step
-        self.held = list[tuple[State, dict[str, Any], dict[str, Any]]]()
+        self.held = list[tuple[State, Values, dict[str, Any]]]()
         """Each state, its tensors that the graph reads and writes, and the functions that complete unfinished ones."""
         for state in states:
             unfinished = dict(state.deferred)

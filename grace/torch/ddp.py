@@ -65,7 +65,7 @@ class EarlyState:
 
     state: "DDPState | None" = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
         """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
         return InertState, ()
 
@@ -175,7 +175,7 @@ class DDPState(PythonReducerMixin):
         runner.hyperparameters = self._describe_hyperparameters
         runner.context.lr = self.lr
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
         """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
         return InertState, ()
 

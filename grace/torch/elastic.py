@@ -122,12 +122,12 @@ and when the ranks change the rules at the top of this module hold::
 """
 
 
-def _own_handlers(state: Any) -> list[OptimizerState]:
+def _own_handlers(state: hvd.elastic.TorchState) -> list[OptimizerState]:
     """Return the handlers of the distributed optimizers in a TorchState."""
     return [handler for handler in state._handlers.values() if isinstance(handler, OptimizerState)]
 
 
-def on_reset(self: Any) -> None:
+def on_reset(self: hvd.elastic.TorchState) -> None:
     """Rejoin all distributed optimizers after the ranks changed. Replaces ``TorchState.on_reset``."""
     own = _own_handlers(self)
     if own:
@@ -139,7 +139,7 @@ def on_reset(self: Any) -> None:
     super(TorchState, self).on_reset()
 
 
-def sync(self: Any) -> None:
+def sync(self: hvd.elastic.TorchState) -> None:
     """Synchronize all parts, and commit the result. Replaces ``TorchState.sync``, whose handlers of models give all
     ranks rank 0's parameters, also where ranks train alone."""
     own = _own_handlers(self)

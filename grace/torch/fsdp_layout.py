@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class ModuleLayout:
     """The parameters of one module that ``fully_shard`` was called on, in the order of its buffers."""
 
-    def __init__(self, name: str, module: Any, names: Mapping[Any, str]):
+    def __init__(self, name: str, module: Any, names: Mapping[torch.nn.Parameter, str]):
         self.name = name
         self.module = module
         groups = fsdp_param_groups(module)
@@ -91,7 +91,7 @@ def replica_states(layouts: Sequence[ModuleLayout]) -> list[Any]:
     return _unique_states([group._all_reduce_hook for layout in layouts for group in fsdp_param_groups(layout.module)])
 
 
-def _unique_states(callees: Sequence[Any]) -> list[Any]:
+def _unique_states(callees: Sequence[object]) -> list[Any]:
     """Return the states of those callables that belong to Grace, each state once."""
     states = [getattr(callee, "grace_state", None) for callee in callees]
     return list({id(state): state for state in states if state is not None}.values())

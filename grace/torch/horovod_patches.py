@@ -44,7 +44,7 @@ def join(device: int = -1) -> int:
 class AlreadyInitialized:
     """Base class between Horovod's methods and the user's optimizer, which is initialized already."""
 
-    def __init__(self, params: Any):
+    def __init__(self, params: object):
         """Do nothing. Horovod's ``__init__`` calls it to make a new optimizer."""
 
 
@@ -88,7 +88,7 @@ def number_unnamed(start: Callable[..., int]) -> Callable[..., int]:
     signature = inspect.signature(start)
 
     @functools.wraps(start)
-    def numbering(*args: Any, **kwargs: Any) -> int:
+    def numbering(*args: object, **kwargs: object) -> int:
         """Name the operation if it has no name, and start it."""
         bound = signature.bind(*args, **kwargs)
         if bound.arguments["name"] is None:

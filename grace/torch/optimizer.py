@@ -445,7 +445,7 @@ def _backend(process_group: "dist.ProcessGroup | None", process_set: "ProcessSet
     return TorchBackend(process_group)
 
 
-def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> None:
+def after_step(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object], inner: bool) -> None:
     """Count the optimizer's step, and run the outer rounds that are due."""
     # An inner step() is a part of an outer one, and torch.distributed.checkpoint steps only to create state.
     if inner or initializing(optimizer):

@@ -207,7 +207,9 @@ def check_not_delayed(communicator: Communicator, who: str) -> None:
         raise ConfigError(f"{communicator.choice} applies means in later steps, which {who}")
 
 
-def named_tensors(parameters: Any) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(
+    parameters: torch.nn.Module | Mapping[str, object] | Iterable[object],
+) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors, by name, of a module (parameters and all buffers), of a dict, or of a list of pairs or
     tensors."""
     if isinstance(parameters, torch.nn.Module):
@@ -220,7 +222,7 @@ def named_tensors(parameters: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def broadcast_parameters(
-    parameters: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]],
+    parameters: torch.nn.Module | Mapping[str, object] | Iterable[object],
     root: int = 0,
     backend: Backend | None = None,
     *,
@@ -314,11 +316,11 @@ class _TensorIndex(int):
     """Index of a tensor that was taken out of a state, in the list of all such tensors."""
 
 
-def _extract_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
+def _extract_tensors(value: object) -> tuple[object, list[torch.Tensor]]:
     """Return a state with an index in place of each tensor, and the list of the tensors."""
     tensors: list[torch.Tensor] = []
 
-    def strip(item: Any) -> Any:
+    def strip(item: object) -> object:
         """Replace the tensors of an item by their indices, recursively."""
         if isinstance(item, torch.Tensor):
             tensors.append(item)
@@ -330,7 +332,7 @@ def _extract_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
     return strip(value), tensors
 
 
-def _insert_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _insert_tensors(value: object, tensors: list[torch.Tensor]) -> Any:
     """Return a state with the tensors in place of their indices. Inverse of :func:`_extract_tensors`."""
     if isinstance(value, _TensorIndex):
         return tensors[value]

@@ -159,7 +159,7 @@ class ReduceScatterState(ShardGroupState):
         replicas = [state.runner.backend for state in replica_states(self.layouts)]
         checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, {}, device), replicas)
 
-    def _redistribute(self, given: Any, memory: str) -> SavedState:
+    def _redistribute(self, given: object, memory: str) -> SavedState:
         """Return a state for this rank, made of the states of all ranks of another run. Each sender of a part gets an
         equal share of the residual of that part."""
         given = given if isinstance(given, dict) else {}
@@ -179,7 +179,7 @@ class ReduceScatterState(ShardGroupState):
         for key in ("step", "size", "components", "seed"):
             if len({state[key] for state in states}) > 1:
                 raise ConfigError(f"the ranks' states are of different saves ({key!r} differs): load those of one save")
-        residuals: dict[str, Any] = {}
+        residuals: dict[str, object] = {}
         for layout in self.layouts:
             # A residual counted 1 / count in the old mean, and counts 1 / size in the new; a part has as many senders
             # as this rank has peers.
@@ -359,7 +359,7 @@ def _shard_of(tensor: torch.Tensor, to: int, size: int) -> torch.Tensor:
 
 def _sum_residuals(
     layout: ModuleLayout, states: Sequence[SavedState], weight: float
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
+) -> tuple[list[torch.Tensor], dict[str, object]]:
     """Sum the residuals of all ranks of a run for a module's gradients, times a weight.
 
     Returns:
@@ -380,7 +380,7 @@ def _sum_residuals(
                 f"parameter {name!r} is sharded along dimension {param.fsdp_placement.dim}, and residuals can be "
                 "loaded on another number of ranks only along dimension 0. Start without a state"
             )
-    template: dict[str, Any] = {}
+    template: dict[str, object] = {}
     for value, to, size in kept:
         row = value
         if isinstance(value, dict):
@@ -524,7 +524,7 @@ def _build_method(block: Spec | Compressor, memory: MemoryArg | None, size: int)
     return built
 
 
-def _build_inside(inside: Spec | Compressor, size: int) -> Any:
+def _build_inside(inside: Spec | Compressor, size: int) -> Communicator:
     """Return the method of sums inside nodes, as a communicator that has it, without a memory.
 
     Raises:

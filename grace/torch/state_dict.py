@@ -53,7 +53,7 @@ class StateMixin:
             "exchanged together"
         )
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Return the parts of a copy or a pickle: the user's own optimizer and its state, without the exchange."""
         return plain_copy, (type(self).__bases__[-1],), super().__getstate__()  # type: ignore[misc]
 
@@ -321,7 +321,7 @@ def _key(runner: StepRunner) -> str:
     return f"{KEY}{runner.backend.rank}" + (f".{runner.part}" if runner.part else "")
 
 
-def _split_state(state_dict: Any, runner: StepRunner) -> tuple[dict[str, Any], SavedState | None]:
+def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any], SavedState | None]:
     """Return a state dict as torch knows it, and Grace's part of it: this rank's, if there are several."""
     if not isinstance(state_dict, dict):
         raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")

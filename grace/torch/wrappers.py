@@ -57,7 +57,7 @@ class SilentDDP(DistributedDataParallel):
         """Return the context in which the optimizer's gradients only accumulate."""
         return self.optimizer().no_sync()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Return the parts of a copy or a pickle: a model that exchanges gradients itself."""
         return copyreg.__newobj__, (type(self).__bases__[-1],), super().__getstate__()  # type: ignore[attr-defined]
 

@@ -1,7 +1,5 @@
 """Arrays at addresses, and x = a * residual + b * gradient, which all codecs of whole buckets share."""
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
@@ -21,7 +19,7 @@ AHEAD = 128
 
 
 @intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
+def _pointer(typing_context, address):
     def generate(context, builder, signature, args):
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
@@ -30,6 +28,7 @@ def _pointer(typing: Any, address: Any) -> Any:
 
 @njit(inline="always")
 def _at(address, n, dtype):
+    # A view of memory that a framework owns: nothing is copied, or freed with it.
     return carray(_pointer(u64(address)), (n,), dtype)
 
 
@@ -62,10 +61,10 @@ def _compensated(row, factors, n, low, high):
     """Return x between two elements, in its place as the next residual or the gradient itself, and its largest
     magnitude as a bit pattern."""
     gradient = part(_at(row[GRADIENT], n, np.float32), low, high)
-    if row[NEXT] == 0:
+    if row[NEXT] == 0:  # no residual is kept: x is the gradient itself
         return gradient, _max_bits(gradient.view(np.uint32))
     x = part(_at(row[NEXT], n, np.float32), low, high)
-    if row[KEPT] == 0:
+    if row[KEPT] == 0:  # the first step
         return x, _scaled(x, gradient, factors[1])
     return x, _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factors[0], factors[1])
 

@@ -4,12 +4,12 @@ Buffers are made once and kept.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy import ndarray as Array
 
-from grace.kernels.bucket_codec import BucketCodec, Places
+from grace.kernels.bucket_codec import BucketCodec, End, Places
 from grace.kernels.constants import gaussian_reach
 from grace.kernels.fused import buckets, rounding, sparsified_buckets
 from grace.kernels.fused.addresses import FIRST, MORE, SIZE
@@ -27,10 +27,10 @@ class Codec(BucketCodec):
 
     encoder: ClassVar[Callable[..., None]]
     """``encoder(rows, factors, plan, streams, wire, most, in_range, *encoding)``."""
-    decoder: ClassVar[Callable[..., Any]]
+    decoder: ClassVar[Callable[..., object]]
     """``decoder(outs, wires, plan, weight, *decoding)``; False if a wire cannot be decoded."""
-    encoding: tuple[Any, ...] = ()
-    decoding: tuple[Any, ...] = ()
+    encoding: tuple[object, ...] = ()
+    decoding: tuple[object, ...] = ()
 
     def __init__(self, sizes: Sequence[int], payloads: Places):
         self.plan = np.zeros((len(sizes), 5), np.int64)
@@ -40,7 +40,7 @@ class Codec(BucketCodec):
                 row[column] = tensor.offset
         self.in_range = np.zeros(len(sizes), np.bool_)
 
-    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any) -> list[bool]:
+    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End) -> list[bool]:
         self.encoder(rows, factors, self.plan, streams, wire, most, self.in_range, *self.encoding)
         return self.in_range.tolist()
 
@@ -114,6 +114,7 @@ class Levels(Codec):
     ):
         super().__init__(sizes, payloads)
         self.draws = not nearest
+        # Up to 7 codes of the tile before may still be held.
         reach, held = gaussian_reach(levels) if norm == "rms" else 1.0, np.empty(TILE + 8, np.uint8)
         self.encoding = float(levels), bits, bucket, rounding.NORMS[norm], reach, nearest, held
         self.decoding = float(levels), bits, bucket, held
@@ -125,6 +126,7 @@ class Ternary(Levels):
     encoder = staticmethod(buckets.encode_ternary)
 
     def __init__(self, sizes: Sequence[int], payloads: Places, clip: float):
+        # One scale for each variable: a bucket is as large as the largest.
         super().__init__(sizes, payloads, levels=1, bits=2, bucket=max([1, *sizes]))
         self.encoding = (clip,)
 
@@ -158,6 +160,7 @@ class Largest(Entries):
     def __init__(self, sizes: Sequence[int], payloads: Places):
         super().__init__(sizes, payloads)
         rooms = [_room(k) for n, k in zip(sizes, self.counts, strict=True) if n >= SAMPLED]
+        # A tile that begins with room left is listed whole.
         room = max(rooms, default=0) + TILE
         sample = np.empty(max(sizes, default=0) if rooms else 0, np.uint32)  # as much is written to as is needed
         last = np.zeros(len(sizes), np.uint32)

@@ -35,14 +35,7 @@ from grace.kernels.fused.lanes import float_of, part, pattern_of, prefetch_to_wr
 from grace.kernels.fused.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
 from grace.kernels.fused.packing import _add_either, _pack, _pack_signs, _unpack
 from grace.kernels.fused.primitives import _add, _sum_abs
-from grace.kernels.fused.quantization import (
-    _add_powers,
-    _clip,
-    _deviation_limit,
-    _round_powers_tile,
-    _side_sums,
-    _sum,
-)
+from grace.kernels.fused.quantization import _add_powers, _clip, _deviation_limit, _round_powers_tile, _side_sums, _sum
 from grace.kernels.fused.rounding import (
     MAX,
     MAX_BITS,
@@ -83,6 +76,7 @@ def encode_numbers(rows, factors, plan, streams, wire, most, in_range, form):
         row, by, n, kept, largest = rows[v], factors[v], plan[v, SIZE], rows[v, NEXT] != 0, u32(0)
         for low in range(0, n, TILE):
             high = min(low + TILE, n)
+            # Nothing is added, and any number is in range: the gradient is only copied.
             if row[NEXT] == 0 and most == ANY_BITS:
                 x = part(_at(row[GRADIENT], n, np.float32), low, high)
             else:
@@ -250,6 +244,7 @@ def encode_levels(
         count, done = 0, 0
         for low in range(0, n, span):
             high = min(low + span, n)
+            # The largest magnitude comes with x; other norms take a pass of their own, below.
             for start in range(low, high, size if norm == MAX else span):
                 _, top = _compensated(row, by, n, start, min(start + (size if norm == MAX else span), high))
                 largest = max(largest, top)
@@ -259,6 +254,7 @@ def encode_levels(
                 for start in range(low, high, size):
                     scales[start // size] = _scale(part(x, start, min(start + size, high)), norm, reach)
             for tile in range(low, high, TILE):
+                # Philox makes blocks of 4 numbers, and a tile may begin within one.
                 stop, skip = min(tile + TILE, high), tile % 4
                 if not nearest:
                     words = _words_of(streams, v)
@@ -313,6 +309,7 @@ def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, held):
                     stop = min((start // size + 1) * size, high)
                     places = part(out, start - low, stop - low), part(codes, start - low, stop - low)
                     factor = scales[start // size] * weight
+                    # The first rank's values are written, not added, so that nobody fills the mean with zeros.
                     if rank == 0:
                         _dequantize_to(*places, factor, middle, reciprocal, rest)
                         for i in range(start, stop, LINE):
@@ -335,6 +332,7 @@ def encode_ternary(rows, factors, plan, streams, wire, most, in_range, clip):
             largest, total = max(largest, top), total + _sum(x)
         in_range[v] = largest <= most
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        # Clipping takes a second pass: its limit follows from all of x.
         limit = _deviation_limit(x, total, clip)
         scale = float_of(min(largest, pattern_of(limit)))  # of magnitudes that are clipped, the largest
         packed = _at(wire + plan[v, FIRST], (n + 3) // 4, np.uint8)

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from numba import njit
 from numba.core import event
@@ -22,6 +22,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 
 from grace.kernels import constants, random
 
+P = ParamSpec("P")
+T = TypeVar("T")
 INTERRUPTS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
 
@@ -33,16 +35,17 @@ def sources() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def loop(**options: Any) -> Callable[[Any], Any]:
+def loop(fastmath: bool | set[str] = False) -> Callable[[Callable[..., object]], Any]:
     """Return a decorator that compiles a loop, and keeps what was compiled until the source of any loop changes.
 
     Numba itself looks at the file of a function alone, but compiles those that it calls into it: after an upgrade that
     changes another file it would go on with what they were.
     """
-    decorate = njit(nogil=True, error_model="numpy", **options)
+    decorate = njit(nogil=True, error_model="numpy", fastmath=fastmath)
 
-    def compiled(function: Any) -> Any:
-        dispatcher = decorate(function)
+    def compiled(function: Callable[..., object]) -> Any:
+        dispatcher: Any = decorate(function)
+        # Numba has no option for another cache.
         dispatcher._cache = LoopCache(function)
         dispatcher.compile = _uninterrupted(dispatcher.compile)
         return dispatcher
@@ -50,23 +53,23 @@ def loop(**options: Any) -> Callable[[Any], Any]:
     return compiled
 
 
-def _uninterrupted(compile: Callable[..., Any]) -> Callable[..., Any]:
+def _uninterrupted(compile: Callable[P, T]) -> Callable[P, T]:
     """Return a compiler that Ctrl-C and SIGTERM interrupt only when it is done.
 
     LLVM calls Python back, and swallows what a signal's handler raises there: half a library would stay, and crash.
     """
 
     @functools.wraps(compile)
-    def uninterrupted(*args: Any) -> Any:
+    def uninterrupted(*args: P.args, **options: P.kwargs) -> T:
         if threading.current_thread() is not threading.main_thread():
-            return compile(*args)  # handlers are called in the main thread alone
+            return compile(*args, **options)  # handlers are called in the main thread alone
         came: list[int] = []
         handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
         handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
         try:
             for number in handlers:
                 signal.signal(number, lambda number, frame: came.append(number))
-            return compile(*args)
+            return compile(*args, **options)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -76,7 +79,7 @@ def _uninterrupted(compile: Callable[..., Any]) -> Callable[..., Any]:
     return uninterrupted
 
 
-def _unwritten(locator: Any) -> Any:
+def _unwritten(locator: type[object]) -> type[object]:
     """Return Numba's class that finds a folder, without the demand that the folder can be written to."""
     return type(locator.__name__, (locator,), {"ensure_cache_path": lambda self: None})
 
@@ -100,7 +103,7 @@ class LoopCache(NullCache):
         function: the loop.
     """
 
-    def __init__(self, function: Any):
+    def __init__(self, function: Callable[..., object]):
         self.caches: list[FunctionCache] = []
         for kind in (FunctionCache, _ReadOnlyCache):
             with contextlib.suppress(RuntimeError):  # "cannot cache function": no folder can be written to
@@ -114,7 +117,7 @@ class LoopCache(NullCache):
         writable = [cache.cache_path for cache in self.caches if not isinstance(cache, _ReadOnlyCache)]
         return writable[0] if writable else None
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, sig: object, target_context: object) -> object:
         """Return what was kept for a signature, or None."""
         for cache in self.caches:
             try:
@@ -127,7 +130,7 @@ class LoopCache(NullCache):
                 return found
         return None
 
-    def save_overload(self, sig: Any, data: Any) -> None:
+    def save_overload(self, sig: object, data: object) -> None:
         """Keep what was compiled for a signature, or say once that it cannot be."""
         if self.cache_path is None:
             not_kept("no folder can be written to")
@@ -162,15 +165,15 @@ def first_rank() -> bool:
 class Listener(event.Listener):
     """Calls a function with the name of each loop of Grace's that is about to be compiled."""
 
-    def __init__(self, told: Callable[[str], Any]):
+    def __init__(self, told: Callable[[str], object]):
         self.told = told
 
-    def on_start(self, event: Any) -> None:
+    def on_start(self, event: event.Event) -> None:
         function = event.data["dispatcher"].py_func
         if function.__module__.partition(".")[0] == "grace":  # not what Numba's own functions are made of
             self.told(function.__name__)
 
-    def on_end(self, event: Any) -> None:
+    def on_end(self, event: event.Event) -> None:
         pass
 
 

@@ -5,7 +5,7 @@ the range to Inf; NaN stays NaN.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -28,6 +28,7 @@ EXPONENT13, INF13, LOW15 = u32(0x7C00 << 13), u32(0x7C00 << 13), u32(0x7FFF)
 @njit(inline="always")
 def _to_half(bits):
     magnitude = u32(bits & LOW31)
+    # The last bit that stays: with it ties go to even.
     odd = u32(u32(magnitude >> SHIFT13) & ONE)
     normal = u32(u32(magnitude + DOWN + HALF_STEP + odd) >> SHIFT13)
     small = u32(pattern_of(float_of(magnitude) + MAGIC) - MAGIC_BITS)
@@ -40,6 +41,7 @@ def _to_half(bits):
 @njit(inline="always")
 def _from_half(half):
     magnitude = u32(u32(half & LOW15) << SHIFT13)
+    # A denormal: its bits behind 2^-14, from which 2^-14 is subtracted without rounding.
     small = pattern_of(float_of(u32(magnitude + UP_MORE)) - SMALLEST)
     normal = u32(magnitude + UP)
     large = u32(magnitude + UP + UP)
@@ -120,19 +122,23 @@ def _largest(x):
     return largest
 
 
+Loop = Callable[[np.ndarray, np.ndarray, np.float32], None]
+"""Loop over two arrays, the result first, with a factor or divisor."""
+
+
 class Half(NamedTuple):
     """The loops of one format. All take 1-d contiguous arrays, its numbers as patterns (uint16), others as float32."""
 
-    narrow: Callable[[Any, Any, Any], None]
+    narrow: Loop
     """``out = x / by`` in it, of float32s; by 1 it is a cast."""
-    widen: Callable[[Any, Any, Any], None]
+    widen: Loop
     """``out = x / by`` in float32."""
-    share: Callable[[Any, Any, Any], None]
+    share: Loop
     """``out = x / by``, both in it, divided in float32."""
-    add: Callable[[Any, Any, Any], None]
+    add: Loop
     """``out += weight x`` in float32."""
 
-    def at_most(self, x: Any, most: float) -> bool:
+    def at_most(self, x: np.ndarray, most: float) -> bool:
         """Return True if all numbers are finite and no larger in magnitude than ``most``."""
         largest = np.empty(1, np.float32)
         self.widen(largest, np.array([_largest(x)], np.uint16), f32(1))

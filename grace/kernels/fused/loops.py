@@ -23,6 +23,7 @@ TILE = 1024  # elements whose random numbers are drawn at a time; a multiple of 
 
 # by Numba's own error model every division looks whether to raise
 compiled = loop()
+# Sums may be reassociated, so that LLVM adds up several lanes side by side.
 summing = loop(fastmath={"reassoc"})
 
 

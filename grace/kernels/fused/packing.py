@@ -115,6 +115,7 @@ def _unpack(packed, bits, out):
         return _unpack_fours(packed, out)
     if bits == 2:
         return _unpack_twos(packed, out)
+    # Groups behind whose start 8 bytes may be read; the others go byte by byte.
     whole = max(0, min(out.size // 8, (packed.size - 8) // bits + 1))
     for group in range(whole):
         word = _parted(_eight_bytes(part(packed, group * bits, group * bits + 8)), bits)
@@ -155,11 +156,6 @@ def _add_either(out, packed, one, other):
         add_chosen(out, LANES * group, bits, one, other)
     for i in range(LANES * whole, out.size):
         out[i] += one if (packed[i >> 3] >> (i & 7)) & 1 else other
-
-
-@compiled
-def _add_signs(out, packed, amount):
-    _add_either(out, packed, amount, -amount)
 
 
 @compiled

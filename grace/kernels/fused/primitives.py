@@ -40,7 +40,7 @@ from grace.kernels.fused.loops import (
     u32,
     u64,
 )
-from grace.kernels.fused.packing import _add_either, _add_signs, _add_table, _pack, _pack_signs, _unpack
+from grace.kernels.fused.packing import _add_either, _add_table, _pack, _pack_signs, _unpack
 from grace.kernels.fused.products import _add_product, _columns_in_range, _products
 from grace.kernels.fused.quantization import (
     _add_powers,
@@ -106,6 +106,7 @@ def _sum_abs(x):
 
 @compiled
 def _sum_abs_by_tiles(x):
+    # In tiles, as codecs of buckets add up, so that both have the same bits.
     total = f64(0)
     for low in range(0, x.size, TILE):
         total += _sum_abs(part(x, low, min(low + TILE, x.size)))
@@ -125,6 +126,7 @@ def _scatter_add(out, indices, values, weight):
         index = indices[i]
         if index < 0 or index >= out.size:
             return i
+        # Unsigned: of a signed index Numba looks whether it counts from the end.
         out[u64(index)] += weight * values[i]
     return indices.size
 
@@ -227,7 +229,7 @@ class FusedKernels(Kernels):
     codecs = "grace.kernels.fused.bucket_codecs"
     empty: Any = staticmethod(np.empty)
     """Function that allocates the 1-d arrays of results; replaced for frameworks that ask more of memory."""
-    half_types: ClassVar[dict[str, Any]] = {"float16": np.float16}
+    half_types: ClassVar[dict[str, type]] = {"float16": np.float16}
     """NumPy types of arrays of each 16-bit format; NumPy itself has no bfloat16."""
 
     def addresses(self, tensors, dtype="float32"):
@@ -278,7 +280,7 @@ class FusedKernels(Kernels):
         if out.dtype == x.dtype and x.dtype.itemsize > 2:
             if by != 1:
                 np.divide(x, out.dtype.type(by), out=out)
-            elif x.ctypes.data != out.ctypes.data:
+            elif x.ctypes.data != out.ctypes.data:  # in place, by 1: nothing to do
                 out[...] = x
             return out
         given, wanted = self._half_of(x, out), self._half_of(out, x)
@@ -317,6 +319,7 @@ class FusedKernels(Kernels):
     def quantize(self, x, levels, bucket_size, norm, stream):
         bucket_size = bucket_within(bucket_size, x.size)
         codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
+        # Loops take numbers always: without a stream these are not used.
         reach, words = gaussian_reach(levels) if norm == "rms" else 1.0, _words(stream or Stream(0))
         _quantize(x, codes, scales, f64(levels), bucket_size, NORMS[norm], reach, stream is None, *words)
         return codes, scales
@@ -357,7 +360,8 @@ class FusedKernels(Kernels):
     def add_signs(self, out, packed, scale, weight):
         check_scale(scale)
         check_packed(packed.size, 1, out.size)
-        _add_signs(out, packed, np.float32(table_factor(scale, weight)))
+        amount = table_factor(scale, weight)
+        _add_either(out, packed, amount, -amount)
         return out
 
     def topk(self, x, k):

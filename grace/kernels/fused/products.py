@@ -34,6 +34,7 @@ def _product(x, factor, out):
     columns = _columns(factor, f32(1))
     sums = np.empty((2, 4), f32)
     for i in range(0, rows, 2):
+        # Of an odd number of rows the last one is computed twice, and written once.
         x0, x1 = x[i], x[min(i + 1, rows - 1)]
         for k in range(0, width, 4):
             c0, c1, c2, c3 = columns[k], columns[k + 1], columns[k + 2], columns[k + 3]
@@ -101,6 +102,7 @@ def _add_product(out, left, right, weight, keep):
             for k in range(0, a.shape[0], 4):
                 b0, b1, b2, b3 = b[k, start:stop], b[k + 1, start:stop], b[k + 2, start:stop], b[k + 3, start:stop]
                 a0, a1, a2, a3 = a[k, i], a[k + 1, i], a[k + 2, i], a[k + 3, i]
+                # The first four columns meet the old elements; further ones add to theirs.
                 if k > 0:
                     for j in range(stop - start):
                         to[j] += a0 * b0[j] + a1 * b1[j] + a2 * b2[j] + a3 * b3[j]

@@ -5,18 +5,7 @@ from numba import njit
 
 from grace.kernels.constants import EQUAL_DEVIATION, FLOAT32_MAX, POWER_OFFSET
 from grace.kernels.fused.lanes import float_of, part
-from grace.kernels.fused.loops import (
-    LOW31,
-    TILE,
-    _random_blocks,
-    compiled,
-    f32,
-    f64,
-    i32,
-    summing,
-    u8,
-    u32,
-)
+from grace.kernels.fused.loops import LOW31, TILE, _random_blocks, compiled, f32, f64, i32, summing, u8, u32
 
 i64 = np.int64
 SIGN_CODE, SHIFT9, SHIFT23, SHIFT24, LOW7 = u32(0x80), u32(9), u32(23), u32(24), u32(0x7F)
@@ -67,6 +56,7 @@ def _deviation_limit(x, total, factor):
     for low in range(0, x.size, TILE):
         squares += _sum_squared_deviations(part(x, low, min(low + TILE, x.size)), mean)
     deviation = np.sqrt(squares / max(1, x.size))
+    # As deviation_limit() does, NaN included.
     if not deviation > EQUAL_DEVIATION * abs(mean):
         return FLOAT32_MAX
     return f32(min(factor * deviation, f64(FLOAT32_MAX)))
@@ -126,7 +116,7 @@ def _starts(edges, shift):
     for i in range(cells):  # in the order of the numbers: negative ones, the largest pattern first, then the others
         cell = cells - 1 - i if 2 * i < cells else i - cells // 2
         word[0] = u32((cell << shift) | ((1 << shift) - 1 if 2 * i < cells else 0))
-        while edges[count] < smallest[0]:
+        while edges[count] < smallest[0]:  # ends, since the last edge is Inf
             count += 1
         starts[cell] = count
     return starts

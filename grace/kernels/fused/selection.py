@@ -21,7 +21,7 @@ def _count_digits(bits, prefix, known, width):
     tables = np.zeros((4, 1 << width), np.uint32)  # an element need not wait for the one before it to be counted
     full = bits.size // LANES * LANES
     low, span = u32(prefix << u32(known)), u32(1 << known)
-    if known == 31:
+    if known == 31:  # of the first digit all elements count
         for i in range(0, full, 4):
             tables[0, (bits[i] >> shift) & mask] += 1
             tables[1, (bits[i + 1] >> shift) & mask] += 1
@@ -44,6 +44,7 @@ def _kth_largest(bits, k):
     """Return the bit pattern of the k-th largest magnitude, and the number of larger ones: radix select."""
     prefix, known, remaining, larger = u32(0), 31, k, 0
     while known:
+        # Fewer passes over many elements; for few ones 2^11 counts would take longer than a pass.
         width = min(known, 11 if bits.size > 4096 else 8)
         counts = _count_digits(bits, prefix, known, width)
         digit = (1 << width) - 1
@@ -131,9 +132,11 @@ def _guess(bits, k, sample, stride):
     size, shift = bits.size // stride, 0
     for j in range(size):
         sample[j] = bits[j * stride + shift]
+        # The place within a stride moves, lest a period of the tensor's be sampled alone.
         shift += 7 % stride
         shift -= stride if shift >= stride else 0
     expected = size * k / bits.size
+    # Four standard deviations more, so that hardly ever fewer than k reach the guess.
     rank = min(size, i32(expected + 4 * np.sqrt(expected) + 4))
     guess, _ = _kth_largest(part(sample, 0, size), rank)
     return guess

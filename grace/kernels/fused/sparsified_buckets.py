@@ -33,6 +33,7 @@ def encode_largest(rows, factors, plan, streams, wire, most, in_range, last, ind
         guessing = k * 8 <= n and n >= SAMPLED
         room = _room(k)
         threshold = pattern_of(float_of(last[v]) * LOWERED)
+        # Without a last threshold nothing is listed, as if there were no room.
         largest, count = u32(0), room + 1 if last[v] == 0 else 0
         for low in range(0, n, TILE):
             x, top = _compensated(row, by, n, low, min(low + TILE, n))
@@ -103,6 +104,7 @@ def decode_drawn(outs, wires, plan, weights, drawn):
         out = _at(outs[v], plan[v, SIZE], np.float32)
         out[:] = 0
         for rank in range(wires.size):
+            # Positions were drawn when this rank encoded: nothing of the wire can be out of range.
             _add_sparsified(out, _at(wires[rank] + plan[v, FIRST], indices.size, np.float32), indices, weights[v])
         start += indices.size
 
@@ -141,6 +143,7 @@ def _add_sparsified(out, values, coded, weight):
 def _add_chunks(out, values, coded, chunk, kept, weight):
     """Add values at positions of which the lower 16 bits are given; return False if one is outside."""
     for j in range(values.size):
+        # Never negative, since both parts are unsigned.
         index = i32((j // kept * chunk & ~0xFFFF) | coded[j])
         if index >= out.size:
             return False

@@ -1,7 +1,5 @@
 """Numbers of graphs, which compute the bits of eager operations, and the refusal of XLA."""
 
-from typing import Any
-
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
@@ -17,7 +15,7 @@ def refuse_xla() -> None:
         )
 
 
-def number(value: Any, dtype: tf.DType) -> Any:
+def number(value: float | tf.Tensor, dtype: tf.DType) -> float | tf.Tensor:
     """Return a number to multiply with or divide by.
 
     A graph's optimizer divides by constants by multiplying with their reciprocals, and joins factors, which rounds

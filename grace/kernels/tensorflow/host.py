@@ -1,7 +1,6 @@
 """The kernels of arrays that compute with the memory of TensorFlow's tensors."""
 
 import functools
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,13 +13,13 @@ from grace.kernels.tensorflow.interop import aligned_empty
 def host_kernels(compiled: bool = True) -> Kernels:
     """Return compiled kernels, or the reference, with bfloat16. They are made at the first call, since Numba may be
     missing."""
-    base: Any = Kernels
+    base: type[Kernels] = Kernels
     if compiled:
         from grace.kernels.fused.primitives import FusedKernels
 
         base = FusedKernels
 
-    class HostKernels(base):
+    class HostKernels(base):  # type: ignore[misc, valid-type]  # one of two bases
         """Kernels with results that TensorFlow takes without a copy."""
 
         empty = staticmethod(aligned_empty)

@@ -28,14 +28,12 @@ WRITE = {
 """Kernels that change their first argument, of which they get a copy."""
 ALIKE = {*WRITE, "signs", "orthonormalize", "fill_zero_columns", "clip_deviation", "rotate", "clip_norm"}
 """Kernels whose result has the type and shape of their first argument."""
-RESULTS: dict[str, Callable[..., list[tuple[tf.DType, list[Any]]]]] = {
+RESULTS: dict[str, Callable[..., list[tuple[tf.DType, list[int | None]]]]] = {
     "cast": lambda x, dtype: [(tf.as_dtype(dtype), [*x.shape])],
     "all_finite": lambda x, most=0: [(FLOAT, [])],
     "combine": lambda a, x, b, y: [(FLOAT, [*x.shape])],
     "mean_abs": lambda x: [(FLOAT, [1])],
-    "matmul": lambda a, b, transpose=False: [
-        (FLOAT, [*a.shape[:-2], a.shape[-1 if transpose else -2], b.shape[-1]]),
-    ],
+    "matmul": lambda a, b, transpose=False: [(FLOAT, [*a.shape[:-2], a.shape[-1 if transpose else -2], b.shape[-1]])],
     "random_bits": lambda stream, n, like=None: [(tf.uint32, [n])],
     "uniform": lambda stream, n, like=None: [(FLOAT, [n])],
     "random_indices": lambda stream, n, k, like=None: [(INDEX, [k])],
@@ -98,6 +96,7 @@ class TensorFlowKernels(Kernels):
         """Return the result of a kernel of arrays."""
         if method in WRITE:
             args = [aligned_copy(args[0]), *args[1:]]
+        # NumPy warns of overflows that the contract makes Inf of.
         with np.errstate(all="ignore"):
             return getattr(host_kernels(self.compiled), method)(*args)
 
@@ -170,6 +169,7 @@ class TensorFlowKernels(Kernels):
         return tf.tensor_scatter_nd_add(out, rows[:, None], values * number(weight, values.dtype))
 
     def distinct(self, rows):
+        # tf.unique keeps the order in which numbers come.
         ordered = tf.unique(tf.sort(rows)).y
         return ordered, tf.searchsorted(ordered, rows)
 
@@ -190,17 +190,18 @@ class TensorFlowKernels(Kernels):
             self.compute("check_indices", [as_array(indices), n])
 
 
-def _on_host(method: str) -> Callable[..., Any]:
+def _on_host(method: str) -> Callable[..., object]:
     """Return a method that computes on the host, at once or when a graph runs."""
     signature = inspect.signature(getattr(Kernels, method))
 
-    def call(self: TensorFlowKernels, *args: Any, **named: Any) -> Any:
+    def call(self: TensorFlowKernels, *args: object, **named: object) -> object:
         if named:
             args = signature.bind(self, *args, **named).args[1:]
         if not tf.executing_eagerly():
             return _in_graph(self, method, list(args))
         arrays = [_array(arg) for arg in args]
         found = self.compute(method, arrays)
+        # A kernel may return its argument itself, as pack() does for 8 bits.
         if found is arrays[0]:
             return tf.convert_to_tensor(args[0])
         with _beside(next((arg for arg in args if _is_tensor(arg)), None)) as moves:
@@ -214,7 +215,7 @@ def _on_host(method: str) -> Callable[..., Any]:
     return call
 
 
-def _in_graph(k: TensorFlowKernels, method: str, args: list[Any]) -> Any:
+def _in_graph(k: TensorFlowKernels, method: str, args: list[Any]) -> object:
     """Return the results of a kernel that is called when the graph runs. Tensors, and a step that is one, are inputs of
     the call."""
     refuse_xla()
@@ -228,7 +229,7 @@ def _in_graph(k: TensorFlowKernels, method: str, args: list[Any]) -> Any:
         """Compute with the numbers of the inputs."""
         given = list(args)
         for i, array in zip(places, arrays, strict=False):
-            given[i] = array if array.ndim else array[()]
+            given[i] = array if array.ndim else array[()]  # numbers, where tensors have no dimension
         for i, step in zip(drawn, arrays[len(places) :], strict=True):
             given[i] = replace(args[i], step=int(step))
         found = k.compute(method, given)
@@ -236,6 +237,7 @@ def _in_graph(k: TensorFlowKernels, method: str, args: list[Any]) -> Any:
         return [np.asarray(one, kind.as_numpy_dtype) for one, (kind, _) in zip(several, outputs, strict=True)]
 
     results = tf.numpy_function(run, inputs, [kind for kind, _ in outputs], stateful=False)
+    # tf.numpy_function knows no shapes.
     for result, (_, shape) in zip(results, outputs, strict=True):
         result.set_shape([n if isinstance(n, int) else None for n in shape])
     return tuple(results) if len(results) > 1 else results[0]
@@ -245,11 +247,11 @@ for _method in RESULTS:
     setattr(TensorFlowKernels, _method, _on_host(_method))
 
 
-def _is_tensor(arg: Any) -> bool:
+def _is_tensor(arg: object) -> bool:
     return isinstance(arg, (tf.Tensor, tf.Variable))
 
 
-def _array(arg: Any) -> Any:
+def _array(arg: object) -> object:
     """Return an argument as kernels of arrays take it: a tensor as a view, a step as a number."""
     if _is_tensor(arg):
         return as_array(arg)
@@ -257,9 +259,10 @@ def _array(arg: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _beside(like: Any) -> Iterator[bool]:
+def _beside(like: tf.Tensor | None) -> Iterator[bool]:
     """Return a context that makes tensors on the device of another; its value is True if that is not the host."""
     device = "" if like is None else like.device
+    # The host alone: there is no choice, and a context would cost time at every call.
     if "GPU" not in device and len(tf.config.list_logical_devices()) == 1:
         yield False
         return

@@ -1,14 +1,13 @@
 """Copies between a host and its devices. Only copies that bring numbers back wait."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 _CAPTURED: list[torch.Tensor] = []
 """Host memory that CUDA graphs copy to a device. Each replay reads it again, so it stays as long as the process."""
-CONSTANTS: dict[tuple[int, torch.device], tuple[Any, torch.Tensor]] = {}
+CONSTANTS: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
 """Copies of arrays on devices, beside the arrays, by ids of arrays and devices."""
 
 
@@ -37,7 +36,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def constant(values: Any, device: torch.device) -> torch.Tensor:
+def constant(values: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tensor:
     """Return a tensor, or a NumPy array that nobody changes as a tensor: it is copied to a device once."""
     if isinstance(values, torch.Tensor):
         return values

@@ -4,7 +4,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -110,11 +110,11 @@ def _narrow(wide: torch.Tensor, factor: torch.Tensor) -> bool:
     return _readable(wide) and _readable(factor) and factor.shape[-1] <= NARROW
 
 
-def _compiled(method: str) -> Callable[..., Any]:
+def _compiled(method: str) -> Callable[..., object]:
     """Return a method that runs compiled if the loops can read its tensors."""
     plain = getattr(TorchKernels, method)
 
-    def call(self: FusedTorchKernels, *args: Any) -> Any:
+    def call(self: FusedTorchKernels, *args: object) -> object:
         for arg in args:
             if isinstance(arg, torch.Tensor) and not _readable(arg, (torch.float32, torch.uint8, torch.int32)):
                 return plain(self, *args)
@@ -128,12 +128,12 @@ for _method in LOOPS:
     setattr(FusedTorchKernels, _method, _compiled(_method))
 
 
-def _by_loops(method: str, *args: Any) -> Any:
+def _by_loops(method: str, *args: object) -> object:
     """Return the result of a kernel of arrays, computed with the memory of tensors."""
     return _tensor(getattr(_loops(), method)(*map(_array, args)))
 
 
-def _array(arg: Any) -> Any:
+def _array(arg: object) -> object:
     """Return a tensor as an array, without a copy. NumPy has no bfloat16, so its patterns stand for it."""
     if not isinstance(arg, torch.Tensor):
         return arg
@@ -141,7 +141,7 @@ def _array(arg: Any) -> Any:
     return given.view(torch.int16).numpy().view(np.uint16) if arg.dtype == torch.bfloat16 else given.numpy()
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_tensor, value))
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -165,6 +165,7 @@ _USE_FUSED = not missing()
 
 
 @functools.cache
+# Once for each device: the trial compiles a kernel, and its warning is enough.
 def _triton_kernels(device: torch.device) -> Kernels:
     """Return the kernels of a GPU: Triton's, if they work there."""
     if triton_missing():
@@ -182,4 +183,4 @@ def kernels_of_tensor(tensor: torch.Tensor) -> Kernels:
     kind = tensor.device.type
     if kind == "cpu":
         return _FUSED if _USE_FUSED else _PLAIN
-    return _triton_kernels(tensor.device) if kind == "cuda" else _PLAIN
+    return _triton_kernels(tensor.device) if kind == "cuda" else _PLAIN  # other devices have torch's operations

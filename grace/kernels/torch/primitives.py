@@ -1,7 +1,6 @@
 """Kernels for torch tensors in plain operations, on any device."""
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +67,7 @@ class TorchKernels(Kernels):
 
     def read(self, tensors):
         found: dict[int, list[float]] = {}
+        # One copy for each device, and so one wait.
         for device in dict.fromkeys(x.device for x in tensors):
             own = [i for i, x in enumerate(tensors) if x.device == device]
             numbers = to_host([torch.cat([tensors[i].detach().reshape(-1).float() for i in own])])[0].tolist()
@@ -140,7 +140,7 @@ class TorchKernels(Kernels):
     def dtype(self, x):
         return NAMES.get(x.dtype, str(x.dtype).removeprefix("torch."))
 
-    def all_finite(self, x, most=math.inf) -> Any:
+    def all_finite(self, x, most=math.inf):
         finite = (torch.isfinite(x) if most == math.inf else x.float().abs() <= most).all()
         return finite.float() if self.on_device(x) else bool(finite)
 
@@ -173,7 +173,7 @@ class TorchKernels(Kernels):
         return (b.mT @ (a if transpose else a.mT)).mT.contiguous()
 
     def matmul_add(self, out, a, b, weight, keep=1.0):
-        if not out.is_contiguous():
+        if not out.is_contiguous():  # such as a channels_last gradient, which has no view as a matrix
             dense = self.matmul_add(torch.empty_like(out, memory_format=torch.contiguous_format), a, b, weight, 0.0)
             return out.copy_(dense) if keep == 0 else out.mul_(keep).add_(dense)
         out.view(a.shape[0], b.shape[0]).addmm_(a, b.t(), alpha=weight, beta=keep)
@@ -197,6 +197,7 @@ class TorchKernels(Kernels):
         for start in range(0, len(out), CHUNK):
             rows = out[start : start + CHUNK]
             block = torch.arange(start, start + len(rows), device=like.device)
+            # The step may be a tensor, which full_like() does not take.
             counter = (block & LOW32, block >> 32, torch.zeros_like(block) + step, torch.full_like(block, draw))
             for column, word in enumerate(_philox(counter, (key_low, key_high))):
                 rows[:, column] = word
@@ -233,6 +234,7 @@ class TorchKernels(Kernels):
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, buckets, bucket_size = codes.numel(), scales.numel(), bucket_within(bucket_size, codes.numel())
         check_quantized(n, buckets, out.numel(), bucket_size)
+        # At most 1 before it is scaled, so that nothing overflows that need not.
         part = torch.nn.functional.pad((codes.float() - levels) / levels, (0, buckets * bucket_size - n))
         factor = scales * weight
         return out.add_((factor[:, None] * part.view(buckets, bucket_size)).view(-1)[:n])
@@ -271,6 +273,7 @@ class TorchKernels(Kernels):
         bits = x.view(torch.int32) & 0x7FFFFFFF
         threshold = torch.topk(bits, k, sorted=False).values.min()
         above = (bits > threshold).nonzero().view(-1)
+        # torch.topk leaves open which of equal elements it takes: take those with the lowest indices.
         ties = (bits == threshold).nonzero().view(-1)[: k - above.numel()]
         return torch.cat([above, ties]).sort().values.to(torch.int32)
 
@@ -356,6 +359,7 @@ class TorchKernels(Kernels):
 
     def rotate(self, x):
         whole = x.numel() // ROTATED * ROTATED
+        # Scaled first, so that no sum overflows.
         rows, span = x[:whole] * (1 / ROTATED), 1
         while span < ROTATED:
             left, right = rows.view(-1, 2, span).unbind(1)
@@ -421,6 +425,7 @@ class TorchKernels(Kernels):
             order = (values.view(torch.int32) & 0x7FFFFFFF).sort(descending=True, stable=True).indices
             most = ((x.abs() > threshold).sum().double() * ratio).round().clamp(min=1)
             shown = shown & (torch.empty_like(order).scatter_(0, order, places) < most)
+        # A stable sort by one flag moves the shown ones to the front, in their order; nothing is read back.
         count, order = shown.sum(), (~shown).to(torch.uint8).sort(stable=True).indices
         shown = places < count
         values = torch.where(shown, values.index_select(0, order), 0.0)
@@ -438,6 +443,7 @@ class TorchKernels(Kernels):
     def zero_at(self, out, indices):
         self.check_indices(indices, out.numel())
         if self.on_device(out):
+            # Positions are not read here: those outside mark one more element, which is cut off.
             marked = torch.zeros(out.numel() + 1, dtype=torch.bool, device=out.device)
             there = torch.where((indices >= 0) & (indices < out.numel()), indices, out.numel())
             return out.masked_fill_(marked.index_fill_(0, there.long(), True)[:-1], 0)

@@ -1,7 +1,6 @@
 """The codecs of whole buckets by name: the launches of each, and what they take beside the bucket."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,7 @@ class TritonSigns(TritonCodec):
 
     def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, form: str):
         super().__init__(sizes, payloads, device, FORM=self.FORMS[form])
-        self.parts: tuple[Any, Any] = (None, None)
+        self.parts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self.unfinished = form in ("scaled", "sided")
         if self.unfinished:
             parts = self.empty((len(self.owners), 1 if form == "scaled" else 2), torch.float64)
@@ -58,8 +57,8 @@ class TritonSigns(TritonCodec):
         if self.parts[0] is None:
             return self.write_end(table, end)
         ending, numbers, of_type = self.ending(end)
-        given, shape = (*ending, *self.parts, table, self.variables, *numbers), {"PART": self.span, "N": BLOCK}
-        launch(buckets.write_sign_scales, self.variables, *given, **self.constants, **shape, **of_type, KEEPS=keeps)
+        scales, shape = (*ending, *self.parts, table, self.variables, *numbers), {"PART": self.span, "N": BLOCK}
+        launch(buckets.write_sign_scales, self.variables, *scales, **self.constants, **shape, **of_type, KEEPS=keeps)
         return ending[1]
 
     def finish(self, rows: Array, sides: torch.Tensor) -> None:
@@ -94,8 +93,8 @@ class TritonLevels(TritonCodec):
     form = rounding.LEVELS
     factor = 0.0
     """Standard deviations that are clipped to."""
-    edges: Any = None
-    entries: Any = None
+    edges: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
     """Of a table, which codes are places in."""
 
     def __init__(
@@ -116,9 +115,11 @@ class TritonLevels(TritonCodec):
         self.form = rounding.FLOAT8 if float8 else self.form if norm == "max" else rounding.LEVELS_BY_NORM
         self.reach = gaussian_reach(levels) if norm == "rms" else 0.0
         self.shape = {"FORM": self.form, "ROTATED": rotated, "BITS": bits}
+        # 0 says that all elements of a variable have one scale.
         self.scaled = {**self.shape, "BUCKET": 0 if bucket >= longest else bucket, "N": self.span}
         self.bucket, self.small = min(bucket, max(longest, LARGEST_ROW + 1)), bucket <= LARGEST_ROW
         if self.small:
+            # Ranges in Triton have powers of two.
             columns = max(4, triton.next_power_of_2(bucket))
             rows = max(1, (2 if bucket % 4 == 0 else 1) * BLOCK // columns)
             self.at_once, folded = bits == 8 or columns == bucket, [-(-n // (rows * bucket)) for n in sizes]
@@ -130,8 +131,9 @@ class TritonLevels(TritonCodec):
                 "BUCKET": bucket,
                 "ROWS": rows,
                 "COLS": columns,
+                "DRAWN": self.draws,
+                "warps": warps,
             }
-            self.rows |= {"DRAWN": self.draws, "warps": warps}
         else:
             self.at_once, each = False, [min(self.bucket, max(1, n)) for n in sizes]
             joined = [max(1, -(-n // size)) for n, size in zip(sizes, each, strict=True)]
@@ -161,9 +163,9 @@ class TritonLevels(TritonCodec):
         shape = {"FORM": self.form, "ROTATED": self.shape["ROTATED"], "FOURS": self.bucket % 4 == 0, "KEEPS": keeps}
         launch(bucket_levels.fold_buckets, len(self.folding), *given, **shape, N=LARGEST_ROW, warps=8)
         ending, numbers, of_type = self.ending(end)
-        given = *ending, self.limits, self.parts, table, self.joining, self.variables, *numbers
+        scales = *ending, self.limits, self.parts, table, self.joining, self.variables, *numbers
         shape = {"FORM": self.form, "REACH": self.reach, "PART": LARGEST_ROW, "N": BLOCK}
-        launch(bucket_levels.write_scales, len(self.joining), *given, self.bucket, self.factor, **shape, **of_type)
+        launch(bucket_levels.write_scales, len(self.joining), *scales, self.bucket, self.factor, **shape, **of_type)
         return ending[1]
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
@@ -186,14 +188,7 @@ class Table(TritonLevels):
 
     form = bucket_levels.TABLE
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        payloads: Places,
-        device: torch.device,
-        edges: Array,
-        entries: Array,
-    ):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, edges: Array, entries: Array):
         super().__init__(sizes, payloads, device, nearest=True)
         self.edges, self.entries = constant(edges, device), constant(entries, device)
 
@@ -204,16 +199,17 @@ class Entries(TritonCodec):
     chunk, kept = 0, 1
     """Elements of a chunk, and how many of them are sent; no chunks."""
 
-    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, **constants: Any):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, **constants: object):
         super().__init__(sizes, payloads, device, **constants)
         for row, (values, coded, *_) in zip(self.plan, payloads, strict=True):
             row[bucket_tables.MORE.value], row[bucket_tables.WIDTH.value] = values.shape[0], POSITION_BYTES[coded.dtype]
         self.marked = bool((self.plan[:, bucket_tables.WIDTH.value] == 1).any())
+        # Encoding and decoding start other numbers of programs for a variable.
         self.written_from = self.plan[:, bucket_tables.START.value].copy()
         self.readers, self.read_from = self.shared([-(-n // BLOCK) for n in sizes])
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
     ) -> torch.Tensor:
         self.plan[:, bucket_tables.START.value] = self.written_from
         return super().encode(rows, factors, wire, most, streams, *end)
@@ -264,14 +260,19 @@ class TritonLargest(Entries):
         above, least = {"ABOVE": self.least is not None}, 0
         if self.least is not None:
             least = int(np.float32(self.least()).view(np.int32))
+        # 1. Guess a threshold for each variable, from a sample.
         launch(sparsified_buckets.guess_of_bucket, self.variables, counts, table, least, KEEPS=keeps, warps=16)
+        # 2. Compute x, list what is above the guess, and count first digits.
         first = self.flags, patterns, places, listed, ties, *given, self.variables, most, least, *numbers
         launch(sparsified_buckets.list_of_bucket, programs, *first, **above, KEEPS=keeps, LOOKS=looks, N=STEP, warps=8)
+        # 3. Count the two middle digits of candidates.
         for done in (1, 2):
             digits = {**above, "PASS": done, "N": STEP}
             launch(sparsified_buckets.digit_of_bucket, programs, patterns, listed, *given, *numbers, **digits, warps=8)
+        # 4. Count the last digit, by each program for itself too.
         lists = rows, patterns, listed, ties
         launch(sparsified_buckets.last_of_bucket, programs, *lists, *given, *numbers, **above, N=STEP)
+        # 5. Write the entries.
         written = rows, places, patterns, listed, *given, self.variables, *numbers
         launch(sparsified_buckets.write_of_bucket, programs, *written, **above, KEEPS=keeps, N=STEP, P=32)
         return self.write_end(table, end)
@@ -280,13 +281,7 @@ class TritonLargest(Entries):
 class LargestAbove(TritonLargest):
     """See :class:`~grace.compressors.threshold.Threshold`."""
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        payloads: Places,
-        device: torch.device,
-        least: Callable[[], float],
-    ):
+    def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, least: Callable[[], float]):
         super().__init__(sizes, payloads, device)
         self.least, self.plan[:, bucket_tables.COUNT.value] = least, [count.offset for _, _, count in payloads]
 
@@ -305,10 +300,10 @@ class TritonDrawn(TritonCodec):
         self.plan[:, bucket_tables.SCALE.value] = self.scales.astype(np.float32).view(np.int32)
         self.plan[:, bucket_tables.WIDTH.value] = [left | right << 8 for left, right in map(feistel_bits, sizes)]
         self.drawers, self.plan[:, bucket_tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
-        self.words: Any = None
+        self.words = np.zeros((self.variables, 4), np.uint32)
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
     ) -> torch.Tensor:
         self.words = streams.copy()
         self.words[:, 3] |= FEISTEL_DRAW
@@ -322,6 +317,7 @@ class TritonDrawn(TritonCodec):
         return self.write_end(table, end)
 
     def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
+        # A table has pairs of factors, of which decoding takes the first.
         weights = np.stack([1 / count * self.scales, self.scales], axis=1).astype(np.float32)
         table = self.table(np.asarray(outs)[:, None], wires, weights, self.words)
         launch(sparsified_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)

@@ -60,7 +60,7 @@ def write_codes(target, code, aligned, place, inside, left, BITS: tl.constexpr, 
     if BITS == 8:
         write(target, code, aligned, place, inside, tl.uint8, 4)
     else:
-        code = tl.reshape(tl.where(inside, code, 0), [N])
+        code = tl.reshape(tl.where(inside, code, 0), [N])  # unused bits of the last byte are zero
         if 8 % BITS == 0:
             byte = tl.arange(0, N * BITS // 8)
             write(target, byte_of_codes(code, BITS, N), aligned, byte, byte * (8 // BITS) < left, tl.uint8, 4)
@@ -91,6 +91,7 @@ def dequantized(code, scale, levels, entries, FORM: tl.constexpr):
         return tl.load(entries + code.to(tl.int32)) * scale
     if FORM == FLOAT8:
         return scale * float8_of(code.to(tl.int32))
+    # Triton's own division may be less exact than IEEE's.
     return scale * tl.div_rn(code.to(tl.float32) - levels, tl.zeros_like(scale) + levels)
 
 
@@ -104,6 +105,7 @@ def words_from(row, base, step, N: tl.constexpr):
 def residual_of(x, code, scale, levels, entries, whole, FORM: tl.constexpr, ROTATED: tl.constexpr, N: tl.constexpr):
     """Return x - C(x)."""
     if ROTATED:
+        # 0.0 + makes 0 of -0, as the sum with zeros does when variables are decoded one by one.
         back = tl.reshape(0.0 + dequantized(code, scale, levels, entries, FORM), [N])
         return x - tl.reshape(turned_rows(back, tl.reshape(whole, [N]), N), x.shape)
     return x - dequantized(code, scale, levels, entries, FORM)

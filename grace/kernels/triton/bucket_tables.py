@@ -97,6 +97,7 @@ def finished_residual(row, x):
 def compensated(row, given, base, wide, place, inside, KEEPS: tl.constexpr, UNFINISHED: tl.constexpr = False):
     """Return x = a residual + b gradient; the gradient itself if no residual is kept."""
     if KEEPS:
+        # Two float32s in an int64: the gradient's factor above, the residual's below.
         factors = tl.load(row + FACTORS)
         given = given * (factors >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         if tl.load(row + KEPT) != 0:
@@ -110,6 +111,7 @@ def compensated(row, given, base, wide, place, inside, KEEPS: tl.constexpr, UNFI
 @triton.jit
 def deny(flags, variable, x, most, LOOKS: tl.constexpr):
     """Leave a flag if a magnitude is larger than the one of these bits."""
+    # All programs store the same 1, so no atomic is needed.
     if LOOKS and tl.max(magnitude_bits(x)) > most:
         tl.store(flags + variable, 1)
 
@@ -137,7 +139,7 @@ def write_statuses(flags, in_range, marks, table, rows, pieces, received, place,
     for piece in range(pieces):
         own = flags + piece * variables + place
         overflowed |= tl.load(own, mask=is_status, other=0)
-        tl.store(own, none, mask=is_status)
+        tl.store(own, none, mask=is_status)  # for the next step
     for rank in range(received):
         statuses = wire_at(table, rows, 1 + pieces + rank).to(tl.pointer_type(tl.uint8))
         overflowed |= (tl.load(statuses + place, mask=is_status, other=0).to(tl.float32) >= overflow).to(tl.int32)

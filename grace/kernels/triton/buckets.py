@@ -54,7 +54,7 @@ def encode_numbers(
     narrow = narrowed_to(x, Type)
     back = widened(narrow)
     deny(flags, variable, x, most, LOOKS)
-    deny(flags, variable, back, INF_BITS - 1, LOOKS)
+    deny(flags, variable, back, INF_BITS - 1, LOOKS)  # a number in range may round to Inf
     target = wire_at(table, variables, 0) + tl.load(row + FIRST) + BYTES * base
     if tl.bfloat16 == Type:
         write(target, narrow.to(tl.uint16, bitcast=True), aligned, place, inside, tl.uint16)
@@ -170,10 +170,8 @@ def sides_at(address, FORM: tl.constexpr):
         one = tl.load(address.to(tl.pointer_type(tl.float32)))
         other = -one
     elif FORM == SIDED:
-        other, one = (
-            tl.load(address.to(tl.pointer_type(tl.float32))),
-            tl.load(address.to(tl.pointer_type(tl.float32)) + 1),
-        )
+        means = address.to(tl.pointer_type(tl.float32))
+        other, one = tl.load(means), tl.load(means + 1)
     else:
         one, other = tl.full([], 1.0, tl.float32), tl.full([], -1.0, tl.float32)
     return one, other

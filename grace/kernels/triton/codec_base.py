@@ -37,7 +37,7 @@ class TritonCodec(BucketCodec):
     on_device = True
     encoder: ClassVar[Any]
     """``encoder(flags, table, owners, variables, most, *numbers)``; ``numbers`` begin with the step if it ``draws``."""
-    numbers: tuple[Any, ...] = ()
+    numbers: tuple[float, ...] = ()
     constants: dict[str, Any]
     """Arguments that kernels are compiled for, and options of the compiler."""
     span = BLOCK
@@ -54,12 +54,13 @@ class TritonCodec(BucketCodec):
         for row, payload in zip(self.plan, payloads, strict=True):
             for column, tensor in enumerate(payload[:2], bucket_tables.FIRST.value):
                 row[column] = tensor.offset
+        # Cleared by the kernel that writes the end of each wire.
         self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
-        self.tables: OrderedDict[Any, torch.Tensor] = OrderedDict()
+        self.tables: OrderedDict[tuple[int, np.dtype, bytes], torch.Tensor] = OrderedDict()
         self.captured = list[torch.Tensor]()
         self.owners, self.plan[:, bucket_tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
 
-    def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Any]:
+    def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Array]:
         """Return the variable of each program, given each variable's number of programs; and the first program of each
         variable."""
         owners = np.repeat(np.arange(self.variables, dtype=np.int32), programs)
@@ -73,6 +74,7 @@ class TritonCodec(BucketCodec):
 
     def to_device_once(self, values: Array) -> torch.Tensor:
         """Return numbers on the device. They are copied there, without waiting, unless they were lately."""
+        # By stream, too: another one could read a copy before it is made.
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         key = stream, values.dtype, values.tobytes()
         held = self.tables.pop(key, None)
@@ -86,9 +88,15 @@ class TritonCodec(BucketCodec):
         return held
 
     def table(
-        self, rows: Any, wires: Any, factors: Any = None, streams: Any = None, ends: Sequence[int] = ()
+        self,
+        rows: Array,
+        wires: Array | Sequence[int],
+        factors: Array | None = None,
+        streams: Array | None = None,
+        ends: Sequence[int] = (),
     ) -> torch.Tensor:
         """Return the table for kernels: a row of each variable, then addresses of wires, and ``ends`` of one."""
+        # Tables are of int64, which keeps the bits of addresses.
         rows, wires = np.asarray(rows, np.uint64).astype(np.int64), np.asarray(wires, np.uint64).astype(np.int64)
         apart, wires = (wires[0] - wires[0, :1], wires[0, :1]) if wires.ndim > 1 else (0, wires)
         whole = np.empty(self.plan.size + len(wires) + len(ends), np.int64)
@@ -99,6 +107,7 @@ class TritonCodec(BucketCodec):
         if sides.size:
             plan[:, [bucket_tables.KEPT_SIDES.value, bucket_tables.NEXT_SIDES.value]] = sides
         plan[:, bucket_tables.FIRST.value : bucket_tables.MORE.value] += np.reshape(apart, (-1, 1))
+        # Reads of 16 bytes begin at multiples of 16.
         plan[:, bucket_tables.FLOATS.value] = (parts % 16 == 0).all(axis=1)
         starts = plan[:, bucket_tables.FIRST.value, None] + wires
         plan[:, bucket_tables.CODES.value] = (starts % self.granule == 0).all(axis=1)
@@ -113,7 +122,7 @@ class TritonCodec(BucketCodec):
     # -- encoding --------------------------------------------------------------------------------------
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
     ) -> torch.Tensor:
         (one,) = end
         ends = [*(int(wire) + offset for offset in one[0]), *one[4]]
@@ -129,7 +138,7 @@ class TritonCodec(BucketCodec):
         launch(self.encoder, len(self.owners), *given, **shape)
         return self.write_end(table, end)
 
-    def ending(self, end: End) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+    def ending(self, end: End) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...], dict[str, Any]]:
         """Return the arguments of kernels that write the end of a wire: tensors, numbers, and a type."""
         offsets, dtype, marks, overflow, received = end
         in_range = self.empty(self.variables // len(offsets), torch.float32)

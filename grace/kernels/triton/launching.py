@@ -62,7 +62,7 @@ class Launch:
 
     kernel: Any
     programs: int
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     constants: dict[str, Any]
 
 
@@ -80,7 +80,7 @@ def recorded() -> Iterator[list[Launch]]:
         _RECORD = before
 
 
-def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, *args: object, warps: int = 4, **constants: Any) -> None:
     """Start ``programs`` of a kernel on the device of its first argument.
 
     A product and a sum are rounded one after the other, as everywhere, so that all devices compute the same bits.

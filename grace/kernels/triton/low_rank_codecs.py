@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +72,7 @@ class LowRank(TritonCodec):
             found.append(owners)
         self.tiles, self.p_adds, self.q_adds, self.q_tiles = found
         self.shapes = torch.from_numpy(shapes).to(device)
+        # Zeros: what pads a column to whole tiles is read, and never written.
         self.left, self.right = (torch.zeros(self.most * sum(n), device=device) for n in steps)
         self.parts = self.empty(max(map(sum, parts)), torch.float32)  # of P first, then of Q
         self.found = torch.zeros((self.variables, 2, self.width), dtype=torch.int32, device=device)
@@ -86,7 +86,7 @@ class LowRank(TritonCodec):
         return all(q.shape[0] <= WIDEST for _, q in payloads)
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: Any
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
     ) -> torch.Tensor:
         self.nexts = rows[:, 2].copy()
         return super().encode(rows, factors, wire, most, streams, *end)
@@ -100,9 +100,11 @@ class LowRank(TritonCodec):
     def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
         self.encoding_table, programs, shape = table, len(self.q_tiles), {"J": self.span_of_q, "RP": self.width}
         places = table, self.shapes, self.q_tiles
+        # 1. Find columns of the last Q that are zero or out of range; 2. start from the others, and random ones.
         if self.kept.any():
             launch(low_rank_buckets.judge_factors, programs, self.found, *places, LARGEST_FACTOR, **shape)
         launch(low_rank_buckets.start_factors, programs, self.right, self.found, *places, step, **shape)
+        # 3. Compute x, and each tile's part of P = x Q; 4. add the parts up, in one order.
         given = self.flags, self.found, self.parts, self.right, table, self.shapes, self.tiles, most
         shape = {"LOOKS": looks, "RANK": self.most, "RP": self.width, "R": R, "C": C}
         launch(low_rank_buckets.multiply_rows, len(self.tiles), *given, **shape, warps=16)
@@ -129,11 +131,8 @@ class LowRank(TritonCodec):
     def follow(self, wire: torch.Tensor, end: End) -> None:
         """Write the second payloads, and the end of their wire."""
         (offset,), _, marks, *_ = end
-        given, shape = (
-            (self.parts, self.left, self.encoding_table, self.shapes, self.tiles),
-            {"RANK": self.most, "R": R, "C": C},
-        )
-        launch(low_rank_buckets.multiply_columns, len(self.tiles), *given, **shape, warps=16)
+        given = self.parts, self.left, self.encoding_table, self.shapes, self.tiles
+        launch(low_rank_buckets.multiply_columns, len(self.tiles), *given, RANK=self.most, R=R, C=C, warps=16)
         numbers = self.to_device_once(np.array(marks, np.float32)), offset // ITEM, len(marks)
         parts = wire, self.parts, self.shapes, self.q_adds
         launch(low_rank_buckets.add_columns, len(self.q_adds), *parts, *numbers, R=R, N=N, T=T)

@@ -46,6 +46,7 @@ def signs_of_byte(packed, N: tl.constexpr):
 def steps_below(value, inside, edges, count, N: tl.constexpr):
     """Count the edges, at most 255 and ascending, below each number; all of them are below NaN."""
     below = tl.zeros([N], tl.int32)
+    # Eight halvings search 255 edges.
     for half in tl.static_range(8):
         middle = below + (128 >> half)
         edge = tl.load(edges + middle - 1, mask=inside & (middle <= count), other=0)

@@ -71,6 +71,7 @@ class TritonKernels(TorchKernels):
         programs = max(1, triton.cdiv(n, steps * STEP))
         counts = torch.empty(programs, dtype=torch.int32, device=bitmap.device)
         launch(packing.count_bits, programs, counts, bitmap, n, steps, N=STEP)
+        # Without a count the host waits here for the device.
         out = torch.empty(int(counts.sum()) if count is None else count, dtype=torch.int32, device=bitmap.device)
         launch(packing.write_positions, programs, out, counts, bitmap, n, len(out), steps, N=STEP)
         return out

@@ -1,7 +1,6 @@
 """The random numbers of :mod:`grace.kernels.random` inside kernels: the same integers, made where they are used."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -19,7 +18,7 @@ WORDS = ("key_low", "key_high", "step", "draw")
 """Arguments of kernels that change at every step, so that none is compiled for their values."""
 
 
-def words_of(stream: Stream) -> tuple[Any, ...]:
+def words_of(stream: Stream) -> tuple[int | torch.Tensor, ...]:
     """Return a stream as the four arguments of a kernel. A step that lies in a tensor, as in CUDA graphs, is read
     there."""
     if not isinstance(stream.step, torch.Tensor):
@@ -28,7 +27,7 @@ def words_of(stream: Stream) -> tuple[Any, ...]:
     return signed(key_low), signed(key_high), stream.step, signed(draw)
 
 
-def walk_of(stream: Stream, n: int) -> tuple[Any, ...]:
+def walk_of(stream: Stream, n: int) -> tuple[int | torch.Tensor, ...]:
     """Return the arguments of :func:`walked` for the permutation of n indices."""
     return (*words_of(stream.permuting()), *feistel_bits(n))
 
@@ -37,11 +36,8 @@ def walk_of(stream: Stream, n: int) -> tuple[Any, ...]:
 def philox(c0, c1, c2, c3, k0, k1):
     """Return the four words of each block (uint32)."""
     for _ in tl.static_range(_ROUNDS):
-        high0, high1 = (
-            tl.umulhi(c0, tl.full(c0.shape, _M0, tl.uint32)),
-            tl.umulhi(c2, tl.full(c2.shape, _M1, tl.uint32)),
-        )
-        low0, low1 = c0 * tl.full(c0.shape, _M0, tl.uint32), c2 * tl.full(c2.shape, _M1, tl.uint32)
+        m0, m1 = tl.full(c0.shape, _M0, tl.uint32), tl.full(c2.shape, _M1, tl.uint32)
+        high0, high1, low0, low1 = tl.umulhi(c0, m0), tl.umulhi(c2, m1), c0 * m0, c2 * m1
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + tl.full([], _W0, tl.uint32), k1 + tl.full([], _W1, tl.uint32)
     return c0, c1, c2, c3
@@ -61,16 +57,15 @@ def number_of(step):
 def blocks(block, key_low, key_high, step, draw):
     """Return the four words of blocks with these numbers (int64)."""
     low, high = block.to(tl.uint32), (block >> 32).to(tl.uint32)
-    step, draw = (
-        tl.full(low.shape, 0, tl.uint32) + number_of(step),
-        tl.full(low.shape, 0, tl.uint32) + draw.to(tl.uint32),
-    )
+    zero = tl.full(low.shape, 0, tl.uint32)
+    step, draw = zero + number_of(step), zero + draw.to(tl.uint32)
     return philox(low, high, step, draw, key_low.to(tl.uint32), key_high.to(tl.uint32))
 
 
 @triton.jit
 def row_of_words(first, key_low, key_high, step, draw, N: tl.constexpr):
     """Return N consecutive words, from element ``first`` on, a multiple of 4: all four of each block are used."""
+    # Joined in this order, reshape() reads a, b, c, d.
     a, b, c, d = blocks(first // 4 + tl.arange(0, N // 4), key_low, key_high, step, draw)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [N])
 
@@ -90,7 +85,7 @@ def rows_of_words(first, key_low, key_high, step, draw, ROWS: tl.constexpr, COLS
 @triton.jit
 def uniform(words):
     """Return multiples of 2**-24 in [0, 1)."""
-    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
 
 
 @triton.jit

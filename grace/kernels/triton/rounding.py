@@ -45,6 +45,7 @@ def rounded(x, scale, offset, levels, FORM: tl.constexpr):
     wide = tl.zeros_like(x) + levels
     below, above = wide.to(tl.int32), (wide + 0.5).to(tl.int32)  # of a code 0; they differ where there is no level 0
     most = below.to(tl.float32)
+    # Levels of n + 1/2 take no offset: half of one is cancelled here.
     code = tl.minimum(scaled * levels + (offset - (wide - most)), most).to(tl.int32)
     return tl.where(x >= 0, above + code, below - code).to(tl.uint8)
 

@@ -34,6 +34,7 @@ def digit_of(counts, k, BINS: tl.constexpr):
 def sampled(n):
     """Return the places of a sample, of all if there are not more; and which of them exist."""
     place = tl.arange(0, SAMPLE)
+    # The place within a stride moves, lest a period of the tensor's be sampled alone.
     stride = tl.maximum(n // SAMPLE, 1)
     return place.to(tl.int64) * stride + place * 7919 % stride, place < n
 
@@ -42,6 +43,7 @@ def sampled(n):
 def guess(counts, bits, inside, n, k, least):
     """Begin a search: of a sample of n magnitudes the one that most likely hardly more than k elements are above; it is
     the k-th largest if all are sampled. Never less than ``least``."""
+    # Programs of later launches add to these counts.
     for low in tl.static_range(0, STATE, DIGITS):
         place = low + tl.arange(0, DIGITS)
         tl.store(counts + place, tl.zeros([DIGITS], tl.int32), mask=place < STATE - 1)
@@ -73,6 +75,7 @@ def listed_of(patterns, places, x, place, inside, guessed, many, tied, room):
 @triton.jit
 def report(counts, listed, ties, program, found, many, tied):
     """Add a program's findings to the search's counts."""
+    # Sums of integers do not depend on the order of atomics.
     tl.atomic_add(counts + tl.arange(0, FIRSTS), found, mask=found > 0)
     tl.atomic_add(counts + KNOWN, many)
     tl.atomic_add(counts + KNOWN + 1, tied)
@@ -182,6 +185,7 @@ def kth_and_before(counts, rows, k, program, P: tl.constexpr):
     for low in range(0, program, P):
         other = low + tl.arange(0, P)
         at = other.to(tl.int64)[:, None] * LASTS + bins[None, :]
+        # A count of 32768 was stored as a negative int16.
         before += tl.sum(tl.load(rows + at, mask=(other < program)[:, None], other=0).to(tl.int32) & 0xFFFF, 0)
     larger, equal = tl.sum(tl.where(bins > digit, before, 0), 0), tl.sum(tl.where(bins == digit, before, 0), 0)
     return tl.load(counts + KNOWN + 6) * 16 + digit, rank, larger, equal

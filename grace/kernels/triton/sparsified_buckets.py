@@ -99,6 +99,7 @@ def encode_chunks(
     if width == 1:
         write_marks(coded, chosen, base, tl.load(row + SIZE), N)
     if KEEPS:
+        # x - x: of NaN or Inf it is NaN, as x - C(x) is.
         write_floats(row + NEXT, tl.where(chosen, x - x, x), base, wide, place, inside)
 
 
@@ -206,7 +207,8 @@ def write_of_bucket(
         value = given.to(tl.float32, bitcast=True)
         write_entries(values, coded, width, at, index, value, taken)
         if width == 1:
-            byte = coded + index // 8  # bitmaps begin at any byte
+            # Bitmaps begin at any byte, and atomics take aligned words of 32 bits.
+            byte = coded + index // 8
             bit = ((byte & 3) * 8 + (index & 7)).to(tl.int32)
             tl.atomic_or((byte - (byte & 3)).to(tl.pointer_type(tl.int32)), 1 << bit, mask=taken)
         if KEEPS:
@@ -257,6 +259,7 @@ def decode_entries(
         write_floats(row + GRADIENT, total, base, wide, place, inside)
     else:
         write_floats(row + GRADIENT, tl.zeros([N], tl.float32), base, wide, place, inside)
+        # A thread adds to zeros, and then to sums, that other threads of the program have written.
         tl.debug_barrier()
         for rank in range(ranks):
             wire = wire_at(table, variables, rank)

@@ -15,7 +15,7 @@ from horovod.common.process_sets import ProcessSet
 
 from grace.backends.horovod import HorovodBackend, Operation, alltoall_output
 from grace.core.backend import Handle
-from grace.core.watch import Patience
+from grace.core.watch import TimeoutCheck
 from grace.errors import ConfigError, ExchangeError
 
 POLL_SECONDS = 50e-6
@@ -154,10 +154,10 @@ class OperationWait:
     def __call__(self) -> None:
         if self.work is None:
             return
-        patience = Patience(self.backend)
+        check = TimeoutCheck(self.backend)
         while not hvd.poll(self.work):
             time.sleep(POLL_SECONDS)
-            patience()
+            check()
         work = self.work
         self.work = None  # a second call must not wait for Horovod's handle again
         self.backend.receive(self.operation, self.name, hvd.synchronize(work))

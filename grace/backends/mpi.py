@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.waits import timeout_for
-from grace.core.watch import Patience
+from grace.core.watch import TimeoutCheck
 from grace.errors import RankError
 from grace.kernels import kernels_of
 
@@ -196,13 +196,13 @@ class MPIBackend(Backend):
     def _wait_for(self, request: MPI.Request) -> None:
         """Test a request until it is complete: a signal, the timeout or a rank that left must be able to end the
         wait."""
-        patience = Patience(self)
+        check = TimeoutCheck(self)
         tests = 0
         while not request.Test():
             tests += 1
             if tests > SPINS:
-                time.sleep(min(max(SHARE * (time.monotonic() - patience.began), SHORTEST), LONGEST))
-                patience()
+                time.sleep(min(max(SHARE * (time.monotonic() - check.began), SHORTEST), LONGEST))
+                check()
 
     def shutdown(self) -> None:
         """Leave the run; in the middle of a collective end the other ranks too, which would wait for ever."""

@@ -20,7 +20,7 @@ from grace.backends.torch_streams import Side
 from grace.backends.torchrun import private_store
 from grace.core.backend import Backend, Channels, Handle
 from grace.core.waits import timeout_for
-from grace.core.watch import POLL_SECONDS, Patience
+from grace.core.watch import POLL_SECONDS, TimeoutCheck
 from grace.errors import ConfigError, missing_extra
 
 SETTLE_SECONDS = 0.3
@@ -200,7 +200,7 @@ class TorchBackend(Backend):
     def _wait_on_host(self, work: dist.Work) -> None:
         """Wait for a collective of host tensors, in short waits: the watch must be able to end the whole wait."""
         began = time.monotonic()
-        patience = None
+        check = None
         look = timedelta(seconds=min(POLL_SECONDS, self.timeout / 4))
         while True:
             try:
@@ -210,9 +210,9 @@ class TorchBackend(Backend):
                 if work.is_completed():
                     work.wait()  # raises the collective's own error
                     return
-            if patience is None:  # most waits are over before the first look
-                patience = Patience(self, began)
-            patience()
+            if check is None:  # most waits are over before the first look
+                check = TimeoutCheck(self, began)
+            check()
 
     def shutdown(self) -> None:
         if self.owns and dist.is_initialized():

@@ -1,6 +1,9 @@
 """Adapters for compressors written to the original GRACE's contract, or to Grace's.
 
-They wrap the methods that a class defines, so that the exchange, memories and users' own calls behave alike.
+They wrap the methods that a class defines, so that the exchange, memories and users' own calls behave alike, and
+validate what a user's method returns: its type, and the shape that payloads decode to. Whether payloads keep their
+sizes is checked where they are packed (:mod:`grace.exchange.codec`), and between ranks in
+:mod:`grace.exchange.round_trip`.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""The watch: a connection of every rank to rank 0, beside the engine, by which ranks learn where others wait and how
-they end.
+"""The watch, a watchdog: a connection of every rank to rank 0, beside the engine, by which ranks learn which rank is a
+straggler, hangs or is dead, and at which line.
 
 An engine tells a waiting rank no more than that no data arrives. So every rank keeps one connection to rank 0
 (:mod:`grace.core.watch_server`), served by threads that sleep. Over it a rank reports how it ends (normally, or by
@@ -57,7 +57,7 @@ _current: "Watch | None" = None
 _tried = False
 
 
-class Patience:
+class TimeoutCheck:
     """Check of a wait, to be called repeatedly while the wait goes on. It raises an error if the wait has taken too
     long, or if a rank has ended that the wait needs.
 
@@ -334,16 +334,16 @@ def check_same_operation(backend: Any, kind: str, name: str) -> None:
     if watch is None or backend.members is not None:
         return
     register_training_thread()
-    patience = Patience(backend)
+    check = TimeoutCheck(backend)
     with watch.news:
         watch.meetings += 1
         number = watch.meetings
         watch.line.send(meet=number, kind=kind, name=name)
     while watch.met < number:
         with watch.news:
-            watch.news.wait_for(lambda: watch.met >= number, patience.interval)
+            watch.news.wait_for(lambda: watch.met >= number, check.interval)
         # Without the lock: it may ask for positions, and wait for the answer.
-        patience()
+        check()
     if watch.said:
         told = "; ".join(f"{_ranks(ranks)} {_are(ranks)} in {name}" for name, ranks in watch.said)
         raise RankError(f"the ranks do different things: {told}. All of them must call the same, with the same")

@@ -15,7 +15,7 @@ FIRST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the bytes in one bucket.
+    """Limits of the bytes in one bucket, like DDP's ``bucket_cap_mb`` and Horovod's fusion threshold.
 
     If neither is given, buckets get the size that makes a step shortest. If a model sends W bytes in n buckets, the
     W / n bytes of the last one are sent after backward, and each bucket costs the time of :data:`COLLECTIVE_BYTES` = c

@@ -334,7 +334,7 @@ def prepare(
     memory: str = "strict",
     inside: Callable[[SavedState], SavedState] = lambda saved: saved,
 ) -> Loaded:
-    """Return the values that :func:`load` applies, and change nothing.
+    """Validate a saved state, and return the values that :func:`load` applies; change nothing.
 
     Args:
         runner, memory, inside: see :func:`load`.

@@ -300,11 +300,11 @@ class OuterRounds:
             for fragment in self.fragments:
                 # Applied before it is sent again: its delay is shorter than its period.
                 if fragment.arrives(self.at):
-                    self._apply(fragment, fragment.outer.merge)
+                    self._apply_outer_step(fragment, fragment.outer.merge)
                 if fragment.until_sent(self.at) == 0:
                     self._send(fragment, later=fragment.outer.delay > 0)
                     if fragment.outer.delay == 0:
-                        self._apply(fragment, fragment.outer.merge)
+                        self._apply_outer_step(fragment, fragment.outer.merge)
 
     def flush(self) -> None:
         """Run a last round of all fragments, so that all ranks have the anchors for parameters. Every rank must call
@@ -318,11 +318,11 @@ class OuterRounds:
         self.take_anchors()
         for fragment in self.fragments:
             if fragment.travels:
-                self._apply(fragment, fragment.outer.merge)
+                self._apply_outer_step(fragment, fragment.outer.merge)
         # A rank with more iterations may wait in the round that is due next: the order lets both find that out.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.until_sent(self.at)):
             self._send(fragment, later=False)
-            self._apply(fragment, 0.0)
+            self._apply_outer_step(fragment, 0.0)
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""
@@ -355,7 +355,7 @@ class OuterRounds:
         self._resolve(fragment, outcomes)
 
     def drift(self, shard: Shard) -> Tensor:
-        """Return how far this rank's parameters have moved from the anchor, against their direction, in their dtype."""
+        """Return this rank's drift, the pseudogradient of DiLoCo: anchor minus parameters, in the parameters' dtype."""
         x = self.read(shard)
         k = kernels_of(x)
         # NumPy's sums of 0-d arrays are no arrays
@@ -414,7 +414,7 @@ class OuterRounds:
                 shard = self.runner.shards[outcome.variable.name]
                 fragment.coming[outcome.variable.name] = _copy(outcome.value, _wide(shard))
 
-    def _apply(self, fragment: Fragment, merge: float) -> None:
+    def _apply_outer_step(self, fragment: Fragment, merge: float) -> None:
         """Move the anchors of a fragment by the means of the last round, and the parameters with them."""
         self._collect(fragment)
         means, fragment.coming = fragment.coming or {}, None

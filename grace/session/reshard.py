@@ -107,24 +107,24 @@ class Resharding:
         known = set().union(*parts_of.values())
         # A variable of another shape is refused even if it has no state yet.
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
-            self._try(self._check_shape, "something", name)
+            self._convert_or_drop(self._check_shape, "something", name)
         kept = {kind for shard in self.runner.shards.values() for kind in self.runner.stateful_parts(shard)}
         for kind, names in held.items():
             if kind in OF_BUFFERS:
                 found[kind] = self._convert_buffers(kind, names)
                 continue
             if kind.partition(".")[0] not in KINDS and kind not in kept:
-                self._try(self._refuse_kind, kind)
+                self._convert_or_drop(self._refuse_kind, kind)
             for name in sorted(names - known):
-                self._try(self._refuse_name, kind, name)
+                self._convert_or_drop(self._refuse_name, kind, name)
             for name, parts in parts_of.items():
                 if parts & names:
-                    found[kind].update(self._try(self._convert, kind, name))
+                    found[kind].update(self._convert_or_drop(self._convert, kind, name))
         # After all residuals are converted, to which these are added.
         for kind, name in self.cut_anew:
             of_whole = kind.removeprefix("shard_")
             residuals = found.setdefault(of_whole, {})
-            residuals.update(self._try(self._return_to_residuals, kind, name, residuals))
+            residuals.update(self._convert_or_drop(self._return_to_residuals, kind, name, residuals))
         return found
 
     def pending(self) -> list[Values]:
@@ -138,13 +138,13 @@ class Resharding:
         for step in self.saved["pending"]:
             new.append({})
             for name in sorted(step.keys() - known):
-                self._try(self._refuse_name, "mean", name)
+                self._convert_or_drop(self._refuse_name, "mean", name)
             for name, old in self.before.items():
                 if any(part in step for part in _part_names(name, old)):
-                    new[-1].update(self._try(self._convert_pending, name, old, step))
+                    new[-1].update(self._convert_or_drop(self._convert_pending, name, old, step))
         return new
 
-    def _try(self, convert: Callable[..., Values], *what: object) -> Values:
+    def _convert_or_drop(self, convert: Callable[..., Values], *what: object) -> Values:
         """Return the result of a conversion. If it does not fit, raise ConfigError if strict, else drop the state."""
         try:
             return convert(*what)
@@ -174,7 +174,7 @@ class Resharding:
         if base == "answer_memory":
             values = self._answer_memory(kind, name, old, cut)
         elif base in ("memory", *OF_ROUNDS):
-            values = {part: self._select(kind, part) for part in _part_names(name, old)}
+            values = {part: self._value_of(kind, part) for part in _part_names(name, old)}
             values = {part: value for part, value in values.items() if value is not None}
             if not _cut_alike(old, cut):
                 values = _repartition(name, old, cut, values, f"the {kind}", base in OF_ROUNDS)
@@ -185,7 +185,7 @@ class Resharding:
             self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
             return {}
         else:
-            values = {part: self._select(kind, part) for part in _part_names(name, old)}
+            values = {part: self._value_of(kind, part) for part in _part_names(name, old)}
         return {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
 
     def _convert_buffers(self, kind: str, names: set[str]) -> Values:
@@ -196,7 +196,7 @@ class Resharding:
         now = self.runner.outer_rounds.read_buffers()
         found: Values = {}
         for name in sorted(names):
-            value = self._select(kind, name)
+            value = self._value_of(kind, name)
             if value is None:
                 continue
             known = name in now
@@ -223,7 +223,7 @@ class Resharding:
         of_whole, wholes, size = kind.removeprefix("shard_"), Values(), self.saved["size"]
         shape = list(cut["shape"])
         for i, part in enumerate(_part_names(name, old)):
-            own = self._select(kind, part) if self.everyone is None else None
+            own = self._value_of(kind, part) if self.everyone is None else None
             alone = [own if rank == self.rank else None for rank in range(size)]
             shards = alone if self.everyone is None else [one.get(kind, {}).get(part) for one in self.everyone]
             if all(value is None for value in shards):
@@ -269,7 +269,7 @@ class Resharding:
                         f"{other}. Use {spec}"
                     )
 
-    def _select(self, kind: str, part: str) -> Value | None:
+    def _value_of(self, kind: str, part: str) -> Value | None:
         """Return the state of one saved part for this rank: the rank's own, the one that all ranks share, or the mean
         over ranks."""
         own = self.saved["state"].get(kind, {}).get(part)
@@ -327,7 +327,7 @@ class Resharding:
                     "now, or in other parts. Save "
                     f"{self.runner.context.api_names.save_all}, which has the state of all ranks"
                 )
-            own = {part: self._select(kind, part) for part in parts}
+            own = {part: self._value_of(kind, part) for part in parts}
             return {part: value for part, value in own.items() if value is not None}
         kept = {part: value for one in self.everyone for part, value in one.get(kind, {}).items() if part in parts}
         if not any(root is not None for root in cut["destinations"]):

@@ -1,5 +1,5 @@
-"""Patches of functions that Horovod's scripts call: broadcasts of parameters and of an optimizer's state, joins, and
-names for operations that have none."""
+"""Monkey patches of functions that Horovod's scripts call: broadcasts of parameters and of an optimizer's state, joins,
+and names for operations that have none."""
 
 import functools
 import inspect

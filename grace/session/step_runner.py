@@ -440,14 +440,15 @@ class StepRunner:
 
         A variable that no rank had a gradient of keeps its state as well. A discarded step does not count."""
         keep = not discarded and not any([outcome.overflow for outcome in outcomes])
+        # There is nothing to wait with after a rollback, or if nothing was exchanged.
+        self.waits_for_step = self.waits_for_step and keep and bool(outcomes)
         missing = [outcome.variable.name for outcome in outcomes if outcome.value is None] if keep else []
         self.context.step += not discarded
         for component in self._stepping():
             for name in missing:
                 component.state.rollback(name)
-            if not (keep and self.waits_for_step):
+            if not self.waits_for_step:
                 component.state.commit() if keep else component.state.rollback()
-        self.waits_for_step = self.waits_for_step and keep  # after a rollback there is nothing to commit
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         if recorder.run is not None:
             recorder.run.exchanged()
@@ -474,6 +475,7 @@ class StepRunner:
         self._roll_back()
 
     def _roll_back(self) -> None:
+        self.waits_for_step = False
         for component in self._stepping():
             component.state.rollback()
 

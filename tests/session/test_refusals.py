@@ -55,6 +55,8 @@ OPTIMIZER_ONLY = {
     "names left out": ({"names": "bare"}, "pairs of (name, parameter)"),
     "no passes": ({"backward_passes_per_step": 0}, "backward_passes_per_step must be a whole number of at least 1"),
     "half a byte": ({"group_bytes": 0.5}, "group_bytes must be a whole number of at least 1, not 0.5"),
+    "half a group": ({"groups": 1.5}, "groups must be a whole number, or lists of parameters"),
+    "no lists of groups": ({"groups": [1, 2]}, "groups must be a whole number, or lists of parameters"),
     "no byte": ({"bucket_bytes": 0}, "bucket_bytes must be a whole number of at least 1, not 0"),
 }
 

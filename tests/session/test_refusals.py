@@ -48,6 +48,8 @@ EVERYWHERE = {
     "powersgd without memory": ({"compressor": "powersgd", "memory": "none"}, "Use memory='residual'"),
     "unknown memory": ({"compressor": "topk", "memory": "residul"}, "did you mean 'residual'"),
     "unknown communicator": ({"compressor": "topk", "communicator": "gossip"}, "unknown communicator 'gossip'"),
+    "no seed": ({"seed": None}, "seed must be a whole number, not None"),
+    "half a seed": ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
 }
 OPTIMIZER_ONLY = {
     "duplicate names": ({"names": "twice"}, "the name 'same' more than once"),

@@ -5,6 +5,7 @@ from numbers import Number
 from typing import ClassVar
 
 from grace.core.compressor import Compressor, Ctx, Payload, Tensor
+from grace.core.state import Value
 from grace.core.transactional_dict import StatefulComponent, TransactionalDict
 from grace.kernels import kernels_of
 
@@ -52,12 +53,13 @@ class Memory(StatefulComponent):
         return copy.deepcopy(self)
 
     def residual_tensors(self, name: str) -> list[Tensor]:
-        """Return the tensors with the part of a variable's gradients that was left out so far: all tensors in its
-        state. A memory that keeps other tensors overrides it."""
+        """Return the tensors with the part of a variable's gradients that was left out so far: all tensors of floats in
+        its state. A memory that keeps other tensors overrides it."""
         found = [part.state.get(name) for part in self.named_components().values()]
         values = [item for value in found for item in (value.values() if isinstance(value, dict) else (value,))]
         # NumPy's scalars have a shape, too.
-        return [value for value in values if hasattr(value, "shape") and not isinstance(value, Number)]
+        tensors = [value for value in values if hasattr(value, "shape") and not isinstance(value, Number)]
+        return [tensor for tensor in tensors if _has_units(tensor)]
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:
@@ -65,14 +67,21 @@ class Memory(StatefulComponent):
         return None
 
     def rescale(self, factor: float) -> None:
-        """Multiply the state by ``factor``, by which the loss scale changed. A memory whose state has numbers in other
-        units than the gradient's overrides it."""
+        """Multiply the state by ``factor``, by which the loss scale changed, except tensors of whole numbers or truth
+        values. A memory whose state has numbers in other units than the gradient's overrides it."""
         # Dicts of users' memories (self.residuals = {}) have states of their own.
         for state in (
             self.state,
             *(part.state for part in self.named_components().values() if isinstance(part, TransactionalDict)),
         ):
-            state.map(lambda value: value * factor)
+            state.map(lambda value: value * factor if _has_units(value) else value)
+
+
+def _has_units(value: Value) -> bool:
+    """Return True for a number or a tensor of floats, which may be in the units of a gradient."""
+    if isinstance(value, Number) or not hasattr(value, "dtype"):
+        return True
+    return kernels_of(value).dtype(value).startswith(("float", "bfloat"))
 
 
 class ErrorFeedback(Memory):

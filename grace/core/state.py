@@ -110,6 +110,11 @@ class State(MutableMapping[str, Value]):
     def __repr__(self) -> str:
         return f"State(kept={sorted(self._committed)}, staged={sorted(self._staged)})"
 
+    @property
+    def in_use(self) -> bool:
+        """True if a value is committed or staged, or the deletion of a committed one is staged."""
+        return bool(self._committed or self._staged)
+
     def changed(self, *names: str) -> bool:
         """Return True if a value of one of these names was written or deleted since the last commit."""
         return not self._staged.keys().isdisjoint(names)

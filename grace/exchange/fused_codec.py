@@ -438,8 +438,13 @@ class DoubleBuffer:
         residuals = [residual for _, residual, _ in recalled]
         # The usual step: all residuals are in the buffer that was written last.
         if all([found is own for found, own in zip(residuals, self.buffers[self.newest], strict=True)]):
-            self._swap_buffers()
-        elif not self._swap_each(residuals):
+            source, target = self.newest, 1 - self.newest
+            self.source[:], self.target[:] = source, target
+            self.rows[:, RESIDUAL] = self.addresses[source]
+            self.rows[:, NEXT_RESIDUAL] = self.addresses[target]
+            self.next_residuals = self.buffers[target]
+            self.newest = target
+        elif not self._find_each(residuals):
             return False
         if self.codec is not None:
             variables = range(len(self.names))
@@ -447,16 +452,7 @@ class DoubleBuffer:
             self.rows[:, NEXT_SUBTRAHENDS] = self.subtrahend_addresses[self.target, variables]
         return True
 
-    def _swap_buffers(self) -> None:
-        """Read all residuals from the buffer that was written last, and write the next ones to the other buffer."""
-        source, target = self.newest, 1 - self.newest
-        self.source[:], self.target[:] = source, target
-        self.rows[:, RESIDUAL] = self.addresses[source]
-        self.rows[:, NEXT_RESIDUAL] = self.addresses[target]
-        self.next_residuals = self.buffers[target]
-        self.newest = target
-
-    def _swap_each(self, residuals: Sequence[Tensor | None]) -> bool:
+    def _find_each(self, residuals: Sequence[Tensor | None]) -> bool:
         """Find each residual in a buffer or in other memory, as after a resume, a roll-back or a switch of plans;
         return False if one has no address."""
         state = self.memory.state

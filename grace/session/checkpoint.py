@@ -31,7 +31,7 @@ from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
 from grace.core.compressor import Tensor
 from grace.core.state import Values
-from grace.core.transactional_dict import StatefulComponent
+from grace.core.transactional_dict import StatefulComponent, TransactionalDict, is_ours
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.session import state_schema
@@ -48,6 +48,7 @@ def save(runner: StepRunner) -> SavedState:
     """Return this rank's state: plain numbers, text, and tensors.
 
     Raises:
+        ConfigError: a user's part keeps something that cannot be loaded.
         ExchangeError: a step is under way.
     """
     return state_schema.seal(_saved(runner))
@@ -59,6 +60,7 @@ def _saved(runner: StepRunner) -> SavedState:
     context = runner.context
     # Delayed round trips must end before the state is read: they may still change a destination's memory.
     pending = runner.pending()
+    _check_saveable(runner)
     plan = runner.planned()
     return {
         "version": state_schema.VERSION,
@@ -90,6 +92,20 @@ def _warn_unsaved(runner: StepRunner) -> None:
                     "saved, nor taken back when a step overflows: keep it in self.state[name], as a tensor, a number, "
                     "or a dict of these",
                     stacklevel=5,
+                )
+
+
+def _check_saveable(runner: StepRunner) -> None:
+    """Refuse to save what users' parts keep if it could not be loaded."""
+    for kind, part in runner.components:
+        if is_ours(type(part)) and not isinstance(part, TransactionalDict):
+            continue  # built-in parts keep only what can be saved
+        for name, value in part.state.committed.items():
+            why = state_schema.describe_unsaveable(value)
+            if why:
+                raise ConfigError(
+                    f"the {kind} {part.spec} keeps {why} for {name!r}, which no checkpoint can hold: keep in "
+                    "self.state[name] a finite number, a tensor of finite numbers or truth values, or a dict of these"
                 )
 
 

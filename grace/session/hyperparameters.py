@@ -30,7 +30,7 @@ def numeric_settings(settings: Mapping[str, object]) -> Numbers:
 def _iterate_numbers(
     settings: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, Number | tuple[Number, ...]]]:
-    for name in sorted(settings):
+    for name in sorted(settings, key=str):  # a schedule's names may be numbers of steps
         value = settings[name]
         if name in WITHOUT_EFFECT:
             continue
@@ -38,9 +38,9 @@ def _iterate_numbers(
             yield from _iterate_numbers(value, f"{prefix}{name}.")
         elif isinstance(value, (tuple, list)):
             if value and all(_is_number(item) for item in value):
-                yield prefix + name, tuple(map(_plain, value))
+                yield f"{prefix}{name}", tuple(map(_plain, value))
         elif _is_number(value):
-            yield prefix + name, _plain(value)
+            yield f"{prefix}{name}", _plain(value)
 
 
 def _is_number(value: object) -> TypeGuard[Number]:

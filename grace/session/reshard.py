@@ -24,7 +24,7 @@ from grace.errors import ConfigError
 from grace.exchange.sparse_codec import is_floating
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
-from grace.session.state_schema import SavedState, ValuesByKind
+from grace.session.state_schema import SavedState, ValuesByKind, checksum
 from grace.session.step_runner import StepRunner
 
 
@@ -394,6 +394,10 @@ def _mean_value(values: list[Value], count: int, what: str) -> Value:
         raise Misfit(f"{what} has other shapes on other ranks of the checkpoint")
     if isinstance(values[0], dict):
         return {key: _mean_value([value[key] for value in values], count, what) for key in values[0]}
+    if hasattr(values[0], "shape") and not is_floating(kernels_of(values[0]).dtype(values[0])):
+        if len(values) < count or len(set(map(checksum, values))) > 1:
+            raise Misfit(f"{what} holds whole numbers or truth values that differ by rank, which have no mean")
+        return values[0]
     if isinstance(values[0], (int, float)):
         # A number (a learning rate) that all ranks share stays exact; their sum may round.
         return values[0] if len(set(values)) == 1 else sum(values) / len(values)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from grace.core.communicator import Communicator
@@ -103,6 +104,10 @@ class Settings:
     hierarchical: bool = False
     compress_after: int = 0
 
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, Integral):
+            self.seed = int(self.seed)  # files hold no NumPy integers
+
     def check(self) -> None:
         """Raise ConfigError if a setting cannot work."""
         for name in ("bucket_bytes", "group_bytes"):
@@ -148,6 +153,21 @@ class Settings:
     def facts(self) -> list[tuple[str, str]]:
         """Return the facts that ranks compare. The seed is not among them: every runner compares it."""
         return [(name, str(value)) for name, value in self.arguments().items() if name != "seed"]
+
+
+def checked_seed(seed: object) -> int:
+    """Return a seed as Python's int, which checkpoints hold.
+
+    Raises:
+        ConfigError: it is no whole number.
+
+    >>> import numpy as np
+    >>> checked_seed(np.int64(3))
+    3
+    """
+    if not isinstance(seed, Integral):
+        raise ConfigError(f"seed must be a whole number, not {seed!r}")
+    return int(seed)
 
 
 def check_integer(name: str, value: object, low: int = 1) -> None:

@@ -12,6 +12,7 @@ from grace.errors import ConfigError
 from grace.session.agreement import compare_facts
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.hyperparameters import momentum_owners
+from grace.session.settings import checked_seed
 from grace.session.step_runner import StepRunner
 
 
@@ -59,6 +60,7 @@ def build_step_runner(
     try:
         if error is not None or plan is None:
             raise error or AssertionError
+        context.seed = checked_seed(context.seed)
         # An elastic run's size may change, and under a hierarchy not all ranks exchange: assume nothing of it.
         shards = plan.shards(found, 1 if later or hierarchical else backend.size)
         if hierarchical:

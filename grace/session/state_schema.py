@@ -128,13 +128,13 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _is_array(value: object) -> bool:
-    """Return True if a value is a dense array of numbers in memory."""
+    """Return True if a value is a dense array of numbers, or of truth values, in memory."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
     if getattr(value, "is_meta", False) or str(getattr(value, "layout", "torch.strided")) != "torch.strided":
         return False
     try:
-        return kernels_of(value).dtype(value).startswith(("float", "bfloat", "int"))
+        return kernels_of(value).dtype(value).startswith(("float", "bfloat", "int", "uint8", "bool"))
     # Of no framework that is known, or of a dtype that no kernel has.
     except (TypeError, KeyError, AttributeError):
         return False
@@ -280,6 +280,23 @@ def items(saved: SavedState) -> Iterator[tuple[str, Value]]:
             yield from ((f"the {kind} of {name!r}{whose}", value) for name, value in values.items())
     for i, step in enumerate(saved["pending"]):
         yield from ((f"mean {i} of {name!r}", value) for name, value in step.items())
+
+
+def describe_unsaveable(value: Value) -> str:
+    """Return what it is in a component's value that a checkpoint would be refused for; empty if it can be loaded.
+
+    >>> describe_unsaveable({"step": 1, "mask": np.ones(2, bool)}), describe_unsaveable(None)
+    ('', 'None')
+    """
+    for key, item in value.items() if isinstance(value, dict) else [("", value)]:
+        if not isinstance(key, str):
+            return f"the key {short(key)}"
+        if not _is_number(item) and not _is_array(item):
+            kind = ", ".join(str(getattr(item, name)) for name in ("dtype", "layout") if hasattr(item, name))
+            return f"{short(item)} ({kind})" if kind else short(item)
+        if not _finite(item):
+            return "a number that is not finite"
+    return ""
 
 
 def seal(saved: SavedState) -> SavedState:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
@@ -93,7 +93,10 @@ class StepRunner:
         self._nodes: list[str] = []
         self._node_groups: dict[tuple[int, int], NodeGroups] = {}
         self._bind(backend)
-        self.stateful = any(communicator.stateful for communicator in self.communicators)
+        self.stateful_communicators = any(communicator.stateful for communicator in self.communicators)
+        """True if a communicator keeps state between steps."""
+        self.stateful = self.stateful_communicators
+        """True if the next step changes state that an overflow rolls back."""
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
         self.compress_after = 0
@@ -109,8 +112,13 @@ class StepRunner:
         self._committed_parts: list[Component] | None = None
         self.waits_for_step = False
         """True until a caller knows that a step's means are used, and commits its state."""
-        self.carried_over: dict[str, Gradient] = {}
-        """Means that an earlier run or plan still had to apply, by shard; added to the next outcomes."""
+        self._carrying = Component()
+        """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
+        self.carried_over = self._carrying.state
+        """Means that an earlier run or plan still had to apply, by shard; a step takes those that it adds to its
+        outcomes."""
+        self.carries_over = False
+        """True if there may be such means. Cheaper to read than the state, in every step."""
         self._thread: ExchangeThread | None = None
         self.computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """The context that delayed round trips compute in."""
@@ -351,10 +359,11 @@ class StepRunner:
         return [outcome.value for outcome in outcomes]
 
     def add_carried_over(self, outcomes: Sequence[Outcome]) -> None:
-        """Add to outcomes the means that a checkpoint's run still had to apply, where this run does not delay."""
+        """Add to outcomes the means that an earlier run or plan still had to apply. A rollback of the step brings them
+        back."""
         for outcome in outcomes:
-            if outcome.variable.name in self.carried_over:
-                mean = self.carried_over.pop(outcome.variable.name)
+            mean = self.carried_over.pop(outcome.variable.name, None)
+            if mean is not None:
                 outcome.value = mean if outcome.value is None else add(outcome.value, mean)
 
     def pending(self) -> list[dict[str, Gradient]]:
@@ -365,7 +374,7 @@ class StepRunner:
             steps = [*({} for _ in range(len(bucket.pending) - len(steps))), *steps]
             for step, pending in zip(steps[len(steps) - len(bucket.pending) :], bucket.pending, strict=True):
                 step.update(pending.values(self.context.loss_scale))
-        return [self.carried_over, *steps] if self.carried_over else steps
+        return [dict(self.carried_over), *steps] if self.carried_over else steps
 
     def restore_pending(self, steps: Sequence[dict[str, Gradient]]) -> None:
         """Apply means, which :meth:`pending` returned, in the next steps."""
@@ -377,12 +386,22 @@ class StepRunner:
                 outcomes = [Outcome(v, step.get(v.name), False) for v in bucket.variables]
                 bucket.pending.append(Pending.loaded(outcomes, self.context.loss_scale))
         # Variables that this run does not delay get the sum of their means in the next step.
-        self.carried_over = {}
+        self.carried_over.clear()
+        self.carried_over.commit()
         for step in steps:
-            for name, value in step.items():
-                if name not in delayed:
-                    before = self.carried_over.get(name)
-                    self.carried_over[name] = value if before is None else add(before, value)
+            self.carry_over({name: value for name, value in step.items() if name not in delayed})
+
+    def carry_over(self, means: Mapping[str, Gradient]) -> None:
+        """Add means, by shard, to the outcomes of the next step that succeeds."""
+        for name, value in means.items():
+            before = self.carried_over.get(name)
+            self.carried_over[name] = value if before is None else add(before, value)
+        self.carried_over.commit()
+        self._update_carries_over()
+
+    def _update_carries_over(self) -> None:
+        self.carries_over = self.carried_over.in_use
+        self.stateful = self.stateful_communicators or self.carries_over
 
     def _delayed(self) -> list[Bucket]:
         """Return the buckets whose means are applied in later steps."""
@@ -414,24 +433,28 @@ class StepRunner:
         for trip in sorted(delayed, key=lambda trip: trip.bucket.index):
             trip.enqueue()
         self._begun = []
-        if self.carried_over:
+        # A loss scaler skips a step that overflowed. Without one, its means would be added twice.
+        if self.carries_over and not any([outcome.overflow for outcome in outcomes]):
             self.add_carried_over(outcomes)
         self.commit_or_roll_back(outcomes, discarded)
+        if self.carries_over:
+            self._update_carries_over()
 
     def commit_or_roll_back(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
         """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
 
         A variable that no rank had a gradient of keeps its state as well. A discarded step does not count."""
         keep = not discarded and not any([outcome.overflow for outcome in outcomes])
+        # There is nothing to wait with after a rollback, or if nothing was exchanged.
+        self.waits_for_step = self.waits_for_step and keep and bool(outcomes)
         missing = [outcome.variable.name for outcome in outcomes if outcome.value is None] if keep else []
         self.context.step += not discarded
         for component in self._stepping():
             for name in missing:
                 component.state.rollback(name)
             # Where the caller waits for optimizer.step(), it commits itself.
-            if not (keep and self.waits_for_step):
+            if not self.waits_for_step:
                 component.state.commit() if keep else component.state.rollback()
-        self.waits_for_step = self.waits_for_step and keep  # after a rollback there is nothing to commit
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         if recorder.run is not None:
             recorder.run.exchanged()
@@ -458,6 +481,7 @@ class StepRunner:
         self._roll_back()
 
     def _roll_back(self) -> None:
+        self.waits_for_step = False
         for component in self._stepping():
             component.state.rollback()
 
@@ -487,7 +511,7 @@ class StepRunner:
         if self._committed_parts is not None:
             return self._committed_parts
         own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
-        parts = [part for c in own for part in c.stateful_parts.values()]
+        parts = [self._carrying, *(part for c in own for part in c.stateful_parts.values())]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
             self._committed_parts = parts
@@ -519,7 +543,7 @@ class StepRunner:
                 # A destination rescales the memory of its answers when it compresses the next ones.
                 if isinstance(component, Memory) and not kind.startswith("answer_memory"):
                     component.rescale(factor)
-            self.carried_over = {name: in_units(value, factor) for name, value in self.carried_over.items()}
+            self.carried_over.map(lambda mean: in_units(mean, factor))
             self.context.loss_scale = loss_scale
 
     def on_resume(self) -> None:

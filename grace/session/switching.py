@@ -12,7 +12,6 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.memory import ErrorFeedback
 from grace.exchange.bucket import Bucket
-from grace.exchange.sparse_rows import add
 from grace.kernels import kernels_of
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
@@ -68,8 +67,7 @@ def switch_plan(
         made.close()
         raise
     checkpoint.apply(made, loaded)
-    for name, value in carried_over.items():
-        made.carried_over[name] = add(made.carried_over[name], value) if name in made.carried_over else value
+    made.carry_over(carried_over)
     former.close()
     return made
 

@@ -23,7 +23,7 @@ DensePairs = dict[str, tuple[tf.Tensor, tf.Tensor]]
 def all_sums(runner: StepRunner) -> bool:
     """Return True if a step consists of plain sums of gradients: it has no state that an error could spoil."""
     traced = recorder.run is not None  # a trace has each variable's times, which sums in a graph do not
-    if runner.stateful or traced or not runner.buckets:
+    if runner.stateful_communicators or traced or not runner.buckets:
         return False
     return all(map(_is_plain, runner.buckets))
 

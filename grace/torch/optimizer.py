@@ -96,42 +96,39 @@ class HookedSession(Session):
         if recorder.run is not None:
             recorder.run.gradient()
         with self.counting:
-            self._count(name, gradient)
-
-    def _count(self, name: str, gradient: torch.Tensor | None) -> None:
-        # The next step() must exchange this gradient, even if synchronize() has exchanged earlier ones.
-        self.synchronized = self.idle = False
-        if gradient is None:  # a hook of the program removed it; the tensor it stores instead is exchanged in step()
-            self.counts.setdefault(name, 0)
-            return
-        last = self.seen.get(name)
-        version = gradient._version
-        if last is not None and (gradient is not last or version != self.seen_versions[name] + 1):
-            self.cleared = True  # something other than a backward pass changed or replaced the gradient
-        self.seen[name] = gradient
-        self.seen_versions[name] = version
-        if self.paused:
-            return
-        if not self.checked:
-            self.check()
-        count = self.counts.get(name, 0) + 1
-        if count > self.passes:
-            if not self.buckets_of[name]:
-                return  # ranks train this variable alone: no exchange has begun
-            raise self._too_many_passes(name)
-        self.counts[name] = count
-        if count == self.passes:
-            missing = self.missing_parameters
-            auto = self.auto
-            if auto is not None and auto.left:
-                auto.ready(name)
-            for bucket in self.buckets_of[name]:
-                missing[bucket.index] -= 1
-            if self.held_back or (auto is not None and auto.holds):
+            # The next step() must exchange this gradient, even if synchronize() has exchanged earlier ones.
+            self.synchronized = self.idle = False
+            if gradient is None:  # a hook of the program removed it; what it stores instead is exchanged in step()
+                self.counts.setdefault(name, 0)
                 return
-            # All ranks start buckets in index order, so that their collectives pair.
-            while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:
-                self._start_next()
+            last = self.seen.get(name)
+            version = gradient._version
+            if last is not None and (gradient is not last or version != self.seen_versions[name] + 1):
+                self.cleared = True  # something other than a backward pass changed or replaced the gradient
+            self.seen[name] = gradient
+            self.seen_versions[name] = version
+            if self.paused:
+                return
+            if not self.checked:
+                self.check()
+            count = self.counts.get(name, 0) + 1
+            if count > self.passes:
+                if not self.buckets_of[name]:
+                    return  # ranks train this variable alone: no exchange has begun
+                raise self._too_many_passes(name)
+            self.counts[name] = count
+            if count == self.passes:
+                missing = self.missing_parameters
+                auto = self.auto
+                if auto is not None and auto.left:
+                    auto.ready(name)
+                for bucket in self.buckets_of[name]:
+                    missing[bucket.index] -= 1
+                if self.held_back or (auto is not None and auto.holds):
+                    return
+                # All ranks start buckets in index order, so that their collectives pair.
+                while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:
+                    self._start_next()
 
     def check_unchanged_gradients(self) -> None:
         super().check_unchanged_gradients()

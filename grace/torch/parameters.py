@@ -189,7 +189,8 @@ def check_momentum(parts: Sequence[Component], optimizer: torch.optim.Optimizer 
     if not parts or optimizer is None:
         return
     for index, group in enumerate(optimizer.param_groups):
-        momentum = group.get("momentum", group.get("betas", (0,))[0])  # SGD's name of it, and Adam's
+        betas = group.get("betas")  # Adam's name of momentum; SGD's is the usual one
+        momentum = group.get("momentum", 0 if betas is None else betas[0])
         if momentum:
             raise double_momentum_error(parts[0], f"the optimizer's group {index}", momentum, later)
 
@@ -377,6 +378,7 @@ def horovod_groups(
 
 def _check_groups(groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
     """Return groups that are lists of parameters; refuse all others."""
-    if all(isinstance(p, torch.Tensor) for group in groups for p in group):
+    lists = isinstance(groups, Iterable) and all(isinstance(group, Iterable) for group in groups)
+    if lists and all(isinstance(p, torch.Tensor) for group in groups for p in group):
         return groups
     raise ConfigError("groups must be a whole number, or lists of parameters")

@@ -332,8 +332,9 @@ def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any]
     groups = []
     found = {}
     for group in plain.get("param_groups", ()):
-        found.update({key: value for key, value in group.items() if key.startswith(KEY)})
-        groups.append({key: value for key, value in group.items() if not key.startswith(KEY)})
+        ours = {key: value for key, value in group.items() if str(key).startswith(KEY)}
+        found.update(ours)
+        groups.append({key: value for key, value in group.items() if key not in ours})
     if groups:
         plain["param_groups"] = groups
     saved = state_dict.get("grace")

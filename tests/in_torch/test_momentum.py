@@ -27,6 +27,13 @@ def test_momentum_inside_and_outside_is_refused_at_the_start(compressor, part):
     assert f"the {part} {compressor} replaces the optimizer's momentum: register_ddp_hook(" in without
 
 
+@on_ranks()
+def test_betas_of_none_are_no_momentum():
+    for compressor in OWNERS:
+        optimizer = torch.optim.SGD([{"params": net().parameters(), "betas": None}], lr=0.1)
+        grace.DistributedOptimizer(optimizer, compressor=compressor).close()
+
+
 def plain(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 

@@ -15,8 +15,9 @@ from grace.compressors.topk import TopK
 from grace.core.composition import Composed
 from grace.core.compressor import Compressor, Traits
 from grace.memories.residual import Residual
+from grace.session import state_schema
 from tests.support.data import z_limit
-from tests.support.training import Given
+from tests.support.training import Given, digest, refusal
 
 pytestmark = pytest.mark.usefixtures("local")
 
@@ -111,6 +112,94 @@ def test_what_a_sparsifier_in_a_composition_remembers_is_rolled_back_and_saved()
     other, resumed = turns(Composed(Turns(), Cast()))
     resumed.load_state_dict(saved)
     assert [step(other, resumed) for _ in range(3)] == ahead
+
+
+class Keeping(grace.Memory):
+    """A memory that keeps what a function makes of the tensor."""
+
+    name = "keeping"
+
+    def __init__(self, make):
+        self.make = make
+
+    def compensate(self, tensor, name):
+        return tensor + 0
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name] = self.make(tensor)
+
+
+def keeping(make, **options):
+    """An optimizer that has made a step with such a memory."""
+    model = Given({"w": (4,)})
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = grace.DistributedOptimizer(sgd, model, "topk(ratio=0.5)", Keeping(make), **options)
+    step(model, optimizer, (1.0, 0.0, 2.0, 0.0))
+    return optimizer
+
+
+MASKS = {
+    "truth values": lambda x: x > 0,
+    "bytes": lambda x: (x > 0).to(torch.uint8),
+    "whole numbers": lambda x: (x > 0).long(),
+    "a dict": lambda x: {"mask": x > 0, "count": 1},
+}
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_masks_are_saved_loaded_and_not_scaled(make):
+    saved = copy.deepcopy(keeping(make).state_dict())
+    other = keeping(lambda x: x)
+    other.load_state_dict(saved)
+    (memory,) = [part for kind, part in other._grace.runner.components if kind == "memory"]
+    memory.rescale(2.0)
+    kept, wanted = memory.state["w"], make(torch.tensor([1.0, 0.0, 2.0, 0.0]))
+    if isinstance(wanted, dict):
+        kept, wanted = kept["mask"], wanted["mask"]
+    assert kept.dtype == wanted.dtype
+    assert torch.equal(kept, wanted)
+    assert other.metrics()["residual_norm"] == 0  # a mask is no residual
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_masks_of_several_ranks_load_elsewhere_only_if_they_are_equal(make):
+    saved = copy.deepcopy(keeping(make).full_state_dict())
+    mine, other = saved["grace"]["ranks"][0], keeping(lambda x: make(1 - x)).full_state_dict()["grace"]["ranks"][0]
+    for ranks in ([mine, mine], [mine, other], [mine, {}]):
+        saved["grace"] = state_schema.seal({**saved["grace"], "size": 2, "ranks": ranks})
+        resumed = keeping(lambda x: x)
+        if ranks[1] is mine:
+            resumed.load_state_dict(copy.deepcopy(saved))
+            assert digest(resumed.full_state_dict()["grace"]["ranks"][0]) == digest(mine)
+        else:
+            with pytest.raises(grace.ConfigError, match="the memory of 'w' holds whole numbers or truth values that"):
+                resumed.load_state_dict(copy.deepcopy(saved))
+
+
+UNSAVEABLE = {
+    "None": lambda x: None,
+    "'text'": lambda x: "text",
+    "True": lambda x: True,
+    "a tuple": lambda x: (x, 1),
+    "a dict": lambda x: {"nested": {"more": x}},
+    "the key 3": lambda x: {3: x},
+    "a number that is not finite": lambda x: x / 0,
+    "a float32 (float32)": lambda x: np.float32(1),
+    "a Tensor (torch.float32, torch.sparse_coo)": lambda x: x.to_sparse(),
+}
+
+
+@pytest.mark.parametrize(("words", "make"), UNSAVEABLE.items(), ids=UNSAVEABLE)
+def test_what_could_not_be_loaded_is_refused_when_it_is_saved(words, make):
+    optimizer = keeping(make)
+    for save in (optimizer.state_dict, optimizer.full_state_dict):
+        assert refusal(save).startswith(f"the memory keeping keeps {words} for 'w', which no checkpoint can hold")
+
+
+def test_a_seed_of_numpy_is_saved_and_loaded():
+    optimizer = keeping(lambda x: x, seed=np.int64(3))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert type(optimizer.state_dict()["grace"]["seed"]) is int
 
 
 def test_shards_and_answers_have_no_state_of_their_own():

@@ -12,6 +12,7 @@ from tests.support.pools import on_ranks
 from tests.support.training import (
     METHODS,
     Given,
+    copied,
     digest,
     distributed,
     gradients,
@@ -54,6 +55,20 @@ def test_parameter_groups_and_frozen_parameters(compressor):
     assert "conv.weight" not in optimizer.traffic.payload_bytes
     assert same(weights(model), weights(reference))
     return digest(weights(model))
+
+
+@on_ranks(2)
+def test_entries_of_a_group_may_have_numbers_for_names():
+    """A schedule's milestones, and a group's own entry; both are compared, saved and loaded."""
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd.param_groups[0].update({"milestones": {30: 0.1, 7: 0.01}, 5: 0.5})
+    optimizer = grace.DistributedOptimizer(sgd, model.named_parameters())
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.load_state_dict(copied(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["milestones"] == {30: 0.1, 7: 0.01}
+    assert {("5", 0.5), ("milestones.30", 0.1), ("milestones.7", 0.01)} <= set(optimizer._grace.hyperparameters[0])
 
 
 @pytest.mark.parametrize(("size", "compressor", "group_bytes"), pairwise([2, 3], METHODS, [25 << 20, 1]))

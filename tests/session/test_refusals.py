@@ -48,6 +48,8 @@ EVERYWHERE = {
     "powersgd without memory": ({"compressor": "powersgd", "memory": "none"}, "Use memory='residual'"),
     "unknown memory": ({"compressor": "topk", "memory": "residul"}, "did you mean 'residual'"),
     "unknown communicator": ({"compressor": "topk", "communicator": "gossip"}, "unknown communicator 'gossip'"),
+    "no seed": ({"seed": None}, "seed must be a whole number, not None"),
+    "half a seed": ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
 }
 OPTIMIZER_ONLY = {
     "duplicate names": ({"names": "twice"}, "the name 'same' more than once"),
@@ -55,6 +57,8 @@ OPTIMIZER_ONLY = {
     "names left out": ({"names": "bare"}, "pairs of (name, parameter)"),
     "no passes": ({"backward_passes_per_step": 0}, "backward_passes_per_step must be a whole number of at least 1"),
     "half a byte": ({"group_bytes": 0.5}, "group_bytes must be a whole number of at least 1, not 0.5"),
+    "half a group": ({"groups": 1.5}, "groups must be a whole number, or lists of parameters"),
+    "no lists of groups": ({"groups": [1, 2]}, "groups must be a whole number, or lists of parameters"),
     "no byte": ({"bucket_bytes": 0}, "bucket_bytes must be a whole number of at least 1, not 0"),
 }
 

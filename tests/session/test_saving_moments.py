@@ -42,10 +42,29 @@ def test_nothing_is_saved_or_loaded_between_backward_and_step():
         assert dropped["step"] == saved["grace"]["step"]  # a dropped step does not count
         model.backward(made_up(SHAPES, 2, grace.rank()))
         optimizer.synchronize()
-        optimizer.state_dict()  # as when a scaler skips the step
+        for call in calls:  # the step is counted, and memories do not have its residuals
+            with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\), or drop .* optimizer.zero_grad"):
+                call()
         optimizer.step()
         answers.append(digest(weights(model)))
     return answers
+
+
+@on_ranks(2)
+def test_a_step_that_a_scaler_skipped_is_saved():
+    """One rank overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, optimizer = made(grad_scaler=scaler)
+    saves = []
+    for factor in (1.0, float("inf") if grace.rank() else 1.0):
+        optimizer.zero_grad()
+        gradients = made_up(SHAPES, 0, grace.rank())
+        scaler.scale(model({name: factor * g for name, g in gradients.items()})).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        saves.append(optimizer.full_state_dict()["grace"])
+    assert [saved["step"] for saved in saves] == [1, 2]
+    assert digest(saves[0]["ranks"]) == digest(saves[1]["ranks"])
 
 
 @on_ranks(2, engine="horovodrun-gloo")

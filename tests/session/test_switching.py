@@ -146,6 +146,51 @@ def test_residuals_are_given_back_in_units_of_the_loss_scale():
         np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("thrown_away", ["overflow", "zero_grad"])
+@on_ranks(2)
+def test_residuals_are_given_back_by_the_first_step_that_is_used(thrown_away):
+    """Right after the switch one rank overflows, or all clear the means of synchronize()."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    model, optimizer = made(TOPK, grad_scaler=scaler)
+
+    def backward(step, factor=1.0):
+        optimizer.zero_grad()
+        gradients = made_up(SHAPES, step, grace.rank())
+        scaler.scale(model({name: factor * g for name, g in gradients.items()})).backward()
+
+    for step in range(6):
+        backward(step)
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 3:
+            continue
+        optimizer.use_strategy(PLAIN)
+        if thrown_away == "overflow":
+            backward(9, factor=np.inf if grace.rank() else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            backward(9)
+            optimizer.synchronize()
+    for name, wanted in on_the_mean(6, 2).items():
+        np.testing.assert_allclose(weights(model)[name].numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_a_residual_is_given_back_once_where_nothing_skips_a_step_that_overflowed():
+    model, optimizer = made(TOPK)
+    train_given(model, optimizer, range(2))
+    optimizer.use_strategy(PLAIN)
+    before = weights(model)["w"]
+    optimizer.zero_grad()
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    model.backward({**zeros, "b": np.full(SHAPES["b"], np.inf, np.float32)})
+    optimizer.step()
+    assert torch.equal(weights(model)["w"], before)
+    train_given(model, optimizer, range(2, 4))
+    np.testing.assert_allclose(weights(model)["w"].numpy(), on_the_mean(4, 2)["w"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
 def test_on_other_engines(engine):
     for got in launched(engine, 2).run(switching, PLAIN, TOPK, PLAIN):

@@ -321,8 +321,9 @@ class Gradients:
             total = torch.tensor(max(self.mesh.backend.allgather_object(float(local.max()))))
         else:
             # every replica adds the same norm, so each adds its share; a tied parameter counts at its first stage
-            own_share = float((local**kind).sum()) / self.mesh.stage_backend.size
-            total = torch.tensor(sum(self.mesh.backend.allgather_object(own_share)) ** (1 / kind))
+            powers = local**kind if kind else local != 0  # torch's norm 0 counts the gradients that are not all zeros
+            own_share = float(powers.sum()) / self.mesh.stage_backend.size
+            total = torch.tensor(sum(self.mesh.backend.allgather_object(own_share)) ** (1 / kind if kind else 1))
         scale = min(1.0, most / (float(total) + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         for p in self.parameters.values():
             if p.grad is not None:

@@ -89,7 +89,7 @@ def test_a_loss_is_differentiated_once_and_keeps_no_gradients():
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("kind", [2.0, float("inf")])
+@pytest.mark.parametrize("kind", [2.0, 0.0, float("inf")])
 @on_ranks(4)
 def test_clipping_is_that_of_the_whole_model(kind):
     engine, model = pipeline("TiedEmbedding", stages=2), made("TiedEmbedding")

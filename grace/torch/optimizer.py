@@ -130,11 +130,10 @@ class HookedSession(Session):
                 while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:
                     self._start_next()
 
-    def check_unchanged_gradients(self) -> None:
-        super().check_unchanged_gradients()
-        unscaled = self.unscaled
-        # A bucket waits for parameters that this rank leaves out. Its other gradients must not be changed either: ranks
-        # would clip by norms of their own, and only some ranks would notice.
+    def _check_waiting_gradients(self) -> None:
+        """Refuse changes of gradients whose bucket waits for parameters that this rank leaves out: ranks would clip by
+        norms of their own, and only some ranks would notice."""
+        unscaled = self.grad_scaler is not None and self.unscaled
         for bucket in self.runner.buckets[self.next_bucket :]:
             for _, name, p, _ in self.bucket_contents[bucket.index]:
                 if self.counts.get(name) != self.passes or name in self.in_graph:
@@ -169,6 +168,7 @@ class HookedSession(Session):
         with recorder.phase("synchronize", "part"):
             if self.next_bucket < len(self.runner.buckets):  # otherwise write_back() does this check first
                 self.check_unchanged_gradients()
+                self._check_waiting_gradients()
             if not self.checked:
                 self.check()
             while self.next_bucket < len(self.runner.buckets):

@@ -349,7 +349,7 @@ class Session:
         Raises:
             ExchangeError: a gradient was changed after its exchange began.
         """
-        unscaled = self.unscaled
+        unscaled = self.grad_scaler is not None and self.unscaled
         for index, (held, versions) in self.versions.items():
             for (_, name, p, _), gradient, version in zip(self.bucket_contents[index], held, versions, strict=True):
                 if gradient is None:

@@ -56,6 +56,39 @@ def test_a_group_takes_one_size_exchange_and_one_gather(ranks):
         assert calls[0] == 8 * 2  # one 64-bit size per payload tensor
 
 
+class Narrow(Positive):
+    """Sends positions in as few bytes as the largest needs, so that their dtype differs by rank."""
+
+    name = "narrow"
+
+    def compress(self, tensor, name):
+        (values, indices), ctx = super().compress(tensor, name)
+        narrow = not len(indices) or indices.max() < 2**15
+        return [values, indices.to(torch.int16 if narrow else torch.int32)], ctx
+
+    def decompress(self, payload, ctx):
+        return super().decompress([payload[0], payload[1].int()], ctx)
+
+
+def narrowed(kind: str) -> list[list[int]]:
+    """Return the positions in a mean of numbers that only wide, and only narrow, integers reach, and in the next."""
+    communicator = getattr(grace.torch, kind)(Narrow(), "none")
+    means = []
+    for position in (5 + 60000 * grace.rank(), 7 + 60000 * (1 - grace.rank())):
+        tensor = torch.zeros(70000)
+        tensor[position] = 1
+        mean = communicator.step(tensor, "w")
+        means.append(mean.nonzero().flatten().tolist())
+        assert mean.sum() == 1
+    return means
+
+
+@pytest.mark.parametrize("kind", ["Allgather", "Broadcast", "ReduceBroadcast"])
+def test_the_dtype_of_a_payload_may_depend_on_the_data_too(two_ranks, kind):
+    for means in two_ranks.run(narrowed, kind):
+        assert means == [[5, 60005], [7, 60007]]
+
+
 class Growing(Compressor):
     """Whole numbers; in one more than there are elements, if it is told so."""
 

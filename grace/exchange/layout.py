@@ -11,7 +11,7 @@ import copy
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,21 @@ DTYPES, SIZE_BITS = list(ITEM_SIZE), 48
 """Dtypes by their codes in :meth:`Layout.sizes`, and the bits of a first dimension, behind which the code stands."""
 BITS_AS = {"bfloat16": "uint16"}
 """NumPy's dtype of the same width, for dtypes that NumPy does not have."""
+
+
+class Difference(NamedTuple):
+    """Difference of a payload from a layout.
+
+    Attributes:
+        variable: number of the payload's variable.
+        of: "shapes" or "dtypes".
+        now, was: the payload's, and the layout's, for each tensor.
+    """
+
+    variable: int
+    of: str
+    now: Sequence[object]
+    was: Sequence[object]
 
 
 class Layout:
@@ -150,15 +165,16 @@ class Layout:
         other._packed_statuses = other._end = None
         return other
 
-    def first_difference(
-        self, payloads: Sequence[Payload]
-    ) -> tuple[int, list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Return the number of the first variable whose payload has other shapes than the layout, the layout's shapes
-        and the payload's; None if there is none."""
-        for i, (was, payload) in enumerate(zip(self._by_variable(self.shapes), payloads, strict=True)):
+    def first_difference(self, payloads: Sequence[Payload]) -> Difference | None:
+        """Return the first difference of payloads from the layout; None if there is none."""
+        shapes, dtypes = self._by_variable(self.shapes), self._by_variable(self.dtypes)
+        for i, payload in enumerate(payloads):
             now = [tuple(tensor.shape) for tensor in payload]
-            if was != now:
-                return i, was, now
+            if now != shapes[i]:
+                return Difference(i, "shapes", now, shapes[i])
+            dtypes_now = [self.kernels.dtype(tensor) for tensor in payload]
+            if dtypes_now != dtypes[i]:
+                return Difference(i, "dtypes", dtypes_now, dtypes[i])
         return None
 
     # -- writing ---------------------------------------------------------------------------------------

@@ -145,3 +145,57 @@ def test_a_payload_that_grows_is_refused_on_all_ranks_and_training_may_go_on(two
     assert "its own error says more" in answers[0][0]
     for _, mean, other in answers:
         assert mean == other
+
+
+class Recast(Compressor):
+    """Half precision, in another dtype of the same size if it is told so."""
+
+    name = "recast"
+    traits = Traits(category="quantization", summable=True)
+    more = 0
+
+    def compress(self, tensor, name):
+        return [tensor.view(-1).to(torch.bfloat16 if self.more else torch.float16)], tensor.shape
+
+    def decompress(self, payload, ctx):
+        return payload[0].float().view(ctx)
+
+
+class RecastApart(Recast):
+    name = "recast_apart"
+    traits = Traits(category="quantization")
+
+
+@pytest.mark.parametrize(("kind", "compressor"), [("Allreduce", Recast), ("Allgather", RecastApart)])
+def test_a_payload_of_another_dtype_is_refused_on_all_ranks_though_its_shape_is_the_same(two_ranks, kind, compressor):
+    answers = two_ranks.run(refused, kind, compressor, False)
+    assert "the payload of 'w' has the dtypes ['bfloat16'] at step 1, and had ['float16'] at the first" in answers[1][0]
+    assert "its own error says more" in answers[0][0]
+    for _, mean, other in answers:
+        assert mean == other
+
+
+def refused_mean() -> tuple[str, bytes, bytes]:
+    """Return this rank's error in a step whose mean has a payload of another dtype, and the next mean with and without
+    that step."""
+    means, said = [], ""
+    for changes in (True, False):
+        communicator = grace.torch.ReduceBroadcast(RecastApart(), "residual", destination=1)
+        communicator.step(gradient(grace.rank(), (5, 3)), "w")
+        if changes:
+            communicator.answers.more = 1
+            try:
+                communicator.step(gradient(2 + grace.rank(), (5, 3)), "w")
+            except grace.ExchangeError as error:
+                said = str(error)
+            communicator.answers.more = 0
+        means.append(communicator.step(gradient(4 + grace.rank(), (5, 3)), "w").numpy().tobytes())
+    return said, *means
+
+
+def test_a_mean_whose_payload_has_another_dtype_is_refused_on_all_ranks(two_ranks):
+    answers = two_ranks.run(refused_mean)
+    assert "the payload of 'w' has the dtypes ['bfloat16'] at step 1, and had ['float16'] at the first" in answers[1][0]
+    assert "rank 1 could not decode what it was sent of 'w'" in answers[0][0]
+    for _, mean, other in answers:
+        assert mean == other

@@ -288,6 +288,11 @@ class Backend(abc.ABC):
         """Register a function that :meth:`close` calls while the ranks can still communicate."""
         self.__dict__.setdefault("closing", []).append(function)
 
+    def cancel_at_shutdown(self, function: Callable[[], object]) -> None:
+        """Remove a function that :meth:`at_shutdown` registered; do nothing if :meth:`close` has begun."""
+        with contextlib.suppress(ValueError):
+            self.__dict__.get("closing", []).remove(function)
+
     def close(self) -> None:
         """Call the functions that :meth:`at_shutdown` registered, close channels, and shut down."""
         try:

@@ -64,8 +64,9 @@ class Traits:
         summable: True if the sum of payloads is the payload of the sum (legal with Allreduce).
         fixed_size: quantity that the size of a variable's payload depends on. "by shape": it is the same on every rank
             and at every step. "by shape and step": it is the same on every rank, and may change from step to step, as
-            in a warm-up. "by data": it may differ by rank, so sizes travel first. None: unknown; ranks compare their
-            sizes at the first step, and the size must stay. True means "by shape", and False "by data".
+            in a warm-up. "by data": it may differ by rank, and so may dtypes, so both travel first. None: unknown;
+            ranks compare their sizes at the first step, and the size must stay. True means "by shape", and False "by
+            data".
         carries_nonfinite: True if a NaN or Inf travels in the payload itself.
         exact: True if decompress(compress(x)) == x; the gradient then keeps its own dtype.
         rounds: number of dependent reductions that one exchange takes.

@@ -16,7 +16,7 @@ class Carries(Enum):
     ROUND = "the next wire of a method of several rounds, made of the sum that came"
     MEANS = "the means that its sender (an owner, the root) has decoded, encoded once more"
     SUMS = "the sum of the wires (or parts of wires) that came, added in float32 and rounded once"
-    SIZES = "the first dimension of every payload tensor that the next leg carries"
+    SIZES = "the first dimension and the dtype of every payload tensor that the next leg carries"
     DIGESTS = "how payloads are laid out, so that ranks compare it"
     HEADERS = "a header without payloads: the communicator moves these itself"
 

@@ -6,7 +6,6 @@ fall back on it for inputs that they do not support.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import NamedTuple
 
 from grace.core.compressor import Compressor, Ctx, Payload, PayloadSpec, Tensor
 from grace.core.context import Context
@@ -16,18 +15,10 @@ from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError, payload_of
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import REFUSED, Flag, Header, in_range, stamp_numbers
-from grace.exchange.layout import Layout, Stamps, Status
+from grace.exchange.layout import Difference, Layout, Stamps, Status
 from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels, kernels_of
-
-
-class Withheld(NamedTuple):
-    """Variable whose payload has other shapes than at the first step."""
-
-    variable: str
-    now: list[tuple[int, ...]]
-    was: list[tuple[int, ...]]
 
 
 class PerVariableCodec:
@@ -54,12 +45,12 @@ class PerVariableCodec:
         owner: the piece that this rank averages.
         layouts: layouts of the wires that this rank writes in the current round, one for each owner.
         known: the layouts of each round's wires; None for a round until its payloads are made.
-        withheld: the variable because of which this rank sends no payloads in this step; a status informs all ranks.
+        withheld: the payload because of which this rank sends none in this step; a status informs all ranks.
         varies: True if payloads differ in size between ranks.
         divisor: divisor of the sum of decoded payloads that makes it their mean.
     """
 
-    withheld: Withheld | None = None
+    withheld: Difference | None = None
     wrote_statuses = False
     """True if ``average`` has written the statuses of the means as well."""
     rounds: Generator[list[Payload], list[Payload], list[tuple[Payload, Ctx]]]
@@ -220,13 +211,12 @@ class PerVariableCodec:
     def _withhold(
         self, by_owner: list[Sequence[Payload]], layouts: list[Layout], statuses: list[Status]
     ) -> tuple[list[Sequence[Payload]], list[Status]]:
-        """Return the payloads and statuses to send. Payloads of other shapes than at the first step do not fit the
-        wire: zeros are sent instead of all payloads, and a status by which all ranks give up."""
+        """Return the payloads and statuses to send. Payloads of other shapes or dtypes than at the first step do not
+        fit the wire: zeros are sent instead of all payloads, and a status by which all ranks give up."""
         for layout, payloads in zip(layouts, by_owner, strict=True):
             difference = layout.first_difference(payloads)
             if difference is not None:
-                i, was, now = difference
-                self.withheld = Withheld(self.names[i], now, was)
+                i, self.withheld = difference.variable, difference
                 refused = float("nan") if self.sums else REFUSED
                 zeros: list[Sequence[Payload]] = [layout.zeros(by_owner[0][0][0]) for layout in layouts]
                 return zeros, [*statuses[:i], refused, *statuses[i + 1 :]]
@@ -308,7 +298,8 @@ class PerVariableCodec:
             True for each variable whose mean is in range.
 
         Raises:
-            PayloadError: a payload cannot be decoded; ``error.variable`` is its variable.
+            PayloadError: a payload cannot be decoded, or a mean's does not fit the wire; ``error.variable`` is its
+                variable.
         """
         assert self.mean_compression is not None
         memory = self.mean_compression.memory
@@ -318,8 +309,18 @@ class PerVariableCodec:
         means = recorder.each("decode", self.names, self.mean, range(len(self.names)), payloads)
         self.means = recorder.each("compensate", self.names, memory.compensate, means)
         self.encoded_means = recorder.each("compress", self.names, self._compressed_mean, self.means)
+        if self.user_defined and not self.varies:
+            self._check_means_fit()
         each = zip(self.means, self.encoded_means, strict=True)
         return [in_range(self.kernels, mean, payload, memory.stateful) for mean, (payload, _) in each]
+
+    def _check_means_fit(self) -> None:
+        """Raise a PayloadError if a mean's payload has other shapes or dtypes than the layout of this rank's means."""
+        layout = self.means_layouts()[self.owner]
+        self.withheld = layout.first_difference([payload for payload, _ in self.encoded_means])
+        if self.withheld is not None:
+            with payload_of(variable=self.names[self.withheld.variable]):
+                raise PayloadError("the payload of the mean does not fit the wire")
 
     def mean(self, i: int, payloads: list[Payload], name: str) -> Tensor:
         """Return the mean of one variable, or of the piece of it that this rank owns."""

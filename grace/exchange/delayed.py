@@ -46,10 +46,18 @@ class ExchangeThread:
         backend: see :meth:`grace.core.backend.Backend.duplicate`.
         computing: returns the context that a round trip computes in.
         check: see :data:`Check`.
+        engine: the backend that the other one is a duplicate of.
     """
 
-    def __init__(self, backend: Backend, computing: Callable[[], AbstractContextManager[object]], check: Check):
+    def __init__(
+        self,
+        backend: Backend,
+        computing: Callable[[], AbstractContextManager[object]],
+        check: Check,
+        engine: Backend,
+    ):
         self.backend = backend
+        self.engine = engine
         self.computing = computing
         self.check = check
         self.todo: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
@@ -57,6 +65,8 @@ class ExchangeThread:
         self.failure: Exception | None = None
         self.failure_raised = False
         """True once the training thread has raised the failure."""
+        # Other ranks may need this rank for round trips under way, so the engine ends after them.
+        engine.at_shutdown(self.arrive)
         # Programs need not call grace.shutdown(), and the last round trips would be lost.
         atexit.register(self.exit)
         # A daemon, since a round trip may wait for a rank that never comes, and must not keep the process alive.
@@ -127,6 +137,9 @@ class ExchangeThread:
             except Exception as error:  # the training thread raises it
                 self.failure = error
             pending.done.set()
+        if self.failure is None:  # else the error is still to be raised, at the latest when the program ends
+            self.engine.cancel_at_shutdown(self.arrive)
+            atexit.unregister(self.exit)
 
 
 @dataclasses.dataclass(eq=False)

@@ -11,7 +11,8 @@ out of step before weights are updated (hyperparameters are those of the last up
 found a step later). A stamp is five numbers: steps exchanged; steps of the optimizer; number of
 times that gradients were cleared without a step; a digest of the hyperparameters; and a check sum. Each is sent as 1 to
 254, which any dtype holds exactly; 0 means a rank that takes no part (Horovod's ``join``), and 255 a leader whose ranks
-are out of step among themselves. A stamp with a wrong check sum is damaged and ignored: its payload is damaged, too,
+are out of step among themselves. The digest is mixed with the step: of 254 differences one hides in a step, and shows
+in the next. A stamp with a wrong check sum is damaged and ignored: its payload is damaged, too,
 and decoding it raises an error. If one wire carries the stamps of all ranks (a sum, a root's answer), each rank has a
 place of its own, in which all others write 0.
 
@@ -266,19 +267,22 @@ class Header:
 
 
 def digest(settings: object) -> int:
-    """Return a small number for settings, the same in every process.
+    """Return a number of 32 bits for settings, the same in every process.
 
     >>> digest((0.1, 0.9)) == digest((0.1, 0.9)), digest((0.1, 0.9)) == digest((0.01, 0.9))
     (True, False)
     """
-    return zlib.crc32(repr(settings).encode()) % CYCLE
+    return zlib.crc32(repr(settings).encode())
 
 
 def step_stamp(context: Context) -> list[int]:
     """Return the stamp that this rank writes in its wires."""
     if context.out_of_step:
         return [OUT_OF_STEP] * STAMP_SIZE
-    numbers = [1 + n % CYCLE for n in context.stamped]
+    step, updates, cleared, settings = context.stamped
+    # Two digests may be equal modulo CYCLE. Mixed with the step, which ranks compare first, they are so in few steps.
+    mixed = zlib.crc32(b"%d %d" % (step % CYCLE, settings))
+    numbers = [1 + n % CYCLE for n in (step, updates, cleared, mixed)]
     return [*numbers, _check(numbers)]
 
 

@@ -11,7 +11,7 @@ import copy
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,10 +26,27 @@ Status = float | Tensor
 """Status of a variable: a number, or a 0-d tensor on the device."""
 Stamps = Sequence[float] | Tensor
 """Numbers of step stamps, or a tensor of them on the device."""
-WIRE_FORMAT = 2
+WIRE_FORMAT = 3
 """Version of the wire's format: how payloads and headers are packed. All ranks must have the same."""
+DTYPES, SIZE_BITS = list(ITEM_SIZE), 48
+"""Dtypes by their codes in :meth:`Layout.sizes`, and the bits of a first dimension, behind which the code stands."""
 BITS_AS = {"bfloat16": "uint16"}
 """NumPy's dtype of the same width, for dtypes that NumPy does not have."""
+
+
+class Difference(NamedTuple):
+    """Difference of a payload from a layout.
+
+    Attributes:
+        variable: number of the payload's variable.
+        of: "shapes" or "dtypes".
+        now, was: the payload's, and the layout's, for each tensor.
+    """
+
+    variable: int
+    of: str
+    now: Sequence[object]
+    was: Sequence[object]
 
 
 class Layout:
@@ -71,9 +88,6 @@ class Layout:
             if dtype not in ITEM_SIZE:
                 raise ConfigError(f"a payload tensor is of dtype {dtype}; the wire carries {', '.join(ITEM_SIZE)}")
         self.dtype = self._dtype_of_sums() if sums else "uint8"
-        self.order = list(range(len(specs)))
-        if not sums:
-            self.order.sort(key=lambda i: -ITEM_SIZE[self.dtypes[i]])
         self._measure()
         # Caches of the last results with their inputs, which are the same at most steps.
         self._packed_statuses: tuple[Sequence[Status], Tensor] | None = None
@@ -87,7 +101,10 @@ class Layout:
         return cls(kernels, specs, sums, stamps)
 
     def _measure(self) -> None:
-        """Compute bytes and offsets from the shapes."""
+        """Compute the order of payload tensors, bytes and offsets from dtypes and shapes."""
+        self.order = list(range(len(self.shapes)))
+        if not self.sums:
+            self.order.sort(key=lambda i: -ITEM_SIZE[self.dtypes[i]])
         counts = [math.prod(shape) for shape in self.shapes]
         sizes = [n * ITEM_SIZE[dtype] for n, dtype in zip(counts, self.dtypes, strict=True)]
         self.payload_bytes = list(map(sum, self._by_variable(sizes)))
@@ -114,8 +131,10 @@ class Layout:
     # -- layouts of other ranks ------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
-        """Return the first dimension of every payload tensor (1 of a 0-d one), which may differ between ranks."""
-        return [shape[0] if shape else 1 for shape in self.shapes]
+        """Return a number for every payload tensor: its first dimension (1 of a 0-d one) and the code of its dtype,
+        both of which may differ between ranks."""
+        each = zip(self.dtypes, self.shapes, strict=True)
+        return [DTYPES.index(dtype) << SIZE_BITS | (shape[0] if shape else 1) for dtype, shape in each]
 
     def digests(self) -> list[int]:
         """Return, of each payload, its bytes and a digest of its dtypes and shapes; ranks compare layouts by these."""
@@ -132,26 +151,30 @@ class Layout:
         Raises:
             PayloadError: no payload can have these sizes.
         """
-        for n, shape in zip(sizes, self.shapes, strict=True):
-            if n < 0 or (not shape and n != 1):
-                raise PayloadError(f"a header announces a payload tensor of {n:.0f} elements")
+        each = [divmod(int(size), 1 << SIZE_BITS) for size in sizes]
+        for size, (code, n), shape in zip(sizes, each, self.shapes, strict=True):
+            known = 0 <= code < len(DTYPES)
+            if not known or (not shape and n != 1):
+                raise PayloadError(f"a header announces a payload tensor of {n if known else size:.0f} elements")
         other = copy.copy(self)
-        other.shapes = [(int(n), *shape[1:])[: len(shape)] for n, shape in zip(sizes, self.shapes, strict=True)]
+        other.dtypes = [DTYPES[code] for code, _ in each]
+        other.shapes = [(n, *shape[1:])[: len(shape)] for (_, n), shape in zip(each, self.shapes, strict=True)]
         other._measure()
         if other.body > most:
             raise PayloadError(f"a header announces payloads of {other.body} bytes, and they can have {most} at most")
         other._packed_statuses = other._end = None
         return other
 
-    def first_difference(
-        self, payloads: Sequence[Payload]
-    ) -> tuple[int, list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Return the number of the first variable whose payload has other shapes than the layout, the layout's shapes
-        and the payload's; None if there is none."""
-        for i, (was, payload) in enumerate(zip(self._by_variable(self.shapes), payloads, strict=True)):
+    def first_difference(self, payloads: Sequence[Payload]) -> Difference | None:
+        """Return the first difference of payloads from the layout; None if there is none."""
+        shapes, dtypes = self._by_variable(self.shapes), self._by_variable(self.dtypes)
+        for i, payload in enumerate(payloads):
             now = [tuple(tensor.shape) for tensor in payload]
-            if was != now:
-                return i, was, now
+            if now != shapes[i]:
+                return Difference(i, "shapes", now, shapes[i])
+            dtypes_now = [self.kernels.dtype(tensor) for tensor in payload]
+            if dtypes_now != dtypes[i]:
+                return Difference(i, "dtypes", dtypes_now, dtypes[i])
         return None
 
     # -- writing ---------------------------------------------------------------------------------------

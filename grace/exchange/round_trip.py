@@ -391,7 +391,9 @@ class RoundTrip:
             if theirs != received[0]:
                 i = next(i for i, (a, b) in enumerate(zip(received[0], theirs, strict=True)) if a != b) // 2
                 first, other = received[0][2 * i], theirs[2 * i]
-                sizes = "other shapes" if first == other else f"{first:.0f} bytes on {self._rank(0)}, and {other:.0f}"
+                sizes = "other shapes or dtypes"
+                if first != other:
+                    sizes = f"{first:.0f} bytes on {self._rank(0)}, and {other:.0f}"
                 # The layouts are taken anew from the next payloads.
                 self.bucket.program = None
                 self.error = PayloadError(
@@ -533,7 +535,7 @@ class RoundTrip:
             finite = self.codec.average(wires, self.layouts, header)
         except PayloadError as error:  # the other ranks wait for the means: send statuses that say refused
             self.refused = error.variable
-            self.error = self._undecoded(error, error.variable)
+            self.error = self._withheld_here() or self._undecoded(error, error.variable)
             return self._refusal()
         statuses, kept = self._statuses_of_means(finite, flags)
         stamps = header.received if rooted else header.own_stamp
@@ -878,12 +880,12 @@ class RoundTrip:
         )
 
     def _withheld_here(self) -> PayloadError | None:
-        """Return the error of this rank's payload if it has other shapes than before; else None."""
+        """Return the error of this rank's payload if it has other shapes or dtypes than before; else None."""
         if self.codec.withheld is None:
             return None
-        name, now, was = self.codec.withheld
+        i, of, now, was = self.codec.withheld
         return self._payload_error(
-            f"{self.communicator.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
+            f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has the {of} {now} at step "
             f"{self.context.step}, and had {was} at the first. {VARIES}"
         )
 

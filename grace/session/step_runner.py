@@ -244,9 +244,7 @@ class StepRunner:
         if self._thread is None:
             backend = self._leases.acquire(another=True)
             # Read at each call, since a session sets it after it has made this runner.
-            self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps)
-            # Other ranks may need this rank for round trips under way, so the engine ends after them.
-            self.backend.at_shutdown(self._thread.arrive)
+            self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps, self.backend)
         return self._thread
 
     def facts(self) -> list[tuple[str, str]]:

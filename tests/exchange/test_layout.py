@@ -122,11 +122,17 @@ def test_a_dtype_that_the_wire_does_not_carry_is_named():
 
 
 @every
-def test_another_ranks_layout_keeps_tensors_of_no_dimensions(it):
-    wire = Layout.from_payloads(it.kernels, [[it.to(x) for x in (np.float32(3), np.int32([1, 2]))]], sums=False)
-    assert wire.sizes() == [1, 2]
-    theirs = [it.to(x) for x in (np.float32(5), np.int32([7, 8, 9]))]
-    buffer = Layout.from_payloads(it.kernels, [theirs], sums=False).pack([theirs], [PRESENT])
-    unpacked = wire.resized([1, 3]).unpack(buffer)[0]
-    for mine, other in zip(theirs, unpacked, strict=True):
-        same(it.back(other), it.back(mine))
+def test_another_ranks_layout_keeps_tensors_of_no_dimensions_and_has_its_own_dtypes(it):
+    wire = Layout.from_payloads(it.kernels, [[it.to(x) for x in (np.float32(3), np.int16([1, 2]))]], sums=False)
+    theirs = [it.to(x) for x in (np.float32(5), np.int64([7, 8, 9]))]
+    other = Layout.from_payloads(it.kernels, [theirs], sums=False)
+    unpacked = wire.resized(other.sizes()).unpack(other.pack([theirs], [PRESENT]))[0]
+    for mine, received in zip(theirs, unpacked, strict=True):
+        same(it.back(received), it.back(mine))
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 60, 2])
+def test_a_size_that_no_tensor_of_the_payload_can_have_is_refused(size):
+    wire = Layout.from_payloads(grace.kernels_of(np.zeros(1)), [[np.float32(3)]], sums=False)
+    with pytest.raises(grace.errors.PayloadError, match="a header announces a payload tensor of"):
+        wire.resized([size])

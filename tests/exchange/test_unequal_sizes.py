@@ -56,6 +56,39 @@ def test_a_group_takes_one_size_exchange_and_one_gather(ranks):
         assert calls[0] == 8 * 2  # one 64-bit size per payload tensor
 
 
+class Narrow(Positive):
+    """Sends positions in as few bytes as the largest needs, so that their dtype differs by rank."""
+
+    name = "narrow"
+
+    def compress(self, tensor, name):
+        (values, indices), ctx = super().compress(tensor, name)
+        narrow = not len(indices) or indices.max() < 2**15
+        return [values, indices.to(torch.int16 if narrow else torch.int32)], ctx
+
+    def decompress(self, payload, ctx):
+        return super().decompress([payload[0], payload[1].int()], ctx)
+
+
+def narrowed(kind: str) -> list[list[int]]:
+    """Return the positions in a mean of numbers that only wide, and only narrow, integers reach, and in the next."""
+    communicator = getattr(grace.torch, kind)(Narrow(), "none")
+    means = []
+    for position in (5 + 60000 * grace.rank(), 7 + 60000 * (1 - grace.rank())):
+        tensor = torch.zeros(70000)
+        tensor[position] = 1
+        mean = communicator.step(tensor, "w")
+        means.append(mean.nonzero().flatten().tolist())
+        assert mean.sum() == 1
+    return means
+
+
+@pytest.mark.parametrize("kind", ["Allgather", "Broadcast", "ReduceBroadcast"])
+def test_the_dtype_of_a_payload_may_depend_on_the_data_too(two_ranks, kind):
+    for means in two_ranks.run(narrowed, kind):
+        assert means == [[5, 60005], [7, 60007]]
+
+
 class Growing(Compressor):
     """Whole numbers; in one more than there are elements, if it is told so."""
 
@@ -110,5 +143,59 @@ def test_a_payload_that_grows_is_refused_on_all_ranks_and_training_may_go_on(two
     assert "the payload of 'w' has the shapes [(16,)] at step 1, and had [(15,)] at the first" in answers[1][0]
     assert "'w' at step 1" in answers[0][0]
     assert "its own error says more" in answers[0][0]
+    for _, mean, other in answers:
+        assert mean == other
+
+
+class Recast(Compressor):
+    """Half precision, in another dtype of the same size if it is told so."""
+
+    name = "recast"
+    traits = Traits(category="quantization", summable=True)
+    more = 0
+
+    def compress(self, tensor, name):
+        return [tensor.view(-1).to(torch.bfloat16 if self.more else torch.float16)], tensor.shape
+
+    def decompress(self, payload, ctx):
+        return payload[0].float().view(ctx)
+
+
+class RecastApart(Recast):
+    name = "recast_apart"
+    traits = Traits(category="quantization")
+
+
+@pytest.mark.parametrize(("kind", "compressor"), [("Allreduce", Recast), ("Allgather", RecastApart)])
+def test_a_payload_of_another_dtype_is_refused_on_all_ranks_though_its_shape_is_the_same(two_ranks, kind, compressor):
+    answers = two_ranks.run(refused, kind, compressor, False)
+    assert "the payload of 'w' has the dtypes ['bfloat16'] at step 1, and had ['float16'] at the first" in answers[1][0]
+    assert "its own error says more" in answers[0][0]
+    for _, mean, other in answers:
+        assert mean == other
+
+
+def refused_mean() -> tuple[str, bytes, bytes]:
+    """Return this rank's error in a step whose mean has a payload of another dtype, and the next mean with and without
+    that step."""
+    means, said = [], ""
+    for changes in (True, False):
+        communicator = grace.torch.ReduceBroadcast(RecastApart(), "residual", destination=1)
+        communicator.step(gradient(grace.rank(), (5, 3)), "w")
+        if changes:
+            communicator.answers.more = 1
+            try:
+                communicator.step(gradient(2 + grace.rank(), (5, 3)), "w")
+            except grace.ExchangeError as error:
+                said = str(error)
+            communicator.answers.more = 0
+        means.append(communicator.step(gradient(4 + grace.rank(), (5, 3)), "w").numpy().tobytes())
+    return said, *means
+
+
+def test_a_mean_whose_payload_has_another_dtype_is_refused_on_all_ranks(two_ranks):
+    answers = two_ranks.run(refused_mean)
+    assert "the payload of 'w' has the dtypes ['bfloat16'] at step 1, and had ['float16'] at the first" in answers[1][0]
+    assert "rank 1 could not decode what it was sent of 'w'" in answers[0][0]
     for _, mean, other in answers:
         assert mean == other

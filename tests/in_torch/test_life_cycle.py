@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import grace
 from grace.torch import Allgather
+from tests.support.limits import HANGS
 from tests.support.pools import on_ranks
 from tests.support.training import ddp, digest, distributed, loss_of, net, refusal, sgd, state_of, train, weights
 
@@ -52,6 +54,22 @@ def test_a_deleted_optimizer_leaves_nothing_behind(engine):
         once.close()
     assert digest(weights(model)) == digest(weights(reference))
     return digest(weights(model))
+
+
+@on_ranks()
+def test_a_closed_optimizer_with_delayed_means_leaves_nothing_behind():
+    """Not even if its last means are under way when it is closed."""
+    model, others = net(), threading.enumerate()
+    optimizer = distributed(model, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=1)", optimizer=plain)
+    train(model, optimizer, range(3))
+    runner = optimizer._grace.runner
+    gone = [weakref.ref(runner), weakref.ref(runner.communicators[0].memory)]
+    (thread,) = [one for one in threading.enumerate() if one.name == "grace exchanges" and one not in others]
+    optimizer.close()
+    del optimizer, runner
+    thread.join(HANGS)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

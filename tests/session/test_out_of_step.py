@@ -1,6 +1,7 @@
 """Ranks that go different ways: one that leaves out a step, or makes it with other hyperparameters, is an error on all
 ranks at the next exchange, which names it; what all leave out together is none."""
 
+import itertools
 import subprocess
 import sys
 from functools import partial
@@ -12,6 +13,8 @@ import torch
 import grace
 from grace.core.context import Context
 from grace.errors import PayloadError, StepError
+from grace.exchange import header
+from grace.torch.parameters import hyperparameters
 from tests.support.by_hand import started_by_hand
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
@@ -165,6 +168,29 @@ def test_tensors_exchanged_one_by_one_are_counted():
             communicator.context.step += step == grace.rank() == WRONG  # one that others did not have
 
     assert "rank 0 is at step 2, rank 1 is at step 3" in refusal(steps, kind=StepError)
+
+
+@on_ranks()
+def test_a_difference_of_hyperparameters_that_the_digest_of_one_step_hides_shows_in_the_next_ones():
+    """Digests travel modulo 254."""
+    model = net()
+    optimizer = distributed(model, "none")
+    (group,) = optimizer.param_groups
+
+    def digest_with(rate: float) -> int:
+        group["lr"] = rate
+        return header.digest(hyperparameters(optimizer)) % header.CYCLE
+
+    right = group["lr"]
+    hidden = next(rate for rate in itertools.count(right + 1, 1) if digest_with(rate) == digest_with(right))
+    group["lr"] = right
+
+    def steps():
+        for step in range(STEPS):
+            group["lr"] = hidden if step >= WRONG_AT and grace.rank() == WRONG else right
+            one_step(model, optimizer, step)
+
+    assert f"lr {right}, rank 1 has optimizer SGD, param group 0, lr {hidden}" in refusal(steps, kind=StepError)
 
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam

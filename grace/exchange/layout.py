@@ -29,7 +29,8 @@ Stamps = Sequence[float] | Tensor
 WIRE_FORMAT = 3
 """Version of the wire's format: how payloads and headers are packed. All ranks must have the same."""
 DTYPES, SIZE_BITS = list(ITEM_SIZE), 48
-"""Dtypes by their codes in :meth:`Layout.sizes`, and the bits of a first dimension, behind which the code stands."""
+"""Dtypes by their codes in :meth:`Layout.sizes`, from 1, and the bits of a first dimension, above which a code stands.
+The code 0, of simulated ranks that announce nothing, is the dtype of this rank's own payload."""
 BITS_AS = {"bfloat16": "uint16"}
 """NumPy's dtype of the same width, for dtypes that NumPy does not have."""
 
@@ -134,7 +135,7 @@ class Layout:
         """Return a number for every payload tensor: its first dimension (1 of a 0-d one) and the code of its dtype,
         both of which may differ between ranks."""
         each = zip(self.dtypes, self.shapes, strict=True)
-        return [DTYPES.index(dtype) << SIZE_BITS | (shape[0] if shape else 1) for dtype, shape in each]
+        return [1 + DTYPES.index(dtype) << SIZE_BITS | (shape[0] if shape else 1) for dtype, shape in each]
 
     def digests(self) -> list[int]:
         """Return, of each payload, its bytes and a digest of its dtypes and shapes; ranks compare layouts by these."""
@@ -153,11 +154,11 @@ class Layout:
         """
         each = [divmod(int(size), 1 << SIZE_BITS) for size in sizes]
         for size, (code, n), shape in zip(sizes, each, self.shapes, strict=True):
-            known = 0 <= code < len(DTYPES)
+            known = 0 <= code <= len(DTYPES)
             if not known or (not shape and n != 1):
                 raise PayloadError(f"a header announces a payload tensor of {n if known else size:.0f} elements")
         other = copy.copy(self)
-        other.dtypes = [DTYPES[code] for code, _ in each]
+        other.dtypes = [DTYPES[code - 1] if code else own for (code, _), own in zip(each, self.dtypes, strict=True)]
         other.shapes = [(n, *shape[1:])[: len(shape)] for (_, n), shape in zip(each, self.shapes, strict=True)]
         other._measure()
         if other.body > most:

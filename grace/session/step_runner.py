@@ -33,6 +33,12 @@ from grace.session.versions import versions
 AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
 
 
+class CarriedOver(Component):
+    """Owner of means that an earlier run or plan still had to apply, by shard."""
+
+    kind = "carried_over"
+
+
 class StepRunner:
     """Runner of the exchanges of one model, step by step.
 
@@ -112,7 +118,7 @@ class StepRunner:
         self._committed_parts: list[Component] | None = None
         self.waits_for_step = False
         """True until a caller knows that a step's means are used, and commits its state."""
-        self._carrying = Component()
+        self._carrying = CarriedOver()
         """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
         self.carried_over = self._carrying.state
         """Means that an earlier run or plan still had to apply, by shard; a step takes those that it adds to its

@@ -28,7 +28,7 @@ from grace.torch.copied import allow_steps
 from grace.torch.hooks import gradient_hook, register_session
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.parameters import NamedParameters
-from grace.torch.session import Session
+from grace.torch.session import CHANGED_EARLY, Session
 from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing
 from grace.torch.wrappers import check_unwrapped
@@ -139,7 +139,7 @@ class HookedSession(Session):
                 if self.counts.get(name) != self.passes or name in self.in_graph:
                     continue
                 if unscaled or p.grad is not self.seen[name] or p.grad._version != self.seen_versions[name]:
-                    raise self._changed_gradient(name, "before its exchange began")
+                    raise self._changed_gradient(name, CHANGED_EARLY)
 
     def _too_many_passes(self, name: str) -> ExchangeError:
         """Return the error for a gradient that was computed again after its exchange began."""

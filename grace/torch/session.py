@@ -66,6 +66,10 @@ NO_NUMBERS = {"params", "param_names"}
 IMMUTABLE = {int, float, bool, str, type(None)}
 
 
+CHANGED = "was changed after its exchange began (by clipping, unscaling or another backward pass)"
+CHANGED_EARLY = "was changed before its exchange began (by clipping, unscaling or another backward pass)"
+
+
 class Session:
     """The parameters of an optimizer, their runner, and the gradients whose exchange is in progress.
 
@@ -356,7 +360,7 @@ class Session:
                     continue
                 unchanged = name in self.in_graph or (gradient._version == version and p.grad is gradient)
                 if not unchanged or unscaled:
-                    raise self._changed_gradient(name, "after its exchange began")
+                    raise self._changed_gradient(name, CHANGED)
 
     @property
     def unscaled(self) -> bool:
@@ -364,12 +368,12 @@ class Session:
         states = getattr(self.grad_scaler, "_per_optimizer_states", {})
         return getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
 
-    def _changed_gradient(self, name: str, when: str) -> ExchangeError:
+    def _changed_gradient(self, name: str, what: str) -> ExchangeError:
         """Return the error for a gradient that was changed when only its exchange may change it."""
         check_unwrapped(self.parameters)  # DDP may have wrapped the model since; that error says more
         return ExchangeError(
-            f"the gradient of {name!r} was changed {when} (by clipping, unscaling or another backward pass). Call "
-            "optimizer.synchronize() after backward and before you change gradients; step() then uses them as they are"
+            f"the gradient of {name!r} {what}. Call optimizer.synchronize() after backward and before you change "
+            "gradients; step() then uses them as they are"
         )
 
     def _lr(self, name: str) -> float:

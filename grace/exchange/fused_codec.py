@@ -31,7 +31,7 @@ GRADIENT, RESIDUAL, NEXT_RESIDUAL, SUBTRAHENDS, NEXT_SUBTRAHENDS = range(5)
 """Columns of the addresses that a codec of kernels is given: of a gradient, of its residual and of the next residual;
 and of the numbers that are still to be subtracted from these two."""
 NEITHER = 2
-"""In place of a buffer's number: the residual is in neither buffer."""
+"""Number of the source of a residual that is in neither buffer."""
 LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
 """Bits of the largest float32 that is in range."""
 LARGEST_KEPT_BITS = np.float32(LARGEST_KEPT).view(np.uint32)

@@ -8,13 +8,13 @@ Behind the payloads stands a status of each variable:
 
 Behind the statuses, in one bucket of each step, stands the step stamp of each rank, so that ranks detect that they are
 out of step before weights are updated (hyperparameters are those of the last update: a learning rate that differs is
-found a step later). A stamp is five numbers: steps exchanged; steps of the optimizer; number of
-times that gradients were cleared without a step; a digest of the hyperparameters; and a check sum. Each is sent as 1 to
-254, which any dtype holds exactly; 0 means a rank that takes no part (Horovod's ``join``), and 255 a leader whose ranks
-are out of step among themselves. The digest is mixed with the step: of 254 differences one hides in a step, and shows
-in the next. A stamp with a wrong check sum is damaged and ignored: its payload is damaged, too,
-and decoding it raises an error. If one wire carries the stamps of all ranks (a sum, a root's answer), each rank has a
-place of its own, in which all others write 0.
+found a step later). A stamp is five numbers: steps exchanged; steps of the optimizer; number of times that gradients
+were cleared without a step; a digest of the hyperparameters; and a check sum. Each is sent as 1 to 254, which any dtype
+holds exactly; 0 means a rank that takes no part (Horovod's ``join``), and 255 a leader whose ranks are out of step
+among themselves. The digest is mixed with the step: of 254 differences one hides in a step, and shows in the next. A
+stamp with a wrong check sum is damaged and ignored: its payload is damaged, too, and decoding it raises an error. If
+one wire carries the stamps of all ranks (a sum, a root's answer), each rank has a place of its own, in which all others
+write 0.
 
 On a CPU a header is read when it arrives. On a device it stays there: the round trip continues as if no status were
 bad, and :func:`resolve` reads the headers of all of a step's round trips at once.

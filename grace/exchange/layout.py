@@ -135,7 +135,7 @@ class Layout:
         """Return a number for every payload tensor: its first dimension (1 of a 0-d one) and the code of its dtype,
         both of which may differ between ranks."""
         each = zip(self.dtypes, self.shapes, strict=True)
-        return [1 + DTYPES.index(dtype) << SIZE_BITS | (shape[0] if shape else 1) for dtype, shape in each]
+        return [(1 + DTYPES.index(dtype) << SIZE_BITS) + (shape[0] if shape else 1) for dtype, shape in each]
 
     def digests(self) -> list[int]:
         """Return, of each payload, its bytes and a digest of its dtypes and shapes; ranks compare layouts by these."""

@@ -27,7 +27,7 @@ def as_far(plain: bool = False) -> Iterator[list[str]]:
         return call
 
     def flag(method):
-        return lambda self, x, *most: torch.tensor(float(method(self, x, *most)))
+        return lambda self, x, *most: torch.tensor(float(method(self, x, *most)), device=x.device)
 
     one, fast = TorchKernels.to_list, fused._USE_FUSED
     TorchKernels.on_device = lambda self, x: True

@@ -1,5 +1,6 @@
 """How many kernels a variable's encoding and decoding start on a GPU, counted on the meta device."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,23 @@ def test_a_variable_takes_few_launches(method, monkeypatch):
 def test_random_numbers_alone_are_a_hundred_of_torchs_operations(monkeypatch):
     monkeypatch.setattr(fused, "_PLAIN", TorchKernels())
     assert launches("qsgd")[0] >= 100
+
+
+@pytest.mark.parametrize("most", [math.inf, 4.0])
+def test_a_look_for_overflows_reads_memory_once(most):
+    class Reads(TorchDispatchMode):
+        """Writes down torch's operations on whole tensors."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            whole = [x for x in args if isinstance(x, torch.Tensor) and x.numel() == 4096]
+            found.extend([func.overloadpacket.__name__] * len(whole))
+            return func(*args, **(kwargs or {}))
+
+    found: list[str] = []
+    x = torch.ones(4096, device="meta")
+    with Reads():
+        TorchKernels().all_finite(x, most)
+    assert len(found) == 1, found
 
 
 DECODING = ("decode", "count_marks", "zero_bucket")

@@ -28,13 +28,13 @@ PARTS = [
     Part("versions", "versions, and the card", 20, 15, 1, "tools.device.figures:versions"),
     Part("bits", "every kernel's bits against the reference", 90, 40, 8, "tools.device.suites:bits"),
     Part("tests", "the tests of tests/device", 50, 45, 2, "tools.device.suites:tests"),
-    Part("compiling", "how long a method's kernels take to be compiled", 40, 35, 8, "tools.device.figures:compiling"),
+    Part("compiling", "how long a method's kernels take to be compiled", 30, 25, 8, "tools.device.figures:compiling"),
     Part("bandwidth", "encoding and decoding, of what a copy moves", 75, 25, 1, "tools.device.figures:bandwidth"),
     Part("products", "PowerSGD's exchange beside torch.bmm", 20, 10, 1, "tools.device.figures:products"),
     Part("waits", "how often the host waits for the GPU in a step", 30, 15, 1, "tools.device.steps:waits"),
     Part("captured", "replays of captured steps against eager ones", 30, 15, 1, "tools.device.steps:captured"),
     Part("host", "where the host's time of a step goes", 40, 20, 1, "tools.device.host:host"),
-    Part("steps", "whole steps of GPT-2 small and ResNet-50", 115, 60, 1, "tools.device.steps:whole"),
+    Part("steps", "whole steps of GPT-2 small and ResNet-50", 125, 60, 1, "tools.device.steps:whole"),
     Part("memory", "what two steps of a method hold at most", 20, 10, 1, "tools.device.figures:memory"),
 ]
 """The most telling first; all of their seconds are less than nine minutes."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from grace.core.backend import Backend
 from grace.core.compressor import Tensor
+from grace.core.memory import Memory
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
@@ -300,6 +301,9 @@ class DelayedRoundTrip:
         if former:
             vars(own.communicator.context).update(vars(context))  # its program reads this object
         of_step = own.communicator.context if former else dataclasses.replace(context)
+        if any(memory.needs_lr for memory in self._memories()):
+            # When the thread encodes means, a schedule may have set the learning rate of a later step.
+            of_step.lr = {name: context.lr(name) for name in self.names}.__getitem__
         # Attributes of users' parts may have changed since the last step.
         own.communicator = self.communicator.with_context(of_step, own.parts, former)
         own.communicator.backend = self.thread.backend
@@ -309,6 +313,11 @@ class DelayedRoundTrip:
             if own.program.sizes_unknown:
                 self._share_layouts(own.program, like)
         return own
+
+    def _memories(self) -> list[Memory]:
+        """Return the memory of gradients, and that of means if these are compressed."""
+        of_means = self.communicator.mean_compression
+        return [self.communicator.memory, *([] if of_means is None else [of_means.memory])]
 
     def _share_layouts(self, program: BucketProgram, like: Tensor) -> None:
         """Hold the payloads of all copies of the bucket to the layouts of the first step."""
@@ -396,5 +405,7 @@ class DelayedRoundTrip:
         total = values[0]
         for value in values[1:]:
             total = add(total, value)
-        # An overflow is NaN in the mean, but it belongs to an earlier step: commit the state of this step.
-        return Outcome(variable, total, False)
+        # Nobody uses a mean of NaN, nor the other means of the step that it comes to. With bounded staleness this is
+        # one step on all ranks; without a bound they would roll back different steps, so that one is committed.
+        overflow = self.communicator.sync and any([outcome.overflow for outcome in outcomes])
+        return Outcome(variable, total, overflow)

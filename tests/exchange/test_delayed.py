@@ -1,6 +1,7 @@
 """Exchanges that are applied later: bounded staleness, means applied as they come, and what a checkpoint keeps."""
 
 import dataclasses
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from grace.communicators import ReduceBroadcast
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket
+from grace.exchange.delayed import Pending
 from tests.support import strategies
 from tests.support.limits import HANGS, until
 from tests.support.own_parts import Shrinking, Whole
@@ -402,6 +404,53 @@ def scaled_ahead():
 
 def test_a_scaler_steps_although_nothing_has_come_yet(two_ranks):
     assert two_ranks.run(scaled_ahead) == [[0, 0, -1, -2]] * 2
+
+
+def overflowing():
+    """The scales and weights of a scaler's loop that sums overflow in float16; the optimizer is saved at each step."""
+    model = Given({"w": (4,)})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    choices = {"compressor": "fp16", "memory": "residual", "communicator": "reduce_broadcast(staleness=1)"}
+    optimizer = distributed(model, optimizer=lambda p: plain_sgd(p, 1.0), **choices, grad_scaler=scaler)
+    found = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        scaler.scale(model.w.sum()).backward()
+        optimizer.synchronize()  # before clipping
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.full_state_dict()
+        found.append((scaler.get_scale(), float(model.w.detach()[0])))
+    return found
+
+
+def test_a_step_that_a_scaler_skips_for_an_earlier_overflow_is_over(two_ranks):
+    scales = [2.0**15, 2.0**14, 2.0**13, 2.0**13, 2.0**13]
+    weights = [0, 0, 0, -1, -2]
+    assert two_ranks.run(overflowing) == [list(zip(scales, weights, strict=True))] * 2
+
+
+def rate_of_means():
+    """The learning rate of what the destination's memory of means keeps, whose thread runs when the rate is another."""
+    model, changed, run = Quadratic(), threading.Event(), Pending.run
+
+    def run_later(pending, check):
+        assert changed.wait(HANGS)
+        run(pending, check)
+
+    optimizer = made(ReduceBroadcast("topk(ratio=0.3)", "efsignsgd", staleness=1), model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "run", run_later)
+        one_step(model, optimizer, 0)
+        optimizer.param_groups[0]["lr"] = LR / 4
+        changed.set()
+        optimizer._grace.runner.pending()
+    return [kept["lr"] for kept in optimizer._grace.runner.state().get("answer_memory", {}).values()]
+
+
+def test_means_are_encoded_at_the_learning_rate_of_their_step(two_ranks):
+    (of_destination, _) = two_ranks.run(rate_of_means)
+    assert of_destination == [LR, LR]
 
 
 def counted(spec: str, steps: int, staleness: int) -> tuple[list[int], int]:

@@ -103,6 +103,6 @@ def _run_steps(spec: str) -> None:
                 gradients = {v.name: random.standard_normal(v.shape).astype(np.float32) for v in variables}
                 for bucket in runner.buckets:
                     mine = [gradients[variable.name] for variable in bucket.variables]
-                    runner.start(bucket, mine, [True] * len(mine))
+                    runner.start_round_trip(bucket, mine, [True] * len(mine))
                 runner.finish_step(lambda bucket: [None] * len(bucket.variables))
             runner.close()

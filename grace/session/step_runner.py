@@ -21,7 +21,7 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve
-from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, start_round_trip
+from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, round_trip_of
 from grace.exchange.sparse_rows import Gradient, add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, compare_facts, first_difference
@@ -275,15 +275,16 @@ class StepRunner:
         if not bucket.communicator.delayed and self.hierarchy is None:
             bucket.program = BucketProgram(bucket, like)
 
-    def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
+    def start_round_trip(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
-        trip = self.start_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
+        trip = self.make_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
+        trip.start()
         trip.defers_headers = True  # finish_step() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
 
-    def start_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
-        """Start a round trip of the kind that the bucket's communicator needs."""
+    def make_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
+        """Return a round trip, which is not started, of the kind that the bucket's communicator needs."""
         bucket = contribution.bucket
         if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
             bucket = bucket.at_step(self.context.step)
@@ -294,7 +295,7 @@ class StepRunner:
             # When ranks compare this step's stamps, the optimizer may have stepped on.
             facts = list(self.hyperparameters()) if bucket.carries_stamps else ()
             return DelayedRoundTrip(contribution, self.exchange_thread(), facts)
-        return start_round_trip(contribution)
+        return round_trip_of(contribution)
 
     def finish_step(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
         """Finish all round trips under way, in order, and end the step: commit state, or roll it back.
@@ -349,7 +350,9 @@ class StepRunner:
             PayloadError: a payload cannot be decoded.
             StepError: the ranks are at different steps.
         """
-        trips = [self.start_round_trip(contribution) for contribution in contributions]
+        trips = [self.make_round_trip(contribution) for contribution in contributions]
+        for trip in trips:
+            trip.start()
         advance_all(trips)
         outcomes = [outcome for trip in trips for outcome in trip.finish([None] * len(trip.names))]
         self.check_step_stamps(trips, self.channel)

@@ -486,7 +486,7 @@ class Session:
             versions.append(0 if gradient is None else gradient._version)
         self.versions[bucket.index] = held, versions  # to notice gradients that are changed before the means arrive
         with self.abandoning_on_error():
-            self.runner.start(bucket, gradients, [gradient is not None for gradient in held])
+            self.runner.start_round_trip(bucket, gradients, [gradient is not None for gradient in held])
 
     @contextlib.contextmanager
     def abandoning_on_error(self) -> Iterator[None]:
@@ -602,7 +602,7 @@ class Session:
         else:
             shard.slice_of(p.grad).zero_()
 
-    def after_step(self) -> None:
+    def count_step(self) -> None:
         """Update the counters and the digest of hyperparameters that the next exchange compares. Called after
         ``step()``."""
         self.idle = False

@@ -153,9 +153,9 @@ class HierarchicalRoundTrip:
         outside, within = self.communicator.context, self.bucket.node.communicator.context
         within.copy_stamped(outside)
         # The sum over a node is uncompressed: there is no state to guard.
-        within = RoundTrip(Contribution(self.bucket.node, gradients, self.present, False, self.traffic))
-        within.start()
-        return within
+        trip = RoundTrip(Contribution(self.bucket.node, gradients, self.present, False, self.traffic))
+        trip.start()
+        return trip
 
     def _means_of_node(self, within: RoundTrip, gradients: Sequence[Gradient]) -> tuple[list[Gradient], list[bool]]:
         """Wait for the sum over the node, and return the gradients that its leader contributes, and True for each

@@ -20,8 +20,9 @@ class State(MutableMapping[str, Value]):
     """A mapping from variable name to value whose writes and deletions are staged until :meth:`commit`.
 
     Memories and compressors write to it as to a dict. Reads see staged writes. At the end of a step
-    the exchange commits; when any rank's gradient overflowed it rolls back, so that no NaN enters
-    and the step is as if it had not been (Micikevicius et al., arXiv 1710.03740: skipped steps).
+    :meth:`~grace.session.step_runner.StepRunner.commit_or_roll_back` commits; when any rank's gradient
+    overflowed it rolls back, so that no NaN enters and the step is as if it had not been (Micikevicius
+    et al., arXiv 1710.03740: skipped steps).
 
     The last computation of an array may be deferred until the array is read.
 

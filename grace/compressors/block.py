@@ -171,7 +171,7 @@ class Block(Accumulating):
         return step**2 / 4 + max(0.0, cut**2 - step**2 / 4) / n
 
     def bucket_codec(self) -> BucketCodec | None:
-        chosen = {"levels": self.levels, "bits": self.bits, "bucket": self.block_size, "norm": self.norm}
+        chosen = {"levels": self.levels, "bits": self.bits, "bucket_size": self.block_size, "norm": self.norm}
         chosen["nearest"] = self.rounding == "nearest"
         if self.format != "fp8" and not self.hadamard:
             return "levels", chosen

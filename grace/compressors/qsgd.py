@@ -74,7 +74,7 @@ class QSGD(Accumulating):
         return "levels", {
             "levels": self.levels,
             "bits": self.bits,
-            "bucket": self.bucket_size,
+            "bucket_size": self.bucket_size,
             "norm": self.norm,
         }
 

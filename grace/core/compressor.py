@@ -5,11 +5,12 @@ import math
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from grace.core.grace_api import ITEM_SIZE, check_shape, wrap_aggregate, wrap_compress
 from grace.core.transactional_dict import StatefulComponent, is_ours
+from grace.core.user_compressors import check_shape, wrap_aggregate, wrap_compress
 from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.checks import check_range
+from grace.kernels.constants import ITEM_SIZE
 from grace.kernels.index_coding import coded_as, decode, encode
 
 # No class: the tensors of NumPy, torch and TensorFlow have no base in common.
@@ -289,7 +290,7 @@ class Compressor(StatefulComponent):
 
     def bucket_codec(self) -> BucketCodec | None:
         """Return the name of the codec of whole buckets that gives the same bits, of
-        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.bucket_codecs`, and its options at
+        :mod:`grace.kernels.numba.bucket_codecs` and :mod:`grace.kernels.triton.bucket_codecs`, and its options at
         this step; None if there is none for these parameters. A class that inherits it is not asked, because it may
         compute differently. Where payloads change with the step, a codec is made anew with their layout. Payloads that
         a codec does not decode are decoded with :meth:`ctx_of`."""

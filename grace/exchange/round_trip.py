@@ -35,7 +35,6 @@ from typing import Any, TypeVar
 
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
-from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import ALL_GATHER, CONCATENATE, Carries, EngineTraits, Leg, Route, route_of
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
@@ -60,6 +59,7 @@ from grace.exchange.sparse_codec import RowCodec
 from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
+from grace.kernels.constants import ITEM_SIZE
 
 T = TypeVar("T")
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, Compressor, TensorSpec
 from grace.core.context import Context
-from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import CONCATENATE, Carries, EngineTraits, Leg, route_of
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
@@ -19,6 +18,7 @@ from grace.exchange.codec import PerVariableCodec
 from grace.exchange.layout import Layout
 from grace.exchange.sparse_codec import RowCompressor
 from grace.kernels import NumpyKernels
+from grace.kernels.constants import ITEM_SIZE
 from grace.kernels.index_coding import index_bits
 
 SIZE_BYTES = 8

@@ -290,8 +290,7 @@ class DelayedRoundTrip:
         absent = [name for name, here in zip(self.names, self.present, strict=True) if not here]
         aside = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
         inner = RoundTrip(own)
-        inner.encode()
-        inner.remember()
+        inner.start(sends=False)
         overflowed = self._overflowed(inner.header.in_range) if self.communicator.stateful else []
         for part, kept in zip(parts, aside, strict=True):
             for name in [*absent, *overflowed]:

@@ -194,10 +194,11 @@ class RoundTrip:
     call ``advance`` equally often, so that their collectives pair.
 
     1. :class:`BucketProgram` has the bucket's codec and route; there is no special first step.
-    2. ``start`` calls ``encode``: compensate and compress gradients, and pack payloads and a header into a wire. The
-       header has a status for each variable and, in one bucket of each step, this rank's step stamp.
+    2. ``start`` calls ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire.
+       The header has a status for each variable and, in one bucket of each step, this rank's step stamp.
     3. ``start`` calls ``advance``, which starts the collective of the route's first leg.
-    4. ``start`` calls ``remember``: memories are updated with the parts that payloads left out, while bytes travel.
+    4. ``start`` calls ``codec.remember``: memories are updated with the parts that payloads left out, while bytes
+       travel.
     5. ``advance`` for each further leg: await the leg before, read the headers received, make the buffer that this
        leg carries, start its collective. If there is nothing to send, which all ranks know, the trip is stopped.
     6. ``finish``: await the last leg, read its header, decode and aggregate in float32 into ``outs``.
@@ -271,14 +272,12 @@ class RoundTrip:
 
     # -- sending ---------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Encode the gradients, start the collective of the first leg, and update memories while bytes travel."""
-        self.encode()
-        self.advance()
-        self.remember()
+    def start(self, sends: bool = True) -> None:
+        """Encode the gradients, start the collective of the first leg, and update memories while bytes travel.
 
-    def encode(self) -> None:
-        """Encode the gradients into the wire."""
+        Args:
+            sends: False if a thread starts the first leg, too, by ``advance``.
+        """
         began = time.perf_counter()
         self.wire = self.codec.encode(self.gradients, self.header)
         self.gradients = ()  # a delayed round trip outlives its step, and must not keep the gradients alive
@@ -287,9 +286,8 @@ class RoundTrip:
         self.brings_means = self.route[-1].carries is Carries.MEANS
         self._count(self.codec.layouts, self.wire)
         self.traffic.codec_seconds += time.perf_counter() - began
-
-    def remember(self) -> None:
-        """Update memories with the parts that payloads left out, unless encoding has done so."""
+        if sends:
+            self.advance()
         began = time.perf_counter()
         self.codec.remember()
         self.traffic.codec_seconds += time.perf_counter() - began

@@ -372,8 +372,7 @@ class OuterRounds:
         own = dataclasses.replace(bucket, communicator=communicator)
         # Traffic of its own, which _collect() adds: two threads must not count in one.
         trip = RoundTrip(contribution._replace(bucket=own, traffic=Traffic()))
-        trip.encode()
-        trip.remember()
+        trip.start(sends=False)
         pending = Pending(1.0, trip, thread)
         thread.send(pending)
         return pending

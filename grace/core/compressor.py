@@ -174,6 +174,7 @@ class Compressor(StatefulComponent):
 
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
+        # When a class is defined, so that what it returns is checked whoever calls it: memories, tests, other methods.
         if "compress" in vars(cls):
             cls.compress = wrap_compress(cls.compress, is_ours(cls))  # type: ignore[method-assign]
         if "aggregate" in vars(cls):
@@ -198,6 +199,7 @@ class Compressor(StatefulComponent):
     @property
     def noisy(self) -> bool:
         """True if the error can exceed the gradient, so that error feedback may diverge."""
+        # Unbiased rounding may be wrong by more than the gradient, and a vote has another length than it.
         return (self.traits.unbiased and not self.traits.exact) or self.votes
 
     @wrap_compress
@@ -207,6 +209,7 @@ class Compressor(StatefulComponent):
         payload = next(rounds)
         while True:
             try:
+                # Of one rank the mean is its own payload.
                 payload = rounds.send(payload)
             except StopIteration as end:
                 return end.value
@@ -386,6 +389,7 @@ class Sparsifier(Accumulating):
         their number. Nothing is read back; elements that are left out decode to 0."""
         k = kernels_of(flat)
         values, indices, count = k.largest_above(flat, threshold, room)
+        # One position more than there are elements: padding points behind the last one.
         return [values, encode(k, indices, flat.shape[0] + 1, fixed=False), count]
 
     def padded_spec(self, shape: tuple[int, ...], room: int) -> PayloadSpec:

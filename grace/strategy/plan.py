@@ -226,6 +226,7 @@ def fingerprint(variables: Sequence[Variable]) -> str:
     >>> fingerprint([Variable("w", (2,))])[:8]
     'a72549b6'
     """
+    # Not the device: the same model may train on another.
     facts = [[v.name, list(v.shape), v.dtype, v.sparse] for v in variables]
     return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()
 

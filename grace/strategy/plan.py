@@ -333,6 +333,7 @@ def faults(
             yield "parts", f"a variable that is not cut has one part, not {len(plan.parts)}"
     else:
         if not 0 <= axis < len(v.shape):
+            # What is checked below needs the axis.
             yield "partition.axis", f"{axis} is no axis of shape {list(v.shape)}"
             return
         if v.sparse and axis != 0:

@@ -52,7 +52,7 @@ class Steps:
         began = time.perf_counter()
         for bucket in self.runner.buckets:
             mine = [self.gradients[variable.name] for variable in bucket.variables]
-            self.runner.start(bucket, mine, [True] * len(mine))
+            self.runner.start_round_trip(bucket, mine, [True] * len(mine))
         half = time.perf_counter()
         self.runner.finish_step(lambda bucket: [self.gradients[variable.name] for variable in bucket.variables])
         ended = time.perf_counter()

@@ -32,6 +32,7 @@ from grace.planner.network import Links
 app = typer.Typer(no_args_is_help=True, help="Plan pipelines, show them and check them.")
 
 RANGE = "a number, several with commas, or a range as 2-4"
+# A range of millions, a slip of the keyboard, would take all memory.
 LONGEST_RANGE = 10_000
 Profile = Annotated[
     Path | None,

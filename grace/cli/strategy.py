@@ -185,6 +185,7 @@ def _differences(first: Strategy, second: Strategy) -> Iterator[str]:
             one, other = (variables[name].get(key, "-") for variables in (ours, theirs))
             if one != other:
                 yield f"{name}.{key}: {one} | {other}"
+    # The order counts: buckets follow it, and a strategy's id has it.
     if list(ours) != list(theirs) and sorted(ours) == sorted(theirs):
         yield "variables: in another order"
 

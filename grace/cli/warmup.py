@@ -20,7 +20,7 @@ from grace.core.registry import aliases, known, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, missing_extra
 from grace.kernels.dispatch import arrays_by
-from grace.kernels.fused.availability import missing
+from grace.kernels.numba.availability import missing
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 
@@ -44,7 +44,7 @@ def warmup(
         raise ConfigError(f"there is nothing to compile: {reason}")
     from numba.core import event
 
-    from grace.kernels.fused import compiling, loops
+    from grace.kernels.numba import compiling, loops
 
     console = standard_output()
     compiled: list[str] = []
@@ -86,14 +86,14 @@ def _every_spec() -> list[str]:
 
 def _run_steps(spec: str) -> None:
     """Run a few steps of one rank, with the method's own memory and with residuals, as far as it takes them."""
-    from grace.kernels.fused.primitives import FusedKernels
+    from grace.kernels.numba.primitives import NumbaKernels
 
     if make("compressor", spec).to_dict().get("dtype") == "bf16":  # NumPy has none
         return
     random = np.random.default_rng(0)
     variables = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
     for memory in (None, "residual"):
-        with warnings.catch_warnings(), contextlib.suppress(ConfigError), arrays_by(FusedKernels()):
+        with warnings.catch_warnings(), contextlib.suppress(ConfigError), arrays_by(NumbaKernels()):
             warnings.simplefilter("ignore")
             build_communicator(spec, memory, None)
             runner = build_step_runner(
@@ -103,6 +103,6 @@ def _run_steps(spec: str) -> None:
                 gradients = {v.name: random.standard_normal(v.shape).astype(np.float32) for v in variables}
                 for bucket in runner.buckets:
                     mine = [gradients[variable.name] for variable in bucket.variables]
-                    runner.start(bucket, mine, [True] * len(mine))
+                    runner.start_round_trip(bucket, mine, [True] * len(mine))
                 runner.finish_step(lambda bucket: [None] * len(bucket.variables))
             runner.close()

@@ -100,6 +100,7 @@ def break_even(compressor: Compressor, memory: MemoryArg | None = None) -> int |
     if not (compressor.votes or kept.stateful):
         variance = compressor.variance(LONG)
         omega = 1.0 if variance is None else variance
+    # The inequality of the docstring, divided by (W-1)/W.
     pays = (w for w in range(2, MOST_RANKS) if 3 * (1 + omega / w + omega) < w * (1 + omega / w))
     return next(pays, None)
 
@@ -116,5 +117,6 @@ def took_default(communicator: Communicator, saved: str, now: str) -> bool:
     >>> took_default(here, "allgather, qsgd, none", "scatter_reduce, qsgd, none")
     True
     """
+    # Descriptions begin with the communicator's name.
     (before, rest), (after, others) = (text.partition(", ")[::2] for text in (saved, now))
     return communicator.by_default and rest == others and {before, after} <= {GATHER, SCATTER}

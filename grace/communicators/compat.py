@@ -23,8 +23,10 @@ KEYS: dict[str, tuple[Any, tuple[tuple[str, str], ...]]] = {
     "compress_ratio": (0.3, (("compressor", "ratio"),)),
     "quantum_num": (127, (("compressor", "levels"),)),
     "bucket_size": (128, (("compressor", "bucket_size"),)),
+    # The paper's, which GRACE has; the spec "qsgd" means the largest magnitude, whose error is far smaller.
     "norm": ("l2", (("compressor", "norm"),)),
     "threshold": (0.01, (("compressor", "value"),)),
+    # Signum keeps its momentum itself, DGC in its memory.
     "momentum": (0.9, (("compressor", "momentum"), ("memory", "momentum"))),
     "gradient_clipping": (False, (("memory", "clip"),)),
     "compress_rank": (1, (("compressor", "rank"),)),

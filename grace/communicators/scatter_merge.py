@@ -35,7 +35,11 @@ class ScatterMerge(Communicator):
     cuts, codec = True, MergeCodec
 
     def __init__(
-        self, compressor: CompressorArg = "topk", memory: MemoryArg | None = None, world_size: int | None = None
+        # Not "none", the default of other communicators: only sparsifiers have entries to merge.
+        self,
+        compressor: CompressorArg = "topk",
+        memory: MemoryArg | None = None,
+        world_size: int | None = None,
     ):
         super().__init__(compressor, memory, world_size)
 

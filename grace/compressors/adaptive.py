@@ -53,6 +53,7 @@ class Adaptive(Accumulating):
                 room = kept_count(self.ratio, n)
                 values, indices, count = k.largest_above(side, 0.0, room, self.ratio)
                 sides.append(encode(k, indices, n + 1, fixed=False))  # index n stands for an unused place
+                # The mean over all of the room becomes that of the entries; without any, 0 is divided by 1.
                 some = k.cast(count, "float32") + k.cast(count == 0, "float32")
                 means.append(k.mean_abs(values) * (room / some))
                 counts.append(count)

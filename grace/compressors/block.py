@@ -101,6 +101,7 @@ class Block(Accumulating):
             return (
                 self.nearest_traits if self.norm == "max" else replace(self.nearest_traits, contraction=self._left < 1)
             )
+        # Error feedback diverges where the noise of rounding may exceed what is rounded.
         contraction = self._variance(self.block_size) < 1
         memory = "residual" if contraction else "none"
         return replace(self.nearest_traits, unbiased=True, contraction=contraction, memory=memory)
@@ -144,6 +145,7 @@ class Block(Accumulating):
         k = kernels_of(out)
         packed, scales = payload
         codes = k.unpack(packed, self.bits, math.prod(ctx))
+        # What `out` has from other ranks is not rotated: decode apart, rotate back, and add then.
         into = k.zeros((math.prod(ctx),), "float32", out) if self.hadamard else k.flat(out)
         by = 1.0 if self.hadamard else weight
         if self.format == "fp8":
@@ -171,7 +173,7 @@ class Block(Accumulating):
         return step**2 / 4 + max(0.0, cut**2 - step**2 / 4) / n
 
     def bucket_codec(self) -> BucketCodec | None:
-        chosen = {"levels": self.levels, "bits": self.bits, "bucket": self.block_size, "norm": self.norm}
+        chosen = {"levels": self.levels, "bits": self.bits, "bucket_size": self.block_size, "norm": self.norm}
         chosen["nearest"] = self.rounding == "nearest"
         if self.format != "fp8" and not self.hadamard:
             return "levels", chosen

@@ -85,14 +85,17 @@ class DGC(Sparsifier):
     def _select(self, k: Kernels, flat: Tensor, n: int, name: str) -> Tensor:
         ratio = self.current_ratio
         most = max(1, math.floor((1 + TOLERANCE) * ratio * n))
+        # Of few entries the bounds may cross: with ratio n = 1.5 they are 2 and 1.
         least = min(most, math.ceil((1 - TOLERANCE) * ratio * n))
         size = min(n, max(MIN_SAMPLE, round(self.sample * n)))
         sample = flat
         if size < n:  # a sequence of its own: a method composed with this one draws from the first
             stream = replace(self.context.stream(name), draw=1)
             sample = k.gather(flat, k.sample_indices(stream, n, size, flat))
+        # At a threshold of 0 all that is not zero is sent, and there is nothing left to look for.
         rank, threshold = max(1, round(ratio * size)), math.inf
         while threshold != 0:
+            # What exceeds a threshold is sent, so it is the largest magnitude that is not.
             threshold = k.kth_magnitude(sample, rank + 1) if rank < size else 0.0
             indices = k.above(flat, threshold)
             if len(indices) >= least:

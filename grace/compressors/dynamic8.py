@@ -20,6 +20,7 @@ def dynamic_tree() -> np.ndarray:
     >>> table.size, table[126:130].tolist() == np.float32([-5.5e-7, 0, 5.5e-7, 3.25e-6]).tolist()
     (256, True)
     """
+    # These two are exact: zeros stay zeros, and the largest element is its scale.
     values = [0.0, 1.0]
     for zeros in range(7):
         intervals = 1 << (6 - zeros)

@@ -63,6 +63,7 @@ class Inceptionn(Accumulating):
 
     def accumulate(self, payload: Payload, ctx: Shape, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
+        # Values travel without positions: these are where the tags say so, in order.
         flat, tags = k.flat(out), k.unpack(payload[0], 2, math.prod(ctx))
         for tag, values, step in zip((1, 2, 3), payload[1:], (*self.units[1:], 1.0), strict=True):
             flat = k.scatter_add(flat, k.where_code(tags, tag), k.cast(values, "float32"), weight * step)

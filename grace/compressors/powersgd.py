@@ -79,12 +79,14 @@ class PowerSGD(Accumulating):
         means = yield [[p] for p in products.first()]
         ps = _orthonormalized([p for (p,) in means])
         means = yield [[q] for q in products.second(ps)]
+        # The mean, and not this rank's: with unequal Qs the ranks' products could not be added up.
         for name, (q,) in zip(names, means, strict=True):
             self.keep(name, q)
         return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, originals, strict=True)]
 
     def recall(self, name: str) -> tuple[float, Tensor | None, float]:
         """Return the last step's Q, with the factors of :meth:`grace.core.memory.ErrorFeedback.recall`."""
+        # In a memory's form: fused codecs alternate two buffers of Q as they do of residuals.
         return 1.0, self.state.get(name), 1.0
 
     def keep(self, name: str, q: Tensor) -> None:
@@ -114,6 +116,7 @@ class PowerSGD(Accumulating):
     def sizes(self, shape: Shape) -> tuple[int, int, int]:
         """Return the rows and columns of the matrix, and the columns of P and Q."""
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        # More columns than the matrix's rank could be would be zero once they are orthogonal to the others.
         return rows, columns, min(self.rank, rows, columns)
 
     def _starts(self, names: Sequence[str]) -> Callable[[str, int, int, Tensor], Tensor]:
@@ -126,6 +129,7 @@ class PowerSGD(Accumulating):
         def start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
             if all_usable and name in self.state:
                 return self.state[name]
+            # Shared, so that all ranks start from the same Q.
             k, stream = kernels_of(like), self.context.stream(name, shared=True)
             if name in self.state:
                 return k.renew_columns(self.state[name], stream)

@@ -49,6 +49,7 @@ class QSGD(Accumulating):
     @property
     def bits(self) -> int:
         """Bits per code."""
+        # Codes are 0 to 2 levels: a sign would take a bit of its own.
         return (2 * self.levels).bit_length()
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
@@ -67,6 +68,7 @@ class QSGD(Accumulating):
     def variance(self, n: int) -> float | None:
         bucket = min(n, self.bucket_size)
         if self.norm == "max":
+            # Between neighbours s / levels apart a variance is at most a quarter of that squared, and s <= ||x||.
             return bucket / (4 * self.levels**2)
         return min(bucket / self.levels**2, math.sqrt(bucket) / self.levels)
 
@@ -74,7 +76,7 @@ class QSGD(Accumulating):
         return "levels", {
             "levels": self.levels,
             "bits": self.bits,
-            "bucket": self.bucket_size,
+            "bucket_size": self.bucket_size,
             "norm": self.norm,
         }
 

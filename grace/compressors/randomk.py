@@ -79,6 +79,7 @@ class RandomK(Compressor):
         return k.reshape(k.scatter_add(k.flat(out), indices, payload[0], weight * scale), shape)
 
     def _scale(self, n: int, count: int) -> float:
+        # An empty tensor sends no entries.
         return n / count if self.unbiased and count else 1.0
 
     def sent_indices(self, payload: Payload, ctx: DrawnIndices) -> Tensor | None:

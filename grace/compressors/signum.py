@@ -47,6 +47,7 @@ class Signum(SignSGD):
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
         momentum, last, share = self.recall(name)
+        # Without an m yet, 0 times the tensor: no zeros need to be made.
         moment = k.combine(share, tensor, *((0.0, tensor) if last is None else (momentum, last)))
         self.keep(name, moment)
         return super().compress(moment, name)

@@ -37,6 +37,7 @@ class Sketch(Accumulating):
     def _buckets(self, shape: Shape) -> tuple[int, int]:
         """Return the number of buckets of a tensor of this shape, and the bits of a bucket's number."""
         buckets = max(1, min(self.quantiles, math.prod(shape)))
+        # A single bucket's numbers would need no bits, and kernels pack at least one.
         return buckets, max(1, (buckets - 1).bit_length())
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:

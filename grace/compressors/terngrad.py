@@ -40,6 +40,7 @@ class TernGrad(Accumulating):
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k, n = kernels_of(tensor), math.prod(tensor.shape)
         clipped = k.clip_deviation(k.flat(tensor), self.clip)
+        # One scale for the whole tensor, as in the paper; an empty tensor, too, needs a size to divide by.
         codes, scale = k.quantize(clipped, 1, max(1, n), "max", self.context.stream(name))
         return [k.pack(codes, 2), scale], tuple(tensor.shape)
 

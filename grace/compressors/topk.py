@@ -9,6 +9,7 @@ from grace.kernels.index_coding import check_positions, decode, encode
 
 WARMUP_RATIO = 0.25
 """Ratio at the first step of a warm-up."""
+# Powers of two that a program on a GPU holds in registers, where it finds a chunk's largest by halving.
 CHUNKS = (0, *(1 << bits for bits in range(5, 13)))
 """Sizes of chunks that kernels have; 0 for no chunks."""
 
@@ -19,6 +20,7 @@ def kept_count(ratio: float, n: int) -> int:
     >>> kept_count(0.01, 250), kept_count(0.01, 3), kept_count(0.01, 0)
     (2, 1, 0)
     """
+    # At least one, or a bias of a few elements would never be trained.
     return min(n, max(1, round(ratio * n)))
 
 
@@ -84,6 +86,7 @@ class TopK(Sparsifier):
         self.check_choice("chunk", CHUNKS)
         self.check_integer("warmup_steps", 0)
         if self.warmup_steps:
+            # Only then: what needs sizes that never change, as scatter_merge does, takes top-k without a warm-up.
             self.traits = replace(self.traits, fixed_size="by shape and step")
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
@@ -94,6 +97,7 @@ class TopK(Sparsifier):
             indices = k.topk_chunks(flat, self.chunk, kept_count(ratio, self.chunk))
         else:
             indices = k.topk(flat, kept_count(ratio, n))
+        # A bitmap is among the codings, because the number of positions follows from the shape.
         coded = encode(k, indices, n, fixed=True, chunk=self.chunk)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
 

@@ -185,6 +185,7 @@ class Communicator(Component):
                 "same indices, its class says traits = Traits(summable=True))"
             )
         if not cls.sums and traits.rounds > 1:
+            # Each round starts from the mean of the one before, which all ranks must have.
             return "it needs several reductions"
         return None
 

@@ -5,11 +5,12 @@ import math
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from grace.core.grace_api import ITEM_SIZE, check_shape, wrap_aggregate, wrap_compress
 from grace.core.transactional_dict import StatefulComponent, is_ours
+from grace.core.user_compressors import check_shape, wrap_aggregate, wrap_compress
 from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.checks import check_range
+from grace.kernels.constants import ITEM_SIZE
 from grace.kernels.index_coding import coded_as, decode, encode
 
 # No class: the tensors of NumPy, torch and TensorFlow have no base in common.
@@ -173,6 +174,7 @@ class Compressor(StatefulComponent):
 
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
+        # When a class is defined, so that what it returns is checked whoever calls it: memories, tests, other methods.
         if "compress" in vars(cls):
             cls.compress = wrap_compress(cls.compress, is_ours(cls))  # type: ignore[method-assign]
         if "aggregate" in vars(cls):
@@ -197,6 +199,7 @@ class Compressor(StatefulComponent):
     @property
     def noisy(self) -> bool:
         """True if the error can exceed the gradient, so that error feedback may diverge."""
+        # Unbiased rounding may be wrong by more than the gradient, and a vote has another length than it.
         return (self.traits.unbiased and not self.traits.exact) or self.votes
 
     @wrap_compress
@@ -206,6 +209,7 @@ class Compressor(StatefulComponent):
         payload = next(rounds)
         while True:
             try:
+                # Of one rank the mean is its own payload.
                 payload = rounds.send(payload)
             except StopIteration as end:
                 return end.value
@@ -289,7 +293,7 @@ class Compressor(StatefulComponent):
 
     def bucket_codec(self) -> BucketCodec | None:
         """Return the name of the codec of whole buckets that gives the same bits, of
-        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.bucket_codecs`, and its options at
+        :mod:`grace.kernels.numba.bucket_codecs` and :mod:`grace.kernels.triton.bucket_codecs`, and its options at
         this step; None if there is none for these parameters. A class that inherits it is not asked, because it may
         compute differently. Where payloads change with the step, a codec is made anew with their layout. Payloads that
         a codec does not decode are decoded with :meth:`ctx_of`."""
@@ -385,6 +389,7 @@ class Sparsifier(Accumulating):
         their number. Nothing is read back; elements that are left out decode to 0."""
         k = kernels_of(flat)
         values, indices, count = k.largest_above(flat, threshold, room)
+        # One position more than there are elements: padding points behind the last one.
         return [values, encode(k, indices, flat.shape[0] + 1, fixed=False), count]
 
     def padded_spec(self, shape: tuple[int, ...], room: int) -> PayloadSpec:

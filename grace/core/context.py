@@ -53,11 +53,6 @@ class Context:
     api_names: ApiNames = TORCH
     device_step: Tensor | None = None
 
-    @property
-    def stamped(self) -> tuple[int, ...]:
-        """The counters that all ranks compare in every step (:data:`STAMPED`)."""
-        return tuple(getattr(self, name) for name in STAMPED)
-
     def copy_stamped(self, other: "AnyContext") -> None:
         """Take over another context's counters that ranks compare."""
         for name in STAMPED:
@@ -81,7 +76,7 @@ class SubgroupContext:
     (1, 2, 3, 8.0)
     """
 
-    stream, stamped, copy_stamped = Context.stream, Context.stamped, Context.copy_stamped
+    stream, copy_stamped = Context.stream, Context.copy_stamped
 
     def __init__(self, whole: Context, rank: int, size: int):
         # Not by assignment, which would write to the whole run's context.

@@ -183,6 +183,7 @@ def route_of(
     route: list[Leg] = []
     for number, nbytes in enumerate(wires):
         for leg in route_of_wire(nbytes, engine):
+            # A later round's wire is made from the sums of the one before, not from gradients.
             later = number > 0 and leg.carries is Carries.GRADIENTS
             route.append(replace(leg, carries=Carries.ROUND) if later else leg)
     return _with_sizes(route, engine.concatenates) if varies else route

@@ -20,8 +20,9 @@ class State(MutableMapping[str, Value]):
     """A mapping from variable name to value whose writes and deletions are staged until :meth:`commit`.
 
     Memories and compressors write to it as to a dict. Reads see staged writes. At the end of a step
-    the exchange commits; when any rank's gradient overflowed it rolls back, so that no NaN enters
-    and the step is as if it had not been (Micikevicius et al., arXiv 1710.03740: skipped steps).
+    :meth:`~grace.session.step_runner.StepRunner.commit_or_roll_back` commits; when any rank's gradient
+    overflowed it rolls back, so that no NaN enters and the step is as if it had not been (Micikevicius
+    et al., arXiv 1710.03740: skipped steps).
 
     The last computation of an array may be deferred until the array is read.
 
@@ -67,23 +68,16 @@ class State(MutableMapping[str, Value]):
         return vars(self)
 
     def __getitem__(self, name: str) -> Value:
-        if self.deferred:
-            self.run_deferred(name)
-        value = self._find(name)
+        value = self.get(name, _Deleted)
         if value is _Deleted:
             raise KeyError(name)
         return value
-
-    def _find(self, name: str) -> Value:
-        """Return the value of a variable, staged or committed, without its deferred computation; ``_Deleted`` if there
-        is none."""
-        return self._staged.get(name, self._committed.get(name, _Deleted))
 
     def get(self, name: str, default: Value = None) -> Value:
         """Return the value of a variable, staged or committed; ``default`` if there is none."""
         if self.deferred:
             self.run_deferred(name)
-        value = self._find(name)
+        value = self._staged.get(name, self._committed.get(name, _Deleted))
         return default if value is _Deleted else value
 
     def __setitem__(self, name: str, value: Value) -> None:
@@ -99,7 +93,8 @@ class State(MutableMapping[str, Value]):
             del self._staged[name]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._find(name) is not _Deleted
+        # Not by get(): to look for a name must not run a computation that is deferred until the value is read.
+        return isinstance(name, str) and self._staged.get(name, self._committed.get(name, _Deleted)) is not _Deleted
 
     def __iter__(self) -> Iterator[str]:
         return iter([name for name, value in {**self._committed, **self._staged}.items() if value is not _Deleted])

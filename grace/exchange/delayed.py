@@ -233,7 +233,7 @@ class DelayedRoundTrip:
 
     It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, and wraps one that a thread runs:
 
-    1. To make it is to encode the gradients. State of memories and compressor is committed at once for finite
+    1. :meth:`start` encodes the gradients. State of memories and compressor is committed at once for finite
        gradients: the payload will be applied even if this step is discarded.
     2. :meth:`finish` returns the means in ``bucket.pending`` that this step applies, the oldest first.
     3. :meth:`enqueue`, at the end of the step, passes the encoded payloads to the thread. :meth:`cancel` drops them.
@@ -248,39 +248,50 @@ class DelayedRoundTrip:
     """None: the thread keeps the errors of its round trips, and :meth:`finish` raises them."""
     defers_headers = headers_after_use = False
     """False, whatever the session wants: the thread reads the headers of its round trips itself."""
+    header: Header
+    describe_wait: Callable[[], str]
+    pending: Pending
+    compares = False
+    """True if this round trip compares the sizes of payloads. It does so for all later ones: if sizes differ the thread
+    fails, and runs no other."""
 
     def __init__(self, contribution: Contribution, thread: ExchangeThread, hyperparameters: Facts = ()):
-        self.bucket, gradients, self.present, _, self.traffic = contribution
+        self.bucket, self.gradients, self.present, self.guards_state, self.traffic = contribution
         self.communicator: Any = self.bucket.communicator
-        self.kernels = kernels_of(values_of(gradients[0]))
+        self.kernels = kernels_of(values_of(self.gradients[0]))
         self.names, self.thread = self.bucket.names, thread
-        inner = self._encode(contribution)
-        # A header that stays empty: the thread fills in the inner round trip's while the step ends.
-        self.header = Header(inner.program, self.present)
-        self.describe_wait = inner.describe_wait
-        self.pending = Pending(inner.loss_scale, inner, thread, hyperparameters, self.bucket.idle)
-        self.bucket.pending.append(self.pending)
-        self.compares = not self.bucket.compared and inner.program.sizes_unknown
-        """True if this round trip compares the sizes of payloads. It does so for all later ones: if sizes differ the
-        thread fails, and runs no other."""
-        if self.compares:
-            self.bucket.compared = True
+        self.hyperparameters = hyperparameters
 
     # -- encoding --------------------------------------------------------------------------------------
 
-    def _encode(self, contribution: Contribution) -> RoundTrip:
-        """Make the round trip that the thread will run, and commit the state of memories and the compressor.
+    def start(self) -> None:
+        """Encode the gradients, commit the state of memories and the compressor, and queue up behind the bucket's
+        pending round trips. No collective starts: that is for the thread to do."""
+        inner = self._encode()
+        # A header that stays empty: the thread fills in the inner round trip's while the step ends.
+        self.header = Header(inner.program, self.present)
+        self.describe_wait = inner.describe_wait
+        self.pending = Pending(inner.loss_scale, inner, self.thread, self.hyperparameters, self.bucket.idle)
+        self.bucket.pending.append(self.pending)
+        self.compares = not self.bucket.compared and inner.program.sizes_unknown
+        if self.compares:
+            self.bucket.compared = True
+
+    def _encode(self) -> RoundTrip:
+        """Return the round trip that the thread will run, encoded, and commit the state of memories and the compressor.
 
         This rank sends nothing of variables that it has no gradient of, so their state must not change.
         """
-        like = values_of(contribution.gradients[0])
-        own = contribution._replace(bucket=self._bucket_of_thread(like), traffic=Traffic())
+        like = values_of(self.gradients[0])
+        own = Contribution(self._bucket_of_thread(like), self.gradients, self.present, self.guards_state, Traffic())
+        self.gradients = ()
         # The thread updates, and commits, the memory of answers.
         kinds = self.communicator.stateful_parts.items()
         parts = [part for kind, part in kinds if not kind.startswith("answer_memory")]
         absent = [name for name, here in zip(self.names, self.present, strict=True) if not here]
         aside = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
-        inner = RoundTrip(own, starts=False)
+        inner = RoundTrip(own)
+        inner.start(sends=False)
         overflowed = self._overflowed(inner.header.in_range) if self.communicator.stateful else []
         for part, kept in zip(parts, aside, strict=True):
             for name in [*absent, *overflowed]:

@@ -491,7 +491,8 @@ class DoubleBuffer:
             self.subtrahend_addresses = begins + 8 * numbers[:, 0]  # of pairs of float32
 
     def store(self) -> None:
-        """Store the next residuals, which have been written, in the memory."""
+        """Stage the next residuals, which have been written, in the memory. The step runner commits them, or rolls them
+        back: then the next :meth:`swap` finds the former ones in the other buffer."""
         for name, residual in zip(self.names, self.next_residuals, strict=self.memory is not None):
             self.memory.keep(name, residual)
             if self.codec is not None:

@@ -24,18 +24,16 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
-from grace.core.context import STAMPED, Context
+from grace.core.context import AnyContext, Context
 from grace.exchange.bucket import Bucket
 from grace.exchange.layout import Layout, Stamps, Status
 from grace.kernels import Kernels, kernels_of
 
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
-STAMP_SIZE = len(STAMPED) + 1
-"""Count of numbers in a stamp, the check sum included. Another size is another wire: raise ``WIRE_FORMAT`` then."""
 CYCLE, OUT_OF_STEP = 254, 255
 ADVICE = (
     "All ranks must make the same steps: let them decide together to leave one out (by an all-reduce of what decides), "
@@ -45,6 +43,35 @@ LARGEST_KEPT = 2.0**95
 """Largest magnitude that a memory accepts: residuals stay finite even if a method decodes to 2^31 times its input
 (random-k, unbiased), and sums over ranks to more."""
 
+
+class StepStamp(NamedTuple):
+    """Step stamp of a rank as it travels: numbers of 1 to 254, or zeros, or :data:`APART`.
+
+    Another number is another wire: raise ``WIRE_FORMAT`` then.
+
+    Attributes:
+        step: steps exchanged.
+        updates: steps of the optimizer.
+        cleared: number of times that gradients were cleared without a step.
+        hyperparameters: a digest of the hyperparameters, mixed with the step.
+        check_sum: the check sum of the others.
+    """
+
+    step: int
+    updates: int
+    cleared: int
+    hyperparameters: int
+    check_sum: int
+
+    @property
+    def damaged(self) -> bool:
+        """True if the check sum is wrong."""
+        return self.check_sum != _check_sum(self.step, self.updates, self.cleared, self.hyperparameters)
+
+
+STAMP_SIZE = len(StepStamp._fields)
+APART = StepStamp(*[OUT_OF_STEP] * STAMP_SIZE)
+"""Stamp of a leader whose ranks are out of step among themselves."""
 Flag = bool | Tensor
 """Truth: a bool, or on a device a 0-d tensor of 1.0 or 0.0."""
 DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], object], Sequence[float | None]]
@@ -161,8 +188,8 @@ class Header:
         self.in_range: Sequence[Flag] = program.all_true
         self.missing = program.all_false
         self.overflowed = program.all_false
-        self.stamp = step_stamp(self.context) if program.bucket.carries_stamps else []
-        self.own_stamp = self.stamp
+        self.stamp = step_stamp(self.context) if program.bucket.carries_stamps else ()
+        self.own_stamp: Sequence[int] = self.stamp
         if program.shares_stamps and self.stamp:
             rank, size = self.context.rank, self.context.size
             self.own_stamp = [*[0] * STAMP_SIZE * rank, *self.stamp, *[0] * STAMP_SIZE * (size - 1 - rank)]
@@ -200,10 +227,13 @@ class Header:
             numbers = [sum(of_all) for of_all in zip(*found, strict=True)]
         elif len(found) > 1:
             numbers = [n for one in found for n in one]
-        self.received = [int(n) if n < 256 else 0 for n in numbers]
-        if self.received == self.stamp * (len(self.received) // STAMP_SIZE):
+        # Damaged numbers may be large, or NaN; as zeros they fail the check sum.
+        received = tuple([int(n) if n < 256 else 0 for n in numbers])
+        self.received = received
+        # The usual step: all ranks have sent what this one has. One comparison, because every step makes it.
+        if received == self.stamp * (len(received) // STAMP_SIZE):
             return False
-        stamps = [self.received[i : i + STAMP_SIZE] for i in range(0, len(self.received), STAMP_SIZE)]
+        stamps = [StepStamp(*received[i : i + STAMP_SIZE]) for i in range(0, len(received), STAMP_SIZE)]
         number_of = self.program.communicator.backend.number_of
         why, differ = compare_stamps(stamps, context, number_of)
         self.hyperparameters_differ = differ and not context.partial
@@ -275,24 +305,26 @@ def digest(settings: object) -> int:
     return zlib.crc32(repr(settings).encode())
 
 
-def step_stamp(context: Context) -> list[int]:
+def step_stamp(context: AnyContext) -> StepStamp:
     """Return the stamp that this rank writes in its wires."""
     if context.out_of_step:
-        return [OUT_OF_STEP] * STAMP_SIZE
-    step, updates, cleared, settings = context.stamped
+        return APART
     # Two digests may be equal modulo CYCLE. Mixed with the step, which ranks compare first, they are so in few steps.
-    mixed = zlib.crc32(b"%d %d" % (step % CYCLE, settings))
-    numbers = [1 + n % CYCLE for n in (step, updates, cleared, mixed)]
-    return [*numbers, _check(numbers)]
+    mixed = zlib.crc32(b"%d %d" % (context.step % CYCLE, context.hyperparameter_digest))
+    step, updates, cleared, hyperparameters = [
+        1 + n % CYCLE for n in (context.step, context.updates, context.cleared, mixed)
+    ]
+    check_sum = _check_sum(step, updates, cleared, hyperparameters)
+    return StepStamp(step, updates, cleared, hyperparameters, check_sum)
 
 
-def _check(numbers: Sequence[int]) -> int:
-    a, b, c, d = numbers
-    return 1 + (a + 2 * b + 3 * c + 4 * d) % CYCLE
+def _check_sum(step: int, updates: int, cleared: int, hyperparameters: int) -> int:
+    # Unequal factors: numbers in each other's places show as well.
+    return 1 + (step + 2 * updates + 3 * cleared + 4 * hyperparameters) % CYCLE
 
 
 def compare_stamps(
-    stamps: Sequence[Sequence[float]], context: Context, number_of: Callable[[int], int] = int
+    stamps: Sequence[StepStamp], context: AnyContext, number_of: Callable[[int], int] = int
 ) -> tuple[str, bool]:
     """Return the reason why the ranks are out of step, and True if only their hyperparameters differ; ("", False) if
     the stamps are equal.
@@ -310,30 +342,31 @@ def compare_stamps(
     mine = step_stamp(context)
     if all([theirs == mine for theirs in stamps]):
         return "", False
-    found = {rank: [int(n) for n in theirs] for rank, theirs in enumerate(stamps)}
-    out_of_step = [rank for rank, theirs in found.items() if context.partial and theirs == [OUT_OF_STEP] * STAMP_SIZE]
-    found = {rank: theirs for rank, theirs in found.items() if rank in out_of_step or _check(theirs[:-1]) == theirs[-1]}
-    if all(theirs == mine for theirs in found.values()):
+    apart = [rank for rank, theirs in enumerate(stamps) if context.partial and theirs == APART]
+    intact = {rank: theirs for rank, theirs in enumerate(stamps) if rank in apart or not theirs.damaged}
+    if all(theirs == mine for theirs in intact.values()):
         return "", False
 
     def call(ranks: Sequence[int]) -> str:
         return describe_ranks(list(map(number_of, ranks)), len(stamps) == context.size)
 
-    if out_of_step:
-        return f"ranks that exchange through {call(out_of_step)} went different ways; their own errors say how", False
-    ahead = {rank: [_signed(a - b) for a, b in zip(theirs, mine, strict=True)] for rank, theirs in found.items()}
-    first = [max(one[i] for one in ahead.values()) for i in (0, 1)]
-    behind = {rank: max(first[0] - one[0], first[1] - one[1]) for rank, one in ahead.items()}
+    if apart:
+        return f"ranks that exchange through {call(apart)} went different ways; their own errors say how", False
+    # A rank that left out step() is behind in updates; one that left out a whole step is behind in both.
+    steps_ahead = {rank: _signed(theirs.step - mine.step) for rank, theirs in intact.items()}
+    updates_ahead = {rank: _signed(theirs.updates - mine.updates) for rank, theirs in intact.items()}
+    most_steps, most_updates = max(steps_ahead.values()), max(updates_ahead.values())
+    behind = {rank: max(most_steps - steps_ahead[rank], most_updates - updates_ahead[rank]) for rank in intact}
     if any(behind.values()):
         late = [rank for rank, steps in behind.items() if steps]
-        steps = {rank: context.step + first[0] - steps for rank, steps in behind.items()}
+        steps = {rank: context.step + most_steps - steps for rank, steps in behind.items()}
         return f"{_describe_steps(steps, call)}: {call(late)} left out {context.api_names.step}. {ADVICE}", False
     # Steps are equal: a rank that cleared gradients more often than others has left backward() out.
-    least = min(one[2] for one in ahead.values())
-    steps = {rank: context.step + one[2] - least for rank, one in ahead.items()}
-    if any(one[2] > least for one in ahead.values()):
-        early = [rank for rank, one in ahead.items() if one[2] > least]
-        where = _describe_steps(steps, call)
+    cleared_ahead = {rank: _signed(theirs.cleared - mine.cleared) for rank, theirs in intact.items()}
+    least = min(cleared_ahead.values())
+    early = [rank for rank, cleared in cleared_ahead.items() if cleared > least]
+    if early:
+        where = _describe_steps({rank: context.step + n - least for rank, n in cleared_ahead.items()}, call)
         return f"{where}: {call(early)} called optimizer.zero_grad() and left out backward(). {ADVICE}", False
     return f"the optimizer's hyperparameters differ at step {context.step}", True
 

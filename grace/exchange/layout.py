@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from grace.core.compressor import Payload, PayloadSpec, Tensor, TensorSpec
-from grace.core.grace_api import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 from grace.kernels.bucket_codec import Placed
+from grace.kernels.constants import ITEM_SIZE
 
 Item = TypeVar("Item")
 Status = float | Tensor

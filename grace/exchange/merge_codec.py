@@ -212,6 +212,7 @@ class MergeCodec(PerVariableCodec):
 
     def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Flag]:
         k, places = self.kernels, self.places
+        # The last one takes up padding, whose code it has.
         sums = k.zeros((places.codes + 1,), "float32", wires[0])
         for rank, (layout, wire) in enumerate(zip(layouts, wires, strict=True)):
             values, codes = layout.unpack(wire)[0]
@@ -227,6 +228,7 @@ class MergeCodec(PerVariableCodec):
             top = k.topk(part, place.kept)
             where = positions(top + place.base, place, self.owner, self.owners)
             found.append((place.start, k.gather(part, top), where))
+        # Answers have the variables that all ranks own in front, and so another order than the bucket.
         found.sort(key=lambda one: one[0])
         rest = places.answer - sum(place.kept for place in places.places if place.owner in (None, self.owner))
         self.means_payload = [
@@ -271,6 +273,7 @@ class MergeCodec(PerVariableCodec):
         if self.on_their_way is not None:
             first = sum(self.counts[:i])
             sums = sums * self.on_their_way[first : first + self.counts[i]]
+        # A kept sum of 0 counts as dropped: its entries stay in the memories, and still add up to 0.
         through = k.above(sums, 0.0)
         entries = [k.gather(values, through), k.take_rows(indices, through)]
         self.memory.update(self.inputs[i], name, self.entries, entries, tuple(self.bucket.variables[i].shape))

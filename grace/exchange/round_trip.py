@@ -35,7 +35,6 @@ from typing import Any, TypeVar
 
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
-from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import ALL_GATHER, CONCATENATE, Carries, EngineTraits, Leg, Route, route_of
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
@@ -57,8 +56,10 @@ from grace.exchange.header import (
 )
 from grace.exchange.layout import Layout, Status
 from grace.exchange.sparse_codec import RowCodec
+from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
+from grace.kernels.constants import ITEM_SIZE
 
 T = TypeVar("T")
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
@@ -189,14 +190,15 @@ class BucketProgram:
 
 
 class RoundTrip:
-    """Round trip of one bucket. To make it is to start it; then call ``advance`` until that returns False, and
-    ``finish``. All ranks call ``advance`` equally often, so that their collectives pair.
+    """Round trip of one bucket. Call ``start``, then ``advance`` until that returns False, then ``finish``. All ranks
+    call ``advance`` equally often, so that their collectives pair.
 
     1. :class:`BucketProgram` has the bucket's codec and route; there is no special first step.
-    2. ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire. The header has a
-       status for each variable and, in one bucket of each step, this rank's step stamp.
-    3. ``advance`` starts the collective of the route's first leg (with ``starts=False`` the caller does so later).
-    4. ``codec.remember``: memories are updated with the parts that payloads left out, while bytes travel.
+    2. ``start`` calls ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire.
+       The header has a status for each variable and, in one bucket of each step, this rank's step stamp.
+    3. ``start`` calls ``advance``, which starts the collective of the route's first leg.
+    4. ``start`` calls ``codec.remember``: memories are updated with the parts that payloads left out, while bytes
+       travel.
     5. ``advance`` for each further leg: await the leg before, read the headers received, make the buffer that this
        leg carries, start its collective. If there is nothing to send, which all ranks know, the trip is stopped.
     6. ``finish``: await the last leg, read its header, decode and aggregate in float32 into ``outs``.
@@ -208,7 +210,6 @@ class RoundTrip:
 
     Args:
         contribution: this rank's gradients.
-        starts: False if the first ``advance`` is called later.
 
     Attributes:
         header: the header of this rank, and the facts read from those of all ranks.
@@ -219,6 +220,10 @@ class RoundTrip:
     """
 
     handle: Handle
+    wire: Tensor
+    route: Route
+    brings_means: bool
+    """True if the last leg carries means that were encoded once more."""
     error: PayloadError | None = None
     stopped = False
     defers_headers = False
@@ -243,9 +248,10 @@ class RoundTrip:
     _means_wire: Tensor | None = None
     """The root's means, while their sizes are exchanged."""
 
-    def __init__(self, contribution: Contribution, starts: bool = True):
-        began = time.perf_counter()
+    def __init__(self, contribution: Contribution):
         bucket, gradients, self.present, self.guards_state, self.traffic = contribution
+        self.gradients: Sequence[Gradient] = gradients
+        """This rank's gradients, until they are encoded."""
         like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
         if bucket.program is None or not bucket.program.fits(like):
             bucket.program = BucketProgram(bucket, like)
@@ -263,13 +269,24 @@ class RoundTrip:
         self.loss_scale: float = self.context.loss_scale
         self.backend = program.communicator.backend
         self.header = Header(program, self.present)
-        self.wire = self.codec.encode(gradients, self.header)
-        self.route = program.route()
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def start(self, sends: bool = True) -> None:
+        """Encode the gradients, start the collective of the first leg, and update memories while bytes travel.
+
+        Args:
+            sends: False if a thread starts the first leg, too, by ``advance``.
+        """
+        began = time.perf_counter()
+        self.wire = self.codec.encode(self.gradients, self.header)
+        self.gradients = ()  # a delayed round trip outlives its step, and must not keep the gradients alive
+        # Only now: what a codec encodes first may tell it the sizes that the route depends on.
+        self.route = self.program.route()
         self.brings_means = self.route[-1].carries is Carries.MEANS
-        """True if the last leg carries means that were encoded once more."""
         self._count(self.codec.layouts, self.wire)
         self.traffic.codec_seconds += time.perf_counter() - began
-        if starts:
+        if sends:
             self.advance()
         began = time.perf_counter()
         self.codec.remember()
@@ -898,8 +915,9 @@ class RoundTrip:
         )
 
 
-def start_round_trip(contribution: Contribution) -> RoundTrip:
-    """Start the round trip of a bucket: the communicator's own, if its class defines ``begin(contribution)``."""
+def round_trip_of(contribution: Contribution) -> RoundTrip:
+    """Return the round trip of a bucket, which is not started: the communicator's own, if its class defines
+    ``begin(contribution)``."""
     begin: Callable[[Contribution], RoundTrip] = getattr(contribution.bucket.communicator, "begin", RoundTrip)
     return begin(contribution)
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, Compressor, TensorSpec
 from grace.core.context import Context
-from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import CONCATENATE, Carries, EngineTraits, Leg, route_of
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
@@ -19,6 +18,7 @@ from grace.exchange.codec import PerVariableCodec
 from grace.exchange.layout import Layout
 from grace.exchange.sparse_codec import RowCompressor
 from grace.kernels import NumpyKernels
+from grace.kernels.constants import ITEM_SIZE
 from grace.kernels.index_coding import index_bits
 
 SIZE_BYTES = 8
@@ -83,6 +83,7 @@ def bytes_of(
         if leg.in_parts or (before is not None and before.in_parts):
             item = ITEM_SIZE[layout.dtype]
             nbytes += -nbytes % (engine.ranks * item) if headers else 0
+            # The leg behind one in parts carries each rank's sum of one part.
             nbytes /= 1 if leg.in_parts else engine.ranks
         found.append(LegBytes(leg, float(nbytes), layout.dtype))
     if wires.moved is not None:
@@ -143,6 +144,7 @@ class _Wires:
         """Return a layout of the expected size of a round's payloads, for methods whose sizes depend on the data."""
         spec = self.compressor.specs((1,), "float32", False, AFTER_WARMUP)[0]
         dtype = "uint8" if not self.communicator.sums else spec[0].dtype if spec else "float32"
+        # Rounded first: a product of floats may lie a hair above a whole number.
         count = math.ceil(round(self._payloads() / self.compressor.traits.rounds / ITEM_SIZE[dtype], 3))
         payloads = [[TensorSpec(dtype, (count,))], *([] for _ in self.variables[1:])]
         return Layout(NumpyKernels(), payloads, self.communicator.sums, self.codec.stamps)

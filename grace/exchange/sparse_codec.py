@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 
 from grace.core.compressor import Compressor, Ctx, Payload, Tensor
-from grace.core.grace_api import ITEM_SIZE
 from grace.core.memory import Memory
 from grace.errors import payload_of
 from grace.exchange.bucket import Bucket
@@ -23,6 +22,7 @@ from grace.exchange.sparse_rows import NOTHING, Gradient, SparseRows, sum_rows
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels, kernels_of
 from grace.kernels.checks import check_count, check_range
+from grace.kernels.constants import ITEM_SIZE
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 

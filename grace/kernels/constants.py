@@ -29,6 +29,13 @@ GAUSSIAN_STEPS = {1.5: 0.9957, 3.5: 0.5860, 7.5: 0.3352, 127.5: 0.03076}
 """Steps of the equidistant quantizers of 4, 8, 16 and 256 levels, half of them on each side of zero, whose squared
 error of a standard Gaussian is smallest (Max, "Quantizing for minimum distortion", IRE Trans. Information Theory 6,
 1960), by the outermost level in steps."""
+ITEM_SIZE = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("uint8", "int8", "bool"), 1),
+}
+"""Bytes of an element, by dtype of payload tensors."""
 
 
 def gaussian_reach(levels: float) -> float:

@@ -49,6 +49,7 @@ class LoCo(Memory):
 
     def _resets(self) -> int:
         """Return the number of resets of e that are due until this step."""
+        # A count, where one could clear e: it holds whether or not the step of the reset is rolled back.
         return self.context.step // self.reset if self.reset else 0
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:

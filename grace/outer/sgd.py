@@ -32,10 +32,12 @@ class OuterSGD(OuterOptimizer):
         self.check_choice("offload", (False, True))
 
     def keeps(self, shape: Shape) -> Shape:
+        # Arithmetic of NumPy turns 0-d arrays into numbers, so a scalar's velocity has one element.
         return shape or (1,)
 
     def velocity(self, drift: Tensor, name: str) -> Tensor:
         """Return v = momentum v + d, and keep it if there is momentum."""
+        # Without momentum there is nothing to keep, nor to save.
         if self.momentum == 0:
             return drift
         before = self.state.get(name)

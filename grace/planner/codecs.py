@@ -210,7 +210,7 @@ class _CodecTiming:
     def _step(self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]) -> Parts:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
         marks, gaps = [_computed(backend, given[0])], 0
-        exchange = runner.start(runner.buckets[0], given, [True] * len(given))
+        exchange = runner.start_round_trip(runner.buckets[0], given, [True] * len(given))
         marks.append(_computed(backend, given[0]))
         while exchange.advance():
             gaps += 1

@@ -127,7 +127,7 @@ class ByHand:
         if runner is None or bucket is None:
             runner, bucket, given = self._add_names(given, called, backend)
         begun = PendingStep(bucket, [variable.dtype for variable in bucket.variables], single)
-        runner.start(bucket, given, [True] * len(given))
+        runner.start_round_trip(bucket, given, [True] * len(given))
         self.begun.append(begun)
         return begun
 

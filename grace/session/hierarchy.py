@@ -25,8 +25,8 @@ from grace.core.context import Context, SubgroupContext
 from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket, Contribution, Outcome
-from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED
-from grace.exchange.round_trip import RoundTrip, start_round_trip
+from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header
+from grace.exchange.round_trip import RoundTrip, round_trip_of
 from grace.exchange.sparse_rows import Gradient, SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -98,12 +98,12 @@ def advise_hierarchy(runner: Any) -> None:
 
 
 class HierarchicalRoundTrip:
-    """Round trip of a bucket whose nodes reduce first. To make it is to start it.
+    """Round trip of a bucket whose nodes reduce first.
 
     It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, around up to two such round trips:
 
-    1. The sum over the node, uncompressed; this waits for it.
-    2. The leaders' round trip, with the node's mean for a gradient. A rank that does not lead has none.
+    1. :meth:`start` starts the sum over the node, uncompressed, and waits for it.
+    2. Then it starts the leaders' round trip, with the node's mean for a gradient. A rank that does not lead has none.
     3. :meth:`finish` broadcasts the outcomes from the leader to its node.
 
     Args:
@@ -116,26 +116,35 @@ class HierarchicalRoundTrip:
     defers_headers = headers_after_use = False
     """False, whatever the session wants: headers are read at once, because the leader sends their contents to its
     node."""
+    header: Header
+    """The header of the node's round trip until a leader starts that of the leaders."""
+    over_leaders: RoundTrip | None = None
+    """The leaders' round trip; None on other ranks."""
 
     def __init__(self, contribution: Contribution, hierarchy: Hierarchy):
-        self.bucket, gradients, self.present, _, self.traffic = contribution
+        self.bucket, self.gradients, self.present, self.guards_state, self.traffic = contribution
         self.communicator, self.names = self.bucket.communicator, self.bucket.names
         self.hierarchy, self.node_groups = hierarchy, hierarchy.node_groups
-        self.like = values_of(gradients[0])
+        self.like = values_of(self.gradients[0])
         self.kernels = kernels_of(self.like)
-        within = self._sum_over_node(contribution)
-        reduced, found = self._means_of_node(within, gradients)
-        self.over_leaders: RoundTrip | None = None
-        if hierarchy.leads:
-            self.over_leaders = start_round_trip(contribution._replace(gradients=reduced, present=found))
-        # Other ranks have the header of the node's round trip; finish() adds the facts that the leader sends.
-        self.header = within.header if self.over_leaders is None else self.over_leaders.header
+
+    def start(self) -> None:
+        """Sum gradients over the node, which blocks, and start the leaders' round trip on a rank that leads."""
+        within = self._sum_over_node(self.gradients)
+        reduced, found = self._means_of_node(within, self.gradients)
+        self.gradients = ()
+        # Other ranks keep the header of the node's round trip; finish() adds the facts that the leader sends.
+        self.header = within.header
+        if self.hierarchy.leads:
+            of_node = Contribution(self.bucket, reduced, found, self.guards_state, self.traffic)
+            self.over_leaders = round_trip_of(of_node)
+            self.over_leaders.start()
+            self.header = self.over_leaders.header
 
     # -- within the node -------------------------------------------------------------------------------
 
-    def _sum_over_node(self, contribution: Contribution) -> RoundTrip:
-        """Make the whole round trip over the node."""
-        gradients = contribution.gradients
+    def _sum_over_node(self, gradients: Sequence[Gradient]) -> RoundTrip:
+        """Start the round trip over the node, and return it."""
         if not (self.bucket.variables[0].sparse or _is_exact(self.bucket)):
             # Leaders compress float32. Rows are summed in float32 anyway.
             gradients = [kernels_of(gradient).cast(gradient, "float32") for gradient in gradients]
@@ -144,7 +153,9 @@ class HierarchicalRoundTrip:
         outside, within = self.communicator.context, self.bucket.node.communicator.context
         within.copy_stamped(outside)
         # The sum over a node is uncompressed: there is no state to guard.
-        return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guards_state=False))
+        trip = RoundTrip(Contribution(self.bucket.node, gradients, self.present, False, self.traffic))
+        trip.start()
+        return trip
 
     def _means_of_node(self, within: RoundTrip, gradients: Sequence[Gradient]) -> tuple[list[Gradient], list[bool]]:
         """Wait for the sum over the node, and return the gradients that its leader contributes, and True for each

@@ -371,7 +371,8 @@ class OuterRounds:
         communicator.backend = thread.backend
         own = dataclasses.replace(bucket, communicator=communicator)
         # Traffic of its own, which _collect() adds: two threads must not count in one.
-        trip = RoundTrip(contribution._replace(bucket=own, traffic=Traffic()), starts=False)
+        trip = RoundTrip(contribution._replace(bucket=own, traffic=Traffic()))
+        trip.start(sends=False)
         pending = Pending(1.0, trip, thread)
         thread.send(pending)
         return pending

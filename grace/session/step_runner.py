@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
@@ -21,7 +21,7 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve
-from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, start_round_trip
+from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, round_trip_of
 from grace.exchange.sparse_rows import Gradient, add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, compare_facts, first_difference
@@ -117,7 +117,8 @@ class StepRunner:
         """Reads the headers of a step's round trips. CUDA graphs, which cannot read, replace it."""
         self._committed_parts: list[Component] | None = None
         self.waits_for_step = False
-        """True until a caller knows that a step's means are used, and commits its state."""
+        """True while staged state waits for :meth:`commit_waiting`: the means are in ``p.grad``, and no ``step()`` has
+        used them yet. Set by a caller before it finishes a step."""
         self._carrying = CarriedOver()
         """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
         self.carried_over = self._carrying.state
@@ -275,15 +276,16 @@ class StepRunner:
         if not bucket.communicator.delayed and self.hierarchy is None:
             bucket.program = BucketProgram(bucket, like)
 
-    def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
+    def start_round_trip(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
-        trip = self.start_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
+        trip = self.make_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
+        trip.start()
         trip.defers_headers = True  # finish_step() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
 
-    def start_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
-        """Start a round trip of the kind that the bucket's communicator needs."""
+    def make_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
+        """Return a round trip, which is not started, of the kind that the bucket's communicator needs."""
         bucket = contribution.bucket
         if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
             bucket = bucket.at_step(self.context.step)
@@ -294,7 +296,7 @@ class StepRunner:
             # When ranks compare this step's stamps, the optimizer may have stepped on.
             facts = list(self.hyperparameters()) if bucket.carries_stamps else ()
             return DelayedRoundTrip(contribution, self.exchange_thread(), facts)
-        return start_round_trip(contribution)
+        return round_trip_of(contribution)
 
     def finish_step(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
         """Finish all round trips under way, in order, and end the step: commit state, or roll it back.
@@ -349,7 +351,9 @@ class StepRunner:
             PayloadError: a payload cannot be decoded.
             StepError: the ranks are at different steps.
         """
-        trips = [self.start_round_trip(contribution) for contribution in contributions]
+        trips = [self.make_round_trip(contribution) for contribution in contributions]
+        for trip in trips:
+            trip.start()
         advance_all(trips)
         outcomes = [outcome for trip in trips for outcome in trip.finish([None] * len(trip.names))]
         self.check_step_stamps(trips, self.channel)
@@ -444,24 +448,74 @@ class StepRunner:
         if self.carries_over:
             self._update_carries_over()
 
-    def commit_or_roll_back(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
-        """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
+    # -- commit or roll back ---------------------------------------------------------------------------
 
-        A variable that no rank had a gradient of keeps its state as well. A discarded step does not count."""
+    def commit_or_roll_back(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
+        """Commit the state that this step changed, such as residuals, or roll it back; alike on all ranks.
+
+        1. Codecs write state when they encode, or when they decode, and :class:`~grace.core.state.State` stages it:
+           the step reads it, and what was committed stays as it was. A fused codec stages the buffer that its kernels
+           wrote (``DoubleBuffer.store``); what was committed is in the other buffer.
+        2. When all round trips are finished and their headers are read, all ranks know the same of each variable:
+           whether one overflowed, and whether any had a gradient. Only then this method is called, by
+           :meth:`end_step`, or by hooks of DDP and FSDP when they close a step.
+        3. If a variable overflowed, or the step is discarded, all state is rolled back, as if the step had not been.
+        4. Otherwise the state of variables that no rank had a gradient of is rolled back, and all other is committed,
+        5. unless the caller waits for the optimizer's step, which may never use the means that ``synchronize()``
+           wrote. Then state stays staged until :meth:`commit_waiting`.
+
+        An error rolls back instead (:meth:`abandon`). State that lives longer than a step has owners of its own: that
+        of delayed round trips is committed when they encode, because nothing can stop their payloads
+        (:mod:`grace.exchange.delayed`); that of outer rounds when a round ends (:mod:`grace.session.outer_rounds`); and
+        FSDP's reduce-scatter closes its own steps (``grace.torch.reduce_scatter``).
+        """
         keep = not discarded and not any([outcome.overflow for outcome in outcomes])
         # There is nothing to wait with after a rollback, or if nothing was exchanged.
         self.waits_for_step = self.waits_for_step and keep and bool(outcomes)
         missing = [outcome.variable.name for outcome in outcomes if outcome.value is None] if keep else []
         self.context.step += not discarded
         for component in self._stepping():
+            if not keep:
+                component.state.rollback()
+                continue
             for name in missing:
                 component.state.rollback(name)
-            # Where the caller waits for optimizer.step(), it commits itself.
             if not self.waits_for_step:
-                component.state.commit() if keep else component.state.rollback()
+                component.state.commit()
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         if recorder.run is not None:
             recorder.run.exchanged()
+
+    def commit_waiting(self, discarded: Iterable[str]) -> None:
+        """Commit the state that waits for the optimizer's step; roll it back for variables whose means were discarded.
+
+        Args:
+            discarded: names of whole variables.
+        """
+        shards = [shard.variable.name for name in discarded for shard in self.shards_of[name]]
+        for component in self._stepping():
+            for name in shards:
+                component.state.rollback(name)
+            component.state.commit()
+        self.waits_for_step = False
+
+    def _roll_back(self) -> None:
+        self.waits_for_step = False
+        for component in self._stepping():
+            component.state.rollback()
+
+    def _stepping(self) -> list[Component]:
+        """Return the parts whose state is committed or rolled back at the end of a step."""
+        if self._committed_parts is not None:
+            return self._committed_parts
+        own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
+        parts = [self._carrying, *(part for c in own for part in c.stateful_parts.values())]
+        # a user's part may create others in any step: do not cache those
+        if all(is_ours(type(part)) for part in parts):
+            self._committed_parts = parts
+        return parts
+
+    # -- steps that are given up -----------------------------------------------------------------------
 
     def discard(self) -> None:
         """Complete the round trips under way, and drop their outcomes and state.
@@ -484,10 +538,7 @@ class StepRunner:
         self.context.out_of_step = ""
         self._roll_back()
 
-    def _roll_back(self) -> None:
-        self.waits_for_step = False
-        for component in self._stepping():
-            component.state.rollback()
+    # -- owners ----------------------------------------------------------------------------------------
 
     def claim_components(self) -> None:
         """Make this runner the owner of its components.
@@ -509,17 +560,6 @@ class StepRunner:
         # a busy thread keeps this runner, and its channels, until it ends
         if self._thread is None or self._thread.drain(0):
             self._leases.release()
-
-    def _stepping(self) -> list[Component]:
-        """Return the parts whose state is committed or rolled back at the end of a step."""
-        if self._committed_parts is not None:
-            return self._committed_parts
-        own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
-        parts = [self._carrying, *(part for c in own for part in c.stateful_parts.values())]
-        # a user's part may create others in any step: do not cache those
-        if all(is_ours(type(part)) for part in parts):
-            self._committed_parts = parts
-        return parts
 
     def broadcast_state(self, root: int) -> None:
         """Broadcast the root's step counters, loss scale, and state of the parts whose state is equal on all ranks."""

@@ -2,7 +2,7 @@
 
 from grace.core.backend import Backend
 from grace.exchange import layout
-from grace.kernels.fused.availability import missing
+from grace.kernels.numba.availability import missing
 from grace.session import state_schema
 
 

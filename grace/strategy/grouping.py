@@ -45,6 +45,7 @@ def group_by_kind(
         kind = kind_of(variable)
         chunk = counts[kind] // chunk_size if chunk_size else 0
         counts[kind] += 1
+        # Numbers of different kinds never meet: modulo the number of kinds they are the kind.
         plans.append(VariablePlan(variable, (builders[kind].collective(variable, kind + len(builders) * chunk),)))
     strategy = builder.strategy(plans, resources)
     return strategy if chunk_size else in_buckets(strategy)
@@ -69,6 +70,7 @@ def in_buckets(strategy: Strategy) -> Strategy:
     plans = []
     for plan in strategy.plans:
         parts = [
+            # Destinations and averages have no groups.
             replace(part, sync=replace(part.sync, group=groups[own.name])) if "group" in part.sync.to_dict() else part
             for part, own in zip(plan.parts, plan.part_variables(), strict=True)
         ]

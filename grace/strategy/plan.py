@@ -226,6 +226,7 @@ def fingerprint(variables: Sequence[Variable]) -> str:
     >>> fingerprint([Variable("w", (2,))])[:8]
     'a72549b6'
     """
+    # Not the device: the same model may train on another.
     facts = [[v.name, list(v.shape), v.dtype, v.sparse] for v in variables]
     return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()
 
@@ -332,6 +333,7 @@ def faults(
             yield "parts", f"a variable that is not cut has one part, not {len(plan.parts)}"
     else:
         if not 0 <= axis < len(v.shape):
+            # What is checked below needs the axis.
             yield "partition.axis", f"{axis} is no axis of shape {list(v.shape)}"
             return
         if v.sparse and axis != 0:

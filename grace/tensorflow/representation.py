@@ -17,7 +17,7 @@ from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import arrays_by
-from grace.kernels.fused.availability import missing
+from grace.kernels.numba.availability import missing
 from grace.kernels.tensorflow.host import host_kernels
 from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
 from grace.session.step_runner import StepRunner

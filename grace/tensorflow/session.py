@@ -374,7 +374,7 @@ class Session:
             self.lr, updates = map(float, np.asarray(rate))
             self.context.updates = int(updates)
             self.context.hyperparameter_digest = digest(self.lr)
-        return self.runner.start(bucket, [self.inside(gradient) for gradient in gradients], present)
+        return self.runner.start_round_trip(bucket, [self.inside(gradient) for gradient in gradients], present)
 
     def inside(self, value: Any) -> Any:
         """Convert a gradient, or the tensors in nested dicts and lists of a saved state, to those that the exchange

@@ -27,7 +27,7 @@ def synchronize_closure(closure: Callable[[], T], session: Any, inner: bool = Fa
         loss = closure()
         if inner and not session.computed:  # an outer closure has synchronized this evaluation already
             return loss
-        session.before_step()
+        session.synchronize_once()
         loss = all_reduce_loss(loss, session)
         if recorder.run is not None:
             recorder.run.update_begins()

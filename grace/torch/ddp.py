@@ -394,7 +394,8 @@ class DDPState(PythonReducerMixin):
         for bucket in self.buckets(tuple(gradients), first):
             sent = [gradient_to_send(views[name], name in absent) for name in bucket.names]
             present = [name not in absent for name in bucket.names]
-            trip = self.runner.start_round_trip(Contribution(bucket, sent, present, guards_state, self.runner.traffic))
+            trip = self.runner.make_round_trip(Contribution(bucket, sent, present, guards_state, self.runner.traffic))
+            trip.start()
             assert not isinstance(trip, DelayedRoundTrip)  # hooks refuse methods that delay
             if self.runner.hierarchy is None:
                 assert isinstance(trip, RoundTrip)

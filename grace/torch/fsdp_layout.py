@@ -254,19 +254,19 @@ def subscribe_to_steps(subscriber: Any, parameters: Iterable[torch.nn.Parameter]
     """
     number = next(_NUMBERS)
     if number == 0:  # one global hook, never removed: torch's dict of hooks must not change while it is iterated
-        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
-        register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+        register_optimizer_step_pre_hook(torch.compiler.disable(_call_before_step))
+        register_optimizer_step_post_hook(torch.compiler.disable(_call_after_step))
     _SUBSCRIBERS[number] = weakref.ref(subscriber), {id(p) for p in parameters}
     return functools.partial(_SUBSCRIBERS.pop, number, None)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None:
+def _call_before_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None:
     """Call ``before_step`` of an optimizer's subscribers."""
     for subscriber in _subscribers_of(optimizer):
         subscriber.before_step(optimizer)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None:
+def _call_after_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None:
     """Call ``after_step`` of an optimizer's subscribers."""
     for subscriber in _subscribers_of(optimizer):
         subscriber.after_step(optimizer)

@@ -94,9 +94,9 @@ class HorovodSession(Session):
         self.versions = {}
         self.checked = False
 
-    def after_step(self) -> None:
+    def count_step(self) -> None:
         """Update the counters and the digest that the next exchange compares. Called after ``step()``."""
-        super().after_step()
+        super().count_step()
         self.on_state_loaded()
 
     def on_state_loaded(self) -> None:
@@ -257,7 +257,7 @@ class HorovodSession(Session):
             self.auto.exchanged()
         self.optimizer._synchronized = True
 
-    def before_step(self) -> None:
+    def synchronize_once(self) -> None:
         """Synchronize before ``step()``, as Horovod's ``step()`` does."""
         self.check()
         optimizer = self.optimizer
@@ -386,8 +386,8 @@ def distribute(
     choices: Choices,
     backend: TorchHorovodBackend,
     options: dict[str, Any],
-    before_step: Callable,
-    after_step: Callable,
+    step_pre_hook: Callable,
+    step_post_hook: Callable,
 ) -> torch.optim.Optimizer:
     """Make the optimizer, in place, a Horovod DistributedOptimizer that exchanges through Grace.
 
@@ -433,7 +433,7 @@ def distribute(
     if session is not None and not distributed._grad_accs:
         distributed._register_hooks()  # Horovod registers none on one rank, where compression has an effect too
     if session is not None:
-        attach(distributed, session, before_step, after_step, attributes_before)
+        attach(distributed, session, step_pre_hook, step_post_hook, attributes_before)
     else:
         distributed._grace_added = set(vars(distributed)) - attributes_before
     return distributed

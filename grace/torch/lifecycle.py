@@ -66,15 +66,15 @@ def _optimizers() -> list[torch.optim.Optimizer]:
 
 
 def attach(
-    optimizer: Any, session: Any, before_step: Callable, after_step: Callable, attributes_before: set[str]
+    optimizer: Any, session: Any, step_pre_hook: Callable, step_post_hook: Callable, attributes_before: set[str]
 ) -> None:
     """Attach an optimizer, whose class was changed already, to its session. The session must not keep it alive.
 
     Args:
-        before_step, after_step: the hooks of its steps, as :func:`~grace.torch.step_hooks.around_steps` calls them.
+        step_pre_hook, step_post_hook: the hooks of its steps, which :func:`~grace.torch.step_hooks.around_steps` calls.
         attributes_before: names of the attributes that the optimizer had before it was made distributed.
     """
-    session.hooks += around_steps(optimizer, before_step, after_step)
+    session.hooks += around_steps(optimizer, step_pre_hook, step_post_hook)
     optimizer._grace_added = set(vars(optimizer)) - attributes_before
     _open.add(session)
     session.finalizer = weakref.finalize(optimizer, detach, session)

@@ -199,7 +199,7 @@ class HookedSession(Session):
         """True if gradients were computed since the last exchange."""
         return bool(self.counts)
 
-    def before_step(self) -> None:
+    def synchronize_once(self) -> None:
         """Synchronize before ``step()``, unless the user has synchronized since the last step."""
         self.check()
         if not self.synchronized:
@@ -414,7 +414,7 @@ def DistributedOptimizer(
         from grace.torch.horovod import distribute
 
         horovod = cast("TorchHorovodBackend", backend)
-        return distribute(optimizer, named_parameters, choices, horovod, options, before_step, after_step)
+        return distribute(optimizer, named_parameters, choices, horovod, options, step_pre_hook, step_post_hook)
     # close() removes what is added from here on.
     attributes_before = set(vars(optimizer))
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
@@ -422,7 +422,7 @@ def DistributedOptimizer(
     # In place, since schedulers and scalers made earlier hold this object; and a subclass, so that isinstance() holds.
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     optimizer._grace = session  # type: ignore[attr-defined]
-    attach(optimizer, session, before_step, after_step, attributes_before)
+    attach(optimizer, session, step_pre_hook, step_post_hook, attributes_before)
     return optimizer
 
 
@@ -442,7 +442,7 @@ def _backend(process_group: "dist.ProcessGroup | None", process_set: "ProcessSet
     return TorchBackend(process_group)
 
 
-def after_step(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object], inner: bool) -> None:
+def step_post_hook(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object], inner: bool) -> None:
     """Count the optimizer's step, and run the outer rounds that are due."""
     # An inner step() is a part of an outer one, and torch.distributed.checkpoint steps only to create state.
     if inner or initializing(optimizer):
@@ -450,7 +450,7 @@ def after_step(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, objec
     if recorder.run is not None:
         recorder.run.update_ends()
     session = optimizer._grace
-    session.after_step()
+    session.count_step()
     if session.outer_rounds is not None:
         session.run_rounds()
     if recorder.run is not None:
@@ -459,7 +459,7 @@ def after_step(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, objec
         session.auto.stepped()
 
 
-def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> Any:
+def step_pre_hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> Any:
     """Synchronize before the user's step. If ``step()`` has a closure, synchronize after each evaluation of the closure
     instead. An inner level of ``step()`` uses the means that exist, unless an outer level computed gradients since."""
     if initializing(optimizer):
@@ -471,7 +471,7 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     closure = kwargs.get("closure", arguments[0] if arguments else None)
     if closure is None:
         if not inner or session.computed:
-            session.before_step()
+            session.synchronize_once()
             if recorder.run is not None:
                 recorder.run.update_begins()
         return None

@@ -486,7 +486,7 @@ class Session:
             versions.append(0 if gradient is None else gradient._version)
         self.versions[bucket.index] = held, versions  # to notice gradients that are changed before the means arrive
         with self.abandoning_on_error():
-            self.runner.start(bucket, gradients, [gradient is not None for gradient in held])
+            self.runner.start_round_trip(bucket, gradients, [gradient is not None for gradient in held])
 
     @contextlib.contextmanager
     def abandoning_on_error(self) -> Iterator[None]:
@@ -505,6 +505,13 @@ class Session:
         self.runner.abandon()
 
     # -- means that no step has used yet ---------------------------------------------------------------
+    #
+    # After synchronize() the means stand in p.grad, and state waits in the runner (commit_waiting). It is committed, or
+    # rolled back for the parameters that are named in brackets, by what the program does next:
+    #     step()                                commit_used_means    (those whose gradient is None by now)
+    #     zero_grad()                           on_zero_grad         (all)
+    #     backward() and another exchange       start                (those whose gradient is another tensor by now)
+    #     synchronize() again                   deferring_commit     (the same)
 
     @contextlib.contextmanager
     def deferring_commit(self) -> Iterator[None]:
@@ -527,13 +534,7 @@ class Session:
 
     def _commit_unused(self, discarded: Iterable[str]) -> None:
         """Commit the state that the unused means changed; roll it back for parameters whose means were discarded."""
-        runner = self.runner
-        for component in runner._stepping():
-            for name in discarded:
-                for shard in runner.shards_of[name]:
-                    component.state.rollback(shard.variable.name)
-            component.state.commit()
-        runner.waits_for_step = False
+        self.runner.commit_waiting(discarded)
         self.unused = None
 
     # -- means out -------------------------------------------------------------------------------------
@@ -602,7 +603,7 @@ class Session:
         else:
             shard.slice_of(p.grad).zero_()
 
-    def after_step(self) -> None:
+    def count_step(self) -> None:
         """Update the counters and the digest of hyperparameters that the next exchange compares. Called after
         ``step()``."""
         self.idle = False

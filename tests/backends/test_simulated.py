@@ -112,7 +112,7 @@ def test_exchanges_over_it_give_what_one_rank_alone_gets(spec, ranks):
         simulated, variable = SimulatedRanks(size), Variable("w", x.shape)
         plan = UniformPlan(spec, None, "allgather" if spec == "efsignsgd" else None)
         runner = build_step_runner(lambda: [variable], lambda: plan, simulated, Context(seed=3))
-        runner.start(runner.buckets[0], [x.copy()], [True])
+        runner.start_round_trip(runner.buckets[0], [x.copy()], [True])
         (outcome,) = runner.finish_step(lambda bucket: [None])
         runner.close()
         return outcome.value, simulated.sent_bytes

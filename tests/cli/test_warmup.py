@@ -31,7 +31,7 @@ def compiled_while(watched, environment, monkeypatch):
     """What is said when two loops are compiled."""
     from numba import njit
 
-    from grace.kernels.fused.compiling import announce
+    from grace.kernels.numba.compiling import announce
 
     class Terminal(io.StringIO):
         isatty = staticmethod(lambda: watched)
@@ -46,7 +46,7 @@ def compiled_while(watched, environment, monkeypatch):
         def loop(x, number=number):
             return x + number
 
-        loop.__module__ = "grace.kernels.fused.loops"
+        loop.__module__ = "grace.kernels.numba.loops"
         njit(loop)(1)
     return said.getvalue()
 

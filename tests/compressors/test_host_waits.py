@@ -89,6 +89,7 @@ def exchange_waits(spec: str, communicator: str) -> bool:
             gradients = [torch.empty(shape, device="meta") for shape in SHAPES.values()]
             try:
                 exchange = RoundTrip(Contribution(bucket, gradients, present, True, Traffic()))
+                exchange.start()
                 exchange.defers_headers = True
                 while exchange.advance():
                     pass

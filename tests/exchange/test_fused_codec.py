@@ -155,7 +155,7 @@ def test_steps_take_no_new_memory(spec):
     (bucket,) = trained.runner.buckets
 
     def step():
-        trained.runner.start(bucket, gradients, [True])
+        trained.runner.start_round_trip(bucket, gradients, [True])
         trained.runner.finish_step(lambda bucket: gradients)
 
     for _ in range(4):

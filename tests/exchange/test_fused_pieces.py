@@ -44,7 +44,7 @@ class Shards(Trained):
         for bucket in self.runner.buckets:
             names = [variable.name for variable in bucket.variables]
             given = [torch.zeros_like(gradients[name]) if name in absent else gradients[name] for name in names]
-            self.runner.start(bucket, given, [name not in absent for name in names])
+            self.runner.start_round_trip(bucket, given, [name not in absent for name in names])
         if discard:
             return self.runner.discard()
         outcomes = self.runner.finish_step(

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
-from grace.core.grace_api import ITEM_SIZE
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, status
 from grace.exchange.layout import Layout
+from grace.kernels.constants import ITEM_SIZE
 from tests.support.data import same
 from tests.support.implementations import ALL
 

@@ -88,7 +88,7 @@ def started(method):
             with contextlib.suppress(GraceError):
                 for bucket in runner.buckets:
                     mine = [given[name] if present[name] else torch.zeros(SHAPES[name]) for name in bucket.names]
-                    runner.start(bucket, mine, [present[name] for name in bucket.names])
+                    runner.start_round_trip(bucket, mine, [present[name] for name in bucket.names])
                 raised = "an error"
                 runner.discard() if step == 4 else runner.finish_step(lambda bucket: [None] * len(bucket.names))
                 raised = ""

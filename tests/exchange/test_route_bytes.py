@@ -167,7 +167,7 @@ def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
             bucket.carries_stamps = bucket.index % 2 == 0  # with step stamps, and without
             traffic = runner.traffic = Traffic()
             gradients = [gradient(variable, hierarchical) for variable in bucket.variables]
-            trip = runner.start(bucket, gradients, [True] * len(gradients))
+            trip = runner.start_round_trip(bucket, gradients, [True] * len(gradients))
             own = trip.pending.round_trip.traffic if isinstance(trip, DelayedRoundTrip) else traffic
             step.append((payload_bytes(own), traffic))
             if hierarchical:

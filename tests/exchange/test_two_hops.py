@@ -47,7 +47,7 @@ def kinds(nbytes: int) -> str:
     communicator = grace.torch.Allreduce("none")
     communicator.step(torch.ones(nbytes // 4), "w")
     runner = communicator.by_hand.runner
-    exchange = runner.start(runner.buckets[0], [torch.ones(nbytes // 4)], [True])
+    exchange = runner.start_round_trip(runner.buckets[0], [torch.ones(nbytes // 4)], [True])
     names = [leg.collective.name for leg in exchange.route]
     runner.finish_step(lambda bucket: [None])
     return ", ".join(names)

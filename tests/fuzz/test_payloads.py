@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grace.core.registry import make
 from grace.errors import PayloadError
 from grace.kernels import arrays_by
-from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.numba.primitives import NumbaKernels
 from grace.kernels.torch import fused as torch_kernels
 from tests.support.examples import examples
 
@@ -30,7 +30,7 @@ METHODS = (
 def computing_with(kernels):
     """Numbers as tensors that these kernels compute with."""
     if kernels == "fused":
-        with arrays_by(FusedKernels()):
+        with arrays_by(NumbaKernels()):
             yield np.asarray
     elif kernels == "numpy":
         yield np.asarray

@@ -137,6 +137,7 @@ def test_every_method_serves_rows_or_says_why_not():
         rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
         bucket = Bucket(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
         exchange = RoundTrip(Contribution(bucket, [SparseRows(tf.ones([3, WIDTH]), rows)], [True], True, Traffic()))
+        exchange.start()
         while exchange.advance():
             pass
         (outcome,) = exchange.finish([None])

@@ -17,7 +17,7 @@ CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
 if CHECKED:
 
     def test_fused_loops_are_checked_here():
-        from grace.kernels.fused.primitives import _gather
+        from grace.kernels.numba.primitives import _gather
 
         with pytest.raises(IndexError):
             _gather(np.zeros(3, np.float32), np.int32([3]), np.empty(1, np.float32))

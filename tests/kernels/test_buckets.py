@@ -6,8 +6,8 @@ import pytest
 from grace.compressors.qsgd import QSGD
 from grace.kernels import Stream
 from grace.kernels.constants import GAUSSIAN_STEPS
-from grace.kernels.fused.primitives import FusedKernels
-from grace.kernels.fused.rounding import _threshold
+from grace.kernels.numba.primitives import NumbaKernels
+from grace.kernels.numba.rounding import _threshold
 from tests.support.data import EPSILON, REFERENCE, data, same
 from tests.support.implementations import ALL, OTHERS, InTensorFlow
 
@@ -65,7 +65,7 @@ def test_every_level_is_the_quotient_that_a_division_gives():
     for levels in (*range(1, 128), *GAUSSIAN_STEPS):
         given = codes[: int(2 * levels + 1)], np.float32([1]), levels, codes.size, 1.0
         zeros = np.zeros(given[0].size, np.float32)
-        same(FusedKernels().dequantize(zeros.copy(), *given), REFERENCE.dequantize(zeros, *given))
+        same(NumbaKernels().dequantize(zeros.copy(), *given), REFERENCE.dequantize(zeros, *given))
 
 
 @pytest.mark.parametrize("levels", [1, 1.5])

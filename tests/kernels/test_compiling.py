@@ -15,8 +15,8 @@ pytest.importorskip("numba", reason="compiled loops are Numba's")
 
 PROGRAM = """
 import numpy as np
-from grace.kernels.fused.compiling import Listener, event
-from grace.kernels.fused.rounding import MAX, _scale
+from grace.kernels.numba.compiling import Listener, event
+from grace.kernels.numba.rounding import MAX, _scale
 compiled = []
 event.register("numba:compile", Listener(compiled.append))
 print(_scale(np.float32([1, -3, 2]), MAX, 1.0), "_scale" in compiled)
@@ -54,7 +54,7 @@ def test_a_loop_is_compiled_again_when_one_that_it_calls_is_another(tmp_path):
         file.write_bytes(file.read_bytes()[:9])  # what is damaged is compiled anew
     assert said(READ_ONLY) == ["3.0", "True"]
     assert warned.pop() == 1
-    loops = tmp_path / "grace" / "kernels" / "fused" / "loops.py"
+    loops = tmp_path / "grace" / "kernels" / "numba" / "loops.py"
     loops.write_text(loops.read_text().replace("bits[i] & LOW31", "bits[0] & LOW31"))  # the first's, not the largest
     assert said() == ["1.0", "True"]
     constants = tmp_path / "grace" / "kernels" / "constants.py"
@@ -69,7 +69,7 @@ def test_a_signal_waits_until_a_loop_is_compiled(tmp_path, monkeypatch, number):
     from numba import config
     from numba.core import event
 
-    from grace.kernels.fused.compiling import loop
+    from grace.kernels.numba.compiling import loop
 
     class Sending(event.Listener):
         def on_start(self, event):

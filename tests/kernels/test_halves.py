@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from grace.kernels.fused.halves import HALVES
-from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.numba.halves import HALVES
+from grace.kernels.numba.primitives import NumbaKernels
 from grace.kernels.torch.fused import FusedTorchKernels
 from tests.support.data import REFERENCE, data, same
 from tests.support.implementations import tf
 
-FUSED, TORCH = FusedKernels(), FusedTorchKernels()
+FUSED, TORCH = NumbaKernels(), FusedTorchKernels()
 FORMATS = ("float16", "bfloat16")
 TORCHS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)

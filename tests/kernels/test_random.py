@@ -11,8 +11,8 @@ from scipy.stats import chi2
 
 from grace.core.context import Context
 from grace.kernels import Stream
-from grace.kernels.fused.loops import _random_blocks, u32
-from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.numba.loops import _random_blocks, u32
+from grace.kernels.numba.primitives import NumbaKernels
 from grace.kernels.random import philox, stream_key
 from grace.kernels.torch.primitives import _philox
 from tests.support.data import FALSE_ALARM
@@ -20,7 +20,7 @@ from tests.support.implementations import ALL, InTensorFlow
 
 every = pytest.mark.parametrize("it", ALL)
 LIKE = np.zeros(1, np.float32)
-FUSED = FusedKernels()  # the fastest; the others draw the same
+FUSED = NumbaKernels()  # the fastest; the others draw the same
 ONES = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.numba.primitives import NumbaKernels
 from tests.support.data import EPSILON, REFERENCE, same
 from tests.support.implementations import OTHERS, crossed
 
@@ -54,4 +54,4 @@ def test_topk_is_exact_where_the_sample_is_sparsest(name):
     n = 300_001
     x = adversarial(name, n)
     for k in (1, 8192, n // 8):
-        same(FusedKernels().topk(x, k), REFERENCE.topk(x, k))
+        same(NumbaKernels().topk(x, k), REFERENCE.topk(x, k))

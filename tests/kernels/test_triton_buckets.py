@@ -362,7 +362,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
         for _ in range(2):
             trained.step([gradient.clone()], [True])  # after which residuals have been kept
         with counted(tables) as encoding:
-            trained.runner.start(bucket, [gradient], [True])
+            trained.runner.start_round_trip(bucket, [gradient], [True])
         with counted(tables) as decoding:
             trained.runner.finish_step(lambda bucket: [gradient])
     assert 0 < encoding.launches <= (7 if searches else 3)
@@ -385,7 +385,7 @@ def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
         for _ in range(2):
             trained.step([gradient.clone()], [True])
         (bucket,) = trained.runner.buckets
-        trained.runner.start(bucket, [gradient], [True])
+        trained.runner.start_round_trip(bucket, [gradient], [True])
         with counted() as decoding:
             trained.runner.finish_step(lambda bucket: [gradient])
     assert isinstance(bucket.program.codec, FusedCodec)

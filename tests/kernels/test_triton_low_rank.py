@@ -204,7 +204,7 @@ def test_memory_traffic_is_within_budgets(spec, most, monkeypatch):
     for _ in range(2):
         trained.step([gradient.clone()], [True])
     with counted() as traffic:
-        trained.runner.start(bucket, [gradient], [True])
+        trained.runner.start_round_trip(bucket, [gradient], [True])
         trained.runner.finish_step(lambda bucket: [gradient])
     assert 9 <= traffic.launches <= 10
     assert 28 < traffic.nbytes / gradient.numel() <= most

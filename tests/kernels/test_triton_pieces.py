@@ -56,6 +56,7 @@ class Rank:
         self.communicator.context.step = number
         with self.around() as self.log:
             self.exchange = RoundTrip(Contribution(self.bucket, gradients, present, True, Traffic()))
+            self.exchange.start()
             self.exchange.defers_headers = True
 
     def go_on(self):

@@ -11,7 +11,7 @@ import pytest
 from llvmlite.binding import get_host_cpu_features
 from numba import boolean, float32, float64, int32, int64, njit, uint8, uint16, uint32
 
-from grace.kernels.fused import (
+from grace.kernels.numba import (
     addresses,
     buckets,
     halves,
@@ -101,7 +101,7 @@ RUN = HOT if THOROUGH else FEW
 def test_a_hot_loop_is_vectorized(loop, given, instruction):
     assert packed(loop, given, instruction), (
         f"{loop.py_func.__module__}.{loop.py_func.__name__} is not vectorized: its machine code has no v{instruction} "
-        "with 256 or 512 bits. See the top of grace/kernels/fused/loops.py for what a loop must do without."
+        "with 256 or 512 bits. See the top of grace/kernels/numba/loops.py for what a loop must do without."
     )
 
 

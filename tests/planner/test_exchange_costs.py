@@ -71,7 +71,7 @@ def exchanged(shards, variables, ranks, rank, by_ring=False, steps=4, concatenat
         for bucket in runner.buckets:
             own = [runner.shards[name] for name in bucket.names]
             views = [shard.slice_of(gradients[shard.whole.name]) for shard in own]
-            runner.start(bucket, views, [True] * len(views))
+            runner.start_round_trip(bucket, views, [True] * len(views))
         try:
             runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         except PayloadError:  # what others are said to have broadcast need not be a payload

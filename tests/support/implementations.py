@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.numba.primitives import NumbaKernels
 from grace.kernels.torch.fused import FusedTorchKernels
 from grace.kernels.torch.primitives import TorchKernels
 from grace.kernels.triton.availability import missing
@@ -63,7 +63,7 @@ class InTensorFlow(Implementation):
 
 
 OTHERS = [
-    pytest.param(Implementation(FusedKernels()), id="fused"),
+    pytest.param(Implementation(NumbaKernels()), id="fused"),
     pytest.param(Implementation(TorchKernels(), "cpu"), id="torch"),
     pytest.param(Implementation(FusedTorchKernels(), "cpu"), id="torch-fused"),
 ]

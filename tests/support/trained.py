@@ -37,7 +37,7 @@ class Trained:
             outs = {name: torch.stack([out, out], -1)[..., 0] for name, out in outs.items()}
         for bucket in self.runner.buckets:
             mine = [by_name[v.name] for v in bucket.variables]
-            self.runner.start(bucket, [gradient for gradient, _ in mine], [here for _, here in mine])
+            self.runner.start_round_trip(bucket, [gradient for gradient, _ in mine], [here for _, here in mine])
         if discard:
             return self.runner.discard()
 

@@ -249,7 +249,7 @@ class Exchanged:
         try:
             for bucket in self.runner.buckets:
                 mine = [self.tensors[variable.name][0] for variable in bucket.variables]
-                self.runner.start(bucket, mine, [True] * len(mine))
+                self.runner.start_round_trip(bucket, mine, [True] * len(mine))
         except RuntimeError:
             self.runner.abandon()
             raise

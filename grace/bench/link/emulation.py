@@ -24,6 +24,7 @@ MTU = 9000
 """Bytes of a jumbo frame: headers are under 1 % of it, and 10 Gbit/s do not take all of the processor."""
 BURST_SECONDS = 0.002
 """Seconds of traffic that a bucket holds: enough for a timer that is late, and little beside the measured traffic."""
+# Two frames, each with 14 bytes of Ethernet's header: a token bucket drops frames that are larger than itself.
 SMALLEST_BURST = 2 * (MTU + 14)
 QUEUE_SECONDS = 0.05
 SMALLEST_QUEUE = 1 << 20
@@ -149,6 +150,7 @@ class Link:
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": self.interface,
+            # Ranks are machines of their own to hierarchies, too, though all are processes here.
             "GRACE_NODE": f"rank{rank}",
         }
 

@@ -15,9 +15,9 @@ def host_kernels(compiled: bool = True) -> Kernels:
     missing."""
     base: type[Kernels] = Kernels
     if compiled:
-        from grace.kernels.fused.primitives import FusedKernels
+        from grace.kernels.numba.primitives import NumbaKernels
 
-        base = FusedKernels
+        base = NumbaKernels
 
     class HostKernels(base):  # type: ignore[misc, valid-type]  # one of two bases
         """Kernels with results that TensorFlow takes without a copy."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.fused.availability import missing
+from grace.kernels.numba.availability import missing
 from grace.kernels.random import Stream
 from grace.kernels.reference import Kernels
 from grace.kernels.tensorflow.graph_numbers import number, refuse_xla

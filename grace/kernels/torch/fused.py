@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from grace.kernels.constants import NARROW
-from grace.kernels.fused.availability import missing
+from grace.kernels.numba.availability import missing
 from grace.kernels.reference import Kernels
 from grace.kernels.torch.primitives import DTYPES, TorchKernels
 from grace.kernels.triton.availability import missing as triton_missing
@@ -35,7 +35,7 @@ class FusedTorchKernels(TorchKernels):
     """
 
     name = "torch-fused"
-    codecs = "grace.kernels.fused.bucket_codecs"
+    codecs = "grace.kernels.numba.bucket_codecs"
 
     def addresses(self, tensors, dtype="float32"):
         wanted = DTYPES[dtype]
@@ -150,9 +150,9 @@ def _tensor(value: object) -> object:
 @functools.cache
 def _loops() -> Kernels:
     """Return the kernels of arrays. They are made at the first call, since Numba may be missing."""
-    from grace.kernels.fused.primitives import FusedKernels
+    from grace.kernels.numba.primitives import NumbaKernels
 
-    class Loops(FusedKernels):
+    class Loops(NumbaKernels):
         """The loops, with bfloat16."""
 
         half_types: ClassVar = {"float16": np.float16, "bfloat16": np.uint16}

@@ -104,7 +104,7 @@ class TritonLevels(TritonCodec):
         device: torch.device,
         levels: float = 0,
         bits: int = 8,
-        bucket: int = 1 << 62,
+        bucket_size: int = 1 << 62,
         norm: str = "max",
         nearest: bool = False,
         float8: bool = False,
@@ -116,26 +116,26 @@ class TritonLevels(TritonCodec):
         self.reach = gaussian_reach(levels) if norm == "rms" else 0.0
         self.shape = {"FORM": self.form, "ROTATED": rotated, "BITS": bits}
         # 0 says that all elements of a variable have one scale.
-        self.scaled = {**self.shape, "BUCKET": 0 if bucket >= longest else bucket, "N": self.span}
-        self.bucket, self.small = min(bucket, max(longest, LARGEST_ROW + 1)), bucket <= LARGEST_ROW
+        self.scaled = {**self.shape, "BUCKET": 0 if bucket_size >= longest else bucket_size, "N": self.span}
+        self.bucket_size, self.small = min(bucket_size, max(longest, LARGEST_ROW + 1)), bucket_size <= LARGEST_ROW
         if self.small:
             # Ranges in Triton have powers of two.
-            columns = max(4, triton.next_power_of_2(bucket))
-            rows = max(1, (2 if bucket % 4 == 0 else 1) * BLOCK // columns)
-            self.at_once, folded = bits == 8 or columns == bucket, [-(-n // (rows * bucket)) for n in sizes]
+            columns = max(4, triton.next_power_of_2(bucket_size))
+            rows = max(1, (2 if bucket_size % 4 == 0 else 1) * BLOCK // columns)
+            self.at_once, folded = bits == 8 or columns == bucket_size, [-(-n // (rows * bucket_size)) for n in sizes]
             warps = max(4, columns // 512)
             self.rows = {
                 **self.shape,
                 "REACH": self.reach,
                 "WRITES": self.at_once,
-                "BUCKET": bucket,
+                "BUCKET": bucket_size,
                 "ROWS": rows,
                 "COLS": columns,
                 "DRAWN": self.draws,
                 "warps": warps,
             }
         else:
-            self.at_once, each = False, [min(self.bucket, max(1, n)) for n in sizes]
+            self.at_once, each = False, [min(self.bucket_size, max(1, n)) for n in sizes]
             joined = [max(1, -(-n // size)) for n, size in zip(sizes, each, strict=True)]
             folded = [-(-n // size) * -(-size // LARGEST_ROW) for n, size in zip(sizes, each, strict=True)]
             self.joining, self.plan[:, bucket_tables.JOINED.value] = self.shared(joined)
@@ -159,13 +159,20 @@ class TritonLevels(TritonCodec):
 
     def find_scales(self, table: torch.Tensor, keeps: bool, most: int, end: End) -> torch.Tensor:
         """Write the scales of buckets that take many programs, and the end of the wire."""
-        given = self.flags, self.parts, table, self.folding, self.variables, most, self.bucket
-        shape = {"FORM": self.form, "ROTATED": self.shape["ROTATED"], "FOURS": self.bucket % 4 == 0, "KEEPS": keeps}
+        given = self.flags, self.parts, table, self.folding, self.variables, most, self.bucket_size
+        shape = {
+            "FORM": self.form,
+            "ROTATED": self.shape["ROTATED"],
+            "FOURS": self.bucket_size % 4 == 0,
+            "KEEPS": keeps,
+        }
         launch(bucket_levels.fold_buckets, len(self.folding), *given, **shape, N=LARGEST_ROW, warps=8)
         ending, numbers, of_type = self.ending(end)
         scales = *ending, self.limits, self.parts, table, self.joining, self.variables, *numbers
         shape = {"FORM": self.form, "REACH": self.reach, "PART": LARGEST_ROW, "N": BLOCK}
-        launch(bucket_levels.write_scales, len(self.joining), *scales, self.bucket, self.factor, **shape, **of_type)
+        launch(
+            bucket_levels.write_scales, len(self.joining), *scales, self.bucket_size, self.factor, **shape, **of_type
+        )
         return ending[1]
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:

@@ -1,4 +1,4 @@
-"""Adapters for compressors written to the original GRACE's contract, or to Grace's.
+"""Adapters and checks for users' compressors, written to the original GRACE's contract (grace_dl) or to Grace's.
 
 They wrap the methods that a class defines, so that the exchange, memories and users' own calls behave alike, and
 validate what a user's method returns: its type, and the shape that payloads decode to. Whether payloads keep their
@@ -13,16 +13,8 @@ from typing import Any
 
 from grace.errors import ConfigError, PayloadError, payload_of
 from grace.kernels import kernels_of
-from grace.kernels.constants import FLOATS
+from grace.kernels.constants import FLOATS, ITEM_SIZE
 from grace.kernels.reference import Tensor
-
-ITEM_SIZE = {
-    **dict.fromkeys(("float64", "int64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("uint8", "int8", "bool"), 1),
-}
-"""Bytes of an element, by dtype of payload tensors."""
 
 
 def wrap_compress(

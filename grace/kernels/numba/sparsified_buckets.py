@@ -1,13 +1,13 @@
-"""Loops of codecs of whole buckets for top-k and its like; see :mod:`grace.kernels.fused.buckets`."""
+"""Loops of codecs of whole buckets for top-k and its like; see :mod:`grace.kernels.numba.buckets`."""
 
 import numpy as np
 from numba import njit
 
-from grace.kernels.fused.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
-from grace.kernels.fused.lanes import float_of, part, pattern_of
-from grace.kernels.fused.loops import TILE, compiled, i32, u8, u32, u64
-from grace.kernels.fused.primitives import _random_indices
-from grace.kernels.fused.selection import (
+from grace.kernels.numba.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
+from grace.kernels.numba.lanes import float_of, part, pattern_of
+from grace.kernels.numba.loops import TILE, compiled, i32, u8, u32, u64
+from grace.kernels.numba.primitives import _random_indices
+from grace.kernels.numba.selection import (
     LOWERED,
     SAMPLED,
     _filter,

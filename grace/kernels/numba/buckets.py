@@ -1,7 +1,7 @@
 """Codecs of a whole bucket as single passes over memory: gradients and residuals in, bytes on the wire out, and back.
 
 See :class:`~grace.kernels.bucket_codec.BucketCodec` for what they compute, and
-:class:`~grace.kernels.fused.bucket_codecs.Codec` for their arguments. ``plan`` has a row for each variable: elements,
+:class:`~grace.kernels.numba.bucket_codecs.Codec` for their arguments. ``plan`` has a row for each variable: elements,
 where its payload tensors stand in the wire, and what else the method needs.
 """
 
@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.constants import ANY_BITS
-from grace.kernels.fused.addresses import (
+from grace.kernels.numba.addresses import (
     AHEAD,
     FIRST,
     GRADIENT,
@@ -21,7 +21,7 @@ from grace.kernels.fused.addresses import (
     _compensated,
     _fetch_ahead,
 )
-from grace.kernels.fused.halves import (
+from grace.kernels.numba.halves import (
     _add_brain,
     _add_half,
     _from_brain,
@@ -31,12 +31,12 @@ from grace.kernels.fused.halves import (
     _widen_brain,
     _widen_half,
 )
-from grace.kernels.fused.lanes import float_of, part, pattern_of, prefetch_to_write
-from grace.kernels.fused.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
-from grace.kernels.fused.packing import _add_either, _pack, _pack_signs, _unpack
-from grace.kernels.fused.primitives import _add, _sum_abs
-from grace.kernels.fused.quantization import _add_powers, _clip, _deviation_limit, _round_powers_tile, _side_sums, _sum
-from grace.kernels.fused.rounding import (
+from grace.kernels.numba.lanes import float_of, part, pattern_of, prefetch_to_write
+from grace.kernels.numba.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
+from grace.kernels.numba.packing import _add_either, _pack, _pack_signs, _unpack
+from grace.kernels.numba.primitives import _add, _sum_abs
+from grace.kernels.numba.quantization import _add_powers, _clip, _deviation_limit, _round_powers_tile, _side_sums, _sum
+from grace.kernels.numba.rounding import (
     MAX,
     MAX_BITS,
     _dequantize_bucket,

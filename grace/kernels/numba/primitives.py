@@ -22,9 +22,9 @@ from grace.kernels.constants import (
     rounded_down,
     table_factor,
 )
-from grace.kernels.fused.halves import HALVES
-from grace.kernels.fused.lanes import part
-from grace.kernels.fused.loops import (
+from grace.kernels.numba.halves import HALVES
+from grace.kernels.numba.lanes import part
+from grace.kernels.numba.loops import (
     SHIFT32,
     TILE,
     _max_bits,
@@ -40,9 +40,9 @@ from grace.kernels.fused.loops import (
     u32,
     u64,
 )
-from grace.kernels.fused.packing import _add_either, _add_table, _pack, _pack_signs, _unpack
-from grace.kernels.fused.products import _add_product, _columns_in_range, _products
-from grace.kernels.fused.quantization import (
+from grace.kernels.numba.packing import _add_either, _add_table, _pack, _pack_signs, _unpack
+from grace.kernels.numba.products import _add_product, _columns_in_range, _products
+from grace.kernels.numba.quantization import (
     _add_powers,
     _assign,
     _bucketize,
@@ -50,7 +50,7 @@ from grace.kernels.fused.quantization import (
     _round_powers,
     _side_means,
 )
-from grace.kernels.fused.rounding import (
+from grace.kernels.numba.rounding import (
     MAX,
     MAX_BITS,
     NORMS,
@@ -60,7 +60,7 @@ from grace.kernels.fused.rounding import (
     _rotate,
     _sum_squares,
 )
-from grace.kernels.fused.selection import _above, _kth_largest, _topk, _topk_chunks
+from grace.kernels.numba.selection import _above, _kth_largest, _topk, _topk_chunks
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
 from grace.kernels.reference import Kernels
 
@@ -216,17 +216,17 @@ def _where_code(codes, code, out):
     return count
 
 
-class FusedKernels(Kernels):
+class NumbaKernels(Kernels):
     """The reference with its hot kernels compiled, those of 16-bit floats too.
 
-    >>> FusedKernels().topk(np.float32([1, -5, 3, 5]), 2)
+    >>> NumbaKernels().topk(np.float32([1, -5, 3, 5]), 2)
     array([1, 3], dtype=int32)
-    >>> FusedKernels().cast(np.float32([1, 0.1, 1e5]), "float16")
+    >>> NumbaKernels().cast(np.float32([1, 0.1, 1e5]), "float16")
     array([1. , 0.1, inf], dtype=float16)
     """
 
     name = "fused"
-    codecs = "grace.kernels.fused.bucket_codecs"
+    codecs = "grace.kernels.numba.bucket_codecs"
     empty: Any = staticmethod(np.empty)
     """Function that allocates the 1-d arrays of results; replaced for frameworks that ask more of memory."""
     half_types: ClassVar[dict[str, type]] = {"float16": np.float16}

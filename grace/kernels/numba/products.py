@@ -8,8 +8,8 @@ x - a b^T.
 
 import numpy as np
 
-from grace.kernels.fused.compiling import loop
-from grace.kernels.fused.loops import compiled, f32
+from grace.kernels.numba.compiling import loop
+from grace.kernels.numba.loops import compiled, f32
 
 multiplying = loop(fastmath={"reassoc", "contract", "nsz"})
 

@@ -8,7 +8,7 @@ adds or shifts, so results are made 32 bits again at once. ``tests/kernels/test_
 import numpy as np
 from numba import njit
 
-from grace.kernels.fused.compiling import announce, loop
+from grace.kernels.numba.compiling import announce, loop
 from grace.kernels.random import MULTIPLIERS, ROUNDS, WEYL
 
 announce()

@@ -11,11 +11,11 @@ from numpy import ndarray as Array
 
 from grace.kernels.bucket_codec import BucketCodec, End, Places
 from grace.kernels.constants import gaussian_reach
-from grace.kernels.fused import buckets, rounding, sparsified_buckets
-from grace.kernels.fused.addresses import FIRST, MORE, SIZE
-from grace.kernels.fused.loops import TILE, f32
-from grace.kernels.fused.selection import SAMPLED, _room
 from grace.kernels.index_coding import POSITION_BYTES
+from grace.kernels.numba import buckets, rounding, sparsified_buckets
+from grace.kernels.numba.addresses import FIRST, MORE, SIZE
+from grace.kernels.numba.loops import TILE, f32
+from grace.kernels.numba.selection import SAMPLED, _room
 from grace.kernels.random import feistel_bits
 
 
@@ -108,7 +108,7 @@ class Levels(Codec):
         payloads: Places,
         levels: float,
         bits: int,
-        bucket: int,
+        bucket_size: int,
         norm: str = "max",
         nearest: bool = False,
     ):
@@ -116,8 +116,8 @@ class Levels(Codec):
         self.draws = not nearest
         # Up to 7 codes of the tile before may still be held.
         reach, held = gaussian_reach(levels) if norm == "rms" else 1.0, np.empty(TILE + 8, np.uint8)
-        self.encoding = float(levels), bits, bucket, rounding.NORMS[norm], reach, nearest, held
-        self.decoding = float(levels), bits, bucket, held
+        self.encoding = float(levels), bits, bucket_size, rounding.NORMS[norm], reach, nearest, held
+        self.decoding = float(levels), bits, bucket_size, held
 
 
 class Ternary(Levels):
@@ -126,8 +126,8 @@ class Ternary(Levels):
     encoder = staticmethod(buckets.encode_ternary)
 
     def __init__(self, sizes: Sequence[int], payloads: Places, clip: float):
-        # One scale for each variable: a bucket is as large as the largest.
-        super().__init__(sizes, payloads, levels=1, bits=2, bucket=max([1, *sizes]))
+        # One scale for each variable: QSGD's bucket is as large as the largest.
+        super().__init__(sizes, payloads, levels=1, bits=2, bucket_size=max([1, *sizes]))
         self.encoding = (clip,)
 
 

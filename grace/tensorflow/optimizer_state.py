@@ -153,6 +153,13 @@ def _saver_of_weights() -> str:
     return found
 
 
+def accumulators(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
+    """Return the variables that hold this rank's accumulated gradients until they are exchanged; none without
+    ``gradient_accumulation_steps``."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    return [variable for variable in getattr(inner, "_accumulated_gradients", ()) if variable is not None]
+
+
 def variables_to_broadcast(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
     """Return the variables that all ranks must begin with equal values of, besides those that gradients are exchanged
     for.
@@ -161,7 +168,7 @@ def variables_to_broadcast(optimizer: keras.optimizers.Optimizer) -> "list[keras
     overwrite.
     """
     # Counters and rates stay each rank's own: all ranks compare them at the first exchange, or restored them.
-    own = [optimizer._iterations, optimizer._learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
+    own = [optimizer._iterations, optimizer._learning_rate, *accumulators(optimizer)]
     skipped = {id(variable) for variable in own}
     overwritten = [v for v in optimizer._trainable_variables if is_overwritten(v)]
     return [*overwritten, *(variable for variable in optimizer.variables if id(variable) not in skipped)]

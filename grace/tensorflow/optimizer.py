@@ -33,7 +33,13 @@ from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import patch_check_finite
 from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast
 from grace.tensorflow.reductions import engine_of
-from grace.tensorflow.refusals import check_momentum, delayed_variables_left_out, not_exchanged, refuse_multi_optimizer
+from grace.tensorflow.refusals import (
+    check_momentum,
+    delayed_variables_left_out,
+    given_twice,
+    not_exchanged,
+    refuse_multi_optimizer,
+)
 from grace.tensorflow.sharding import Flag, Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
 from grace.tensorflow.variables import AnyVariable, broadcast_variables, is_overwritten, value_of
@@ -126,6 +132,8 @@ class DistributedMixin(Once):
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
             self._reached = not grads
             return
+        if len(set(given)) < len(given):
+            raise given_twice(self, next(v for v, key in zip(wanted, given, strict=True) if given.count(key) > 1))
         # Keras drops variables without a gradient, but another rank may have one: all variables take part, with zeros
         # where this rank has none, and update_step skips those that no rank has a gradient for.
         gradient_of = {key: g for key, g in zip(given, grads, strict=True) if g is not None}

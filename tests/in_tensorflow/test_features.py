@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import grace
+from grace.errors import ConfigError
 from tests.support.pairwise import pairwise
 from tests.support.tensorflow_training import (
     apply_steps,
@@ -134,6 +135,13 @@ def test_keras_errors_stay_keras_errors():
     optimizer.build([tf.Variable([1.0])])
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply_gradients([(tf.constant([1.0]), tf.Variable([1.0], name="stranger"))])
+
+
+@on_mpi
+def test_a_variable_with_two_gradients_is_refused():
+    w = tf.Variable([0.0], name="w")
+    with pytest.raises(ConfigError, match="two gradients of the variable 'w"):
+        sgd().apply_gradients([(tf.constant([1.0]), w), (tf.constant([2.0]), w)])
 
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

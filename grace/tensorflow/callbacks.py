@@ -97,7 +97,8 @@ class BroadcastCallback(OnRanks):
 
 
 class MetricAverageCallback(OnRanks):
-    """Callback that replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks.
+    """Callback that replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks, in the
+    logs of callbacks behind it. What ``model.evaluate`` returns stays this rank's: Keras gives callbacks a copy.
 
     Each rank is weighted by the number of its examples. So the mean of a loss or an accuracy is the one over all ranks'
     examples, also where shards of data are uneven. The examples are those that Keras's loss tracker counts; where a

@@ -204,7 +204,7 @@ def show(
     html: Annotated[Path | None, typer.Option("--html", help="HTML file to draw the plan in.")] = None,
 ) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
-    check_outputs(html)
+    check_outputs(html, source=plan)
     found = Plan.load(plan)
     print_plan(found, standard_output())
     if html is not None:

@@ -144,6 +144,7 @@ def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
         (["plan", "-n", "2", "--profile", "none.json", "-o", "no/p.json"], "cannot write no/p.json: No such file"),
         (["graph", "--profile", "none.json", "-o", "no/g.json"], "cannot write no/g.json: No such file"),
         (["show", "none.json", "--html", "no/p.html"], "cannot write no/p.html: No such file"),
+        (["show", "none.json", "--html", "./none.json"], "none.json is the file that is read"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "s.yaml"], "s.yaml: cannot be read: No such file"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "quickest"], "unknown builder 'quickest'"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "auto", "--compressor", "topk"], "leave one out"),

@@ -11,7 +11,7 @@ from grace.core.arguments import keras_backend, keras_backend_error
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.optimizer_state import accumulators, distributed_in
+from grace.tensorflow.optimizer_state import accumulators, distributed_in, without_loss_scale
 from grace.tensorflow.session import Session
 from grace.tensorflow.variables import broadcast_named, broadcast_variables, names_of_slots
 
@@ -89,8 +89,7 @@ class BroadcastCallback(OnRanks):
         broadcast_variables(self.model, self.root, backend)
         # What ranks have accumulated up to one step are parts of a mean. A rank at another step, which did not restore
         # what the root did, takes the root's.
-        inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-        steps = backend.allgather_object(int(inner._iterations.numpy()))
+        steps = backend.allgather_object(int(without_loss_scale(optimizer)._iterations.numpy()))
         own = {id(variable) for variable in accumulators(optimizer)} if len(set(steps)) == 1 else set()
         variables = [variable for variable in optimizer.variables if id(variable) not in own]
         broadcast_named(names_of_slots(variables), variables, self.root, backend)

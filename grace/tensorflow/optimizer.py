@@ -31,7 +31,7 @@ from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import patch_check_finite
-from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast
+from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast, without_loss_scale
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import (
     check_momentum,
@@ -465,7 +465,7 @@ def DistributedOptimizer(
         raise keras_backend_error(keras_backend())
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise optimizer_type_error(optimizer)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    inner = without_loss_scale(optimizer)
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
     refuse_multi_optimizer(inner)

@@ -153,11 +153,16 @@ def _saver_of_weights() -> str:
     return found
 
 
+def without_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer inside a LossScaleOptimizer, or else the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def accumulators(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
     """Return the variables that hold this rank's accumulated gradients until they are exchanged; none without
     ``gradient_accumulation_steps``."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-    return [variable for variable in getattr(inner, "_accumulated_gradients", ()) if variable is not None]
+    found = getattr(without_loss_scale(optimizer), "_accumulated_gradients", ())
+    return [variable for variable in found if variable is not None]
 
 
 def variables_to_broadcast(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
@@ -207,7 +212,5 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> "keras.optimizers.Opti
     """Return the optimizer if it is distributed, or else the distributed one inside this LossScaleOptimizer; None if
     there is none.
     """
-    for candidate in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if isinstance(getattr(candidate, "grace_state", None), Remembered):
-            return candidate
-    return None
+    inner = without_loss_scale(optimizer)
+    return inner if isinstance(getattr(inner, "grace_state", None), Remembered) else None

@@ -14,6 +14,7 @@ from grace.bench.pipeline.pipeline_command import command as pipeline
 from grace.bench.plan.plan_command import command as plan
 from grace.bench.step.step_command import command as step
 from grace.bench.train.train_command import command as train
+from grace.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure compressors: does compression pay here?")
 app.command("all")(all_of_them)
@@ -38,5 +39,8 @@ def report(
     """
     from grace.bench.report.page import write_report
 
+    sources = {(path / "results.json" if path.is_dir() else path).resolve() for path in results}
+    if out.resolve() in sources:
+        raise ConfigError(f"{out} is one of the results, which the report would overwrite")
     write_report(out, [load(path) for path in results])
     print(f"Wrote {out} ({out.stat().st_size / 1000:.0f} kB).")

@@ -1,6 +1,8 @@
 """Common life cycle of the commands of ``grace bench``: measure, save finished rows, and report the end."""
 
+import errno
 import importlib.util
+import os
 import shlex
 import sys
 import time
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from grace.bench.common.ending import Ending
 from grace.bench.common.results import Results, Settings
-from grace.errors import missing_extra
+from grace.errors import ConfigError, missing_extra
 
 
 class BenchmarkRun(Ending):
@@ -24,12 +26,16 @@ class BenchmarkRun(Ending):
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
         self.out = out
         self.began = time.monotonic()
+        self.earlier = out is not None and (out / "results.json").exists()
+        """True if the folder has results of an earlier run, which stay until this one has a row."""
+        if out is not None and self.earlier and not os.access(out, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot write to {out}: {os.strerror(errno.EACCES)}")
         self.save()  # a folder that cannot be written to fails before the measurements
 
     def save(self) -> None:
         """Write the results so far."""
         self.results.seconds = time.monotonic() - self.began
-        if self.out is not None:
+        if self.out is not None and (self.results.rows or not self.earlier):
             self.results.save(self.out)
 
     def measure(self, function: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from grace.bench.common.options import Given, option, split, with_options
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.inputs import call_model_function
-from grace.cli.terminal import standard_output
+from grace.cli.terminal import check_outputs, standard_output
 from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
@@ -164,6 +164,7 @@ def plan(
     The model is measured here in one process, or was measured elsewhere (--profile). No other device is needed.
     """
     asked = PlanOptions(**given)
+    check_outputs(out)  # before the model is measured
     if asked.compressor is not None and asked.strategy is not None:
         raise ConfigError(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
@@ -204,6 +205,7 @@ def show(
     html: Annotated[Path | None, typer.Option("--html", help="HTML file to draw the plan in.")] = None,
 ) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
+    check_outputs(html, source=plan)
     found = Plan.load(plan)
     print_plan(found, standard_output())
     if html is not None:
@@ -224,6 +226,7 @@ def graph(
     longest: Annotated[int, typer.Option(min=1, help="Number of nodes in the table: those that take longest.")] = 20,
 ) -> None:
     """Show a model's graph: its operations, the time of each, and the bytes that each gives to later ones."""
+    check_outputs(out)  # before the model is measured
     found = load_graph(profile, model, dry)
     _print_graph(found, longest)
     if out is not None:

@@ -17,7 +17,7 @@ from grace.bench.common.progress import progress_bar
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.plan_inputs import PlanRequest, build_problem, choose_cluster, load_model, read_calibration
-from grace.cli.terminal import check_writable, standard_output
+from grace.cli.terminal import check_outputs, standard_output
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.planner.explain import HEADINGS, Plan, plan_of
@@ -77,8 +77,7 @@ def plan(
     """
     console = standard_output(150)
     request = PlanRequest(**given)
-    for path in filter(None, (output, json_file, report)):
-        check_writable(path, make_folder=False)  # before minutes of measuring
+    check_outputs(output, json_file, report)  # before minutes of measuring
     if request.calibration is None:
         choose_cluster(request, None)  # it may refuse, before a model is made
     trained = load_model(model)

@@ -146,8 +146,6 @@ def load_model(spec: str) -> TrainedModel:
 def choose_cluster(request: PlanRequest, calibration: Calibration | None) -> Cluster:
     """Return the cluster of a file, so many ranks on one node, or the cluster of a calibration."""
     ranks, resources = request.ranks, request.resources
-    if ranks is not None and resources is not None:
-        raise ConfigError(f"{resources} says how many ranks there are; -n is for planning without a cluster's file")
     if resources is None and calibration is not None:
         cluster: Cluster | None = _calibrated_cluster(ranks, calibration)
     else:

@@ -12,8 +12,10 @@ from rich.markup import escape
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import of_bytes
 from grace.cli.inputs import load_cluster, load_variables
-from grace.cli.terminal import standard_output
+from grace.cli.terminal import check_outputs, standard_output
 from grace.core.registry import make
+from grace.errors import ConfigError
+from grace.strategy.builder import OneNode
 from grace.strategy.plan import FIELDS, ShardPlan, Strategy
 from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank, collectives_of, payload_bytes
 
@@ -42,12 +44,17 @@ def build(
     resources: Annotated[
         Path | None, typer.Option("-r", "--resources", help="The cluster; this machine if left out.")
     ] = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on this machine, without a cluster.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", min=1, help="Ranks on this machine, without a cluster.", show_default="1"),
+    ] = None,
 ) -> None:
     """Build a strategy for a model on a cluster, and write it to a file."""
     from grace.strategy import schema
 
-    strategy = make("builder", builder).build(load_variables(model), load_cluster(resources, ranks))
+    check_outputs(out)
+    cluster = load_cluster(resources, ranks) or OneNode(1)
+    strategy = make("builder", builder).build(load_variables(model), cluster)
     schema.dump(strategy, out)
     print(f"Wrote {out}: {_summary(strategy)}")
 
@@ -106,7 +113,14 @@ def diff(first: File, second: File, model: Model = None, resources: Resources = 
 def _load(path: Path, model: str | None, resources: Path | None, ranks: int | None) -> Strategy:
     from grace.strategy import schema
 
-    return schema.load(path, None if model is None else load_variables(model), load_cluster(resources, ranks))
+    cluster = load_cluster(resources, ranks)
+    loaded = schema.load(path, None if model is None else load_variables(model), cluster)
+    if cluster is not None and cluster.world_size != loaded.world_size:
+        raise ConfigError(
+            f"{path} is for {loaded.world_size} ranks, and {resources or f'-n {ranks}'} has {cluster.world_size}: they "
+            "are for a file that names no cluster"
+        )
+    return loaded
 
 
 def _summary(strategy: Strategy) -> str:

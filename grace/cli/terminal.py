@@ -37,3 +37,22 @@ def check_writable(path: Path, make_folder: bool = True) -> None:
         code = error.errno
     if code is not None:
         raise ConfigError(f"cannot write {path}: {os.strerror(code)}")
+
+
+def check_outputs(*paths: Path | None, source: Path | None = None) -> None:
+    """Raise a ConfigError if a command could not write its files, or would write two into one, or over its source.
+    Missing folders are not made.
+
+    Args:
+        paths: the files that the user named; None where an option is not given.
+        source: the file that the command reads.
+    """
+    given = [path for path in paths if path is not None]
+    for path in given:
+        check_writable(path, make_folder=False)
+    targets = [os.path.realpath(path) for path in given]
+    for path, target in zip(given, targets, strict=True):
+        if source is not None and target == os.path.realpath(source):
+            raise ConfigError(f"{path} is the file that is read, and would be overwritten")
+        if targets.count(target) > 1 and (os.path.isfile(target) or not os.path.exists(target)):
+            raise ConfigError(f"{path} is named for two results, and one would overwrite the other")

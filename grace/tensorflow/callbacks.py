@@ -11,7 +11,7 @@ from grace.core.arguments import keras_backend, keras_backend_error
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.optimizer_state import distributed_in
+from grace.tensorflow.optimizer_state import accumulators, distributed_in, without_loss_scale
 from grace.tensorflow.session import Session
 from grace.tensorflow.variables import broadcast_named, broadcast_variables, names_of_slots
 
@@ -51,7 +51,8 @@ class BroadcastCallback(OnRanks):
     """Callback that starts every rank from the root's weights (batch statistics too) and optimizer variables.
 
     So it is enough that the root restored a model. Layers that were adapted to data, or given a vocabulary, become the
-    root's. The state of compressors and memories stays each rank's own.
+    root's. The state of compressors and memories stays each rank's own, and so do gradients that ranks accumulate
+    (``gradient_accumulation_steps``) if all have made as many steps.
 
     Args:
         root: the rank whose values count.
@@ -86,11 +87,17 @@ class BroadcastCallback(OnRanks):
     def _broadcast(self) -> None:
         optimizer, backend = self.model.optimizer, self.ranks
         broadcast_variables(self.model, self.root, backend)
-        broadcast_named(names_of_slots(optimizer.variables), optimizer.variables, self.root, backend)
+        # What ranks have accumulated up to one step are parts of a mean. A rank at another step, which did not restore
+        # what the root did, takes the root's.
+        steps = backend.allgather_object(int(without_loss_scale(optimizer)._iterations.numpy()))
+        own = {id(variable) for variable in accumulators(optimizer)} if len(set(steps)) == 1 else set()
+        variables = [variable for variable in optimizer.variables if id(variable) not in own]
+        broadcast_named(names_of_slots(variables), variables, self.root, backend)
 
 
 class MetricAverageCallback(OnRanks):
-    """Callback that replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks.
+    """Callback that replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks, in the
+    logs of callbacks behind it. What ``model.evaluate`` returns stays this rank's: Keras gives callbacks a copy.
 
     Each rank is weighted by the number of its examples. So the mean of a loss or an accuracy is the one over all ranks'
     examples, also where shards of data are uneven. The examples are those that Keras's loss tracker counts; where a

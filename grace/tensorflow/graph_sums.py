@@ -121,24 +121,28 @@ class GraphSums:
         return bool(self.carried_over)
 
     def add_carried_over(self, pairs: DensePairs, has_carried_over: tf.Tensor) -> dict[str, Pair]:
-        """Add the operations that add carried-over means, if there are any, to this step's means."""
+        """Add the operations that add carried-over means, if there are any, to this step's means, unless it
+        overflowed."""
         values = [pairs[variable.name][0] for variable in self.variables]
         found = [pairs[variable.name][1] for variable in self.variables]
-        dtypes = [value.dtype for value in values]
+        count = len(values)
+        dtypes = [*(value.dtype for value in values), *[tf.bool] * count]
 
         def added(*values: tf.Tensor) -> list[tf.Tensor]:
-            owed = [self.carried_over.get(variable.name, 0.0) for variable in self.variables]
-            return [value + tf.cast(more, value.dtype) for value, more in zip(values, owed, strict=True)]
+            owed, self.carried_over = self.carried_over, {}
+            if not all(bool(tf.reduce_all(tf.math.is_finite(value))) for value in values):
+                # An overflow, of which all ranks have the same sums: the means wait for a step without one.
+                self.runner.carry_over(owed)
+                return [*values, *[tf.constant(False)] * count]
+            means = [owed.get(variable.name, 0.0) for variable in self.variables]
+            sums = [value + tf.cast(mean, value.dtype) for value, mean in zip(values, means, strict=True)]
+            return [*sums, *(tf.constant(variable.name in owed) for variable in self.variables)]
 
-        def carried() -> list[bool]:
-            return [variable.name in self.carried_over for variable in self.variables]
+        def with_means() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            both = tf.py_function(added, values, dtypes)
+            return both[:count], [a | b for a, b in zip(found, both[count:], strict=True)]
 
-        def found_or_carried() -> list[tf.Tensor]:
-            flags = tf.py_function(carried, [], [tf.bool] * len(found))
-            return [a | b for a, b in zip(found, flags, strict=True)]
-
-        values = tf.cond(has_carried_over, lambda: tf.py_function(added, values, dtypes), lambda: values)
-        found = tf.cond(has_carried_over, found_or_carried, lambda: found)
+        values, found = tf.cond(has_carried_over, with_means, lambda: (values, found))
         for variable, value, flag in zip(self.variables, values, found, strict=True):
             value.set_shape(variable.shape)
             flag.set_shape([])

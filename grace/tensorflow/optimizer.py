@@ -31,9 +31,15 @@ from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import patch_check_finite
-from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast
+from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast, without_loss_scale
 from grace.tensorflow.reductions import engine_of
-from grace.tensorflow.refusals import check_momentum, delayed_variables_left_out, not_exchanged, refuse_multi_optimizer
+from grace.tensorflow.refusals import (
+    check_momentum,
+    delayed_variables_left_out,
+    given_twice,
+    not_exchanged,
+    refuse_multi_optimizer,
+)
 from grace.tensorflow.sharding import Flag, Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
 from grace.tensorflow.variables import AnyVariable, broadcast_variables, is_overwritten, value_of
@@ -50,13 +56,17 @@ class _Step:
     """State of the step that is being made, by the ids of variables.
 
     Attributes:
-        absent: ids of variables that have no gradient on this rank.
+        absent: variables that have no gradient on this rank.
+        given: ids of the variables that ``apply`` was called with.
         variables: the variables that Keras applies gradients to.
+        held: absent variables among them, and the zeros that stand for their gradients.
         found: for each absent variable, True if another rank had a gradient (a bool, or a scalar tensor).
     """
 
-    absent: Set[int] = frozenset()
+    absent: "dict[int, keras.Variable]" = field(default_factory=dict)
+    given: Set[int] = frozenset()
     variables: "list[keras.Variable]" = field(default_factory=list)
+    held: "list[tuple[TapeGradient, keras.Variable]]" = field(default_factory=list)
     found: dict[int, Flag] = field(default_factory=dict)
 
 
@@ -79,6 +89,8 @@ class DistributedMixin(Once):
     _grace: StepSession
     _step: _Step
     _reached: bool
+    _accumulated: set[int]
+    """Ids of variables that this rank has accumulated a gradient of since the last exchange; in graphs, ever."""
     grace_state: Remembered
     built: bool
     learning_rate: "tf.Tensor | keras.Variable"
@@ -113,18 +125,21 @@ class DistributedMixin(Once):
                     self.build(trainable_variables)  # type: ignore[attr-defined]
         variables = list(self._trainable_variables)
         wanted = variables if trainable_variables is None else trainable_variables
-        known = {_key(variable) for variable in variables}
-        usable = len(wanted) == len(grads) and all(_key(variable) in known for variable in wanted)
+        known = {_key(variable): variable for variable in variables}
+        given = [_key(variable) for variable in wanted]
+        usable = len(given) == len(grads) and known.keys() >= set(given)
         if not usable or all(gradient is None for gradient in grads):
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
             self._reached = not grads
             return
+        if len(set(given)) < len(given):
+            raise given_twice(self, next(v for v, key in zip(wanted, given, strict=True) if given.count(key) > 1))
         # Keras drops variables without a gradient, but another rank may have one: all variables take part, with zeros
         # where this rank has none, and update_step skips those that no rank has a gradient for.
-        gradient_of = {_key(v): g for v, g in zip(wanted, grads, strict=True) if g is not None}
-        step = _Step(absent=known - gradient_of.keys())
-        object.__setattr__(self, "_step", step)
-        filled = [gradient_of[_key(v)] if _key(v) in gradient_of else self._missing_gradient(v) for v in variables]
+        gradient_of = {key: g for key, g in zip(given, grads, strict=True) if g is not None}
+        absent = {key: variable for key, variable in known.items() if key not in gradient_of}
+        object.__setattr__(self, "_step", _Step(absent, set(given)))
+        filled = [self._missing_gradient(v) if key in absent else gradient_of[key] for key, v in known.items()]
         try:
             self._call_checked("apply", super().apply, filled, variables)  # type: ignore[misc]
             self._grace.run_rounds()
@@ -150,17 +165,44 @@ class DistributedMixin(Once):
                 own[i] = tf.where(value == self._missing_gradient(vars[i]), vars[i].value, value)
         grads, vars = super()._overwrite_variables_directly_with_gradients(own, vars)  # type: ignore[misc]
         self._reached = self._reached or not grads
-        return grads, vars
+        # Keras applies constraints to the variables that it gets from here. Those of absent variables are applied in
+        # update_step, if another rank has a gradient.
+        absent = self._step.absent.keys()
+        pairs = list(zip(grads, vars, strict=True))
+        held = [(g, v) for g, v in pairs if _key(v) in absent]
+        if len(held) == len(pairs):  # Keras ends the step without an exchange if it gets no variable
+            held = []
+        self._step.held = held
+        if not held:
+            return grads, vars
+        rest = [(g, v) for g, v in pairs if _key(v) not in absent]
+        return [g for g, _ in rest], [v for _, v in rest]
 
     def _backend_increment_gradient_accumulators(self, *args: Any) -> None:
         self._reached = True  # gradients are accumulated, and exchanged in a later step
+        self._accumulated.update(self._step.given - self._step.absent.keys())
         super()._backend_increment_gradient_accumulators(*args)  # type: ignore[misc]
 
     def _backend_apply_gradients(
         self, grads: Sequence[TapeGradient], trainable_variables: "Sequence[keras.Variable]"
     ) -> None:
-        self._step.variables = list(trainable_variables)
-        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        # In one order on all ranks, whose absent variables differ: clipping adds up norms in it.
+        order = {_key(variable): i for i, variable in enumerate(self._trainable_variables)}
+        pairs = [*zip(grads, trainable_variables, strict=True), *self._step.held]
+        pairs.sort(key=lambda pair: order[_key(pair[1])])
+        self._step.variables = [variable for _, variable in pairs]
+        super()._backend_apply_gradients([gradient for gradient, _ in pairs], self._step.variables)  # type: ignore[misc]
+
+    def _absent_of_all(self) -> set[int]:
+        """Return the ids of variables that this rank has no gradient of, nor has accumulated one since the last
+        exchange."""
+        absent = set(self._step.absent)
+        if tf.executing_eagerly():
+            absent -= self._accumulated
+            self._accumulated.clear()
+            return absent
+        # A graph is traced once for many periods, in any of which the variables that it is given may have had one.
+        return absent - (self._accumulated & self._step.given)
 
     def _clip_gradients(self, grads: list[TapeGradient]) -> list[TapeGradient]:
         self._reached = True
@@ -168,13 +210,14 @@ class DistributedMixin(Once):
         variables = [v for v in self._trainable_variables if not is_overwritten(v)]
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
         # Keras may pass some variables only. The exchange takes all of them at every step, in one order.
-        gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
+        absent = self._absent_of_all()
+        gradients = [None if _key(v) in absent else gradient_of.get(_key(v)) for v in variables]
         exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
         self._grace.take_anchors()
         if self._grace.late - gradient_of.keys():  # their means come in a later step, which this call would lose
             raise delayed_variables_left_out(self)
         means = dict(zip(map(_key, variables), exchanged, strict=True))
-        step.found = {key: means[key].found for key in means if key in step.absent | self._grace.late}
+        step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.late}
         return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
     def _update_if_found(self, variable: keras.Variable, update: Callable[[], object]) -> None:
@@ -188,7 +231,14 @@ class DistributedMixin(Once):
     def update_step(self, gradient: TapeGradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
         """Update a variable by the user's optimizer, if some rank had a gradient for it."""
         parent: Any = super()
-        self._update_if_found(variable, lambda: parent.update_step(gradient, variable, learning_rate))
+        absent = self._step.absent.get(_key(variable))
+
+        def update() -> None:
+            parent.update_step(gradient, variable, learning_rate)
+            if absent is not None and absent.constraint is not None:
+                absent.assign(absent.constraint(absent))
+
+        self._update_if_found(variable, update)
 
     def _apply_weight_decay(self, variables: "Sequence[keras.Variable]") -> None:
         parent: Any = super()
@@ -207,7 +257,7 @@ class DistributedMixin(Once):
         """
         self._grace.close()
         del self.grace_state
-        for name in ("_grace", "_step", "_reached"):
+        for name in ("_grace", "_step", "_reached", "_accumulated"):
             object.__delattr__(self, name)
         self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
 
@@ -415,7 +465,7 @@ def DistributedOptimizer(
         raise keras_backend_error(keras_backend())
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise optimizer_type_error(optimizer)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    inner = without_loss_scale(optimizer)
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
     refuse_multi_optimizer(inner)
@@ -447,7 +497,7 @@ def DistributedOptimizer(
     )
     inner.__class__ = _distributed_class(cls)
     register_as(inner.__class__, cls)
-    for name, value in (("_grace", session), ("_step", _Step()), ("_reached", False)):
+    for name, value in (("_grace", session), ("_step", _Step()), ("_reached", False), ("_accumulated", set())):
         object.__setattr__(inner, name, value)  # Keras's __setattr__ would track and copy what is in them
     inner.grace_state = Remembered(session)
     weakref.finalize(inner, session.close).atexit = False

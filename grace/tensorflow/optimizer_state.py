@@ -153,6 +153,18 @@ def _saver_of_weights() -> str:
     return found
 
 
+def without_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer inside a LossScaleOptimizer, or else the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def accumulators(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
+    """Return the variables that hold this rank's accumulated gradients until they are exchanged; none without
+    ``gradient_accumulation_steps``."""
+    found = getattr(without_loss_scale(optimizer), "_accumulated_gradients", ())
+    return [variable for variable in found if variable is not None]
+
+
 def variables_to_broadcast(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
     """Return the variables that all ranks must begin with equal values of, besides those that gradients are exchanged
     for.
@@ -161,7 +173,7 @@ def variables_to_broadcast(optimizer: keras.optimizers.Optimizer) -> "list[keras
     overwrite.
     """
     # Counters and rates stay each rank's own: all ranks compare them at the first exchange, or restored them.
-    own = [optimizer._iterations, optimizer._learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
+    own = [optimizer._iterations, optimizer._learning_rate, *accumulators(optimizer)]
     skipped = {id(variable) for variable in own}
     overwritten = [v for v in optimizer._trainable_variables if is_overwritten(v)]
     return [*overwritten, *(variable for variable in optimizer.variables if id(variable) not in skipped)]
@@ -200,7 +212,5 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> "keras.optimizers.Opti
     """Return the optimizer if it is distributed, or else the distributed one inside this LossScaleOptimizer; None if
     there is none.
     """
-    for candidate in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if isinstance(getattr(candidate, "grace_state", None), Remembered):
-            return candidate
-    return None
+    inner = without_loss_scale(optimizer)
+    return inner if isinstance(getattr(inner, "grace_state", None), Remembered) else None

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import keras
+import tensorflow as tf
 
 from grace.core.communicator import Communicator
 from grace.errors import ConfigError
@@ -34,6 +35,15 @@ def not_exchanged(optimizer: keras.optimizers.Optimizer, method: str) -> ConfigE
         f"{name}.{method}() hands gradients to {to}, or applies them itself, so they were not exchanged, and each rank "
         f"has updated variables by its own gradients. Make the optimizer inside distributed, {name}("
         f"grace.DistributedOptimizer(optimizer, ...)), or let {name}.{method}() call super().{method}()"
+    )
+
+
+def given_twice(optimizer: keras.optimizers.Optimizer, variable: "keras.Variable | tf.Variable") -> ConfigError:
+    """Return the error for a variable that has two gradients in one step, of which one would be lost."""
+    name = getattr(variable, "path", None) or variable.name
+    return ConfigError(
+        f"{type(optimizer).__name__}.apply() got two gradients of the variable {name!r}: add them up first, or apply "
+        "them in two steps"
     )
 
 

@@ -1,19 +1,22 @@
 """Models in one file, with the memories of all ranks."""
 
+import contextlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.session.checkpoint import check_mode, compare
 from grace.session.files import save_from_root
 from grace.session.state_schema import MODEL, SavedState
 from grace.tensorflow.optimizer import DistributedOptimizer
-from grace.tensorflow.optimizer_state import FILE, decode, distributed
-from grace.tensorflow.reductions import engine_of
+from grace.tensorflow.optimizer_state import FILE, accumulators, decode, distributed
+from grace.tensorflow.reductions import engine_of, summed
 
 
 def save_model(model: keras.Model, path: str | Path) -> None:
@@ -36,9 +39,27 @@ def save_model(model: keras.Model, path: str | Path) -> None:
     remembered, session = optimizer.grace_state, optimizer._grace
     remembered.everyone = session.state(everyone=True)
     try:
-        save_from_root(path, model.save, backend=session.backend)
+        with _mean_of_accumulated(optimizer, session.backend):
+            save_from_root(path, model.save, backend=session.backend)
     finally:
         remembered.everyone = None
+
+
+@contextlib.contextmanager
+def _mean_of_accumulated(optimizer: keras.optimizers.Optimizer, backend: Backend) -> Iterator[None]:
+    """Return a context in which accumulated gradients are their means over ranks: a file that all ranks load has one
+    value for them, which must add to their mean as their own ones do."""
+    found = accumulators(optimizer)
+    own = [variable.numpy() for variable in found]
+    for i, variable in enumerate(found):
+        wide = tf.cast(tf.reshape(own[i], [-1]), tf.float64)
+        total = summed(backend, wide, f"grace.accumulated.{i}")
+        variable.assign(tf.cast(tf.reshape(total / backend.size, variable.shape), variable.dtype))
+    try:
+        yield
+    finally:
+        for variable, value in zip(found, own, strict=True):
+            variable.assign(value)
 
 
 def load_model(

@@ -289,7 +289,11 @@ class Session:
                 variable.assign(tf.reshape(value, variable.shape))
             return 0
 
-        tf.cond(tf.py_function(lambda: due(self._current_rounds()), [], tf.bool), run, lambda: 0)
+        # Where Keras accumulates gradients, the step is in a tf.cond, which a graph orders among operations on the same
+        # variables alone: without these reads it could look for rounds before the step has ended.
+        with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in variables]):
+            is_due = tf.py_function(lambda: due(self._current_rounds()), [], tf.bool)
+        tf.cond(is_due, run, lambda: 0)
 
     def _current_rounds(self) -> OuterRounds:
         """Return the rounds of the current runner, which may be another one than when a graph was traced."""

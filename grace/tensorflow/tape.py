@@ -128,6 +128,19 @@ class _Distributed(tf.GradientTape):
         ]
         return tf.nest.pack_sequence_as(gradients, values)
 
+    def jacobian(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse Jacobians, whose rows TensorFlow takes by ``gradient`` in a loop that it makes parallel.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "this tape exchanges gradients, and a Jacobian's rows would each be an exchange: take it of a tape of its "
+            "own, which is not distributed, and average it by grace.allreduce"
+        )
+
+    batch_jacobian = jacobian
+
     def _grace_session(self, variables: list[AnyVariable]) -> GradientExchange:
         exchange, options = self._grace
         if exchange is not None:

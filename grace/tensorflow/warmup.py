@@ -9,6 +9,7 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError, RankError
 from grace.session.agreement import first_difference, gather_or_raise
 from grace.tensorflow.callbacks import Logs, OnRanks
+from grace.tensorflow.optimizer_state import without_loss_scale
 
 
 class LearningRateWarmupCallback(OnRanks):
@@ -137,8 +138,7 @@ class LearningRateWarmupCallback(OnRanks):
 
     @property
     def _optimizer(self) -> keras.optimizers.Optimizer:
-        optimizer = getattr(self.model, "optimizer", None)
-        return getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        return without_loss_scale(getattr(self.model, "optimizer", None))
 
     def _set(self, rate: float) -> None:
         optimizer = self._optimizer

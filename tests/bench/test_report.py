@@ -83,6 +83,13 @@ def test_files_that_are_no_results_are_named(tmp_path, text, says):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_results_are_not_overwritten_by_their_report(tmp_path):
+    file, _ = small("kernels").save(tmp_path)
+    before = file.read_text()
+    assert "is one of the results" in run(tmp_path, "-o", file, code=2)[1].replace("\n", " ")
+    assert file.read_text() == before
+
+
 @pytest.mark.ranks
 def test_without_matplotlib_it_says_what_to_install(tmp_path):
     step(methods=["qsgd"]).save(tmp_path)

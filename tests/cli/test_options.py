@@ -1,10 +1,12 @@
 """Options that several commands have mean the same in all of them."""
 
+from pathlib import Path
+
 import pytest
 
 import grace
 from grace.bench.common.user_functions import load_function
-from grace.cli.terminal import check_writable
+from grace.cli.terminal import check_outputs, check_writable
 from tests.support.command import grace_command
 
 WRITING = ["bench step", "bench train", "bench kernels", "bench all", "demo", "report", "trace", "strategy build"]
@@ -63,6 +65,14 @@ def test_a_check_of_what_will_be_written_removes_nothing(tmp_path):
     assert not list((tmp_path / "new").iterdir())
     with pytest.raises(grace.ConfigError, match="No such file or directory"):
         check_writable(tmp_path / "missing" / "file", make_folder=False)
+
+
+def test_two_results_in_one_file_are_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "plan")
+    check_outputs(tmp_path / "plan", None, tmp_path / "other")
+    check_outputs(Path("/dev/null"), Path("/dev/null"))
+    with pytest.raises(grace.ConfigError, match="plan is named for two results"):
+        check_outputs(tmp_path / "plan", tmp_path / "link")
 
 
 @pytest.mark.parametrize(

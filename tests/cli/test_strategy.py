@@ -102,6 +102,18 @@ def test_files_of_rules_are_shown_for_a_model_and_any_cluster(folder):
     assert "rules: they need a model" in run(folder, "show", "rules.yaml", code=2)
 
 
+def test_what_contradicts_itself_or_cannot_be_written_is_refused(folder):
+    (folder / "cluster.yaml").write_text("nodes: [{address: 10.0.0.1, chief: true, cpus: [0, 1, 2]}]")
+    build = ("build", "--model", "mine:net", "-o")
+    both = ("-n", "2", "-r", "cluster.yaml")
+    assert "cluster.yaml says how many ranks there are" in run(folder, *build, "s.yaml", *both, code=2)
+    assert "cannot write no/s.yaml: No such file" in run(folder, *build, "no/s.yaml", code=2)
+    run(folder, *build, "s.yaml", "-n", "2")
+    for other in (("-n", "3"), ("-r", "cluster.yaml")):
+        assert "s.yaml is for 2 ranks, and" in run(folder, "show", "s.yaml", *other, code=2)
+    run(folder, "check", "s.yaml", "-n", "2")
+
+
 def test_the_schema_is_printed_or_written(folder):
     run(folder, "schema", "-o", "schema.json")
     assert json.loads((folder / "schema.json").read_text()) == json.loads(run(folder, "schema"))

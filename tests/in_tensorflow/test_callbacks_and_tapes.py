@@ -170,6 +170,18 @@ def test_tapes_go_on_from_one_another(graph):
     assert seen == [[4, 0, 0], [0, 6, 0], [8, 0, 0]]
 
 
+def test_a_jacobian_is_refused():
+    """TensorFlow would run its exchanges side by side, which ends Horovod."""
+    grace.init("local")
+    w = tf.Variable([1.0, 2.0])
+    with grace.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
+        y = w * w
+    for jacobian in (tape.jacobian, tape.batch_jacobian):
+        with pytest.raises(grace.ConfigError, match="take it of a tape of its own"):
+            jacobian(y, w)
+    grace.shutdown()
+
+
 @on_horovod
 def test_many_steps_in_one_call_of_a_graph():
     found = []

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import grace
+from grace.errors import ConfigError
 from tests.support.pairwise import pairwise
 from tests.support.tensorflow_training import (
     apply_steps,
@@ -60,6 +61,35 @@ def test_gradients_are_accumulated_and_exchanged_once(graph):
 
 @both_ways
 @on_both
+def test_what_was_accumulated_counts_where_the_last_gradient_is_missing(graph):
+    """Rank 0 has no gradient of v in the step that exchanges. No rank has one of u, which is left alone."""
+    u, v, w = (tf.Variable([0.0]) for _ in range(3))
+    optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5, gradient_accumulation_steps=2)
+    optimizer = grace.DistributedOptimizer(optimizer)
+    u.assign([1.0])
+    first = traced(lambda g: optimizer.apply_gradients([(None, u), (g, v), (g, w)]), graph)
+    last = traced(lambda g: optimizer.apply_gradients([(None, u), (g if grace.rank() else None, v), (g, w)]), graph)
+    first(tf.constant([4.0 + 2 * grace.rank()]))
+    last(tf.constant([10.0]))
+    assert [float(x[0]) for x in (u, v, w)] == [1.0, -5.0, -7.5]
+
+
+@both_ways
+@on_both
+def test_variables_without_an_update_keep_values_that_their_constraints_refuse(graph):
+    """Rank 0 alone has a gradient of the second variable, and no rank has one of the third, as of a frozen layer."""
+    variables = [keras.Variable(np.float32([-5.0]), name=name) for name in "abc"]
+    optimizer = sgd()
+    optimizer.build(variables)
+    for variable in variables:
+        variable.constraint = keras.constraints.NonNeg()
+    pairs = lambda g: [(g, variables[0])] + ([(g, variables[1])] if grace.rank() == 0 else [])  # noqa: E731
+    traced(lambda g: optimizer.apply_gradients(pairs(g)), graph)(tf.constant([1.0]))
+    assert [float(variable[0]) for variable in variables] == [0.0, 0.0, -5.0]
+
+
+@both_ways
+@on_both
 def test_means_are_clipped_not_what_goes_into_them(graph):
     gradient = tf.constant([30.0 if grace.rank() else -10.0, 0.0])  # the mean has norm 10, and no rank's own has
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0, clipnorm=5.0))
@@ -105,6 +135,13 @@ def test_keras_errors_stay_keras_errors():
     optimizer.build([tf.Variable([1.0])])
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply_gradients([(tf.constant([1.0]), tf.Variable([1.0], name="stranger"))])
+
+
+@on_mpi
+def test_a_variable_with_two_gradients_is_refused():
+    w = tf.Variable([0.0], name="w")
+    with pytest.raises(ConfigError, match="two gradients of the variable 'w"):
+        sgd().apply_gradients([(tf.constant([1.0]), w), (tf.constant([2.0]), w)])
 
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

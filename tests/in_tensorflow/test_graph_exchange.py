@@ -84,7 +84,7 @@ def test_buckets_that_share_their_functions_bring_what_they_bring_apart(compress
 
 
 @on_horovod
-def test_what_a_checkpoint_owes_is_applied_once():
+def test_what_a_checkpoint_owes_is_applied_once_and_not_by_a_step_that_overflows():
     """A sum goes on from a checkpoint of a run that still had a mean to apply."""
     variables = variables_of({"a": (3,), "b": (2,)})
     session = session_of("none")
@@ -96,6 +96,8 @@ def test_what_a_checkpoint_owes_is_applied_once():
     ones = [tf.ones(3)]
     exchange(ones)
     session.runner.restore_pending([{"a": np.float32([1, 2, 3]), "b": np.float32([4, 5])}])
+    overflow = [tf.constant([1.0, np.inf if grace.rank() else 1.0, 1.0])]
+    assert not np.isfinite(exchange(overflow)[0][0]).all()
     first, second = ([(np.asarray(value).tolist(), bool(found)) for value, found in exchange(ones)] for _ in range(2))
     assert first == [([2.0, 3.0, 4.0], True), ([4.0, 5.0], True)]
     assert second == [([1.0, 1.0, 1.0], True), ([0.0, 0.0], False)]

@@ -234,6 +234,25 @@ def test_a_tapes_exchange_is_saved_by_itself(tmp_path):
     assert seen == [[4, 0], [0, 6]]
 
 
+@on_mpi
+def test_accumulated_gradients_of_all_ranks_outlast_a_file_and_a_broadcast(tmp_path):
+    """Ranks with gradients 2 and 4 stop between the two steps of an accumulation."""
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)), "mse")
+    batch = np.float32([[1.0]]), np.float32([[1.0 + grace.rank()]])
+    model.fit(*batch, verbose=0)
+    path = f"{tmp_path}/model.keras"
+    grace.tensorflow.save_model(model, path)
+    grace.allgather_object("written")
+    loaded = grace.tensorflow.load_model(path)
+    after = []
+    for each in (model, loaded):
+        each.fit(*batch, verbose=0, callbacks=[grace.tensorflow.BroadcastCallback()])
+        after.append(each.layers[0].kernel.numpy().tolist())
+    assert after == [[[3.0]], [[3.0]]]
+
+
 def test_options_that_are_not_given_again_are_as_they_were(tmp_path):
     grace.init("local")
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])

@@ -441,8 +441,6 @@ class StepRunner:
         if self.carries_over and not any([outcome.overflow for outcome in outcomes]):
             self.add_carried_over(outcomes)
         self.commit_or_roll_back(outcomes, discarded)
-        if self.carries_over:
-            self._update_carries_over()
 
     def commit_or_roll_back(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
         """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
@@ -459,6 +457,8 @@ class StepRunner:
             # Where the caller waits for optimizer.step(), it commits itself.
             if not self.waits_for_step:
                 component.state.commit() if keep else component.state.rollback()
+        if self.carries_over:
+            self._update_carries_over()
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         if recorder.run is not None:
             recorder.run.exchanged()

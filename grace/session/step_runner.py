@@ -413,8 +413,8 @@ class StepRunner:
 
     @property
     def in_progress(self) -> bool:
-        """True if round trips are under way."""
-        return bool(self._begun)
+        """True if round trips are under way, or their means may still be dropped."""
+        return bool(self._begun) or self.waits_for_step
 
     def under_way(self, bucket: Bucket) -> bool:
         """Return True if the bucket's round trip is under way."""

@@ -290,7 +290,7 @@ class Session:
     @property
     def in_progress(self) -> bool:
         """True if a step is in progress: exchanges were begun, or are about to be, that may still be dropped."""
-        return self.runner.in_progress or self.runner.waits_for_step
+        return self.runner.in_progress
 
     def _check(self, communicator: Communicator) -> None:
         """Refuse a communicator that does not go with the optimizer."""

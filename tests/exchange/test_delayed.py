@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import grace
-from grace.communicators import ReduceBroadcast
+from grace.communicators import Allgather, ReduceBroadcast
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket
 from tests.support import strategies
 from tests.support.limits import HANGS, until
 from tests.support.own_parts import Shrinking, Whole
+from tests.support.pools import on_ranks
 from tests.support.training import Given, copied, digest, distributed, plain_sgd, refusal
 
 pytestmark = pytest.mark.ranks
@@ -471,3 +472,20 @@ def test_an_error_about_hyperparameters_names_those_of_the_step_that_differed(tw
         assert (
             "rank 0 has optimizer SGD, param group 0, lr 0.1, rank 1 has optimizer SGD, param group 0, lr 0.2" in said
         )
+
+
+class OneLater(Allgather):
+    """A user's communicator whose means are applied in the next step."""
+
+    name = "one_later"
+    delayed = True
+
+
+@on_ranks()
+def test_a_users_communicator_may_delay_means():
+    model = Quadratic()
+    _, optimizer, history = trained(range(4), model, made(OneLater("none"), model))
+    for got, expected in zip(history, delayed(2, 1, 4), strict=True):
+        strategies.assert_close(got, expected)
+    optimizer._grace.runner.pending()
+    return digest(history)

@@ -511,13 +511,14 @@ class Session:
         """Return a context in which means are exchanged that no ``step()`` uses yet; state is committed later."""
         if self.unused is not None:
             self._commit_unused(self.unused.find_replaced())
-        self.runner.waits_for_step = self.runner.stateful
+        waits = self.runner.stateful or self.runner.delayed
+        self.runner.waits_for_step = waits
         try:
             yield
         except BaseException:
             self.runner.waits_for_step = False
             raise
-        if self.runner.stateful:
+        if waits:
             self.unused = UnusedMeans(self.parameters)
 
     def commit_used_means(self) -> None:
@@ -528,12 +529,13 @@ class Session:
     def _commit_unused(self, discarded: Iterable[str]) -> None:
         """Commit the state that the unused means changed; roll it back for parameters whose means were discarded."""
         runner = self.runner
+        shards = [shard.variable.name for name in discarded for shard in runner.shards_of[name]]
         for component in runner._stepping():
-            for name in discarded:
-                for shard in runner.shards_of[name]:
-                    component.state.rollback(shard.variable.name)
+            for shard in shards:
+                component.state.rollback(shard)
             component.state.commit()
         runner.waits_for_step = False
+        runner.take_back_delayed(shards)
         self.unused = None
 
     # -- means out -------------------------------------------------------------------------------------
@@ -623,7 +625,7 @@ class Session:
         """Handle that gradients were cleared: roll back the changes of discarded means, and count steps that are left
         out."""
         if self.unused is not None:
-            self._commit_unused(self.unused.means)
+            self._commit_unused(self.parameters)  # a delayed mean may not have arrived, so that it has no gradient
         if self.idle and self.context.updates:  # cleared twice without a step: this rank left a batch out
             self.context.cleared += 1
         self.idle = True

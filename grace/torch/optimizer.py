@@ -230,7 +230,8 @@ class DistributedMixin(Closable, StateMixin):
 
         Call it before clipping or unscaling, on every rank. ``step()`` does not exchange again. What memories learnt is
         kept when ``step()`` uses the means, and dropped if they are cleared before. So are this step's gradients if the
-        means are those of an earlier step (``staleness``), which are then applied later.
+        means are those of an earlier step (``staleness``), which are then applied later. To drop these, set ``p.grad``
+        to zeros and call ``step()``.
         """
         session = self._grace
         if not session.synchronized:

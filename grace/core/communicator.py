@@ -92,6 +92,12 @@ class Communicator(Component):
     """True if headers on a device may be read at the end of the step."""
     delayed: bool = False
     """True if the means of a step are applied in a later one; its round trips then commit their state by themselves."""
+    sync: bool = True
+    """False if delayed means are applied when they have arrived, and at most :attr:`ahead` exchanges are under way."""
+    staleness: int = 1
+    """Number of steps after which delayed means are applied, with :attr:`sync`."""
+    ahead: int = 1
+    """Largest number of exchanges under way, without :attr:`sync`."""
     compress_after: int = 0
     """Steps in which its variables are exchanged uncompressed, before it compresses them."""
     uncompressed: "Communicator | None" = None

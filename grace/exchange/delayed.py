@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -157,7 +157,7 @@ class Pending:
         outcomes: the outcomes; None until the thread has finished, and if it failed.
         done: event that is set when the thread has finished the round trip.
         traffic: the bytes that the round trip sent, once its outcomes were collected.
-        dropped: True if its step was discarded, so that its means are never applied.
+        dropped: names of variables whose means are never applied, because their step's gradients were discarded.
     """
 
     loss_scale: float
@@ -168,7 +168,7 @@ class Pending:
     outcomes: list[Outcome] | None = None
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
-    dropped: bool = False
+    dropped: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
     def loaded(cls, outcomes: list[Outcome], loss_scale: float) -> "Pending":
@@ -219,11 +219,9 @@ class Pending:
         self.round_trip = None
 
     def values(self, loss_scale: float) -> dict[str, Gradient]:
-        """Return the means by the shards' names, in the units of a loss scale; empty if the step was discarded."""
-        outcomes = self.collect()
-        if self.dropped:
-            return {}
-        found = {outcome.variable.name: outcome.value for outcome in outcomes if outcome.value is not None}
+        """Return the means that are applied, by the shards' names, in the units of a loss scale."""
+        means = {outcome.variable.name: outcome.value for outcome in self.collect()}
+        found = {name: value for name, value in means.items() if value is not None and name not in self.dropped}
         factor = loss_scale / self.loss_scale
         return found if factor == 1 else {name: in_units(value, factor) for name, value in found.items()}
 
@@ -261,6 +259,8 @@ class DelayedRoundTrip:
         self.kernels = kernels_of(values_of(self.gradients[0]))
         self.names, self.thread = self.bucket.names, thread
         self.hyperparameters = hyperparameters
+        self.applied: dict[str, Gradient] = {}
+        """The means that :meth:`finish` returned, by name."""
 
     # -- encoding --------------------------------------------------------------------------------------
 
@@ -365,7 +365,13 @@ class DelayedRoundTrip:
     def discard(self) -> None:
         """Drop the mean, because the step is discarded. The payloads are still sent, as other ranks await them, and the
         thread compares the step stamps."""
-        self.pending.dropped = True
+        self.pending.dropped.update(self.names)
+
+    def take_back(self, names: Collection[str]) -> dict[str, Gradient]:
+        """Drop this step's means of these variables, whose gradients were discarded after :meth:`finish`, and return
+        the earlier means that it returned for them."""
+        self.pending.dropped.update(name for name in self.names if name in names)
+        return {name: mean for name, mean in self.applied.items() if name in names}
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -379,10 +385,11 @@ class DelayedRoundTrip:
             StepError: the ranks were not at one step.
         """
         collected = [self._collect(pending) for pending in self._pop_due()]
-        collected = [outcomes for outcomes in collected if outcomes]
         if not collected:
             return [Outcome(variable, None, False, pending=True) for variable in self.bucket.variables]
-        return [self._sum(of_variable) for of_variable in zip(*collected, strict=True)]
+        outcomes = [self._sum(of_variable) for of_variable in zip(*collected, strict=True)]
+        self.applied = {outcome.variable.name: outcome.value for outcome in outcomes if outcome.value is not None}
+        return outcomes
 
     def _pop_due(self) -> list[Pending]:
         """Remove from the bucket, and return, the round trips whose means this step applies."""
@@ -396,27 +403,23 @@ class DelayedRoundTrip:
         return due
 
     def _collect(self, pending: Pending) -> list[Outcome]:
-        """Wait for the outcomes of a round trip, count its traffic, and return the outcomes; empty if its step was
-        discarded."""
+        """Wait for the outcomes of a round trip, count its traffic, and return the outcomes, without dropped means."""
         began = time.perf_counter()
         outcomes = pending.collect()
         self.traffic.wait_seconds += time.perf_counter() - began
         self.traffic.include(pending.traffic)
-        if pending.dropped:
-            return []
         values = pending.values(self.communicator.context.loss_scale)
         return [dataclasses.replace(outcome, value=values.get(outcome.variable.name)) for outcome in outcomes]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Return the sum of one variable's means."""
         variable = outcomes[0].variable
-        values = [outcome.value for outcome in outcomes if outcome.value is not None]
-        if not values:  # no rank had a gradient then; this rank may have one now, which is not the mean
+        used = [(outcome.value, outcome.overflow) for outcome in outcomes if outcome.value is not None]
+        if not used:  # no rank had a gradient then; this rank may have one now, which is not the mean
             return Outcome(variable, None, False, pending=True)
-        total = values[0]
-        for value in values[1:]:
+        total = used[0][0]
+        for value, _ in used[1:]:
             total = add(total, value)
         # Nobody uses a mean of NaN, nor the other means of the step that it comes to. With bounded staleness this is
         # one step on all ranks; without a bound they would roll back different steps, so that one is committed.
-        overflow = self.communicator.sync and any([outcome.overflow for outcome in outcomes])
-        return Outcome(variable, total, overflow)
+        return Outcome(variable, total, self.communicator.sync and any([overflow for _, overflow in used]))

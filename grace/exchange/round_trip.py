@@ -661,11 +661,14 @@ class RoundTrip:
             ExchangeError: the engine failed; the message has the bucket and the engine's error.
         """
         began = time.perf_counter()
+        sent_before = self.backend.sent_bytes
         with waiting(self.describe_wait), recorder.phase("wait", "wait", bucket=self.bucket):
             try:
                 self.handle.wait()
             except Exception as error:
                 raise self.failure(error) from error
+            # The handle of a user's communicator may start further collectives when it is awaited.
+            self.traffic.sent_bytes += self.backend.sent_bytes - sent_before
             if self.apart is not None and not self.apart.values:
                 failed = self._move_payloads(self.apart.receive_all)
                 self.error = None if failed is None else self._undecoded(*failed)

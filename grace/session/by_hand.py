@@ -364,6 +364,7 @@ def _append_bucket(runner: StepRunner, shards: Sequence[Shard]) -> Bucket:
         runner.shards[shard.variable.name] = shard
         runner.shards_of[shard.variable.name] = [shard]
         runner.numel += shard.variable.numel
+        runner.nbytes += shard.variable.nbytes
     bucket = Bucket(len(runner.buckets), shards[0].communicator, [shard.variable for shard in shards])
     runner.buckets.append(bucket)
     return bucket
@@ -376,6 +377,7 @@ def _remove_variables(runner: StepRunner, names: set[str]) -> None:
     runner.shards_of = {name: shards for name, shards in runner.shards_of.items() if name in names}
     runner.buckets = [bucket for bucket in runner.buckets if names.issuperset(bucket.names)]
     runner.numel = sum(variable.numel for variable in runner.variables)
+    runner.nbytes = sum(variable.nbytes for variable in runner.variables)
 
 
 def validate_tensors(

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
@@ -22,8 +22,9 @@ from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve
 from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, round_trip_of
-from grace.exchange.sparse_rows import Gradient, add, in_units
+from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
+from grace.kernels import kernels_of
 from grace.session.agreement import DRIFTED, compare_facts, first_difference
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
 from grace.session.outer_rounds import OuterRounds
@@ -126,6 +127,10 @@ class StepRunner:
         outcomes."""
         self.carries_over = False
         """True if there may be such means. Cheaper to read than the state, in every step."""
+        self.delayed = any(bucket.communicator.delayed for bucket in self.buckets)
+        """True if means of gradients are applied in later steps."""
+        self._unused_trips: list[DelayedRoundTrip] = []
+        """Delayed round trips of the last step, while its means may still be dropped."""
         self._thread: ExchangeThread | None = None
         self.computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """The context that delayed round trips compute in."""
@@ -417,8 +422,8 @@ class StepRunner:
 
     @property
     def in_progress(self) -> bool:
-        """True if round trips are under way."""
-        return bool(self._begun)
+        """True if round trips are under way, or their means may still be dropped."""
+        return bool(self._begun) or self.waits_for_step
 
     def under_way(self, bucket: Bucket) -> bool:
         """Return True if the bucket's round trip is under way."""
@@ -441,12 +446,11 @@ class StepRunner:
         for trip in sorted(delayed, key=lambda trip: trip.bucket.index):
             trip.enqueue()
         self._begun = []
+        self._unused_trips = delayed if self.waits_for_step else []
         # A loss scaler skips a step that overflowed. Without one, its means would be added twice.
         if self.carries_over and not any([outcome.overflow for outcome in outcomes]):
             self.add_carried_over(outcomes)
         self.commit_or_roll_back(outcomes, discarded)
-        if self.carries_over:
-            self._update_carries_over()
 
     # -- commit or roll back ---------------------------------------------------------------------------
 
@@ -482,6 +486,8 @@ class StepRunner:
                 component.state.rollback(name)
             if not self.waits_for_step:
                 component.state.commit()
+        if self.carries_over:
+            self._update_carries_over()
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         if recorder.run is not None:
             recorder.run.exchanged()
@@ -498,6 +504,21 @@ class StepRunner:
                 component.state.rollback(name)
             component.state.commit()
         self.waits_for_step = False
+        self._take_back_delayed(shards)
+
+    def _take_back_delayed(self, discarded: Collection[str]) -> None:
+        """Apply the earlier means that the last step returned in a later one, and drop the last step's own means, of
+        shards whose gradients were discarded; keep those of all others."""
+        trips = self._unused_trips
+        self._unused_trips = []
+        if not discarded:
+            return
+        earlier = [values_of(mean) for trip in trips for mean in trip.applied.values()]
+        # The step of these means overflowed, and a loss scaler skipped it only now: the last step is to be applied.
+        if any(not bool(kernels_of(mean).all_finite(mean)) for mean in earlier):
+            return
+        for trip in trips:
+            self.carry_over(trip.take_back(discarded))
 
     def _roll_back(self) -> None:
         self.waits_for_step = False

@@ -408,8 +408,9 @@ def part_faults(
         of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
         yield ("sync" if of_sync else "compressor"), str(error)
         return
-    if part.outer is None and variable.sparse and unfit(communicator.compressor, communicator.memory):
-        yield "compressor", f"the variable is sparse, and {unfit(communicator.compressor, communicator.memory)}"
+    why = unfit(communicator.compressor, communicator.memory) if part.outer is None and variable.sparse else ""
+    if why:
+        yield "compressor", f"the variable is sparse, and {why}"
 
 
 def communicator_of(part: ShardPlan) -> Communicator:

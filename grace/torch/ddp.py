@@ -518,6 +518,9 @@ class DDPState(PythonReducerMixin):
             assert isinstance(trip, RoundTrip)
             trip.arrived()
         outcomes = trip.finish(outs, wait=not by_future)
+        if self.runner.carries_over:
+            # The framework may ignore a mean for a gradient that no rank has, so these wait for a later step.
+            self.runner.add_carried_over([outcome for outcome in outcomes if outcome.value is not None])
         for outcome in outcomes:
             view = views[outcome.variable.name]
             if outcome.value is not None and outcome.value is not view:

@@ -25,7 +25,7 @@ import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from grace.backends.runtime import current
-from grace.session import state_schema
+from grace.session import checkpoint, state_schema
 from grace.torch.horovod_patches import unnamed_counts
 from grace.torch.parameters import broadcast_optimizer_state
 from grace.torch.state_dict import StateMixin, load_state, rank_state
@@ -139,6 +139,17 @@ def on_reset(self: hvd.elastic.TorchState) -> None:
     super(TorchState, self).on_reset()
 
 
+def save(self: hvd.elastic.TorchState) -> None:
+    """Commit all parts, or none in the middle of an optimizer's step. Replaces ``TorchState.save``.
+
+    Raises:
+        ExchangeError: an exchange is under way, or no ``step()`` has used its means yet.
+    """
+    for handler in _own_handlers(self):
+        checkpoint.check_settled(handler.value._grace.runner)
+    save_parts(self)
+
+
 def sync(self: hvd.elastic.TorchState) -> None:
     """Synchronize all parts, and commit the result. Replaces ``TorchState.sync``, whose handlers of models give all
     ranks rank 0's parameters, also where ranks train alone."""
@@ -154,6 +165,8 @@ def sync(self: hvd.elastic.TorchState) -> None:
         handler.save()
 
 
+save_parts = TorchState.save
 synchronize_parts = TorchState.sync
+TorchState.save = save
 TorchState.sync = sync
 TorchState.on_reset = on_reset

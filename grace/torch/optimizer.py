@@ -229,7 +229,9 @@ class DistributedMixin(Closable, StateMixin):
         """Finish this step's exchange: start the buckets that are left, await all, and write the means into ``p.grad``.
 
         Call it before clipping or unscaling, on every rank. ``step()`` does not exchange again. What memories learnt is
-        kept when ``step()`` uses the means, and dropped if they are cleared before.
+        kept when ``step()`` uses the means, and dropped if they are cleared before. So are this step's gradients if the
+        means are those of an earlier step (``staleness``), which are then applied later. To drop these, set ``p.grad``
+        to zeros and call ``step()``.
         """
         session = self._grace
         if not session.synchronized:

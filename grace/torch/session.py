@@ -290,7 +290,7 @@ class Session:
     @property
     def in_progress(self) -> bool:
         """True if a step is in progress: exchanges were begun, or are about to be, that may still be dropped."""
-        return self.runner.in_progress or self.runner.waits_for_step
+        return self.runner.in_progress
 
     def _check(self, communicator: Communicator) -> None:
         """Refuse a communicator that does not go with the optimizer."""
@@ -518,13 +518,14 @@ class Session:
         """Return a context in which means are exchanged that no ``step()`` uses yet; state is committed later."""
         if self.unused is not None:
             self._commit_unused(self.unused.find_replaced())
-        self.runner.waits_for_step = self.runner.stateful
+        waits = self.runner.stateful or self.runner.delayed
+        self.runner.waits_for_step = waits
         try:
             yield
         except BaseException:
             self.runner.waits_for_step = False
             raise
-        if self.runner.stateful:
+        if waits:
             self.unused = UnusedMeans(self.parameters)
 
     def commit_used_means(self) -> None:
@@ -624,7 +625,7 @@ class Session:
         """Handle that gradients were cleared: roll back the changes of discarded means, and count steps that are left
         out."""
         if self.unused is not None:
-            self._commit_unused(self.unused.means)
+            self._commit_unused(self.parameters)  # a delayed mean may not have arrived, so that it has no gradient
         if self.idle and self.context.updates:  # cleared twice without a step: this rank left a batch out
             self.context.cleared += 1
         self.idle = True

@@ -10,8 +10,8 @@ import grace
 from grace.communicators.choice import build_communicator
 from tests.support.engine_pools import DRAWN, command, environment
 from tests.support.limits import HANGS
-from tests.support.pools import launched
-from tests.support.training import KINDS, Given, digest, distributed, made_up, means
+from tests.support.pools import launched, on_ranks
+from tests.support.training import KINDS, Given, digest, distributed, made_up, means, refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -177,6 +177,21 @@ def test_a_state_that_is_refused_changes_nothing_on_any_rank(two_ranks):
     ):
         assert all(words in told for told in (first[place], second[place], second[place + 1]))
         assert "rank 1" in first[place + 1]  # which alone was given it
+
+
+@on_ranks()
+def test_bytes_without_compression_are_those_of_all_tensors():
+    """Also after tensors were added, and taken back because a state was refused."""
+    grc, other, x = communicator("none"), communicator("topk(ratio=0.1)"), torch.ones(100)
+    for name in ("one", "two"):
+        grc.step(x, name)
+    other.step(torch.ones(300), "more")
+    message = refusal(grc.load_state_dict, other.state_dict(everyone=True))
+    assert "the checkpoint was saved with" in message
+    grc.step(x, "one")
+    traffic = grc._by_hand.runner.traffic
+    assert traffic.dense_bytes == 4 * traffic.elements  # of float32, by a ring of two ranks
+    return traffic.elements
 
 
 def without_a_learning_rate():

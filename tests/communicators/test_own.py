@@ -5,9 +5,10 @@ import torch
 from torch import distributed as dist
 
 import grace
+from grace.core.backend import Handle
 from grace.torch import Communicator, Compressor
-from tests.support.pools import launched
-from tests.support.training import Given, digest, distributed, made_up
+from tests.support.pools import launched, on_ranks
+from tests.support.training import Given, ddp, digest, distributed, made_up
 
 pytestmark = pytest.mark.ranks
 
@@ -293,3 +294,35 @@ def hooked():
 
 def test_it_serves_ddps_hook(two_ranks):
     two_ranks.run(hooked)
+
+
+class WhenAwaited(Communicator):
+    """An all-gather that begins when its handle is awaited."""
+
+    def communicate(self, wire):
+        begun = []
+        return Handle(lambda: begun.append(self.backend.allgather(wire)), later=lambda: begun[0].wait())
+
+
+def sent(communicator, hook):
+    """Bytes that a training counts as sent: by the optimizer, or by DDP's hook."""
+    model = Given({"matrix": (40, 30)})
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = ddp(model) if hook else model
+    if hook:
+        owner = grace.torch.register_ddp_hook(wrapped, communicator=communicator, optimizer=plain)
+    else:
+        owner = plain = grace.DistributedOptimizer(plain, model, communicator=communicator)
+    for step in range(2):
+        plain.zero_grad()
+        wrapped(made_up({"matrix": (40, 30)}, step, grace.rank())).backward()
+        plain.step()
+    return owner.traffic.sent_bytes, digest(model.matrix.detach())
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["optimizer", "hook"])
+@on_ranks()
+def test_collectives_that_begin_when_a_handle_is_awaited_are_counted(hook):
+    found = sent(WhenAwaited("topk(ratio=0.1)"), hook)
+    assert found == sent(grace.torch.Allgather("topk(ratio=0.1)"), hook)
+    return found

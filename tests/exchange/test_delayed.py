@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import grace
-from grace.communicators import ReduceBroadcast
+from grace.communicators import Allgather, ReduceBroadcast
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket
@@ -18,6 +18,7 @@ from grace.exchange.delayed import Pending
 from tests.support import strategies
 from tests.support.limits import HANGS, until
 from tests.support.own_parts import Shrinking, Whole
+from tests.support.pools import on_ranks
 from tests.support.training import Given, copied, digest, distributed, plain_sgd, refusal
 
 pytestmark = pytest.mark.ranks
@@ -324,6 +325,61 @@ def test_gradients_that_are_dropped_are_not_applied_later(two_ranks):
         torch.testing.assert_close(value, -LR * 2 * TARGETS)
 
 
+def applied(gradients, bad, staleness, cleared, scaler=None) -> list[float]:
+    """The sums of the gradients that steps have applied, of two parameters of which one bad step's are cleared after
+    ``synchronize()``: those of all, or of one alone."""
+    model = Given({"w": (3,), "b": (2,)})
+    optimizer = distributed(
+        model,
+        optimizer=lambda p: plain_sgd(p, 1.0),
+        communicator=ReduceBroadcast("none", staleness=staleness),
+        grad_scaler=scaler,
+    )
+    for step, number in enumerate(gradients):
+        optimizer.zero_grad()
+        loss = model({"w": torch.full((3,), number), "b": torch.full((2,), number)})
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if step == bad:
+            optimizer.synchronize()
+            with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\)"):
+                optimizer.state_dict()
+            if cleared == "all":
+                optimizer.zero_grad()
+                continue
+            model.w.grad = None
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    optimizer._grace.runner.pending()
+    return [-model.w[0].item(), -model.b[0].item()]
+
+
+GOOD = [1.0, 10.0, 100.0, 1000.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+@on_ranks()
+def test_gradients_that_are_dropped_after_synchronize_are_not_applied_later(staleness, bad):
+    """And the means of earlier steps, which synchronize() has put in their place, are applied."""
+    wanted = sum(GOOD) - GOOD[bad]
+    assert applied(GOOD, bad, staleness, "all") == [wanted, wanted]
+    of_one = wanted if bad >= staleness else sum(GOOD)  # before, there is no gradient yet that could be cleared
+    assert applied(GOOD, bad, staleness, "one") == [of_one, sum(GOOD)]
+
+
+@on_ranks()
+def test_a_scaler_that_skips_the_means_of_an_overflow_drops_that_step_alone():
+    """zero_grad() follows without a step, one step after the one that overflowed."""
+    gradients = list(GOOD)
+    if grace.rank() == 1:
+        gradients[1] = float("inf")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert applied(gradients, None, 1, "all", scaler) == [sum(GOOD) - 10.0] * 2
+
+
 def scaled() -> torch.Tensor:
     """Means that come when the loss scale has changed."""
     model = Quadratic()
@@ -520,3 +576,20 @@ def test_an_error_about_hyperparameters_names_those_of_the_step_that_differed(tw
         assert (
             "rank 0 has optimizer SGD, param group 0, lr 0.1, rank 1 has optimizer SGD, param group 0, lr 0.2" in said
         )
+
+
+class OneLater(Allgather):
+    """A user's communicator whose means are applied in the next step."""
+
+    name = "one_later"
+    delayed = True
+
+
+@on_ranks()
+def test_a_users_communicator_may_delay_means():
+    model = Quadratic()
+    _, optimizer, history = trained(range(4), model, made(OneLater("none"), model))
+    for got, expected in zip(history, delayed(2, 1, 4), strict=True):
+        strategies.assert_close(got, expected)
+    optimizer._grace.runner.pending()
+    return digest(history)

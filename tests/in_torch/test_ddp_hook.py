@@ -13,15 +13,20 @@ from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks
 from tests.support.training import (
     METHODS,
+    Given,
+    copied,
     ddp,
     digest,
     distributed,
     gradients,
     loss_of,
+    made_up,
     net,
+    plain_sgd,
     refusal,
     sgd,
     train,
+    train_given,
     weights,
 )
 
@@ -230,3 +235,69 @@ def test_parameters_that_ddp_ignores_are_not_exchanged():
     torch.distributed.all_gather(alone, trained.pop("conv.bias"))
     assert not torch.equal(*alone)
     return digest(trained)
+
+
+SHAPES = {"matrix": (20, 30), "vector": (7,)}
+
+
+def resumed_without_delay(hook, first_step, **options):
+    """Return the weights of a run that resumes one with delayed means, and delays none: by the hook, or by the
+    optimizer. Its first step is used, thrown away, or overflows on rank 1."""
+    delayed, model = Given(SHAPES), Given(SHAPES)
+    optimizer = distributed(
+        delayed, "topk(ratio=0.1)", optimizer=plain_sgd, communicator="reduce_broadcast(staleness=2)"
+    )
+    train_given(delayed, optimizer, range(3))
+    saved = copied(optimizer.full_state_dict())
+    model.load_state_dict(delayed.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=first_step == "overflows")
+    choices = {"compressor": "topk(ratio=0.1)", "communicator": "reduce_broadcast", "grad_scaler": scaler}
+    plain = plain_sgd(model.parameters())
+    if hook:
+        wrapped = ddp(model, **options)
+        state = grace.torch.register_ddp_hook(wrapped, optimizer=plain, **choices)
+        state.load_state_dict(saved["grace"])
+    else:
+        wrapped = model
+        plain = grace.DistributedOptimizer(plain, model.named_parameters(), **choices)
+        plain.load_state_dict(saved)
+    for step in range(3, 6):
+        plain.zero_grad()
+        loss = wrapped(made_up(SHAPES, step, grace.rank()))
+        overflows = first_step == "overflows" and step == 3 and grace.rank() == 1
+        scaler.scale(loss * torch.inf if overflows else loss).backward()
+        if not (first_step == "is thrown away" and step == 3):
+            scaler.step(plain)
+        scaler.update()
+    runner = state.runner if hook else plain._grace.runner
+    if hook:
+        state.close_step()
+    assert not runner.carries_over
+    return weights(model)
+
+
+@pytest.mark.parametrize("first_step", ["is used", "is thrown away", "overflows"])
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@on_ranks()
+def test_the_hook_applies_means_that_a_delayed_run_left(first_step, view):
+    wanted = resumed_without_delay(False, first_step)
+    found = resumed_without_delay(True, first_step, gradient_as_bucket_view=view)
+    assert digest(found) == digest(wanted)
+    return digest(found)
+
+
+@on_ranks()
+def test_the_hook_keeps_means_of_parameters_that_no_rank_uses():
+    """DDP ignores a bucket's values of parameters that no rank used."""
+    model = Given(SHAPES)
+    wrapped = ddp(model, find_unused_parameters=True)
+    plain = plain_sgd(wrapped.parameters(), lr=1.0)
+    state = grace.torch.register_ddp_hook(wrapped, "none", optimizer=plain)
+    state.runner.carry_over({name: torch.ones(shape) for name, shape in SHAPES.items()})
+    found = []
+    for used in (["matrix"], ["matrix", "vector"], ["matrix", "vector"]):
+        plain.zero_grad(set_to_none=False)
+        wrapped({name: torch.zeros(SHAPES[name]) for name in used}).backward()
+        plain.step()
+        found.append([-p.flatten()[0].item() for p in model.parameters()])
+    assert found == [[1, 0], [1, 1], [1, 1]]

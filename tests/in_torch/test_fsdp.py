@@ -241,6 +241,26 @@ def test_nothing_of_a_gradient_is_lost():
     assert "first.weight" in new
 
 
+@on_ranks(4)
+def test_means_that_an_earlier_run_left_are_applied():
+    """Means that are still to be applied are added once, by every replica, to the next gradients that are used."""
+    net = built(mesh_of()["shard"])
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    with compressed(net, "none", optimizer=opt) as (state,):
+        runner = state.runner
+        runner.carry_over({name: torch.ones(shard.variable.shape) for name, shard in runner.shards.items()})
+        found = []
+        for used in (False, True, True):
+            opt.zero_grad()
+            before = whole(net)
+            (0.0 * loss_of(net, 0)).backward()
+            if used:
+                opt.step()
+            found.append({float((before[name] - after).mean().round(decimals=4)) for name, after in whole(net).items()})
+        state.close_step()
+        assert (found, runner.carries_over) == ([{0.0}, {1.0}, {0.0}], False)
+
+
 # -- overflows -------------------------------------------------------------------------------------------------------
 
 

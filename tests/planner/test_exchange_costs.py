@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from grace.communicators import Allgather
 from grace.communicators.choice import build_communicator
 from grace.core.context import Context
 from grace.core.registry import known, legal_communicators, make
@@ -211,6 +212,21 @@ def test_delayed_exchanges_hold_what_is_under_way():
         found += works(strategy_of(part, 3, LARGE), costs_for(shards))
     assert found[0].memory < found[1].memory < found[2].memory
     assert found[0].transfers == found[1].transfers
+
+
+class OneLater(Allgather):
+    """A user's communicator whose means are applied in the next step."""
+
+    name = "one_later"
+    delayed = True
+
+
+def test_a_users_delayed_exchange_is_under_way_for_a_step():
+    memory = []
+    for kind in (Allgather, OneLater):
+        shards = uniform(LARGE, kind("topk(ratio=0.1)"))
+        memory.append(sum(work.memory for work in works_of(shards, 3, costs_for(shards))))
+    assert memory[0] < memory[1]
 
 
 def test_a_communicator_that_was_not_measured_is_named():

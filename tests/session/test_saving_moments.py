@@ -87,6 +87,33 @@ def test_horovods_optimizer_says_the_same_and_an_elastic_run_goes_back():
     assert (digest(state_of(optimizer)) == kept, optimizer._grace.context.step) == (True, 3)
 
 
+@on_ranks(2, engine="horovodrun-gloo")
+def test_an_elastic_run_commits_all_parts_or_none():
+    """A step's means are in the gradients, and not yet in the parameters."""
+    from grace.torch.elastic import TorchState
+
+    model, optimizer = made()
+    train_given(model, optimizer, range(2))
+    state = TorchState(model=model, optimizer=optimizer, epoch=0)
+    committed = digest(weights(model)), digest(state_of(optimizer))
+    optimizer.zero_grad()
+    model.backward(made_up(SHAPES, 2, grace.rank()))
+    optimizer.synchronize()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    state.epoch = 1
+    with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\), or drop"):
+        state.save()
+    state.restore()
+    assert (digest(weights(model)), digest(state_of(optimizer)), state.epoch) == (*committed, 0)
+    train_given(model, optimizer, range(2, 3))
+    state.save()
+    train_given(model, optimizer, range(3, 4))
+    state.restore()
+    assert optimizer._grace.context.step == 3
+
+
 @on_ranks(2)
 def test_nor_under_ddp_whose_hook_knows_the_optimizer():
     model = torch.nn.Linear(8, 8)

@@ -463,10 +463,11 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a whole model's state, of a plain program or of another plan. Every rank must call it, with the same
-        state.
+        state. Extra states of modules (``get_extra_state``) cannot change once the model is cut: load them into the
+        model before.
 
         Raises:
-            ConfigError: names, shapes or kinds are not the model's; nothing was changed.
+            ConfigError: names, shapes, kinds or extra states are not the model's; nothing was changed.
             RankError: another rank refused its state, or was given another one; nothing was changed.
         """
         self._check_planned()

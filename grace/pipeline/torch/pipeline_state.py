@@ -1,7 +1,8 @@
 """The tensors that a pipeline's stages own, and the state of the whole model, under the model's names."""
 
+import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -139,7 +140,7 @@ class StageTensors:
         tensors = {**self.parameters, **self.buffers}
         targets = {name: tensors.get(names.get(name, name), one) for name, one in own.items()}
         with failing_together(self.mesh.backend, "a model's state", "did not load the model's state"):
-            values = _model_tensors(targets, state)
+            values = _model_tensors(targets, state, own.keys() - names.keys())
             sums = [_checksum(value) for value in values.values()]
         received: list[list[int]] = self.mesh.backend.allgather_object(sums)
         for name, every in zip(values, zip(*received, strict=True), strict=True):
@@ -263,8 +264,13 @@ def _select_state(
     return {"state": state, "param_groups": groups, "grace": part}, whole
 
 
-def _model_tensors(targets: Mapping[str, object], state: object) -> dict[str, torch.Tensor]:
+def _model_tensors(targets: Mapping[str, object], state: object, extras: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's state, by name. Those of other ranks may be on meta, without values.
+
+    Args:
+        targets: the model's own tensors and extra states, by name.
+        state: the state to load.
+        extras: names of modules' extra states, which must be equal already.
 
     Raises:
         ConfigError: the state is not of this model; the message names the entry.
@@ -276,10 +282,16 @@ def _model_tensors(targets: Mapping[str, object], state: object) -> dict[str, to
         raise ConfigError(f"the state is of another model: {', '.join(map(repr, odd[:5]))} is on one side only")
     values = dict[str, torch.Tensor]()
     for name, target in targets.items():
-        if not isinstance(target, torch.Tensor):  # a module's extra state
-            continue
         value = state[name]
-        if not isinstance(value, torch.Tensor):
+        if name in extras:
+            # Stages were captured from the model as it was, so a later change might not reach them.
+            if not _equal(target, value):
+                raise ConfigError(
+                    f"{name!r}, what a module's get_extra_state() returns, differs from the model's, whose stages are "
+                    "cut already: load it before grace.torch.Pipeline(model, ...), by model.load_state_dict(state)"
+                )
+            continue
+        if not isinstance(target, torch.Tensor) or not isinstance(value, torch.Tensor):
             raise ConfigError(f"{name!r} should be a tensor, and in the state it is {state_schema.short(value)}")
         if target.shape != value.shape:
             raise ConfigError(f"{name!r} has shape {tuple(target.shape)}, in the state {tuple(value.shape)}")
@@ -290,6 +302,20 @@ def _model_tensors(targets: Mapping[str, object], state: object) -> dict[str, to
             raise ConfigError(f"{name!r} is of {target.dtype}, and in the state of {value.dtype}")
         values[name] = value
     return values
+
+
+def _equal(one: object, other: object) -> bool:
+    """Return True if two extra states are equal: tensors, other values that can be saved, or lists and dicts of
+    these."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return pickle.dumps(one) == pickle.dumps(other)  # == of arrays is no truth value, and of many classes is identity
 
 
 def _checksum(tensor: torch.Tensor) -> int:

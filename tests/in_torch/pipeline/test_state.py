@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,57 @@ def test_memories_load_on_other_cuts():
     settings = {"stages": 2, "compressor": TOPK, "cuts": ["linear"]}
     state, end = saved("Residual", settings)
     assert close(resumed("Residual", state, {**settings, "cuts": ["relu__1"]}), end)
+
+
+class Gate(torch.nn.Module):
+    """A factor that is no tensor of the module's, and a count that forward does not read."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.factor, self.count = form, 2.0, 1
+
+    def forward(self, x):
+        return x * self.factor
+
+    def get_extra_state(self):
+        extra = {"factor": self.factor, "counts": [self.count], "array": np.arange(2), "none": None}
+        return torch.tensor([self.factor, self.count]) if self.form == "tensor" else extra
+
+    def set_extra_state(self, state):
+        self.factor, self.count = state.tolist() if self.form == "tensor" else (state["factor"], *state["counts"])
+
+
+def gated(form):
+    """A model of a toy's inputs with an extra state."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), Gate(form), torch.nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize("form", ["dict", "tensor"])
+@on_ranks()
+def test_extra_states_are_saved_and_must_be_loaded_before_the_cut(form):
+    """A stage computes with the factor that the model had when it was captured."""
+    engine = pipeline("FewParameters", gated(form))
+    run_steps(engine, "FewParameters", range(1))
+    before = copy.deepcopy(engine.state_dict())
+    engine.load_state_dict(before)
+    other = gated(form)
+    other[1].factor = 3.0
+    for p in other.parameters():
+        p.data.add_(1.0)
+    state = other.state_dict()
+    assert "'1._extra_state'" in refusal(engine.load_state_dict, state)
+    assert digest(engine.state_dict()) == digest(before)
+    model = gated(form)
+    model.load_state_dict(state)
+    loaded = pipeline("FewParameters", model)
+    loaded.load_state_dict(state)
+    x = batch("FewParameters", 0)[0][0]
+    found = loaded.state_dict()
+    assert digest(found) == digest(state)
+    plain = gated(form)
+    plain.load_state_dict(found)
+    assert torch.equal(plain(x), other(x))
 
 
 @on_ranks()

@@ -675,6 +675,7 @@ class Session:
         rounds.write = partial(Session._set_parameters, me)
         rounds.read_buffers = partial(dict, self.buffers)
         rounds.write_buffers = partial(Session._set_buffers, me)
+        rounds.clear_optimizer = partial(Session._clear_optimizer, me)
         rounds.sync_buffers = partial(Session._average_buffers, me)
         if self.shard_group is not None:
             rounds.any_overflow = partial(self.shard_group.any, place="the comparison of drifts")
@@ -730,6 +731,16 @@ class Session:
         if self.shard_group is not None:
             self.shard_group.modules[shard.whole.name].reshard()  # an evaluation leaves gathered values in use
         self._parameters_of(shard).copy_(value)
+
+    def _clear_optimizer(self, shard: Shard) -> None:
+        """Clear what the optimizer keeps of a parameter, as of a new one, if it is not finite: a moment that is NaN
+        would spoil the next update again."""
+        state = self.optimizer.state.get(self.parameters[shard.whole.name], {})
+        tensors = [local_part(value) for value in state.values() if isinstance(value, torch.Tensor)]
+        lost = [tensor for tensor in tensors if not tensor.isfinite().all()]
+        counters = [tensor for tensor in tensors if tensor.dim() == 0]  # for bias corrections, as of zeros
+        for tensor in (*lost, *counters) if lost else ():
+            tensor.zero_()
 
     def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this

@@ -451,6 +451,24 @@ def test_buffers_are_averaged_at_a_round():
     return digest(shared)
 
 
+@on_ranks(2)
+def test_statistics_that_are_not_finite_on_one_rank_leave_the_mean_of_the_others():
+    model = with_buffers()
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    optimizer = distributed(model, outer="sgd", period=2)
+    norm = model[1]
+    train(model, optimizer, range(1))
+    if grace.rank() == 1:
+        norm.running_var.fill_(float("inf"))
+        train(model, optimizer, range(1, 2))
+    else:
+        train(model, optimizer, range(1, 2))
+    assert norm.running_var.isfinite().all()
+    assert norm.running_mean.isfinite().all()
+    assert model.mask.isneginf().all()
+    return digest({name: b for name, b in model.named_buffers()})
+
+
 def with_statistics(steps=0):
     """A model with statistics and a mask of infinities, its optimizer with a round after each fourth iteration, and
     digests of its buffers, now and at the anchor."""

@@ -23,6 +23,7 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.torch.ddp import DDPState, build_hook_runner
 from grace.torch.fsdp_layout import (
+    TRAINED_BEFORE,
     ModuleLayout,
     ShardGroup,
     find_layouts,
@@ -191,6 +192,9 @@ class FSDPState(DDPState):
         if first:
             self._begin_step()
         gradients = {piece.name: piece.view(flat) for piece in layout.pieces(flat)}
+        for name in gradients:
+            if name not in self.runner.shards_of:
+                raise ExchangeError(f"parameter {name!r} was frozen when the hook was registered. {TRAINED_BEFORE}")
         trips, views = self._start_trips(gradients, first)
         try:
             advance_all(trips)

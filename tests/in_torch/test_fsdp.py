@@ -330,6 +330,23 @@ def test_an_exchange_that_cannot_be_held_back_says_how_to():
         assert "To accumulate, use set_requires_gradient_sync(False)" in message
 
 
+@pytest.mark.parametrize("trained_first", [True, False], ids=["frozen", "thawed"])
+@on_ranks(4)
+def test_parameters_that_are_frozen_or_thawed_too_late_are_named(trained_first):
+    for choices in ({"replicas": "topk"}, {"shards": "block"}):
+        net = built(mesh_of()["shard"])
+        net.last.bias.requires_grad_(trained_first)
+        with compressed(net, **choices):
+            loss_of(net, 0).backward()
+            net.last.bias.requires_grad_(not trained_first)
+            if trained_first and "replicas" in choices:  # which has the other parameters one by one
+                loss_of(net, 1).backward()
+            else:
+                message = refusal(lambda net=net: loss_of(net, 1).backward(), kind=grace.ExchangeError)
+                assert "last" in message
+                assert "Parameters must be frozen, and thawed (requires_grad), before" in message
+
+
 def divided(mesh):
     net = built(mesh["shard"])
     with compressed(net, shards="block"):

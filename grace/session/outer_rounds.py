@@ -140,6 +140,8 @@ class OuterRounds:
         self.write: Callable[[Shard, Tensor], None]
         self.read_buffers: Callable[[], Mapping[str, Tensor]] = dict
         self.write_buffers: Callable[[Mapping[str, Tensor]], object] = dict
+        self.clear_optimizer: Callable[[Shard], object] = id
+        """Clears what the inner optimizer keeps of a shard whose parameters were not finite."""
         self.sync_buffers: Callable[[], object] = dict
         """Averages the model's buffers over ranks. Called after a round of the last fragment."""
         self.any_overflow: Callable[[bool], bool] = bool
@@ -321,15 +323,16 @@ class OuterRounds:
                 self._apply_outer_step(fragment, fragment.outer.merge)
         # A rank with more iterations may wait in the round that is due next: the order lets both find that out.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.until_sent(self.at)):
-            self._send(fragment, later=False)
+            if not self._send(fragment, later=False):  # a rank that was not finite has the anchors now
+                self._send(fragment, later=False)
             self._apply_outer_step(fragment, 0.0)
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""
         return fragment.applied_at != self.runner.context.step
 
-    def _send(self, fragment: Fragment, later: bool) -> None:
-        """Send the drifts of a fragment, and receive their means.
+    def _send(self, fragment: Fragment, later: bool) -> bool:
+        """Send the drifts of a fragment, and receive their means. Return False if the round was dropped.
 
         Args:
             later: True to let them travel while training goes on.
@@ -344,7 +347,7 @@ class OuterRounds:
                 contributions.append(Contribution(bucket, drifts, [present] * len(drifts), True, self.runner.traffic))
         if later:
             fragment.under_way = [self._enqueue(contribution) for contribution in contributions]
-            return
+            return True
         before = self.runner.traffic.sent_bytes
         try:
             outcomes = self.runner.round_trips(contributions)
@@ -352,7 +355,7 @@ class OuterRounds:
             self._roll_back(fragment)
             raise
         fragment.sent_bytes = self.runner.traffic.sent_bytes - before
-        self._resolve(fragment, outcomes)
+        return self._resolve(fragment, outcomes)
 
     def drift(self, shard: Shard) -> Tensor:
         """Return this rank's drift, the pseudogradient of DiLoCo: anchor minus parameters, in the parameters' dtype."""
@@ -398,13 +401,14 @@ class OuterRounds:
             raise
         self._resolve(fragment, outcomes)
 
-    def _resolve(self, fragment: Fragment, outcomes: Sequence[Outcome]) -> None:
-        """Commit the memories of a round and keep its means; drop both if a drift was not finite on a rank."""
+    def _resolve(self, fragment: Fragment, outcomes: Sequence[Outcome]) -> bool:
+        """Commit the memories of a round and keep its means; drop both, and return False, if a drift was not finite on
+        a rank."""
         fragment.coming = {}
         if self.any_overflow(any(outcome.overflow for outcome in outcomes)):
             self._roll_back(fragment)
-            self._return_to_anchors(fragment)
-            return
+            self._return_to_anchors()
+            return False
         for part in self._parts(fragment):
             for outcome in outcomes:
                 if outcome.value is None:
@@ -414,6 +418,7 @@ class OuterRounds:
             if outcome.value is not None:  # a view of a buffer, which the next round overwrites
                 shard = self.runner.shards[outcome.variable.name]
                 fragment.coming[outcome.variable.name] = _copy(outcome.value, _wide(shard))
+        return True
 
     def _apply_outer_step(self, fragment: Fragment, merge: float) -> None:
         """Move the anchors of a fragment by the means of the last round, and the parameters with them."""
@@ -455,12 +460,14 @@ class OuterRounds:
         for part in self._parts(fragment):
             part.state.rollback()
 
-    def _return_to_anchors(self, fragment: Fragment) -> None:
-        """Let this rank start anew from the anchors if its parameters are not finite. Other ranks keep their drifts for
-        the next round."""
-        lost = [shard for shard in fragment.shards if not _finite(self.read(shard))]
+    def _return_to_anchors(self) -> None:
+        """Let this rank start anew from the anchors where its parameters are not finite. Other ranks keep their drifts
+        for the next round."""
+        # Of all fragments: with one that is still lost, the next forward pass would spoil the others again.
+        lost = [shard for shard in self.shards if not _finite(self.read(shard))]
         for shard in lost:
             self.write(shard, self._anchor(shard, self.read(shard)))
+            self.clear_optimizer(shard)
         if lost:
             backend = self.runner.backend
             warnings.warn(

@@ -23,6 +23,7 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.torch.ddp import DDPState, build_hook_runner
 from grace.torch.fsdp_layout import (
+    TRAINED_BEFORE,
     ModuleLayout,
     ShardGroup,
     find_layouts,
@@ -111,10 +112,16 @@ class FSDPState(DDPState):
         Raises:
             StepError: the replicas are at different steps.
         """
+        if self.dropped:
+            # Compressed reduce-scatters of this step learn of another replica's overflow while the step is open here.
+            for state in reduce_scatter_states(self.layouts):
+                state.close_step()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Commit the last step, or drop it, after its reduce-scatters have ended it."""
         if self.dropped:  # an outcome that overflowed makes the runner roll back the whole step
             self.outcomes.append(Outcome(self.runner.variables[0], None, True))
-            for state in reduce_scatter_states(self.layouts):
-                state.overflow = True
         self.seen.clear()
         self.any_overflow = None
         super().close_step()
@@ -179,12 +186,15 @@ class FSDPState(DDPState):
     def exchange_module(self, layout: ModuleLayout, flat: torch.Tensor) -> None:
         """Replace the reduced gradients of a module by their means over replicas. This is the work of the hook."""
         if layout.name in self.seen:  # a module's second gradients begin another step
-            self.close_step()
+            self._end_step()  # for a reduce-scatter of this module it has begun already
         first = not self.seen
         self.seen.add(layout.name)
         if first:
             self._begin_step()
         gradients = {piece.name: piece.view(flat) for piece in layout.pieces(flat)}
+        for name in gradients:
+            if name not in self.runner.shards_of:
+                raise ExchangeError(f"parameter {name!r} was frozen when the hook was registered. {TRAINED_BEFORE}")
         trips, views = self._start_trips(gradients, first)
         try:
             advance_all(trips)

@@ -17,6 +17,8 @@ from grace.kernels.torch.primitives import NAMES
 from grace.torch.step_hooks import within_step
 from grace.torch.wrappers import unwrap_compiled
 
+TRAINED_BEFORE = "Parameters must be frozen, and thawed (requires_grad), before Grace compresses their exchange"
+
 
 class Piece(NamedTuple):
     """A parameter in the flat buffer of its module: the part that one rank of a shard group has."""
@@ -58,8 +60,7 @@ class ModuleLayout:
         if start != flat.numel():
             raise ExchangeError(
                 f"module {self.name!r}: {flat.numel()} elements were reduced, and its trained parameters have {start}. "
-                "Parameters must be frozen (requires_grad) before Grace's hook is registered, and "
-                "set_reduce_scatter_unused_params(True) must stay"
+                f"{TRAINED_BEFORE}, and set_reduce_scatter_unused_params(True) must stay"
             )
         return pieces
 

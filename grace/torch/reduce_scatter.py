@@ -30,7 +30,14 @@ from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
-from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, replica_states, subscribe_to_steps
+from grace.torch.fsdp_layout import (
+    TRAINED_BEFORE,
+    ModuleLayout,
+    find_layouts,
+    fsdp_param_groups,
+    replica_states,
+    subscribe_to_steps,
+)
 from grace.torch.parameters import scaler_enabled
 from grace.torch.shard_group import ShardGroupState, build_method, from_file_format
 from grace.torch.state_dict import move_to_devices
@@ -74,6 +81,8 @@ class ReduceScatterState(ShardGroupState):
         self.overflow = False
         self.seen: set[str] = set()
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
+        self.numels = {layout.name: _shard_numel(layout) for layout in layouts}
+        """Number of elements of each module's gradient that a rank keeps."""
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "compress_reduce_scatter")
         self.unhook = subscribe_to_steps(self, params.values())
@@ -204,6 +213,11 @@ class ReduceScatterState(ShardGroupState):
     @torch.no_grad()
     def reduce(self, name: str, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
         """Write the sum (or mean) over the shard group of this rank's part into ``output``."""
+        if output.numel() != self.numels[name]:  # residuals and wires have the former size
+            raise ExchangeError(
+                f"module {name!r}: each rank keeps {output.numel()} elements of its gradient, and kept "
+                f"{self.numels[name]} when its reduce-scatter was compressed. {TRAINED_BEFORE}"
+            )
         if name in self.seen:  # a module's second gradients begin another step
             self.close_step()
         if not self.seen and self.grad_scaler is not None and self.runner.follows_scaler():

@@ -66,6 +66,8 @@ NO_NUMBERS = {"params", "param_names"}
 IMMUTABLE = {int, float, bool, str, type(None)}
 
 
+FINITE = "the buffers that are finite"
+"""Name of the flags that travel beside buffers."""
 CHANGED = "was changed after its exchange began (by clipping, unscaling or another backward pass)"
 CHANGED_EARLY = "was changed before its exchange began (by clipping, unscaling or another backward pass)"
 
@@ -677,6 +679,7 @@ class Session:
         rounds.write = partial(Session._set_parameters, me)
         rounds.read_buffers = partial(dict, self.buffers)
         rounds.write_buffers = partial(Session._set_buffers, me)
+        rounds.clear_optimizer = partial(Session._clear_optimizer, me)
         rounds.sync_buffers = partial(Session._average_buffers, me)
         if self.shard_group is not None:
             rounds.any_overflow = partial(self.shard_group.any, place="the comparison of drifts")
@@ -696,14 +699,31 @@ class Session:
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
-        """Replace buffers by their means over ranks."""
-        kinds = {name: str(b.dtype).removeprefix("torch.") for name, b in self.buffers.items()}
-        variables = [Variable(name, tuple(b.shape), kinds[name], str(b.device)) for name, b in self.buffers.items()]
+        """Replace each buffer by its mean over the ranks on which it is finite."""
+        if not self.buffers:
+            return
+        finite = [bool(buffer.isfinite().all()) for buffer in self.buffers.values()]
+        # Statistics that overflowed on one rank would spoil those of all ranks, and stay so.
+        pairs = zip(self.buffers.items(), finite, strict=True)
+        own = {name: buffer if sound else torch.zeros_like(buffer) for (name, buffer), sound in pairs}
+        device = next(iter(own.values())).device
+        own[FINITE] = torch.tensor(finite, dtype=torch.float32, device=device)
+        variables = [
+            Variable(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device))
+            for name, t in own.items()
+        ]
         averaging = self.runner.averaging
+        means: dict[str, torch.Tensor] = {}
         for bucket in make_buckets([Shard(variable, variable, averaging) for variable in variables]):
-            own = [self.buffers[name] for name in bucket.names]
-            for buffer, mean in zip(own, self.runner.mean(bucket, own), strict=True):
-                buffer.copy_(mean)
+            sent = [own[name] for name in bucket.names]
+            means.update(zip(bucket.names, self.runner.mean(bucket, sent), strict=True))
+        size = self.runner.backend.size
+        counts = (means[FINITE] * size).round().tolist()
+        for (name, buffer), count in zip(self.buffers.items(), counts, strict=True):
+            if count == size:
+                buffer.copy_(means[name])
+            elif count:  # a mask of infinities is not finite on any rank
+                buffer.copy_(means[name] * (size / count))
         if self.shard_group is not None:
             for buffer in self.buffers.values():
                 buffer.copy_(self.shard_group.sum(buffer, "the mean of buffers") / len(self.shard_group.ranks))
@@ -732,6 +752,16 @@ class Session:
         if self.shard_group is not None:
             self.shard_group.modules[shard.whole.name].reshard()  # an evaluation leaves gathered values in use
         self._parameters_of(shard).copy_(value)
+
+    def _clear_optimizer(self, shard: Shard) -> None:
+        """Clear what the optimizer keeps of a parameter, as of a new one, if it is not finite: a moment that is NaN
+        would spoil the next update again."""
+        state = self.optimizer.state.get(self.parameters[shard.whole.name], {})
+        tensors = [local_part(value) for value in state.values() if isinstance(value, torch.Tensor)]
+        lost = [tensor for tensor in tensors if not tensor.isfinite().all()]
+        counters = [tensor for tensor in tensors if tensor.dim() == 0]  # for bias corrections, as of zeros
+        for tensor in (*lost, *counters) if lost else ():
+            tensor.zero_()
 
     def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this

@@ -303,6 +303,27 @@ def test_a_step_that_overflowed_on_one_rank_leaves_no_trace_on_any(parallel, whe
     assert answer == ([False, True, False], 2.0, True, True, True)
 
 
+@pytest.mark.parametrize("shards", [BLOCK, None], ids=["both levels", "replicas"])
+@on_ranks(4)
+def test_training_goes_on_after_an_overflow_as_if_that_step_had_not_been(shards):
+    found = []
+    for overflows in (False, True):
+        mesh = mesh_of()
+        net = built(mesh["shard"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        with compressed(net, TOPK, shards, mesh, grad_scaler=scaler):
+            for step in range(4):
+                for factor in (torch.inf, 1) if overflows and step == 2 else (1,):
+                    opt.zero_grad()
+                    scaler.scale(loss_of(net, step) * (factor if dist.get_rank() == 3 else 1)).backward()
+                    scaler.step(opt)
+                    scaler.update()
+        found.append(whole(net))
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +348,23 @@ def test_an_exchange_that_cannot_be_held_back_says_how_to():
         net.set_requires_all_reduce(False)
         message = refusal(lambda: loss_of(net, 0).backward(), kind=grace.ExchangeError)
         assert "To accumulate, use set_requires_gradient_sync(False)" in message
+
+
+@pytest.mark.parametrize("trained_first", [True, False], ids=["frozen", "thawed"])
+@on_ranks(4)
+def test_parameters_that_are_frozen_or_thawed_too_late_are_named(trained_first):
+    for choices in ({"replicas": "topk"}, {"shards": "block"}):
+        net = built(mesh_of()["shard"])
+        net.last.bias.requires_grad_(trained_first)
+        with compressed(net, **choices):
+            loss_of(net, 0).backward()
+            net.last.bias.requires_grad_(not trained_first)
+            if trained_first and "replicas" in choices:  # which has the other parameters one by one
+                loss_of(net, 1).backward()
+            else:
+                message = refusal(lambda net=net: loss_of(net, 1).backward(), kind=grace.ExchangeError)
+                assert "last" in message
+                assert "Parameters must be frozen, and thawed (requires_grad), before" in message
 
 
 def divided(mesh):

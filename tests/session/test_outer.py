@@ -180,6 +180,45 @@ def test_a_drift_that_is_not_finite_on_one_rank_drops_the_round_everywhere():
     return digest(anchors(optimizer))
 
 
+def spoiled(optimizer, model, step):
+    """An iteration after which no parameter of rank 1 is finite, nor a buffer, nor a moment of its optimizer."""
+    images, labels = batch(step)
+    if grace.rank() == 1:
+        images = images * float("nan")
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("settings", [{"fragments": 1, "delay": 0}, {"delay": 0}, {}], ids=str)
+@pytest.mark.parametrize("inner", [sgd, torch.optim.AdamW])
+@on_ranks(2)
+def test_a_rank_that_was_not_finite_once_trains_on_from_the_anchors(inner, settings):
+    model = net()
+    optimizer = distributed(model, inner=inner, strategy=fragmented(**settings))
+    train(model, optimizer, range(5))
+    spoiled(optimizer, model, 5)
+    train(model, optimizer, range(6, 12))
+    before = digest(anchors(optimizer))
+    train(model, optimizer, range(12, 21))
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert digest(anchors(optimizer)) != before
+    return digest(anchors(optimizer))
+
+
+@on_ranks(2)
+def test_the_last_round_makes_ranks_equal_even_if_one_of_them_is_not_finite():
+    model = net()
+    optimizer = distributed(model, outer="nesterov", period=4)
+    train(model, optimizer, range(5))
+    moved = [p.clone() for p in model.parameters()]
+    spoiled(optimizer, model, 5)
+    optimizer.flush()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not any(torch.equal(p, before) for p, before in zip(model.parameters(), moved, strict=True))
+    return digest(weights(model))
+
+
 @on_ranks(2)
 def test_ranks_whose_scalers_skip_other_steps_stay_together():
     model = net()
@@ -410,6 +449,24 @@ def test_buffers_are_averaged_at_a_round():
         assert torch.equal(norm.running_mean, shared)
     assert not torch.equal(norm.running_mean, shared)
     return digest(shared)
+
+
+@on_ranks(2)
+def test_statistics_that_are_not_finite_on_one_rank_leave_the_mean_of_the_others():
+    model = with_buffers()
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    optimizer = distributed(model, outer="sgd", period=2)
+    norm = model[1]
+    train(model, optimizer, range(1))
+    if grace.rank() == 1:
+        norm.running_var.fill_(float("inf"))
+        train(model, optimizer, range(1, 2))
+    else:
+        train(model, optimizer, range(1, 2))
+    assert norm.running_var.isfinite().all()
+    assert norm.running_mean.isfinite().all()
+    assert model.mask.isneginf().all()
+    return digest({name: b for name, b in model.named_buffers()})
 
 
 def with_statistics(steps=0):

@@ -76,6 +76,8 @@ class Gradients:
         self.tied = self._tied_parameters()
         self.ready = False
         """True if gradients were computed that are not exchanged."""
+        self.exchanged = False
+        """True if ``p.grad`` holds what an exchange left there, which further gradients may be added to."""
         self.batches = 0
         """Number of batches whose gradients were delivered; the same on all ranks."""
         self.updates = 0
@@ -205,6 +207,8 @@ class Gradients:
             """Add the schedule's gradients, times a factor, to ``p.grad``."""
             if not pending:
                 raise ConfigError("loss.backward() was called before: a pipeline's loss can be differentiated once")
+            if self.exchanged:
+                self._keep_tied_sums_once()
             for name, gradient in pending.pop().items():  # popped, so that a loss that the program keeps frees them
                 p = self.parameters[name]
                 scaled = gradient if factor == 1.0 else gradient * factor
@@ -213,6 +217,14 @@ class Gradients:
             self.batches += 1
 
         return result, deliver
+
+    def _keep_tied_sums_once(self) -> None:
+        """Clear the sums that copies of tied parameters got in the last exchange, but for those of the first stage, so
+        that the next one does not add them up again."""
+        self.exchanged = False
+        for name, p in self.parameters.items():
+            if self.holders[name][0] != self.mesh.stage:
+                p.grad = None
 
     def factor(self, microbatches: int) -> float:
         """Return the factor that turns the sum over micro-batches into the input of the mean over replicas."""
@@ -246,6 +258,7 @@ class Gradients:
         if not self.ready:
             return
         self.ready = False
+        self.exchanged = True
         self.reduce_copies()
         if self.has_optimizer and self.mesh.stage_backend.size == 1:
             self._skip_exchange()
@@ -299,7 +312,7 @@ class Gradients:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear this rank's gradients."""
-        self.ready = False
+        self.ready = self.exchanged = False
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:

@@ -73,6 +73,19 @@ def test_gradients_accumulate(way):
     assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
 
 
+@on_ranks(4)
+def test_gradients_accumulate_after_an_exchange():
+    engine, name = pipeline("TiedEmbedding", cuts=["tanh"]), "TiedEmbedding"
+    model = made(name)
+    assert engine.gradients.holders["table.weight"] == (0, 1)
+    for step in range(2):
+        engine(*own_rows(engine, name, step)[0]).backward()
+        engine.exchange()
+        args, _, target = batch(name, step, 2 * ROWS)
+        loss_fn(model(*args), target).backward()
+    assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
+
+
 @on_ranks()
 def test_a_loss_is_differentiated_once_and_keeps_no_gradients():
     engine = pipeline("Residual")

@@ -58,7 +58,8 @@ class Sigterm:
             pass
         bucket = self.backend.began
         last = "" if bucket is None else f"; the last exchange that it began is that of {bucket.describe()}"
-        print(f"{self.message}{last}", file=sys.stderr, flush=True)
+        # In one piece: the main thread may print its error meanwhile.
+        print(f"{self.message}{last}\n", end="", file=sys.stderr, flush=True)
         if not self.raised.wait(WAKE_SECONDS):
             os._exit(128 + signal.SIGTERM)  # not sys.exit: only this thread would end
 

@@ -219,6 +219,8 @@ def late_beyond_half():
         model.backward(given)
         optimizer.synchronize()
         seen.append(model.w.grad is None or bool(torch.isfinite(model.w.grad).all()))
+        if seen[-1]:  # else a scaler skips the step
+            optimizer.step()
     kept = [value for values in state_of(optimizer).values() for value in values.values()]
     return seen, all(bool(torch.isfinite(value).all()) for value in kept)
 

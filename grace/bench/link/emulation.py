@@ -54,7 +54,8 @@ def possible(latency_ms: float = 0) -> str:
     if lacking:
         return f"it needs root: this process lacks {' and '.join(lacking)}"
     try:
-        with contextlib.closing(Link(ranks=1, rate=1e9, latency_ms=latency_ms)) as link:
+        # For the same reason as when a link is entered.
+        with signals_deferred(), contextlib.closing(Link(ranks=1, rate=1e9, latency_ms=latency_ms)) as link:
             link._build()
     except LinkError as error:
         if latency_ms and not possible():

@@ -34,12 +34,9 @@ class ScatterMerge(Communicator):
     name = "scatter_merge"
     cuts, codec = True, MergeCodec
 
+    # Not "none", the default of other communicators: only sparsifiers have entries to merge.
     def __init__(
-        # Not "none", the default of other communicators: only sparsifiers have entries to merge.
-        self,
-        compressor: CompressorArg = "topk",
-        memory: MemoryArg | None = None,
-        world_size: int | None = None,
+        self, compressor: CompressorArg = "topk", memory: MemoryArg | None = None, world_size: int | None = None
     ):
         super().__init__(compressor, memory, world_size)
 

@@ -127,7 +127,7 @@ class StepRunner:
         outcomes."""
         self.carries_over = False
         """True if there may be such means. Cheaper to read than the state, in every step."""
-        self.delayed = any(bucket.communicator.delayed for bucket in self.buckets)
+        self.delayed = bool(self._delayed())
         """True if means of gradients are applied in later steps."""
         self._unused_trips: list[DelayedRoundTrip] = []
         """Delayed round trips of the last step, while its means may still be dropped."""

@@ -176,7 +176,7 @@ class HorovodSession(Session):
 
     def discard(self) -> None:
         """Await the exchanges begun, and discard their results."""
-        if self.runner.in_progress:  # collectives that were started must end on all ranks
+        if self.runner._begun:  # collectives that were started must end on all ranks
             with self.abandoning_on_error():
                 self.runner.discard()
         self.reset_step()

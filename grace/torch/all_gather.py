@@ -23,7 +23,14 @@ from grace.session.by_hand import WholeTensorPlan
 from grace.session.setup import build_step_runner
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
-from grace.torch.fsdp_layout import ModuleLayout, find_layouts, fsdp_param_groups, subscribe_to_steps
+from grace.torch.fsdp_layout import (
+    ModuleLayout,
+    all_gather_states,
+    find_layouts,
+    fsdp_param_groups,
+    refuse_second,
+    subscribe_to_steps,
+)
 from grace.torch.shard_group import ShardGroupState, build_method
 from grace.torch.state_dict import move_to_devices
 
@@ -313,11 +320,7 @@ def compress_all_gather(
 
     def variables() -> list[Variable]:
         """List the variables that are sent: each parameter's part in this rank's shard."""
-        for layout in layouts:
-            if isinstance(fsdp_param_groups(layout.module)[0]._all_gather_comm, CompressedAllGather):
-                raise ConfigError(
-                    f"the all-gathers of module {layout.name!r} are compressed already: close() their state first"
-                )
+        refuse_second(layouts, all_gather_states, "the all-gathers")
         devices = {name: str(param.sharded_param.device) for layout in layouts
                    for name, param in zip(layout.names, layout.params, strict=True)}  # fmt: skip
         sizes = {name: size for layout in layouts for name, size in sizes_of(layout).items()}

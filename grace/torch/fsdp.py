@@ -11,6 +11,7 @@ from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Outcome, Traffic
 from grace.exchange.header import resolve
@@ -29,6 +30,8 @@ from grace.torch.fsdp_layout import (
     find_layouts,
     fsdp_param_groups,
     reduce_scatter_states,
+    refuse_second,
+    replica_states,
 )
 from grace.torch.state_dict import move_to_devices, unpack_state
 
@@ -267,8 +270,14 @@ def register_fsdp_hook(
     check_group(TorchBackend())
     backend = TorchBackend(_replicate_group(mesh, shard_group.ranks))
     shard_group.meet_replicas([backend.number_of(rank) for rank in range(backend.size)], "mesh=")
+
+    def variables() -> list[Variable]:
+        """List the variables to exchange: each parameter's part that this rank has."""
+        refuse_second(layouts, replica_states, "the exchanges between replicas")
+        return [variable for layout in layouts for variable in layout.variables()]
+
     runner = build_hook_runner(
-        lambda: [variable for layout in layouts for variable in layout.variables()],
+        variables,
         Choices(compressor, memory, communicator, strategy),
         backend,
         Context(seed=seed),

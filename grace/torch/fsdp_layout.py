@@ -92,6 +92,26 @@ def replica_states(layouts: Sequence[ModuleLayout]) -> list[Any]:
     return _unique_states([group._all_reduce_hook for layout in layouts for group in fsdp_param_groups(layout.module)])
 
 
+def all_gather_states(layouts: Sequence[ModuleLayout]) -> list[Any]:
+    """Return the states of the compressed all-gathers of these modules."""
+    return _unique_states([group._all_gather_comm for layout in layouts for group in fsdp_param_groups(layout.module)])
+
+
+def refuse_second(
+    layouts: Sequence[ModuleLayout], states_of: Callable[[Sequence[ModuleLayout]], list[Any]], what: str
+) -> None:
+    """Raise ConfigError if Grace compresses this exchange of one of the modules already.
+
+    Args:
+        layouts: the modules.
+        states_of: returns the states of this exchange of some modules.
+        what: the exchange, for messages.
+    """
+    for layout in layouts:
+        if states_of([layout]):
+            raise ConfigError(f"{what} of module {layout.name!r} are compressed already: close() their state first")
+
+
 def _unique_states(callees: Sequence[object]) -> list[Any]:
     """Return the states of those callables that belong to Grace, each state once."""
     states = [getattr(callee, "grace_state", None) for callee in callees]

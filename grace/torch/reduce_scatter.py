@@ -35,6 +35,8 @@ from grace.torch.fsdp_layout import (
     ModuleLayout,
     find_layouts,
     fsdp_param_groups,
+    reduce_scatter_states,
+    refuse_second,
     replica_states,
     subscribe_to_steps,
 )
@@ -497,6 +499,7 @@ def compress_reduce_scatter(
     def rows() -> list[Variable]:
         """Check the arguments and list the variables to exchange: of each module's gradient the part of each rank."""
         check_integer("compress_after", compress_after, low=0)
+        refuse_second(layouts, reduce_scatter_states, "the reduce-scatters")
         return [
             Variable(
                 f"{layout.name}/to_{rank}", (_shard_numel(layout),), device=str(layout.params[0].sharded_param.device)

@@ -419,6 +419,20 @@ def test_what_cannot_work_is_refused_with_what_would():
         assert words in refusal(call), words
 
 
+@on_ranks(4)
+def test_a_second_compression_of_one_model_is_refused_until_the_first_is_closed():
+    mesh = mesh_of()
+    net = built(mesh["shard"])
+    for compress in (
+        functools.partial(grace.torch.register_fsdp_hook, net, mesh["replicate"], "topk"),
+        functools.partial(grace.torch.compress_reduce_scatter, net),
+    ):
+        first = compress()
+        assert "are compressed already: close() their state first" in refusal(compress)
+        first.close()
+        compress().close()
+
+
 def test_a_torch_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
     for call in (grace.torch.register_fsdp_hook, grace.torch.compress_reduce_scatter):

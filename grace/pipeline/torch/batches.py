@@ -84,7 +84,7 @@ def micro_batches(
     return batches
 
 
-def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], B]) -> B:
+def broadcast_batch(mesh: Mesh, given: Callable[[], B]) -> B:
     """Return rank 0's tensors in place of this rank's, which may be empty. Every rank must call it. ``given`` returns
     this rank's arguments, or raises if they cannot work.
 
@@ -104,7 +104,7 @@ def broadcast_batch(mesh: Mesh, device: torch.device, given: Callable[[], B]) ->
     assert spec is not None  # an error of this rank was raised by gather_or_raise
     if any(len(one) != len(known[0]) for one in known):
         raise ConfigError("with inputs='rank0' all ranks call with as many tensors; others' may be empty")
-    filled = _broadcast_tensors(tensors, known[0], 0, mesh, device)
+    filled = _broadcast_tensors(tensors, known[0], 0, mesh)
     batch: B = pytree.tree_unflatten([next(filled) if isinstance(one, torch.Tensor) else one for one in leaves], spec)
     return batch
 
@@ -117,11 +117,11 @@ class _TensorKind(NamedTuple):
 
 
 def _broadcast_tensors(
-    own: Sequence[torch.Tensor], kinds: Iterable[_TensorKind], rank: int, mesh: Mesh, device: torch.device | None = None
+    own: Sequence[torch.Tensor], kinds: Iterable[_TensorKind], rank: int, mesh: Mesh
 ) -> Iterator[torch.Tensor]:
     """Yield a rank's tensors, of known kinds, on all ranks. Only that rank's ``own`` are read."""
     for i, (shape, dtype) in enumerate(kinds):
-        fresh = own[i].contiguous() if mesh.rank == rank else torch.empty(shape, dtype=dtype, device=device)
+        fresh = own[i].contiguous() if mesh.rank == rank else torch.empty(shape, dtype=dtype, device=mesh.device)
         yield mesh.broadcast(fresh, rank)
 
 

@@ -72,10 +72,12 @@ class Mesh:
         ranks: ranks of each stage.
         stage_backend: the backend of the ranks that have this rank's stage.
         group: process group of all ranks, for messages between stages; None in a run of one process.
+        device: the device that this rank computes on.
     """
 
-    def __init__(self, plan: Plan, backend: Backend):
+    def __init__(self, plan: Plan, backend: Backend, device: torch.device):
         self.backend = backend
+        self.device = device
         self.rank = backend.rank
         self.stage, self.replica = plan.stage_and_replica(backend.rank)
         self.replicas = plan.replicas
@@ -125,7 +127,8 @@ class Mesh:
         return float(tensor)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Broadcast a rank's tensor in place, and return it. Every rank must call it."""
+        """Return a rank's tensor, on this rank's device. Every rank must call it; others' tensors are overwritten."""
+        tensor = tensor.to(self.device)  # of one kind on all ranks: torch has an engine for each kind of device
         if self.channel is not None:
             self.channel.broadcast(tensor, rank).wait()
         return tensor

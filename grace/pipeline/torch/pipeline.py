@@ -197,7 +197,7 @@ class Pipeline:
         plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
         self.plan = plan
         # 3. make the groups of ranks, and this rank's part of the model
-        self.mesh = mesh = Mesh(plan, self.backend)
+        self.mesh = mesh = Mesh(plan, self.backend, self.device)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
         if self.inputs == "replica" and not mesh.equal_replicas:
             raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
@@ -205,7 +205,7 @@ class Pipeline:
         self.comparison = CallComparison(mesh, self.inputs == "replica")
         self.tensors = StageTensors(self.model, batch.atoms, self.nodes, mesh)
         with failing_together(self.backend):
-            self.tensors.materialize(self.init, self.device)
+            self.tensors.materialize(self.init)
         self.parameters, self.buffers = self.tensors.parameters, self.tensors.buffers
         # 4. make the stage's optimizer, and let its replicas start equal
         recorder.begin(self.backend, ())  # traces number ranks among all ranks, and not among the stage's replicas
@@ -291,7 +291,7 @@ class Pipeline:
         assert self.plan is not None
         if self.inputs == "rank0":
             given = lambda: self._split_target(args, kwargs, targeted)  # noqa: E731
-            args, kwargs, target = broadcast_batch(self.mesh, self.device, given)
+            args, kwargs, target = broadcast_batch(self.mesh, given)
             compared = []
         else:
             compared = pytree.tree_leaves((args, kwargs))
@@ -319,7 +319,7 @@ class Pipeline:
             if not self.training:  # the graph has no dropout, and batch norms of another kind
                 holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
                 nodes = evaluation_stages(batch.atoms.graph(batch.rows), nodes, holders)
-            self._built[key] = BuiltStage(batch, nodes, self.mesh, self.device, self.plan.recompute)
+            self._built[key] = BuiltStage(batch, nodes, self.mesh, self.plan.recompute)
         return self._built[key]
 
     # -- training -----------------------------------------------------------------------------------------

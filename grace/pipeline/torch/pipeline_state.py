@@ -69,7 +69,7 @@ class StageTensors:
         self.buffers = {name: buffer for name, buffer in buffers.items() if mesh.stage in holders[name]}
 
     @torch.no_grad()
-    def materialize(self, init: Callable[[torch.nn.Module], object] | None, device: torch.device) -> None:
+    def materialize(self, init: Callable[[torch.nn.Module], object] | None) -> None:
         """Allocate this rank's tensors that are on ``meta``, and fill them by ``init`` or ``reset_parameters`` of the
         first module that holds them."""
         fresh: dict[int, torch.Tensor] = {}
@@ -77,7 +77,7 @@ class StageTensors:
         for own in (self.parameters, self.buffers):
             for name, tensor in own.items():
                 if tensor.is_meta:
-                    own[name] = fresh[id(tensor)] = allocate_like(tensor, device)  # type: ignore
+                    own[name] = fresh[id(tensor)] = allocate_like(tensor, self.mesh.device)  # type: ignore
         for module in self.model.modules():
             for table in (module._parameters, module._buffers):
                 for key, old in table.items():
@@ -116,7 +116,7 @@ class StageTensors:
             copy = value.detach().contiguous().clone()
         else:
             like = dict([*self.model.named_buffers(), *self.model.named_parameters()])[name]
-            copy = torch.zeros(like.shape, dtype=like.dtype)
+            copy = torch.zeros(like.shape, dtype=like.dtype, device=self.mesh.device)
         return self.mesh.broadcast(copy, rank)
 
     def state_dict(self) -> dict[str, object]:

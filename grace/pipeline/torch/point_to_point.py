@@ -60,7 +60,6 @@ class PointToPointStage:
         mesh: the pipeline's ranks. Only these messages use the mesh's group.
         receives, sends: the values that cross from the previous stage, and to the next one.
         rows: number of this replica's rows of a micro-batch.
-        device: device of the stage.
         recompute: True to keep only received values and inputs, and compute forward again for backward.
     """
 
@@ -71,13 +70,12 @@ class PointToPointStage:
         receives: Sequence[Crossing],
         sends: Sequence[Crossing],
         rows: int,
-        device: torch.device,
         recompute: bool = False,
     ):
         self.submod = module
         self.stage_index = mesh.stage  # the names of these attributes are those that torch's schedules read
         self.num_stages = len(mesh.ranks)
-        self.device = device
+        self.device = mesh.device
         self.has_backward = True
         self.output_chunks: list[tuple[object, ...]] = []
         self.receives = receives

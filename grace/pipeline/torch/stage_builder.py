@@ -111,7 +111,6 @@ class BuiltStage:
         micro_batch: CapturedBatch,
         nodes: Sequence[Sequence[str]],
         mesh: Mesh,
-        device: torch.device,
         recompute: bool,
     ):
         self.captured = micro_batch.captured
@@ -130,7 +129,6 @@ class BuiltStage:
             receives,
             sends,
             micro_batch.rows,
-            device,
             recompute and not is_last,
         )
 

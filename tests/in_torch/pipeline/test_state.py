@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from grace.pipeline.torch.batches import broadcast_batch, gather_outputs
 from tests.support.pipelines import batch, loss_fn, made, pipeline, run_steps, sgd
 from tests.support.pools import on_ranks
 from tests.support.training import digest, refusal
@@ -40,6 +41,27 @@ def resumed(name, state, settings):
 
 def close(a, b):
     return a.keys() == b.keys() and all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-6) for key in a)
+
+
+@on_ranks(2)
+def test_what_ranks_broadcast_lies_on_their_devices():
+    """GPUs may have an engine of their own: a rank that sends from its GPU to others' host memory waits for ever."""
+    engine = pipeline("Residual", stages=2)
+    sent = []
+
+    class Noted:
+        def broadcast(self, tensor, rank):
+            sent.append(str(tensor.device))
+            return self
+
+        def wait(self):
+            pass
+
+    engine.mesh.device, engine.mesh.channel = torch.device("meta"), Noted()
+    engine.parameter(next(iter(engine.tensors.parameter_holders)))
+    broadcast_batch(engine.mesh, lambda: [torch.ones(4, 2)])
+    gather_outputs([[torch.ones(4, 2)]], engine.mesh, every=True, by_replica=True)
+    assert sent == ["meta"] * 3
 
 
 EARLY = {"sync": {"type": "allgather"}, "compressor": TOPK, "memory": "residual"}

@@ -396,12 +396,17 @@ class StepRunner:
             delayed |= set(bucket.names)
             bucket.pending.clear()
             for step in steps:
-                outcomes = [Outcome(v, step.get(v.name), False) for v in bucket.variables]
+                means = [step.get(name) for name in bucket.names]
+                outcomes = [
+                    Outcome(v, mean, _overflowed(mean)) for v, mean in zip(bucket.variables, means, strict=True)
+                ]
                 bucket.pending.append(Pending.loaded(outcomes, self.context.loss_scale))
         # Variables that this run does not delay get the sum of their means in the next step.
         self.carried_over.clear()
         self.carried_over.commit()
         for step in steps:
+            if self.follows_scaler() and any(map(_overflowed, step.values())):
+                continue  # it would skip all of this step
             self.carry_over({name: value for name, value in step.items() if name not in delayed})
 
     def carry_over(self, means: Mapping[str, Gradient]) -> None:
@@ -513,9 +518,9 @@ class StepRunner:
         self._unused_trips = []
         if not discarded:
             return
-        earlier = [values_of(mean) for trip in trips for mean in trip.applied.values()]
+        earlier = [mean for trip in trips for mean in trip.applied.values()]
         # The step of these means overflowed, and a loss scaler skipped it only now: the last step is to be applied.
-        if any(not bool(kernels_of(mean).all_finite(mean)) for mean in earlier):
+        if any(map(_overflowed, earlier)):
             return
         for trip in trips:
             self.carry_over(trip.take_back(discarded))
@@ -620,3 +625,8 @@ class StepRunner:
         for communicator in self.communicators:
             communicator.on_resume(1.0 if self.outer_rounds.exchanges_drifts_by(communicator) else loaded)
         self.outer_rounds.restore()
+
+
+def _overflowed(mean: Gradient | None) -> bool:
+    """Return True if a mean has values that are not finite."""
+    return mean is not None and not bool(kernels_of(values_of(mean)).all_finite(values_of(mean)))

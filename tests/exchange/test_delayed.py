@@ -462,12 +462,17 @@ def test_a_scaler_steps_although_nothing_has_come_yet(two_ranks):
     assert two_ranks.run(scaled_ahead) == [[0, 0, -1, -2]] * 2
 
 
-def overflowing():
-    """The scales and weights of a scaler's loop that sums overflow in float16; the optimizer is saved at each step."""
+def overflowing(resumed):
+    """The scales and weights of a scaler's loop that sums overflow in float16; the optimizer is saved at each step, and
+    ``resumed`` as a new one if that is True."""
     model = Given({"w": (4,)})
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
     choices = {"compressor": "fp16", "memory": "residual", "communicator": "reduce_broadcast(staleness=1)"}
-    optimizer = distributed(model, optimizer=lambda p: plain_sgd(p, 1.0), **choices, grad_scaler=scaler)
+
+    def made_anew():
+        return distributed(model, optimizer=lambda p: plain_sgd(p, 1.0), **choices, grad_scaler=scaler)
+
+    optimizer = made_anew()
     found = []
     for _ in range(5):
         optimizer.zero_grad()
@@ -475,15 +480,20 @@ def overflowing():
         optimizer.synchronize()  # before clipping
         scaler.step(optimizer)
         scaler.update()
-        optimizer.full_state_dict()
+        saved = optimizer.full_state_dict()
+        if resumed:
+            optimizer.close()
+            optimizer = made_anew()
+            optimizer.load_state_dict(saved)
         found.append((scaler.get_scale(), float(model.w.detach()[0])))
     return found
 
 
-def test_a_step_that_a_scaler_skips_for_an_earlier_overflow_is_over(two_ranks):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_step_that_a_scaler_skips_for_an_earlier_overflow_is_over(two_ranks, resumed):
     scales = [2.0**15, 2.0**14, 2.0**13, 2.0**13, 2.0**13]
     weights = [0, 0, 0, -1, -2]
-    assert two_ranks.run(overflowing) == [list(zip(scales, weights, strict=True))] * 2
+    assert two_ranks.run(overflowing, resumed) == [list(zip(scales, weights, strict=True))] * 2
 
 
 def rate_of_means():

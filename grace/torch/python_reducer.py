@@ -63,6 +63,9 @@ class PythonReducerMixin:
 
     def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
         """Exchange an accumulated gradient."""
+        # In older releases, which have this attribute, DDP's C++ reducer serves every backward that is not compiled.
+        if not getattr(self.model(), "_force_to_disable_cpp_reducer", True):
+            return
         if gradient is not None and name in self.uses.waiting:
             last, version = self.exchanged[name]
             # A backward pass adds to the same tensor once; any other change means that the gradient was cleared.

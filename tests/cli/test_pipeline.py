@@ -139,7 +139,7 @@ def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
         (["plan", "-n", "2", "--profile", PROFILE, "--blocks", "1-999999999"], "1-999999999 has 999,999,999 numbers"),
         (["plan", "-n", "2", "--profile", PROFILE, "--replicas", "9" * 5000], "--replicas must be a number"),
         (["plan", "-n", "2", "--profile", PROFILE, "--nodes", "3"], "2 devices cannot be on 3 nodes"),
-        (["plan", "-n", "2", "--profile", PROFILE, "--memory", "1GB"], "GB are missing"),
+        (["plan", "-n", "2", "--profile", PROFILE, "--memory", "1GB"], "MB are missing"),
         (["plan", "-n", "2", "--profile", "none.json"], "none.json: cannot be read: No such file"),
         (["plan", "-n", "2", "--profile", "none.json", "-o", "no/p.json"], "cannot write no/p.json: No such file"),
         (["graph", "--profile", "none.json", "-o", "no/g.json"], "cannot write no/g.json: No such file"),

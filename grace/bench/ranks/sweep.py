@@ -16,9 +16,9 @@ from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.tables import Columns
 from grace.bench.common.text import of_rate
 from grace.bench.common.text import scenario as scenario_name
-from grace.bench.ranks.rank_program import append_line
 from grace.bench.ranks.scenario import Scenario, run_scenario
 from grace.core import documents
+from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
 
 PLACE: Columns[Scenario] = {
@@ -60,9 +60,10 @@ class Sweep:
         """Measure all scenarios of settings, show tables on the console, if any, and return the scenarios, the file's
         first.
 
-        Each scenario, a dict with model, ranks, bandwidth and what else tells one from another, is added to the file
-        ``out``. With ``resume`` those in the file are left out, whatever else they were measured with. The command
-        exits with 1 if a rank or a network failed, or 130 after Ctrl-C; finished scenarios are shown and kept.
+        Each scenario is a dict with model, ranks, bandwidth and what else tells one from another. The file ``out``
+        keeps those of an earlier run until the first one is measured. With ``resume`` those in the file are left out,
+        whatever else they were measured with. The command exits with 1 if a rank or a network failed, or 130 after
+        Ctrl-C; finished scenarios are shown and kept.
         """
         console = console or Console(quiet=True)
         found = [] if out is None else open_scenarios(out, resume)
@@ -73,7 +74,8 @@ class Sweep:
                 if not any(scenario.items() <= one.items() for one in found[:known]):
                     found.append(self._measure(settings, scenario, bars, console))
                     if out is not None:  # at once: a sweep takes hours, and may be interrupted
-                        append_line(out, found[-1])
+                        with atomic_write(out) as draft:
+                            draft.write_text("".join(f"{json.dumps(one)}\n" for one in found))
         if found:
             where = f", {known} of them measured before" if known else ""
             console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
@@ -97,11 +99,13 @@ class Sweep:
 
 
 def open_scenarios(file: Path, resume: bool) -> list[Scenario]:
-    """Return the scenarios in the file, if the benchmark continues from them; else empty the file."""
-    if not (resume and file.exists()):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
+    """Return the scenarios in the file, if the benchmark continues from them; a file that cannot be written is refused
+    before anything is measured."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.open("a").close()
     found = []
+    if not resume:
+        return found
     for number, line in enumerate(documents.read(file).splitlines(), start=1):
         try:
             scenario = json.loads(line)

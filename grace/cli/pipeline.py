@@ -15,7 +15,7 @@ from rich.markup import escape
 from grace.bench.common.options import Given, option, split, with_options
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
-from grace.cli.inputs import call_model_function
+from grace.cli.inputs import MOST_RANKS, call_model_function
 from grace.cli.terminal import check_outputs, standard_output
 from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
@@ -137,6 +137,7 @@ class PlanOptions:
         1.0,
         "Bytes that the optimizer keeps for each byte of parameters: SGD 0, SGD with momentum 1, Adam 2.",
         least=0,
+        most=100,
     )
     fewer: bool = option(False, "Also try plans that use fewer devices, down to half of them.", "--fewer")
 
@@ -150,7 +151,9 @@ class PlanOptions:
 @with_options(PlanOptions)
 def plan(
     given: Given,
-    devices: Annotated[int, typer.Option("-n", "--devices", min=1, help="Number of ranks, one for each device.")],
+    devices: Annotated[
+        int, typer.Option("-n", "--devices", min=1, max=MOST_RANKS, help="Number of ranks, one for each device.")
+    ],
     model: Model = None,
     profile: Profile = None,
     dry: Dry = False,

@@ -32,6 +32,7 @@ REFUSED = {
         (["--methods", "qsgd", "--memory", "dgc"], "memory dgc cannot serve qsgd"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--threads", "-1"], "--threads must be at least 1, not -1"),
+        (["--threads", "1000000"], "--threads must be at most 1024, not 1000000"),
         (["--out", __file__], "cannot write to"),
         pytest.param(["--device", "cuda"], "--device cuda: torch sees no GPU here", marks=NO_GPU),
     ],

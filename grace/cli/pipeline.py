@@ -167,7 +167,7 @@ def plan(
     The model is measured here in one process, or was measured elsewhere (--profile). No other device is needed.
     """
     asked = PlanOptions(**given)
-    check_outputs(out)  # before the model is measured
+    check_outputs(out, sources=[profile])  # before the model is measured
     if asked.compressor is not None and asked.strategy is not None:
         raise ConfigError(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
@@ -208,7 +208,7 @@ def show(
     html: Annotated[Path | None, typer.Option("--html", help="HTML file to draw the plan in.")] = None,
 ) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
-    check_outputs(html, source=plan)
+    check_outputs(html, sources=[plan])
     found = Plan.load(plan)
     print_plan(found, standard_output())
     if html is not None:
@@ -229,7 +229,7 @@ def graph(
     longest: Annotated[int, typer.Option(min=1, help="Number of nodes in the table: those that take longest.")] = 20,
 ) -> None:
     """Show a model's graph: its operations, the time of each, and the bytes that each gives to later ones."""
-    check_outputs(out)  # before the model is measured
+    check_outputs(out, sources=[profile])  # before the model is measured
     found = load_graph(profile, model, dry)
     _print_graph(found, longest)
     if out is not None:

@@ -57,7 +57,7 @@ def build(
     """Build a strategy for a model on a cluster, and write it to a file."""
     from grace.strategy import schema
 
-    check_outputs(out)
+    check_outputs(out, sources=[resources])
     cluster = load_cluster(resources, ranks) or OneNode(1)
     strategy = make("builder", builder).build(load_variables(model), cluster)
     schema.dump(strategy, out)

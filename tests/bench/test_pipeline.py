@@ -77,7 +77,7 @@ def test_a_file_stays_until_something_is_measured(tmp_path, monkeypatch):
 def test_what_a_user_gives_counts_with_quick_too(monkeypatch):
     seen = []
     monkeypatch.setattr(sweep.Sweep, "run", lambda self, settings, *given: seen.append(settings))
-    grace_command("bench", "pipeline", "--quick", "--rounds", "5", "--links", "1gbit")
+    grace_command("bench", "pipeline", "--quick", "--rounds", "5", "--bandwidth", "1gbit")
     assert (seen[0].rounds, seen[0].blocks, seen[0].bandwidths, seen[0].stages) == (5, 4, [1e9], 2)
 
 

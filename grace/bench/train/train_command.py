@@ -89,7 +89,7 @@ class TrainSettings:
         show_default="70k",
     )
     ranks: int = option(2, "Processes to train on.", "--ranks", "-n")
-    bandwidths: list[float | None] = options.bandwidth_option("1gbit,100mbit", "loopback")
+    bandwidths: list[float | None] = options.bandwidth_option("loopback")
     epochs: int | None = option(None, "Passes over the training data.", show_default="the task's")
     seeds: list[int] = option(
         [0, 1, 2],

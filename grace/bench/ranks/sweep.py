@@ -13,13 +13,13 @@ from rich.table import Table
 
 from grace.bench.common.ending import Ending
 from grace.bench.common.progress import ScenarioBars
+from grace.bench.common.results import naming_damage
 from grace.bench.common.tables import Columns
 from grace.bench.common.text import of_rate
 from grace.bench.common.text import scenario as scenario_name
 from grace.bench.ranks.scenario import Scenario, run_scenario
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
-from grace.errors import ConfigError
 
 PLACE: Columns[Scenario] = {
     "model": lambda scenario: scenario["model"],
@@ -66,7 +66,10 @@ class Sweep:
         Ctrl-C; finished scenarios are shown and kept.
         """
         console = console or Console(quiet=True)
-        found = [] if out is None else open_scenarios(out, resume)
+        if out is not None:  # a file that cannot be written is refused before anything is measured
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.open("a").close()
+        found = self.kept(out) if out is not None and resume else []
         known, ending = len(found), Ending(self.name)
         with ending.record_failure(), ScenarioBars(console) as bars:
             for scenario in settings.scenarios:
@@ -97,20 +100,10 @@ class Sweep:
             console.print(f"Left out: {left_out}: {why}", markup=False, style="dim")
         return found
 
-
-def open_scenarios(file: Path, resume: bool) -> list[Scenario]:
-    """Return the scenarios in the file, if the benchmark continues from them; a file that cannot be written is refused
-    before anything is measured."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.open("a").close()
-    found = []
-    if not resume:
+    def kept(self, file: Path) -> list[Scenario]:
+        """Return the scenarios in a file, which must be of this benchmark."""
+        with naming_damage(file):
+            found: list[Scenario] = [json.loads(line) for line in documents.read(file).splitlines()]
+            for scenario in found:
+                self.verdict(scenario)
         return found
-    for number, line in enumerate(documents.read(file).splitlines(), start=1):
-        try:
-            scenario = json.loads(line)
-            scenario["model"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{file}, line {number}, is no scenario of a benchmark") from None
-        found.append(scenario)
-    return found

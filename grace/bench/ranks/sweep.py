@@ -104,6 +104,6 @@ class Sweep:
         """Return the scenarios in a file, which must be of this benchmark."""
         with naming_damage(file):
             found: list[Scenario] = [json.loads(line) for line in documents.read(file).splitlines()]
-            for scenario in found:
-                self.verdict(scenario)
+            if found:
+                self.summary(found)
         return found

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from grace.bench.all import command as all_of_them
-from grace.bench.common.results import load
+from grace.bench.common.results import load, naming_damage
 from grace.bench.compare import compare
 from grace.bench.kernels.kernels_command import command as kernels
 from grace.bench.link.link_command import link
@@ -42,5 +42,6 @@ def report(
     sources = {(path / "results.json" if path.is_dir() else path).resolve() for path in results}
     if out.resolve() in sources:
         raise ConfigError(f"{out} is one of the results, which the report would overwrite")
-    write_report(out, [load(path) for path in results])
+    with naming_damage(*results):
+        write_report(out, [load(path) for path in results])
     print(f"Wrote {out} ({out.stat().st_size / 1000:.0f} kB).")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grace.bench.common.quality import better, scale
-from grace.bench.common.results import Results, Row, Settings, load
+from grace.bench.common.results import Results, Row, Settings, load, naming_damage
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate
 from grace.errors import ConfigError
@@ -215,9 +215,10 @@ def compare(
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise ConfigError(f"--fail-if-slower is a number of percent, 0 or more, not {fail_if_slower:g}")
     first, second = load(a), load(b)
-    found = compare_results(first, second)
-    _print_comparison(found, {"a": (a, first), "b": (b, second)}, Console(highlight=False, markup=False))
-    complaints = {} if fail_if_slower is None else found.complaints(fail_if_slower)
+    with naming_damage(a, b):
+        found = compare_results(first, second)
+        _print_comparison(found, {"a": (a, first), "b": (b, second)}, Console(highlight=False, markup=False))
+        complaints = {} if fail_if_slower is None else found.complaints(fail_if_slower)
     for key, complaint in complaints.items():
         print(f"grace bench compare: {complaint}: {found.describe(key)}", file=sys.stderr)
     raise typer.Exit(bool(complaints))

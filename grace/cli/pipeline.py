@@ -15,7 +15,7 @@ from rich.markup import escape
 from grace.bench.common.options import Given, option, split, with_options
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
-from grace.cli.inputs import call_model_function
+from grace.cli.inputs import MOST_RANKS, call_model_function
 from grace.cli.terminal import check_outputs, standard_output
 from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
@@ -137,6 +137,7 @@ class PlanOptions:
         1.0,
         "Bytes that the optimizer keeps for each byte of parameters: SGD 0, SGD with momentum 1, Adam 2.",
         least=0,
+        most=100,
     )
     fewer: bool = option(False, "Also try plans that use fewer devices, down to half of them.", "--fewer")
 
@@ -150,7 +151,9 @@ class PlanOptions:
 @with_options(PlanOptions)
 def plan(
     given: Given,
-    devices: Annotated[int, typer.Option("-n", "--devices", min=1, help="Number of ranks, one for each device.")],
+    devices: Annotated[
+        int, typer.Option("-n", "--devices", min=1, max=MOST_RANKS, help="Number of ranks, one for each device.")
+    ],
     model: Model = None,
     profile: Profile = None,
     dry: Dry = False,
@@ -164,7 +167,7 @@ def plan(
     The model is measured here in one process, or was measured elsewhere (--profile). No other device is needed.
     """
     asked = PlanOptions(**given)
-    check_outputs(out)  # before the model is measured
+    check_outputs(out, sources=[profile])  # before the model is measured
     if asked.compressor is not None and asked.strategy is not None:
         raise ConfigError(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
@@ -205,7 +208,7 @@ def show(
     html: Annotated[Path | None, typer.Option("--html", help="HTML file to draw the plan in.")] = None,
 ) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
-    check_outputs(html, source=plan)
+    check_outputs(html, sources=[plan])
     found = Plan.load(plan)
     print_plan(found, standard_output())
     if html is not None:
@@ -226,7 +229,7 @@ def graph(
     longest: Annotated[int, typer.Option(min=1, help="Number of nodes in the table: those that take longest.")] = 20,
 ) -> None:
     """Show a model's graph: its operations, the time of each, and the bytes that each gives to later ones."""
-    check_outputs(out)  # before the model is measured
+    check_outputs(out, sources=[profile])  # before the model is measured
     found = load_graph(profile, model, dry)
     _print_graph(found, longest)
     if out is not None:

@@ -77,7 +77,8 @@ def plan(
     """
     console = standard_output(150)
     request = PlanRequest(**given)
-    check_outputs(output, json_file, report)  # before minutes of measuring
+    inputs = [request.resources, request.calibration]
+    check_outputs(output, json_file, report, sources=inputs)  # before minutes of measuring
     if request.calibration is None:
         choose_cluster(request, None)  # it may refuse, before a model is made
     trained = load_model(model)

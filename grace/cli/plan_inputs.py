@@ -14,6 +14,7 @@ from grace.bench.common.progress import ShowProgress
 from grace.bench.common.text import of_bytes, of_rate
 from grace.cli.calibration import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
+    MOST_RANKS,
     Loss,
     Model,
     call_model_function,
@@ -61,7 +62,12 @@ class PlanRequest:
     """Options that say what is planned for; ``auto`` is the builder that they make, ``times`` are given seconds."""
 
     ranks: int | None = option(
-        None, "Number of ranks, on one machine. For several machines use --resources.", "--ranks", "-n", least=1
+        None,
+        "Number of ranks, on one machine. For several machines use --resources.",
+        "--ranks",
+        "-n",
+        least=1,
+        most=MOST_RANKS,
     )
     resources: Path | None = option(
         None, "A file that describes the cluster: its nodes, and the bandwidth of each.", "--resources", "-r"

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import of_bytes
-from grace.cli.inputs import load_cluster, load_variables
+from grace.cli.inputs import MOST_RANKS, load_cluster, load_variables
 from grace.cli.terminal import check_outputs, standard_output
 from grace.core.registry import make
 from grace.errors import ConfigError
@@ -27,7 +27,10 @@ MODEL = (
 Model = Annotated[str | None, typer.Option("--model", help=MODEL)]
 Resources = Annotated[Path | None, typer.Option("-r", "--resources", help="The cluster, for a file that names none.")]
 Ranks = Annotated[
-    int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on one machine, for a file that names no cluster.")
+    int | None,
+    typer.Option(
+        "-n", "--ranks", min=1, max=MOST_RANKS, help="Ranks on one machine, for a file that names no cluster."
+    ),
 ]
 File = Annotated[Path, typer.Argument(help="A strategy: YAML, or JSON if its name ends in .json.")]
 MOST_ROWS = 8
@@ -46,13 +49,15 @@ def build(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", min=1, help="Ranks on this machine, without a cluster.", show_default="1"),
+        typer.Option(
+            "-n", "--ranks", min=1, max=MOST_RANKS, help="Ranks on this machine, without a cluster.", show_default="1"
+        ),
     ] = None,
 ) -> None:
     """Build a strategy for a model on a cluster, and write it to a file."""
     from grace.strategy import schema
 
-    check_outputs(out)
+    check_outputs(out, sources=[resources])
     cluster = load_cluster(resources, ranks) or OneNode(1)
     strategy = make("builder", builder).build(load_variables(model), cluster)
     schema.dump(strategy, out)
@@ -91,6 +96,7 @@ def schema(
     from grace.core.atomic_files import atomic_write
     from grace.strategy.schema import json_schema
 
+    check_outputs(out)
     text = json.dumps(json_schema(), indent=1)
     if out is None:
         print(text)

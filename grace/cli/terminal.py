@@ -2,6 +2,8 @@
 
 import errno
 import os
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -23,36 +25,32 @@ def check_writable(path: Path, make_folder: bool = True) -> None:
     they are.
     """
     target = Path(os.path.realpath(path))
-    code = None
     try:
         if make_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
-            code = errno.EISDIR
-        elif not target.parent.is_dir():
-            code = errno.ENOENT
-        elif (target.is_file() or not target.exists()) and not os.access(target.parent, os.W_OK | os.X_OK):
-            code = errno.EACCES
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.is_file() or not target.exists():
+            tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
-        code = error.errno
-    if code is not None:
-        raise ConfigError(f"cannot write {path}: {os.strerror(code)}")
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def check_outputs(*paths: Path | None, source: Path | None = None) -> None:
-    """Raise a ConfigError if a command could not write its files, or would write two into one, or over its source.
-    Missing folders are not made.
+def check_outputs(*paths: Path | None, sources: Iterable[Path | None] = (), make_folder: bool = False) -> None:
+    """Raise a ConfigError if a command could not write its files, or would write two into one, or over what it reads.
 
     Args:
         paths: the files that the user named; None where an option is not given.
-        source: the file that the command reads.
+        sources: the files that the command reads.
+        make_folder: True to make missing folders.
     """
     given = [path for path in paths if path is not None]
     for path in given:
-        check_writable(path, make_folder=False)
+        check_writable(path, make_folder)
+    read = {os.path.realpath(path) for path in sources if path is not None}
     targets = [os.path.realpath(path) for path in given]
     for path, target in zip(given, targets, strict=True):
-        if source is not None and target == os.path.realpath(source):
-            raise ConfigError(f"{path} is the file that is read, and would be overwritten")
+        if target in read:
+            raise ConfigError(f"{path} is a file that is read, and would be overwritten")
         if targets.count(target) > 1 and (os.path.isfile(target) or not os.path.exists(target)):
             raise ConfigError(f"{path} is named for two results, and one would overwrite the other")

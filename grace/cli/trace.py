@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from grace.bench.common.options import Given, option, with_options
-from grace.cli.terminal import check_writable, standard_output
+from grace.cli.terminal import check_outputs, standard_output
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
 from grace.exchange.tracing import timeline as traces
@@ -94,9 +94,11 @@ def trace(
                 raise ConfigError(
                     f"--{name} is for a program that is run, which comes after --; the folder is recorded"
                 )
+    recorded = [] if folder is None else folder.glob("rank*.jsonl")
+    check_outputs(options.out, sources=recorded, make_folder=True)  # before the program runs for nothing
+    if folder is not None:
         _summarize(folder, options.out, options.top)
         return
-    check_writable(options.out)  # before the program runs for nothing
     with tempfile.TemporaryDirectory(prefix="grace-trace-") as made:
         end = _run(program or [], made, options)
         if end.code:

@@ -33,7 +33,8 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-Device = Annotated[int, pydantic.Field(ge=0, le=65535)]
+LAST_DEVICE = 65535
+Device = Annotated[int, pydantic.Field(ge=0, le=LAST_DEVICE)]
 Port = Annotated[int, pydantic.Field(ge=1, le=65535)]
 
 
@@ -185,8 +186,8 @@ class Resources(_Part):
         2
         """
         if path is None:
-            if ranks is not None and ranks < 1:
-                raise ConfigError(f"ranks must be at least 1, not {ranks}")
+            if ranks is not None and not 1 <= ranks <= LAST_DEVICE:
+                raise ConfigError(f"ranks must be between 1 and {LAST_DEVICE}, not {ranks}")
             return cls(nodes=[Node(address="localhost", chief=True, cpus=list(range(ranks or 1)))])
         if ranks is not None:
             raise ConfigError(f"{path} says how many ranks there are; a number of ranks is for runs without a file")

@@ -88,11 +88,11 @@ def no_orphans() -> Iterator[None]:
     adopt = 36  # PR_SET_CHILD_SUBREAPER
     libc = ctypes.CDLL(None)
     libc.prctl(adopt, 1, 0, 0, 0)
-    before = set(_children().get(os.getpid(), []))
+    before = _children()
     try:
         yield
     finally:
-        while ours := [pid for pid in _children().get(os.getpid(), []) if pid not in before]:
+        while ours := _children() - before:
             for pid in ours:  # the kernel makes their children ours, which the next round kills
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -135,13 +135,13 @@ def _wait_for_parent(pid: int) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
-def _children() -> dict[int, list[int]]:
-    """Return the child processes of each process."""
-    found: dict[int, list[int]] = {}
+def _children() -> set[int]:
+    """Return the child processes of this process."""
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            found.setdefault(parent, []).append(int(stat.parent.name))
+        with contextlib.suppress(OSError):  # behind the name in parentheses, which may have spaces
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(stat.parent.name))
     return found
 
 

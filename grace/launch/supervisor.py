@@ -216,8 +216,9 @@ class _Job:
     def _write(self, target: IO[str], report: _Report, data: bytes) -> None:
         shown, hidden = report.split(data)
         self.hidden += hidden
-        target.buffer.write(shown)  # type: ignore[attr-defined]
-        target.flush()
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more: ranks must not wait until somebody does
+            target.buffer.write(shown)  # type: ignore[attr-defined]
+            target.flush()
 
     @property
     def failed(self) -> bool:

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+import typer
 
+from grace.bench.common.ending import WorkerError
 from grace.bench.pipeline import pipeline_command
 from grace.bench.pipeline.cut_verdicts import CHOSEN, judge, markdown, merged, verdict_words
 from grace.bench.pipeline.pipeline_command import KNOWN, SWEEP, PipelineSettings
@@ -56,10 +58,26 @@ def test_a_file_goes_on_with_other_numbers_of_ranks(tmp_path, monkeypatch):
     assert [one["ranks"] for one in found] == [2, 4]
 
 
+def test_a_file_stays_until_something_is_measured(tmp_path, monkeypatch):
+    def fail(*given):
+        raise WorkerError("the ranks failed")
+
+    file, settings = tmp_path / "found.jsonl", PipelineSettings(models=["mlp"])
+    monkeypatch.setattr(sweep, "run_scenario", lambda *given: {"cuts": SOME["cuts"], "missing": {}})
+    SWEEP.run(settings, file)
+    before = file.read_text()
+    SWEEP.run(settings, file)
+    assert len(file.read_text().splitlines()) == 1  # it replaces the earlier run's
+    monkeypatch.setattr(sweep, "run_scenario", fail)
+    with pytest.raises(typer.Exit):
+        SWEEP.run(settings, file)
+    assert json.loads(file.read_text())["cuts"] == json.loads(before)["cuts"]
+
+
 def test_what_a_user_gives_counts_with_quick_too(monkeypatch):
     seen = []
     monkeypatch.setattr(sweep.Sweep, "run", lambda self, settings, *given: seen.append(settings))
-    grace_command("bench", "pipeline", "--quick", "--rounds", "5", "--links", "1gbit")
+    grace_command("bench", "pipeline", "--quick", "--rounds", "5", "--bandwidth", "1gbit")
     assert (seen[0].rounds, seen[0].blocks, seen[0].bandwidths, seen[0].stages) == (5, 4, [1e9], 2)
 
 
@@ -75,6 +93,7 @@ def test_models_have_a_loss(name):
 
 SMALL = """
 import torch
+import typer
 
 def net():
     x = torch.ones(8, 16)

@@ -8,7 +8,6 @@ import pytest
 from grace.bench.common.options import bandwidths
 from grace.bench.plan.plan_command import LINKS, QUICK, SWEEP, PlanSettings
 from grace.bench.plan.plan_verdicts import GOALS, judge, markdown, order, totals
-from grace.bench.ranks.sweep import open_scenarios
 
 
 def plan(name, predicted, measured, **said):
@@ -94,7 +93,7 @@ def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
     settings = PlanSettings(["small:net"], [None], [2], ["fp16", "topk(ratio=0.01)"], **{**QUICK, "seconds": 0.02})
     file = tmp_path / "kept" / "plans.jsonl"
     found = SWEEP.run(settings, file)
-    (kept,) = open_scenarios(file, resume=True)
+    (kept,) = SWEEP.kept(file)
     plans = {plan["name"]: plan for plan in kept["plans"]}
     assert next(iter(plans)) == "none"
     assert {"fp16", "topk(ratio=0.01)"} < set(plans)

@@ -45,6 +45,14 @@ def test_engines_that_are_not_installed_are_named(monkeypatch):
             launchers.check_engine(engine.removesuffix("4py"))
 
 
+def test_ranks_of_a_launcher_start_no_ranks_of_their_own(monkeypatch):
+    """torchrun's variables would reach them: they would wait for its store."""
+    for key, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(grace.ConfigError, match=r"started by torch\.distributed's variables: RANK=1, WORLD_SIZE=2"):
+        scenario.run_scenario(["-c", ""], {}, [], 2, None, lambda event: None)
+
+
 @pytest.mark.parametrize(
     ("single", "failed", "said"),
     [

@@ -32,6 +32,7 @@ REFUSED = {
         (["--methods", "qsgd", "--memory", "dgc"], "memory dgc cannot serve qsgd"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--threads", "-1"], "--threads must be at least 1, not -1"),
+        (["--threads", "1000000"], "--threads must be at most 1024, not 1000000"),
         (["--out", __file__], "cannot write to"),
         pytest.param(["--device", "cuda"], "--device cuda: torch sees no GPU here", marks=NO_GPU),
     ],
@@ -87,7 +88,7 @@ REFUSED = {
         (["-n", "1"], "--ranks must be between 2 and 1000, not 1: one rank exchanges nothing"),
         (["--methods", "topq"], "did you mean 'topk'"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (["--out", "kept.jsonl", "--resume"], "kept.jsonl, line 1, is no scenario of a benchmark"),
+        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind: "),
         (["--out", "bytes.jsonl", "--resume"], "bytes.jsonl: is not UTF-8 text"),
     ],
     "pipeline": [
@@ -99,6 +100,7 @@ REFUSED = {
         (["-n", "4", "--stages", "3"], "--stages must divide the 4 ranks"),
         (["--schedule", "zbv"], "gpipe or 1f1b"),
         (["--blocks", "0"], "--blocks must be at least 1"),
+        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind: "),
     ],
 }
 CASES = [
@@ -111,7 +113,7 @@ CASES = [
 @pytest.mark.parametrize(("command", "args", "says"), CASES)
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, says):
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "kept.jsonl").write_text("{}\n")
+    (tmp_path / "kept.jsonl").write_text('{"model": "mlp", "cuts": []}\n')  # of no benchmark, and not of plan
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\n")
     out = [] if "--out" in args or command == "link" else ["--out", "new"]
     code, said, err = grace_command("bench", command, *args, *out, folder=tmp_path)

@@ -257,6 +257,8 @@ def test_calibrations_of_others_are_refused_by_name(folder, made, args, said):
         (("-n", "2", "--reference", "signsgd"), "votes"),
         (("-n", "2", "-o", "nowhere/s.yaml"), "cannot write nowhere/s.yaml: No such file or directory"),
         (("-n", "2", "--report", "."), "cannot write .: Is a directory"),
+        (("-r", "c.yaml", "-o", "./c.yaml"), "c.yaml is a file that is read, and would be overwritten"),
+        (("--calibration", "c.json", "--json", "./c.json"), "c.json is a file that is read, and would be"),
         (("-n", "2", "--calibration", "none.json"), "none.json"),
         (("-r", "none.yaml"), "none.yaml"),
     ],

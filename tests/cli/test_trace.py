@@ -170,6 +170,15 @@ def test_a_folder_becomes_a_file_and_tables(tmp_path):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_recording_is_not_overwritten(tmp_path):
+    written(tmp_path, rank_trace(0))
+    before = (tmp_path / "rank0.jsonl").read_text()
+    code, out, err = grace_command("trace", str(tmp_path), "-o", str(tmp_path / "rank0.jsonl"))
+    assert (code, out) == (2, "")
+    assert "is a file that is read, and would be overwritten" in err
+    assert (tmp_path / "rank0.jsonl").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

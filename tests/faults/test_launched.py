@@ -1,5 +1,6 @@
 """``grace launch`` runs, and what becomes of ranks, launchers and nodes that die, are interrupted or are not there."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from grace.launch.supervisor import first_reason
+from grace.launch.command_lines import Command
+from grace.launch.supervisor import End, first_reason, run
 from tests.support import warm
 from tests.support.command import grace_program
 from tests.support.drawing import THOROUGH
@@ -179,6 +181,20 @@ def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, numbe
     assert process.returncode == 130
     assert (tmp_path / "err").read_text().splitlines()[-1] == "grace launch: interrupted; the ranks are ended"
     assert not alive(tmp_path)
+
+
+def test_ranks_go_on_when_nobody_reads_what_they_print(monkeypatch):
+    """As in ``grace launch ... | head``: a reader that has left does not make ranks wait for it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", closefd=True) as nobody:
+        monkeypatch.setattr(sys, "stderr", nobody)
+        # more than a pipe holds; the alarm ends a rank that waits for a reader
+        code = f"import signal, sys; signal.alarm({HANGS / 3:.0f}); sys.stderr.write('loss 1\\n' * 10**5)"
+        assert run([Command("localhost", [PYTHON, "-c", code])]) == End(0)
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            nobody.close()
 
 
 # -- several nodes, on this machine: an ssh that runs the line in a shell here ----------------------------------------

@@ -232,7 +232,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
 
 
 def test_numbers_of_ranks_are_checked(tmp_path):
-    with pytest.raises(grace.ConfigError, match="ranks must be at least 1, not 0"):
+    with pytest.raises(grace.ConfigError, match="ranks must be between 1 and 65535, not 0"):
         Resources.load(None, ranks=0)
     with pytest.raises(grace.ConfigError, match="says how many ranks there are"):
         Resources.load(written(tmp_path, CLUSTER), ranks=2)

@@ -277,7 +277,8 @@ def test_groups_that_say_the_same_are_used(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["-n", "0", "--", "python"], "grace: ranks must be at least 1, not 0"),
+        (["-n", "0", "--", "python"], "grace: ranks must be between 1 and 65535, not 0"),
+        (["-n", "100000000", "--", "python"], "grace: ranks must be between 1 and 65535, not 100000000"),
         (["-r", "nowhere.yaml", "--", "python"], "grace: nowhere.yaml: cannot be read: No such file or directory"),
         (["--strategy", "nowhere.json", "--", "python"], "grace: there is no strategy file nowhere.json"),
         (["--strategy", "no/where(x=1)", "--", "python"], "grace: there is no strategy file no/where(x=1)"),

@@ -125,7 +125,7 @@ def test_the_compressor_changes_the_plan_on_a_throttled_link():
 
 def test_too_little_memory_names_the_stage_and_what_is_missing():
     graph = chain(4, parameters=[1e9, 1e9, 8e9, 1e9], rows=8)
-    with pytest.raises(ConfigError, match=r"\(n2 to n2\) needs 24.000 GB, and may use 9.000 GB: 15.000 GB are"):
+    with pytest.raises(ConfigError, match=r"\(n2 to n2\) needs 24 GB, and may use 9 GB: 15 GB are"):
         plan(graph, 4, 8, FAST, memory=10e9)
     found = plan(graph, 4, 8, FAST, memory=30e9)
     assert max(found.memory) <= 27e9
@@ -136,7 +136,7 @@ def test_finer_blocks_are_tried_before_memory_is_said_not_to_suffice():
     room = {"memory_margin": 0.0, "optimizer_state": 1.0, "microbatches": 1}
     found = plan(graph, 2, 8, FAST, memory=33 * 3e6 + 1000, **room)  # of 32 blocks none ends behind layer 33
     assert [len(stage.nodes) for stage in found.stages] == [33, 33]
-    with pytest.raises(ConfigError, match=r"\(n\d+ to n\d+\) needs 0\.\d+ GB, .* GB are missing$"):
+    with pytest.raises(ConfigError, match=r"\(n\d+ to n\d+\) needs [\d.]+ [kM]?B, .* [kM]?B are missing$"):
         plan(graph, 2, 8, FAST, memory=30e6, **room)
     with pytest.raises(ConfigError, match="blocks=256 cuts finer"):
         plan(chain(1000, parameters=1e6, rows=8), 2, 8, FAST, memory=495 * 3e6, **room)
@@ -145,7 +145,7 @@ def test_finer_blocks_are_tried_before_memory_is_said_not_to_suffice():
 def test_planning_ends_where_nodes_that_are_together_do_not_fit():
     graph = chain(4, parameters=1e9, rows=8)
     whole = Graph(graph.nodes, graph.inputs, graph.outputs, 8, (frozenset({"n0", "n3"}),))
-    with pytest.raises(ConfigError, match=r"\(n0 to n3\) needs 16.000 GB, .*: 5.000 GB are missing$"):
+    with pytest.raises(ConfigError, match=r"\(n0 to n3\) needs 16 GB, .*: 5 GB are missing$"):
         plan(whole, 2, 8, FAST, memory=11e9, memory_margin=0.0, microbatches=1)
 
 
@@ -225,7 +225,7 @@ def test_plans_fit_or_the_error_says_what_is_missing(seed, limit):
     except ConfigError as error:
         says = str(error)
     if says:
-        assert re.search(r"GB: \d+\.\d+ GB are missing$", says)
+        assert re.search(r"B: [\d.]+ [kMG]?B are missing$", says)
         return
     assert max(found.memory) <= limit * 0.9 * (1 + 1e-9)
     found.check(graph, 4)

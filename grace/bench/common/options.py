@@ -188,16 +188,11 @@ def bandwidths(text: str | None) -> list[float | None]:
     return [None if part in ("none", "loopback") else parse_rate(part) for part in parts]
 
 
-def links_option(default: str) -> Any:
-    """Return the option of a sweep's links, with the default as a user would write it."""
-    words = "Rates of emulated links (Linux, root), and loopback."
-    return option(bandwidths(default), words, "--links", parse=bandwidths, text=default)
-
-
-def bandwidth_option(example: str, show_default: str) -> Any:
-    """Return the option of emulated links; the loopback if it is not given."""
-    words = f"Rates of emulated links, as in {example} (Linux, root); none is the loopback."
-    return option([None], words, "--bandwidth", parse=bandwidths, show_default=show_default)
+def bandwidth_option(default: str, show_default: str | None = None) -> Any:
+    """Return the option of emulated links, with the default as a user would write it."""
+    words = "Rates of emulated links, as in 1gbit,100mbit (Linux, root); none is the loopback."
+    shown = show_default or default
+    return option(bandwidths(default), words, "--bandwidth", parse=bandwidths, show_default=shown)
 
 
 def size(text: str) -> int:

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from typing import Any, TypedDict
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
-from grace.errors import ConfigError
+from grace.errors import ConfigError, GraceError, shortened
 from grace.planner.links import cores
 
 FORMAT = 1
@@ -122,70 +121,21 @@ def load(path: Path | str) -> Results:
     complete = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
     if not complete or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
-    for fault in _faults(facts):
-        raise ConfigError(f"{path} is damaged: {fault}")
     return Results(**facts)
 
 
-TYPES = (
-    (
-        "text",
-        "name|kind|method|engine|tensor|device|model|optimizer|task|about|metric|unit|framework|platform|processor|"
-        "gpu(_driver|_runtime)?",
-    ),
-    ("true or false", "pays|higher_is_better"),
-    ("a list", "times_ms|curve|runs|gpus|seeds|bandwidths|optimizers"),
-    (
-        "a number",
-        "bandwidth|elements|steps|speedup|quality|lr|reached|vnmse|aggregate_vnmse|bias|parameters|batch|rounds|repeats|"
-        "threads|scale|target|epochs|cores|shortfall|.*_(ms|bytes|gbps|copies|seconds|s|step|element|spread|to_target|"
-        "volume|throughput)",
-    ),
-)
-"""Types of the values of reports, and patterns of the names that have them; the first one that matches counts."""
-
-
-def _faults(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield values of other types than reports expect: their place, and the right type."""
-    settings, rows = facts["settings"], [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
-    for field, named in [("settings.", settings), ("machine.", facts["machine"]), *rows]:
-        yield from (f"{field}{key} {fault}" for key, value in named.items() if (fault := _fault(key, value)))
-    yield from (f"{field}ranks must be a number" for field, row in rows if not isinstance(row.get("ranks", 1), int))
-    for key in ("ranks", "seeds", "bandwidths"):
-        values = settings.get(key)
-        if not all(map(_is_number, values if isinstance(values, list) else [values])):
-            yield f"settings.{key} must hold numbers"
-    identity = "name" if facts["kind"] == "step" else "method"
-    for field, row in rows:
-        if not row.get(identity, "?"):  # rows without the key are refused by the reports that need it
-            yield f"{field}{identity} must be text"
-        if not all(isinstance(point, list) and len(point) == 4 for point in row.get("curve") or []):
-            yield f"{field}curve must hold points of four numbers"
-    for key in ("verdict", "skipped"):
-        sentences = settings.get(key, {})
-        if not isinstance(sentences, dict) or not all(isinstance(text, str) for text in sentences.values()):
-            yield f"settings.{key} must be an object of sentences"
-    if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
-        yield "seconds, complete must be a number, and true or false"
-    gpus = facts["machine"].get("gpus") or []
-    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *gpus]):
-        yield "versions, machine.gpus must be text"
-
-
-def _fault(key: str, value: object) -> str:
-    """Return the type that a value should have, if it has another; empty if it is right, or unknown."""
-    kind = next((kind for kind, names in TYPES if re.fullmatch(names, key)), None)
-    if value is None or kind is None:
-        return ""
-    simple = {"text": str, "true or false": bool, "a list": list}
-    right = isinstance(value, simple[kind]) if kind in simple else _is_number(value)
-    return "" if right else f"must be {kind}"
-
-
-def _is_number(value: object) -> bool:
-    """Return True if a value is a number, or unknown."""
-    # type(), since True is an int; figures draw floats, and an int may be larger than all of them
-    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
+@contextlib.contextmanager
+def naming_damage(*paths: Path) -> Iterator[None]:
+    """Return a context in which the results of files are shown: a ConfigError names them if values are no results."""
+    try:
+        yield
+    except GraceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        named = " or ".join(map(str, paths))
+        raise ConfigError(
+            shortened(f"{named} is damaged, or of another kind: {type(error).__name__}: {error}")
+        ) from error
 
 
 def make_folder(folder: Path) -> None:

@@ -31,6 +31,8 @@ RANKS = 4
 """Simulated ones, for the error of the aggregate."""
 SMALLEST, LARGEST = 1000, 2**31 - 1
 """Elements: less is all overhead, more has no 32-bit index."""
+MOST_THREADS = 1024
+"""More, a slip of the keyboard, would take all processes that the machine allows."""
 DEVICE_SIZES, DEVICE_REPEATS = ((25_000_000, 250_000_000), (1_000_000,)), (30, 10)
 SIZE, REPEATS, DRAWS, ERROR_ELEMENTS = (25_000_000, 1_000_000), (7, 3), (16, 6), (1_000_000, 250_000)
 """Defaults: usually, and with ``--quick``."""
@@ -95,6 +97,8 @@ class KernelsSettings:
             communicator_of(name, self.memory)
         check_device(self.device)
         check_at_least_1(self, "threads", "repeats")
+        if self.threads > MOST_THREADS:
+            raise ConfigError(f"--threads must be at most {MOST_THREADS}, not {self.threads}")
         repeats = (DEVICE_REPEATS if on_device else REPEATS)[quick] if self.repeats is None else self.repeats
         shape = matrix(max(sizes))
         facts: Settings = {"sizes": sizes, **(device_facts() if on_device else {})}

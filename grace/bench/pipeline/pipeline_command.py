@@ -56,7 +56,7 @@ class PipelineSettings:
         parse=stage_count,
         text="2",
     )
-    bandwidths: list[float | None] = options.links_option("loopback")
+    bandwidths: list[float | None] = options.bandwidth_option("loopback")
     compressors: list[str] = option(
         ["none"],
         "Compressors of gradients between replicas, each a scenario.",

@@ -43,7 +43,7 @@ class PlanSettings:
         parse=options.split,
         text=",".join(MODELS),
     )
-    bandwidths: list[float | None] = options.links_option(LINKS)
+    bandwidths: list[float | None] = options.bandwidth_option(LINKS)
     ranks: list[int] = option(
         [2, 4], "Numbers of processes.", "--ranks", "-n", parse=partial(options.integers, what="--ranks"), text="2,4"
     )

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grace.backends.launchers import detect
 from grace.bench.common.ending import WorkerError
 from grace.bench.common.events import Event
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
+from grace.errors import ConfigError
 from grace.launch.processes import end, signals_raise
 
 if TYPE_CHECKING:
@@ -49,9 +51,16 @@ def run_scenario(
         nodes: the number of machines that a link joins; one for each rank if left out.
 
     Raises:
+        ConfigError: this process is a launcher's rank itself.
         LinkError: a network cannot be emulated here.
         WorkerError: a rank failed.
     """
+    started_by = detect()
+    if started_by is not None:  # its variables would reach our ranks, which would wait for a store that is not there
+        raise ConfigError(
+            f"this benchmark starts ranks of its own, and this process is a rank itself, started by {started_by}: run "
+            "it without a launcher (grace bench step alone measures over a launcher's ranks)"
+        )
     found: Scenario = {}
     watch({"engine": engine})
     with contextlib.ExitStack() as stack:

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from grace.bench.common.ending import Ending
 from grace.bench.common.progress import ScenarioBars
+from grace.bench.common.results import naming_damage
 from grace.bench.common.tables import Columns
 from grace.bench.common.text import of_rate
 from grace.bench.common.text import scenario as scenario_name
-from grace.bench.ranks.rank_program import append_line
 from grace.bench.ranks.scenario import Scenario, run_scenario
 from grace.core import documents
-from grace.errors import ConfigError
+from grace.core.atomic_files import atomic_write
 
 PLACE: Columns[Scenario] = {
     "model": lambda scenario: scenario["model"],
@@ -60,12 +60,16 @@ class Sweep:
         """Measure all scenarios of settings, show tables on the console, if any, and return the scenarios, the file's
         first.
 
-        Each scenario, a dict with model, ranks, bandwidth and what else tells one from another, is added to the file
-        ``out``. With ``resume`` those in the file are left out, whatever else they were measured with. The command
-        exits with 1 if a rank or a network failed, or 130 after Ctrl-C; finished scenarios are shown and kept.
+        Each scenario is a dict with model, ranks, bandwidth and what else tells one from another. The file ``out``
+        keeps those of an earlier run until the first one is measured. With ``resume`` those in the file are left out,
+        whatever else they were measured with. The command exits with 1 if a rank or a network failed, or 130 after
+        Ctrl-C; finished scenarios are shown and kept.
         """
         console = console or Console(quiet=True)
-        found = [] if out is None else open_scenarios(out, resume)
+        if out is not None:  # a file that cannot be written is refused before anything is measured
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.open("a").close()
+        found = self.kept(out) if out is not None and resume else []
         known, ending = len(found), Ending(self.name)
         with ending.record_failure(), ScenarioBars(console) as bars:
             for scenario in settings.scenarios:
@@ -73,7 +77,8 @@ class Sweep:
                 if not any(scenario.items() <= one.items() for one in found[:known]):
                     found.append(self._measure(settings, scenario, bars, console))
                     if out is not None:  # at once: a sweep takes hours, and may be interrupted
-                        append_line(out, found[-1])
+                        with atomic_write(out) as draft:
+                            draft.write_text("".join(f"{json.dumps(one)}\n" for one in found))
         if found:
             where = f", {known} of them measured before" if known else ""
             console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
@@ -95,18 +100,10 @@ class Sweep:
             console.print(f"Left out: {left_out}: {why}", markup=False, style="dim")
         return found
 
-
-def open_scenarios(file: Path, resume: bool) -> list[Scenario]:
-    """Return the scenarios in the file, if the benchmark continues from them; else empty the file."""
-    if not (resume and file.exists()):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-    found = []
-    for number, line in enumerate(documents.read(file).splitlines(), start=1):
-        try:
-            scenario = json.loads(line)
-            scenario["model"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{file}, line {number}, is no scenario of a benchmark") from None
-        found.append(scenario)
-    return found
+    def kept(self, file: Path) -> list[Scenario]:
+        """Return the scenarios in a file, which must be of this benchmark."""
+        with naming_damage(file):
+            found: list[Scenario] = [json.loads(line) for line in documents.read(file).splitlines()]
+            if found:
+                self.summary(found)
+        return found

@@ -74,9 +74,7 @@ class StepSettings:
         parse=partial(options.integers, what="--ranks"),
         show_default="2, on a GPU 8 that are pretended",
     )
-    bandwidths: list[float | None] = options.bandwidth_option(
-        "10gbit,1gbit,100mbit", "loopback, on a GPU 10gbit,25gbit"
-    )
+    bandwidths: list[float | None] = options.bandwidth_option("loopback", "loopback, on a GPU 10gbit,25gbit")
     baselines: list[str] = option(
         list(BASELINES),
         "Of ddp and horovod, what to compare with where it is installed; or none.",

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -89,7 +90,7 @@ class TrainSettings:
         show_default="70k",
     )
     ranks: int = option(2, "Processes to train on.", "--ranks", "-n")
-    bandwidths: list[float | None] = options.bandwidth_option("1gbit,100mbit", "loopback")
+    bandwidths: list[float | None] = options.bandwidth_option("loopback")
     epochs: int | None = option(None, "Passes over the training data.", show_default="the task's")
     seeds: list[int] = option(
         [0, 1, 2],
@@ -136,8 +137,8 @@ class TrainSettings:
         for method, rate in self.rates.items():
             if method not in self.methods:
                 raise ConfigError(f"a learning rate is given for {method!r}, which is not among the methods")
-            if not rate > 0:
-                raise ConfigError(f"the learning rate of {method} must be positive, not {rate}")
+            if not 0 < rate < math.inf:
+                raise ConfigError(f"the learning rate of {method} must be above 0 and finite, not {rate}")
         check_links(self.ranks, self.bandwidths)
 
     def use_quick_epochs(self) -> None:

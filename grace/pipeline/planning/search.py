@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.quantities import show_bytes
 from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import blocks, cut_at
 from grace.pipeline.planning.exchange_prediction import Exchanges
@@ -381,6 +382,6 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     return ConfigError(
         f"memory does not suffice: even where it is used least ({len(cut.ends)} stages, {setting.schedule}, "
         f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}) needs "
-        f"{needed / 1e9:.3f} GB, and may use {space.limit / 1e9:.3f} GB: {missing / 1e9:.3f} GB are missing"
+        f"{show_bytes(needed)}, and may use {show_bytes(space.limit)}: {show_bytes(missing)} are missing"
         + (f"; blocks={2 * space.count} cuts finer" if finer else "")
     )

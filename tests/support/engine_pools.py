@@ -43,7 +43,7 @@ def available(engine: str) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """What launchers need here: our programs, root allowed, more ranks than cores, one thread each."""
+    """What launchers need here: our programs, root allowed, more ranks than cores, tied to none, one thread each."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -51,6 +51,7 @@ def environment() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",  # or two ranks are tied to the cores of another worker's ranks
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_CYCLE_TIME": "1",  # milliseconds between Horovod's looks at what is ready

@@ -14,8 +14,8 @@ import pytest
 from tests.support.engine_pools import Launched, available
 from tests.support.pool import Ranks
 
-MOST = 3
-"""Pools of engines' ranks that stay up; each takes gigabytes."""
+MOST = 5
+"""Pools of engines' ranks that stay up, as many as `make test` uses; each takes some hundred megabytes."""
 _pools: dict[int, Ranks] = {}
 _launched: dict[tuple[str, int, str], Launched] = {}
 

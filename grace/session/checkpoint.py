@@ -119,9 +119,11 @@ def check_settled(runner: Any) -> None:
         ExchangeError: exchanges are under way, whose step may still be dropped.
     """
     if runner.in_progress:
+        names = runner.context.api_names
+        dropping = getattr(runner, "dropping", names.drop)
         raise ExchangeError(
             "the exchange of a step is under way, and the state does not have its result yet. Save and load after "
-            f"optimizer.step(), or drop the step before, with {getattr(runner, 'dropping', 'optimizer.zero_grad()')}"
+            f"{names.step}{dropping and f', or drop the step before, with {dropping}'}"
         )
 
 

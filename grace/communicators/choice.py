@@ -4,10 +4,10 @@ from typing import Any
 
 from grace.core import specs
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.component import is_ours
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.registry import checked, known, make
-from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 
 GATHER, SCATTER = "allgather", "scatter_reduce"

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from grace.core.backend import Backend, Handle, LocalBackend
-from grace.core.component import Component
+from grace.core.component import Component, is_ours
 from grace.core.compressor import Compressor, Ctx, Tensor
 from grace.core.context import AnyContext
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
 from grace.core.specs import Spec
-from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 
 

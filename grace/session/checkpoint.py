@@ -29,9 +29,10 @@ from typing import Any
 from grace.communicators.choice import took_default
 from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
+from grace.core.component import is_ours
 from grace.core.compressor import Tensor
 from grace.core.state import Values
-from grace.core.transactional_dict import StatefulComponent, TransactionalDict, is_ours
+from grace.core.transactional_dict import StatefulComponent, TransactionalDict
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.session import state_schema

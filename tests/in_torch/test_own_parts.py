@@ -114,6 +114,31 @@ def test_what_a_sparsifier_in_a_composition_remembers_is_rolled_back_and_saved()
     assert [step(other, resumed) for _ in range(3)] == ahead
 
 
+class InPlace(grace.Memory):
+    """A memory that changes what it keeps in place."""
+
+    name = "in_place"
+
+    def compensate(self, tensor, name):
+        if name not in self.state:
+            self.state[name] = {"residual": torch.zeros_like(tensor)}
+        self.state[name]["residual"] += tensor
+        return self.state[name]["residual"].clone()
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name]["residual"].sub_(compressor.decompress(payload, ctx))
+
+
+def test_what_a_memory_changes_in_place_is_rolled_back():
+    model = Given({"w": (4,)})
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = grace.DistributedOptimizer(sgd, model, communicator=Allgather("topk(ratio=0.25)", InPlace()))
+    assert step(model, optimizer, [2.0, 1.0, 0.5, 0.0]) == [2, 0, 0, 0]
+    step(model, optimizer, [float("nan")] * 4)  # an overflow: as if it had not been
+    assert step(model, optimizer) == [0, 2, 0, 0]
+    assert optimizer.state_dict()["grace"]["state"]["memory"]["w"]["residual"].tolist() == [1, 0, 1.5, 1]
+
+
 class Keeping(grace.Memory):
     """A memory that keeps what a function makes of the tensor."""
 

@@ -139,6 +139,54 @@ def test_what_a_memory_changes_in_place_is_rolled_back():
     assert optimizer.state_dict()["grace"]["state"]["memory"]["w"]["residual"].tolist() == [1, 0, 1.5, 1]
 
 
+class ChangesInput(Compressor):
+    """A compressor that changes the tensor that it is given."""
+
+    name = "changes_input"
+
+    def compress(self, tensor, name):
+        return [tensor.mul_(0.5)], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        return payload[0].reshape(ctx)
+
+
+class Compensating(grace.Memory):
+    """A memory whose ``compensate`` is a function."""
+
+    name = "compensating"
+
+    def __init__(self, make):
+        self.make = make
+
+    def compensate(self, tensor, name):
+        return self.make(tensor)
+
+
+MISTAKES = {
+    "changes_input: compress() changed its input for 'w'": lambda: Allgather(ChangesInput(), "residual"),
+    "compensating: compensate() changed its input for 'w'": lambda: Allgather(
+        "topk(ratio=0.25)", Compensating(lambda x: x.add_(1))
+    ),
+    "compensating: compensate() gave a tensor of shape ('none',), where (4,) is wanted for 'w'": lambda: Allgather(
+        "topk(ratio=0.25)", Compensating(lambda x: None)
+    ),
+    "compensating: compensate() gave a tensor of shape (2, 2), where": lambda: Allgather(
+        "topk(ratio=0.25)", Compensating(lambda x: x.view(2, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "make"), MISTAKES.items(), ids=MISTAKES)
+def test_parts_that_spoil_a_gradient_are_refused_by_name(words, make):
+    model = Given({"w": (4,)})
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = grace.DistributedOptimizer(sgd, model, communicator=make())
+    with pytest.raises(grace.ConfigError) as caught:
+        step(model, optimizer)
+    assert str(caught.value).startswith(words)
+
+
 class Keeping(grace.Memory):
     """A memory that keeps what a function makes of the tensor."""
 

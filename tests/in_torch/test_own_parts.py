@@ -187,6 +187,20 @@ def test_parts_that_spoil_a_gradient_are_refused_by_name(words, make):
     assert str(caught.value).startswith(words)
 
 
+class Forgetting(Residual):
+    """A residual that forgets what it kept."""
+
+    name = "forgetting"
+
+    def recall(self, name):
+        return 0.0, self.state.get(name), 1.0
+
+
+def test_a_residual_of_a_users_class_is_not_replaced_by_graces_for_sparse_rows():
+    words = "is sparse, and the memory forgetting is one of whole variables (residual and none know rows)"
+    assert words in refusal(embedding, "topk(ratio=0.25)", Forgetting())
+
+
 class Keeping(grace.Memory):
     """A memory that keeps what a function makes of the tensor."""
 

@@ -39,6 +39,11 @@ def build_communicator(
     if isinstance(communicator, Communicator):
         if compressor is not None or memory is not None:
             raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")
+        if "compressor" not in vars(communicator):
+            raise ConfigError(
+                f"{type(communicator).__name__}.__init__() must call super().__init__(compressor, memory), which a "
+                "dataclass does not"
+            )
         return communicator
     chosen: Compressor = make("compressor", "none" if compressor is None else compressor)
     by_default = communicator is None

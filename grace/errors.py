@@ -33,6 +33,15 @@ def _cut(text: str, length: int) -> str:
     return f"{text[:head]}...({len(text) - head - tail:,} more)...{text[-tail:]}"
 
 
+def said_of(error: BaseException) -> str:
+    """Return the message of an error for other ranks, with its type if it is not Grace's own.
+
+    >>> said_of(KeyError("w"))
+    "KeyError: 'w'"
+    """
+    return str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
+
+
 class ConfigError(GraceError, ValueError):
     """Error of a name, parameter or combination that cannot work; raised before any gradient is exchanged."""
 

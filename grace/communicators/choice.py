@@ -4,10 +4,10 @@ from typing import Any
 
 from grace.core import specs
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.component import is_ours
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.registry import checked, known, make
-from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 
 GATHER, SCATTER = "allgather", "scatter_reduce"
@@ -39,6 +39,11 @@ def build_communicator(
     if isinstance(communicator, Communicator):
         if compressor is not None or memory is not None:
             raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")
+        if "compressor" not in vars(communicator):
+            raise ConfigError(
+                f"{type(communicator).__name__}.__init__() must call super().__init__(compressor, memory), which a "
+                "dataclass does not"
+            )
         return communicator
     chosen: Compressor = make("compressor", "none" if compressor is None else compressor)
     by_default = communicator is None

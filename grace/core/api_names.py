@@ -12,6 +12,7 @@ class ApiNames:
         save_all: the call that saves the state of all ranks.
         load: the call that loads a checkpoint, with a place for its arguments.
         memory: name of the loading call's parameter that decides how memories are loaded.
+        drop: the call that drops a step before it is made; empty if there is none.
         group: name of a parameter group, with a place for its number; empty if the framework has none.
         partial: advice for checkpoints that lack values: a possible cause, and the remedy.
     """
@@ -20,6 +21,7 @@ class ApiNames:
     save_all: str
     load: str
     memory: str = "memory"
+    drop: str = ""
     group: str = ""
     partial: str = "Save it again"
 
@@ -41,6 +43,7 @@ TORCH = ApiNames(
     step="optimizer.step()",
     save_all="optimizer.full_state_dict()",
     load="load_state_dict(state, {})",
+    drop="optimizer.zero_grad()",
     group="param group {}, ",
     partial="torch.distributed.checkpoint loads only what is in the dict that it is given: save "
     "full_state_dict(packed=True), and let it load into that of the new optimizer",
@@ -54,6 +57,7 @@ REDUCE_SCATTER = ApiNames(
     step="optimizer.step()",
     save_all="the states of all ranks, rank_0_of_N to rank_{N-1}_of_N",
     load="load_state_dict(state, {})",
+    drop="optimizer.zero_grad()",
 )
 KERAS = ApiNames(
     step="a training step (optimizer.apply)",

@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from grace.core.backend import Backend, Handle, LocalBackend
-from grace.core.component import Component
+from grace.core.component import Component, is_ours
 from grace.core.compressor import Compressor, Ctx, Tensor
 from grace.core.context import AnyContext
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
 from grace.core.specs import Spec
-from grace.core.transactional_dict import is_ours
+from grace.core.user_compressors import check_shape
 from grace.errors import ConfigError
+from grace.kernels import kernels_of
 
 
 class RouteCost:
@@ -250,7 +251,22 @@ class Communicator(Component):
         return [Leg(dataclasses.replace(counted_as, start=self._communicate), Carries.GRADIENTS)]
 
     def _communicate(self, backend: Backend, wire: Tensor, root: int | None) -> Handle:
-        return self.communicate(wire)
+        """Call a user's ``communicate``, and check what it returns, and what its handle brings."""
+        handle = self.communicate(wire)
+        if not isinstance(handle, Handle):
+            raise self.refuse(f"communicate() must return a grace.Handle, not a {type(handle).__name__}")
+
+        def checked(received: object) -> object:
+            if not isinstance(received, (list, tuple)) or len(received) not in (1, 1 if self.sums else backend.size):
+                wanted = "one tensor, the sum" if self.sums else f"{backend.size} tensors, one per rank"
+                raise self.refuse(f"the handle of communicate() must bring a list of {wanted}")
+            dtype = kernels_of(wire).dtype(wire)
+            for one in received:
+                if kernels_of(check_shape(one, wire, "the handle of communicate()")).dtype(one) != dtype:
+                    raise self.refuse(f"the handle of communicate() must bring tensors of the wire's dtype, {dtype}")
+            return received
+
+        return handle.map(checked)
 
     def route_of_wire(self, nbytes: float, engine: EngineTraits) -> Route:
         """Return :meth:`legs`; the default route if a class nearer to this one in the MRO defines ``communicate`` or

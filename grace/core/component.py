@@ -42,7 +42,7 @@ class Component:
         ``super().__init__``."""
         made = super().__new__(cls)
         # Past __setattr__, which refuses these two names in users' classes.
-        object.__setattr__(made, "state", State())
+        object.__setattr__(made, "state", State(copies=not is_ours(cls)))
         object.__setattr__(made, "context", Context())
         return made
 
@@ -211,6 +211,11 @@ class Component:
         # True equals 1: neither may stand for the other.
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
             raise self.refuse(f"{key} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def is_ours(cls: type) -> bool:
+    """Return True if a class is a part of Grace, and not a user's."""
+    return cls.__module__.partition(".")[0] == "grace"
 
 
 StateForm = tuple[int, ...] | type[float] | Mapping[str, "StateForm"] | None

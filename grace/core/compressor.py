@@ -5,7 +5,8 @@ import math
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from grace.core.transactional_dict import StatefulComponent, is_ours
+from grace.core.component import is_ours
+from grace.core.transactional_dict import StatefulComponent
 from grace.core.user_compressors import check_shape, wrap_aggregate, wrap_compress
 from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of

@@ -4,9 +4,11 @@ import copy
 from numbers import Number
 from typing import ClassVar
 
+from grace.core.component import is_ours
 from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.state import Value
 from grace.core.transactional_dict import StatefulComponent, TransactionalDict
+from grace.core.user_compressors import wrap_compensate
 from grace.kernels import kernels_of
 
 
@@ -37,6 +39,11 @@ class Memory(StatefulComponent):
     """True if the memory applies momentum itself, so that the optimizer's must be 0."""
     needs_lr: ClassVar[bool] = False
     """True if the memory reads the learning rate, so that it needs the optimizer."""
+
+    def __init_subclass__(cls, **kwargs: object):
+        super().__init_subclass__(**kwargs)
+        if "compensate" in vars(cls) and not is_ours(cls):
+            cls.compensate = wrap_compensate(cls.compensate)  # type: ignore[method-assign]
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor to compress instead of ``tensor``: a new float32 tensor, which ``update`` may reuse."""

@@ -12,6 +12,16 @@ Values = dict[str, Value]
 """Values by the variable's name."""
 
 
+def copied(value: Value) -> Value:
+    """Return a copy of a tensor, or of a dict of them; the value itself if it is immutable."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    # torch's tensors have detach(), NumPy's arrays setflags(); TensorFlow's tensors are immutable, as numbers are.
+    if hasattr(value, "detach"):
+        return value.detach().clone()
+    return value.copy() if hasattr(value, "setflags") else value
+
+
 class _Deleted:
     """Marker that is staged in place of a value that was deleted; a class, so that copies and pickles are the same."""
 
@@ -26,6 +36,10 @@ class State(MutableMapping[str, Value]):
 
     The last computation of an array may be deferred until the array is read.
 
+    Args:
+        copies: True to copy a committed value at its first use in a step, because its reader may change it in place, as
+            users' parts may.
+
     Attributes:
         deferred: deferred computations by name: objects with ``finish()``, which computes values in place, and
             ``write(into)``, which is called before :meth:`write` copies staged values.
@@ -39,7 +53,8 @@ class State(MutableMapping[str, Value]):
     1.0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: bool = False) -> None:
+        self.copies = copies
         self._committed: Values = {}
         self._staged: Values = {}
         self.deferred: dict[str, Any] = {}
@@ -78,6 +93,8 @@ class State(MutableMapping[str, Value]):
         if self.deferred:
             self.run_deferred(name)
         value = self._staged.get(name, self._committed.get(name, _Deleted))
+        if self.copies and name not in self._staged and value is not _Deleted:
+            value = self._staged[name] = copied(value)
         return default if value is _Deleted else value
 
     def __setitem__(self, name: str, value: Value) -> None:

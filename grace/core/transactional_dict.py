@@ -9,15 +9,14 @@ saved, rolled back and restored like ``self.state``.
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from grace.core.component import Component
-from grace.core.state import Value
+from grace.core.component import Component, is_ours
+from grace.core.state import State, Value, copied
 
 
 class TransactionalDict(Component, MutableMapping[Any, Value]):
     """Dict whose tensors and numbers change only when a whole step succeeded.
 
-    A value that is read may be changed in place, so it is copied at its first use in a step. Items with other keys than
-    names, or with other values, are in ``unsaved_items``, which no checkpoint holds.
+    Items with other keys than names, or with other values, are in ``unsaved_items``, which no checkpoint holds.
 
     >>> kept = TransactionalDict()
     >>> kept["w"] = 1.0
@@ -32,6 +31,7 @@ class TransactionalDict(Component, MutableMapping[Any, Value]):
     stateful = True
 
     def __init__(self, default: Callable[[], object] | None = None):
+        self.state = State(copies=True)
         self.default = default
         self.unsaved_items = dict[Any, Value]()
 
@@ -40,7 +40,7 @@ class TransactionalDict(Component, MutableMapping[Any, Value]):
             return self.unsaved_items[name]
         if name not in self.state and self.default is not None:
             self[name] = self.default()
-        return self.state[name] if self.state.changed(name) else self._staged(name, _copy(self.state[name]))
+        return self.state[name]
 
     def __setitem__(self, name: Any, value: Value) -> None:
         if not isinstance(name, str) or not _is_value(value):
@@ -50,11 +50,7 @@ class TransactionalDict(Component, MutableMapping[Any, Value]):
         self.unsaved_items.pop(name, None)
         # The same object is a change in place of the copy that this step already staged.
         changed_in_place = self.state.changed(name) and self.state.get(name) is value
-        self._staged(name, value if changed_in_place else _copy(value))
-
-    def _staged(self, name: str, value: Value) -> Value:
-        self.state[name] = value
-        return value
+        self.state[name] = value if changed_in_place else copied(value)
 
     def __delitem__(self, name: Any) -> None:
         del (self.unsaved_items if name in self.unsaved_items else self.state)[name]
@@ -89,14 +85,6 @@ def _is_value(value: object) -> bool:
 
 def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def _copy(value: Value) -> Value:
-    """Return a copy of a tensor, or the value itself if it is immutable."""
-    # torch's tensors have detach(), NumPy's arrays setflags(); TensorFlow's tensors are immutable, as numbers are.
-    if hasattr(value, "detach"):
-        return value.detach().clone()
-    return value.copy() if hasattr(value, "setflags") else value
 
 
 class StatefulComponent(Component):
@@ -151,11 +139,6 @@ class StatefulComponent(Component):
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for copies and pickles, which are not in training."""
         return {key: value for key, value in super().__getstate__().items() if key != "_fingerprints"}
-
-
-def is_ours(cls: type) -> bool:
-    """Return True if a class is a part of Grace, and not a user's."""
-    return cls.__module__.partition(".")[0] == "grace"
 
 
 def _fingerprints_of(component: Component) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Adapters and checks for users' compressors, written to the original GRACE's contract (grace_dl) or to Grace's.
+"""Adapters and checks for users' parts, written to the original GRACE's contract (grace_dl) or to Grace's.
 
 They wrap the methods that a class defines, so that the exchange, memories and users' own calls behave alike, and
 validate what a user's method returns: its type, and the shape that payloads decode to. Whether payloads keep their
@@ -15,6 +15,37 @@ from grace.errors import ConfigError, PayloadError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.constants import FLOATS, ITEM_SIZE
 from grace.kernels.reference import Tensor
+
+INPUT = "which may be the gradient itself, or be needed again: compute with a copy, as tensor.clone()"
+
+
+def _changes(tensor: Tensor) -> int | None:
+    """Return the number of changes in place that torch has counted; None if it counts none."""
+    try:
+        return getattr(tensor, "_version", None)
+    except RuntimeError:  # tensors that were made in inference mode
+        return None
+
+
+def wrap_compensate(compensate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a user's ``compensate(tensor, name)``, to check what it returns, and that it leaves the gradient as it is.
+
+    Raises:
+        ConfigError: it changed the gradient, or returned no tensor of its shape; the message names the variable.
+    """
+
+    @functools.wraps(compensate)
+    def compensated(self: Any, tensor: Tensor, name: str) -> Tensor:
+        before = _changes(tensor)
+        given = compensate(self, tensor, name)
+        if _changes(tensor) != before:
+            raise self.refuse(f"compensate() changed its input for {name!r}, {INPUT}")
+        try:
+            return check_shape(given, tensor, "compensate()")
+        except PayloadError as error:
+            raise self.refuse(f"{error} for {name!r}") from None
+
+    return compensated
 
 
 def wrap_compress(
@@ -39,9 +70,12 @@ def wrap_compress(
             if dtype not in FLOATS:
                 raise self.refuse(f"cannot compress {name!r}, which is of dtype {dtype}: cast it to float32 first")
             tensor = kernels.cast(tensor, "float32")
-        given = compress(self, tensor, name)
         if ours:  # Grace's own methods are tested instead of checked at every step
-            return given
+            return compress(self, tensor, name)
+        before = _changes(tensor)
+        given = compress(self, tensor, name)
+        if _changes(tensor) != before:
+            raise self.refuse(f"compress() changed its input for {name!r}, {INPUT}")
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             returned = _describe_type(given)
             raise self.refuse(f"compress() of {name!r} must return two things, (payload, ctx), not {returned}")

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from grace.core.component import is_ours
 from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.context import Context
 from grace.core.memory import ErrorFeedback, Memory
-from grace.core.transactional_dict import is_ours
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Flag, Header

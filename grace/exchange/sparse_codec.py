@@ -183,7 +183,8 @@ def unfit(compressor: Compressor, memory: Memory) -> str:
         return f"{compressor.spec} votes element by element, over ranks that have other rows"
     if compressor.stateful:
         return f"{compressor.spec} keeps something of the whole variable"
-    if not isinstance(memory, (Residual, NoMemory)):
+    # RowMemory takes the place of a residual, and would not call the methods of a class derived from it.
+    if type(memory) is not Residual and not isinstance(memory, NoMemory):
         return f"the memory {memory.spec} is one of whole variables (residual and none know rows)"
     return ""
 

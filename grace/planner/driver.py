@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from grace.core.backend import Backend, Tensor
-from grace.errors import ConfigError, ExchangeError, GraceError
+from grace.errors import ConfigError, ExchangeError, said_of
 from grace.planner import planning
 from grace.planner.codecs import is_table
 from grace.planner.explain import MARGIN, Plan
@@ -297,7 +297,7 @@ class Driver:
         except ExchangeError:
             raise
         except Exception as error:
-            why = str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
+            why = said_of(error)
         answers = gather_or_raise(self.backend, what, (value, why))
         for rank, (_, reason) in enumerate(answers):
             if reason:

@@ -6,7 +6,7 @@ from typing import Any
 
 from grace.core import version
 from grace.core.backend import Backend
-from grace.errors import RankError
+from grace.errors import RankError, said_of
 
 DIFFERENT = "the ranks were set up differently; the first difference: "
 DRIFTED = (
@@ -38,7 +38,7 @@ def gather_or_raise(
     >>> gather_or_raise(LocalBackend(), "none", 3)
     [3]
     """
-    said = None if error is None else str(error)
+    said = None if error is None else said_of(error)
     mine = {"grace": version.__version__, "what": what, "value": value, "error": said}
     answers = backend.allgather_object(mine)
     number = backend.number_of

@@ -123,7 +123,7 @@ class ByHand:
             _check_same(bucket, variables)
             if runner.under_way(bucket):
                 raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
-        _compare(backend, called, 0 if runner is None else runner.context.step)
+        self._compare(called, backend)
         if runner is None or bucket is None:
             runner, bucket, given = self._add_names(given, called, backend)
         begun = PendingStep(bucket, [variable.dtype for variable in bucket.variables], single)
@@ -150,6 +150,40 @@ class ByHand:
         return means[0] if begun.single else means
 
     # -- the run ---------------------------------------------------------------------------------------
+
+    def _compare(self, names: tuple[str, ...], backend: Backend) -> None:
+        """Refuse a communicator, or names of tensors, that differ from those of other ranks in this exchange.
+
+        An engine that pairs collectives by their order would average one tensor with another, or end all ranks if their
+        sizes differ; and ranks that exchange by different communicators, which have channels of their own, would wait
+        for ever. So a small all-gather of a digest, whose size never differs, precedes each exchange, and the agreement
+        on new names.
+
+        Raises:
+            RankError: (on all ranks) they differ; no tensor was exchanged.
+        """
+        # Pairing by name cannot average one tensor with another.
+        if backend.size == 1 or backend.pairs_by_name:
+            return
+        called = ", ".join(map(repr, names))
+        # Joined communicators have numbers; the agreement compares new ones.
+        number, step = (0, 0) if self.runner is None else (self.number, self.runner.context.step)
+        place = f"{called} in step {step} of {'a new communicator' if number == 0 else f'communicator {number}'}"
+        place = f"{place} ({self.communicator.describe()})"
+        digest = np.frombuffer(hashlib.blake2b(f"{number} {called}".encode(), digest_size=16).digest(), np.uint8)
+        before = backend.sent_bytes
+        with backend.waiting_for_ranks(lambda: f"the exchange by hand of {place}"):
+            parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
+            digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
+            received = backend.allgather_pickled((number, called, place)) if len(digests) > 1 else []
+        backend.sent_bytes = before  # comparisons are not counted as traffic
+        for rank, (*theirs, where) in enumerate(received):
+            if theirs != list(received[0][:2]):
+                raise RankError(
+                    f"ranks exchange different tensors by hand: rank 0 {received[0][2]}, and rank {rank} {where}. "
+                    "Every rank must exchange the same names, by the same communicators, in the same order, and as "
+                    "often; nothing was exchanged"
+                )
 
     def _add_names(
         self, given: list[Tensor], names: tuple[str, ...], backend: Backend
@@ -285,36 +319,6 @@ class ByHand:
                 self.buckets = {names: bucket for names, bucket in self.buckets.items() if names in before}
                 _remove_variables(self.runner, {name for names in before for name in names})
             raise
-
-
-def _compare(backend: Backend, names: tuple[str, ...], step: int) -> None:
-    """Refuse names of tensors that differ from those of other ranks in this exchange.
-
-    An engine that pairs collectives by their order would average one tensor with another, or end all ranks if their
-    sizes differ. So a small all-gather of a digest, whose size never differs, precedes each exchange, and the agreement
-    on new names.
-
-    Raises:
-        RankError: (on all ranks) the names differ; no tensor was exchanged.
-    """
-    # Pairing by name cannot average one tensor with another.
-    if backend.size == 1 or backend.pairs_by_name:
-        return
-    called = ", ".join(map(repr, names))
-    place = f"{called} in step {step}"
-    digest = np.frombuffer(hashlib.blake2b(called.encode(), digest_size=16).digest(), np.uint8)
-    before = backend.sent_bytes
-    with backend.waiting_for_ranks(lambda: f"the exchange by hand of {place}"):
-        parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
-        digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
-        received = backend.allgather_pickled((called, place)) if len(digests) > 1 else []
-    backend.sent_bytes = before  # comparisons are not counted as traffic
-    for rank, (theirs, where) in enumerate(received):
-        if theirs != received[0][0]:
-            raise RankError(
-                f"ranks exchange different tensors by hand: rank 0 {received[0][1]}, and rank {rank} {where}. Every "
-                "rank must exchange the same names, in the same order, and as often; nothing was exchanged"
-            )
 
 
 def _groups(state: object) -> list[list[Variable]]:

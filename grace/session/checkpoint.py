@@ -29,9 +29,10 @@ from typing import Any
 from grace.communicators.choice import took_default
 from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
+from grace.core.component import is_ours
 from grace.core.compressor import Tensor
 from grace.core.state import Values
-from grace.core.transactional_dict import StatefulComponent, TransactionalDict, is_ours
+from grace.core.transactional_dict import StatefulComponent, TransactionalDict
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.session import state_schema
@@ -119,9 +120,11 @@ def check_settled(runner: Any) -> None:
         ExchangeError: exchanges are under way, whose step may still be dropped.
     """
     if runner.in_progress:
+        names = runner.context.api_names
+        dropping = getattr(runner, "dropping", names.drop)
         raise ExchangeError(
             "the exchange of a step is under way, and the state does not have its result yet. Save and load after "
-            f"optimizer.step(), or drop the step before, with {getattr(runner, 'dropping', 'optimizer.zero_grad()')}"
+            f"{names.step}{dropping and f', or drop the step before, with {dropping}'}"
         )
 
 

@@ -10,12 +10,11 @@ from grace.backends.topology import NodeGroups, node_groups, node_name
 from grace.communicators import Allreduce, ReduceBroadcast
 from grace.core.backend import Backend, Leases
 from grace.core.communicator import Communicator
-from grace.core.component import Component
+from grace.core.component import Component, is_ours
 from grace.core.compressor import Tensor
 from grace.core.context import STAMPED, Context, SubgroupContext
 from grace.core.memory import Memory
 from grace.core.state import Values
-from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic

@@ -146,10 +146,17 @@ class Builder(Component):
         vars(other)["_world_size"] = self._world_size
         return other
 
+    def _checked_choice(self, variable: Variable) -> tuple[Spec | Compressor, Spec | Memory | None]:
+        """Return :meth:`choice`, which a user's class may define."""
+        choice = self.choice(variable)
+        if not isinstance(choice, (tuple, list)) or len(choice) != 2:
+            raise self.refuse(f"choice() must return two things, (compressor, memory), not {choice!r}")
+        return choice
+
     def collective(self, variable: Variable, group: int) -> ShardPlan:
         """Return the plan of a part that travels in a group: by a sum where the method allows it, else by the method's
         default communicator for the cluster's number of ranks."""
-        compressor, memory = self.choice(variable)
+        compressor, memory = self._checked_choice(variable)
         method: Compressor = make("compressor", compressor)
         summed = "allreduce" in legal_communicators(method)
         kind = "allreduce" if summed else default_communicator(method, memory, self._world_size)
@@ -157,7 +164,7 @@ class Builder(Component):
 
     def reduced(self, variable: Variable, destination: int) -> ShardPlan:
         """Return the plan of a part that one rank reduces."""
-        compressor, memory = self.choice(variable)
+        compressor, memory = self._checked_choice(variable)
         return ShardPlan(Sync("reduce_broadcast", destination=destination), compressor, memory)
 
     def strategy(self, plans: Sequence[VariablePlan], resources: Cluster) -> Strategy:
@@ -174,7 +181,13 @@ def _with_world_size(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
     def run(self: Builder, variables: Sequence[Variable], resources: Cluster) -> Strategy:
         # Not an attribute that ``self`` sets: a user's builder may be a frozen dataclass.
         vars(self)["_world_size"] = resources.world_size
-        return build(self, variables, resources)
+        built = build(self, variables, resources)
+        if not isinstance(built, Strategy):
+            made = type(built).__name__
+            raise self.refuse(
+                f"build() must return a Strategy, which self.strategy(plans, resources) makes, not a {made}"
+            )
+        return built
 
     return run
 

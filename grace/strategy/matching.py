@@ -2,10 +2,11 @@
 
 import re
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from grace.core import schema_words
 from grace.core.compressor import Compressor
+from grace.core.documents import shown
 from grace.core.memory import Memory
 from grace.core.registry import make
 from grace.core.variable import Variable
@@ -15,6 +16,7 @@ from grace.strategy.rule import CompressorRules
 try:
     from pydantic import (
         BaseModel,
+        BeforeValidator,
         ConfigDict,
         Field,
         StrictBool,
@@ -30,7 +32,17 @@ except ImportError as error:
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]
-Spec = StrictStr | dict[str, Any]
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+
+
+def _check_spec(value: object) -> object:
+    if not isinstance(value, (str, dict)):
+        what = f"must be text, as in `topk(ratio=0.01)`, or keys with values, not {shown(value)}"
+        raise PydanticCustomError("spec", "{what}", {"what": what})
+    return value
+
+
+Spec = Annotated[StrictStr | dict[str, Any], BeforeValidator(_check_spec)]
 
 
 class Strict(BaseModel):
@@ -57,8 +69,8 @@ class Match(Strict):
     """The largest size of the gradient, in bytes."""
     ndim: Natural | None = None
     """The number of dimensions."""
-    dtype: StrictStr | None = None
-    """The gradient's dtype, as in `float16`."""
+    dtype: Dtype | None = None
+    """The gradient's dtype."""
     sparse: StrictBool | None = None
     """True if the gradient is rows, as for embeddings."""
     rule: Spec | None = None

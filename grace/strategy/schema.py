@@ -35,7 +35,7 @@ import re
 
 from grace.core.variable import Variable
 from grace.strategy.builder import Cluster
-from grace.strategy.matching import Match, Natural, Positive, Spec, Strict
+from grace.strategy.matching import Dtype, Match, Natural, Positive, Spec, Strict
 from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, VariablePlan, fingerprint
 
 
@@ -175,7 +175,7 @@ class VariableEntry(Method):
 
     shape: list[Natural]
     """The variable's dimensions; none for a scalar."""
-    dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
+    dtype: Dtype = "float32"
     """The gradient's dtype."""
     sparse: StrictBool = False
     """True if the gradient is rows, as for embeddings."""
@@ -211,7 +211,7 @@ class Shards(Strict):
     """A rule's partition into parts of (nearly) equal lengths."""
 
     axis: Natural = 0
-    """The dimension that is cut; a variable without it is not cut."""
+    """The dimension that is cut; a variable without it, or without elements, is not cut."""
     shards: Positive
     """The number of parts, at most the dimension."""
 
@@ -227,10 +227,11 @@ class RuleEntry(PartEntry):
     def plan(self, variable: Variable) -> VariablePlan:
         """Return the plan of a variable that the rule matches."""
         part = ShardPlan.from_dict(self.model_dump())
-        if self.partition is None or self.partition.axis >= len(variable.shape):
+        axis = 0 if self.partition is None else self.partition.axis
+        n = variable.shape[axis] if axis < len(variable.shape) else 0
+        if self.partition is None or n == 0:
             return VariablePlan(variable, (part,))
-        n = variable.shape[self.partition.axis]
-        sizes = equal_sizes(n, max(1, min(self.partition.shards, n)))
+        sizes = equal_sizes(n, min(self.partition.shards, n))
         return VariablePlan(variable, (part,) * len(sizes), self.partition.axis, sizes)
 
 

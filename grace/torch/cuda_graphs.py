@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from grace.core.communicator import Communicator
+from grace.core.component import is_ours
 from grace.core.context import Context
 from grace.core.state import State, Values
-from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 from grace.exchange.round_trip import RoundTrip
 from grace.session.step_runner import StepRunner

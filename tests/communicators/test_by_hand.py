@@ -138,7 +138,8 @@ def test_what_cannot_be_exchanged_is_refused_on_all_ranks(two_ranks):
     assert "cannot exchange 'w': no kernels for builtins.list" in second.pop(1)
     for said in (first, second):
         assert "'w' float32[2], rank 1 has variable 'w' float32[3]" in said[1]
-        assert "rank 0 'other' in step 0, and rank 1 'one' in step 0" in said[2]
+        new = "of a new communicator (allgather, topk(ratio=0.5), residual)"
+        assert f"rank 0 'other' in step 0 {new}, and rank 1 'one' in step 0 {new}" in said[2]
         assert "'w' is float32[3] now, and was float32[2] at its first step" in said[3]
         assert "names must be strings, each another" in said[4]
         assert "there are 1 tensors and 2 names" in said[5]
@@ -259,3 +260,36 @@ def test_ranks_that_exchange_different_tensors_are_told_before_anything_is_excha
     for said, after in launched(engine, 2).run(out_of_order, kind):
         assert said.startswith("RankError: ranks exchange different tensors by hand: rank 0 'a' in step "), said
         assert after == [1.5] * 30
+
+
+def by_the_other_communicator():
+    """What a rank is told that exchanges by another communicator than rank 1; and what comes of going on alike."""
+    both = communicator("none"), communicator("topk(ratio=1.0)")
+    for grc in both:
+        grc.step(torch.ones(3), "a")
+    said = ""
+    try:
+        both[grace.rank()].step(torch.ones(3), "a")
+    except grace.GraceError as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, [grc.step(torch.full((3,), 1.0 + grace.rank()), "a").tolist() for grc in both]
+
+
+def test_ranks_that_exchange_by_different_communicators_are_told_instead_of_waiting(two_ranks):
+    for said, after in two_ranks.run(by_the_other_communicator):
+        assert said.startswith("RankError: ranks exchange different tensors by hand: rank 0 'a' in step 1 of "), said
+        assert "(allreduce, none, none), and rank 1 'a' in step 1 of" in said, said
+        assert after == [[1.5] * 3] * 2
+
+
+def saved_in_a_step():
+    grc = communicator("topk(ratio=0.5)")
+    begun = grc.send_step(torch.ones(2), "w")
+    said = refusal(grc.state_dict, kind=grace.ExchangeError)
+    grc.receive_step(begun)
+    return said
+
+
+def test_a_state_that_is_saved_in_a_step_names_the_calls_that_end_it(two_ranks):
+    for said in two_ranks.run(saved_in_a_step):
+        assert said.endswith("Save and load after step() or receive_step()"), said

@@ -1,5 +1,7 @@
 """Communicators of the user's own that move payloads variable by variable, by the original GRACE's contract."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -326,3 +328,61 @@ def test_collectives_that_begin_when_a_handle_is_awaited_are_counted(hook):
     found = sent(WhenAwaited("topk(ratio=0.1)"), hook)
     assert found == sent(grace.torch.Allgather("topk(ratio=0.1)"), hook)
     return found
+
+
+class Moving(Communicator):
+    """A communicator whose ``communicate`` is a function of itself and the wire."""
+
+    name = "moving"
+
+    def __init__(self, compressor, memory, move):
+        super().__init__(compressor, memory)
+        self.move = move
+
+    def communicate(self, wire):
+        return self.move(self, wire)
+
+
+class Summing(Moving):
+    """The same, which says that it brings a sum."""
+
+    name = "summing"
+    sums = True
+
+
+def brings(change):
+    """Gather a wire, and change what the handle brings."""
+    return lambda grc, wire: grc.backend.allgather(wire).map(change)
+
+
+MISTAKES = {
+    "moving: communicate() must return a grace.Handle, not a NoneType": (Moving, lambda grc, wire: None),
+    "moving: the handle of communicate() must bring a list of 1 tensors": (Moving, brings(lambda wires: wires[0])),
+    "the handle of communicate() gave a tensor of shape": (Moving, brings(lambda wires: [x[:-3] for x in wires])),
+    "must bring tensors of the wire's dtype, uint8": (Moving, brings(lambda wires: [x.float() for x in wires])),
+    "summing: the handle of communicate() must bring a list of one tensor": (Summing, brings(lambda wires: wires * 2)),
+}
+
+
+@pytest.mark.parametrize(("words", "mistake"), MISTAKES.items(), ids=MISTAKES)
+def test_what_communicate_returns_is_checked(local, words, mistake):
+    cls, move = mistake
+    with pytest.raises(grace.GraceError) as caught:
+        cls("none", "none", move).step(torch.ones(4), "w")
+    assert words in str(caught.value)
+
+
+@dataclass
+class Dataclass(Communicator):
+    """A communicator whose ``__init__`` a dataclass has made, without that of its base."""
+
+    name = "dataclass"
+    most: int = 3
+
+    def communicate(self, wire):
+        return self.backend.allgather(wire)
+
+
+def test_a_communicator_that_has_no_parts_is_refused(local):
+    with pytest.raises(grace.ConfigError, match=r"Dataclass.__init__\(\) must call super\(\).__init__\(compressor"):
+        distributed(Given(SHAPES), communicator=Dataclass())

@@ -114,6 +114,93 @@ def test_what_a_sparsifier_in_a_composition_remembers_is_rolled_back_and_saved()
     assert [step(other, resumed) for _ in range(3)] == ahead
 
 
+class InPlace(grace.Memory):
+    """A memory that changes what it keeps in place."""
+
+    name = "in_place"
+
+    def compensate(self, tensor, name):
+        if name not in self.state:
+            self.state[name] = {"residual": torch.zeros_like(tensor)}
+        self.state[name]["residual"] += tensor
+        return self.state[name]["residual"].clone()
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name]["residual"].sub_(compressor.decompress(payload, ctx))
+
+
+def test_what_a_memory_changes_in_place_is_rolled_back():
+    model = Given({"w": (4,)})
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = grace.DistributedOptimizer(sgd, model, communicator=Allgather("topk(ratio=0.25)", InPlace()))
+    assert step(model, optimizer, [2.0, 1.0, 0.5, 0.0]) == [2, 0, 0, 0]
+    step(model, optimizer, [float("nan")] * 4)  # an overflow: as if it had not been
+    assert step(model, optimizer) == [0, 2, 0, 0]
+    assert optimizer.state_dict()["grace"]["state"]["memory"]["w"]["residual"].tolist() == [1, 0, 1.5, 1]
+
+
+class ChangesInput(Compressor):
+    """A compressor that changes the tensor that it is given."""
+
+    name = "changes_input"
+
+    def compress(self, tensor, name):
+        return [tensor.mul_(0.5)], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        return payload[0].reshape(ctx)
+
+
+class Compensating(grace.Memory):
+    """A memory whose ``compensate`` is a function."""
+
+    name = "compensating"
+
+    def __init__(self, make):
+        self.make = make
+
+    def compensate(self, tensor, name):
+        return self.make(tensor)
+
+
+MISTAKES = {
+    "changes_input: compress() changed its input for 'w'": lambda: Allgather(ChangesInput(), "residual"),
+    "compensating: compensate() changed its input for 'w'": lambda: Allgather(
+        "topk(ratio=0.25)", Compensating(lambda x: x.add_(1))
+    ),
+    "compensating: compensate() gave a tensor of shape ('none',), where (4,) is wanted for 'w'": lambda: Allgather(
+        "topk(ratio=0.25)", Compensating(lambda x: None)
+    ),
+    "compensating: compensate() gave a tensor of shape (2, 2), where": lambda: Allgather(
+        "topk(ratio=0.25)", Compensating(lambda x: x.view(2, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "make"), MISTAKES.items(), ids=MISTAKES)
+def test_parts_that_spoil_a_gradient_are_refused_by_name(words, make):
+    model = Given({"w": (4,)})
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = grace.DistributedOptimizer(sgd, model, communicator=make())
+    with pytest.raises(grace.ConfigError) as caught:
+        step(model, optimizer)
+    assert str(caught.value).startswith(words)
+
+
+class Forgetting(Residual):
+    """A residual that forgets what it kept."""
+
+    name = "forgetting"
+
+    def recall(self, name):
+        return 0.0, self.state.get(name), 1.0
+
+
+def test_a_residual_of_a_users_class_is_not_replaced_by_graces_for_sparse_rows():
+    words = "is sparse, and the memory forgetting is one of whole variables (residual and none know rows)"
+    assert words in refusal(embedding, "topk(ratio=0.25)", Forgetting())
+
+
 class Keeping(grace.Memory):
     """A memory that keeps what a function makes of the tensor."""
 

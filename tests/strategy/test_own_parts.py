@@ -8,7 +8,8 @@ import grace
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.strategy import schema
-from grace.strategy.builder import OneNode
+from grace.strategy.builder import Builder, OneNode
+from grace.strategy.builders.all_reduce import AllReduce
 from grace.strategy.plan import Sync
 from grace.strategy.predicted_bytes import collectives_of
 from tests.support.own_parts import InPieces, Named, PiecesOf, Whole, registered
@@ -205,3 +206,33 @@ def test_what_it_sends_is_counted_as_what_it_is_like():
         assert collectives_of(part) == ["allgather"]
         (part,) = parsed({"type": "summed_for_the_test"}).plans[0].parts
         assert collectives_of(part) == ["allreduce"]
+
+
+class ChoosesText(AllReduce):
+    """A builder that forgets the memory."""
+
+    name = "chooses_text"
+
+    def choice(self, variable):
+        return "topk"
+
+
+class BuildsNothing(Builder):
+    """A builder that forgets to return its strategy."""
+
+    name = "builds_nothing"
+
+    def build(self, variables, resources):
+        self.strategy([], resources)
+
+
+@pytest.mark.parametrize(
+    ("builder", "words"),
+    [
+        (ChoosesText(), r"chooses_text: choice\(\) must return two things, \(compressor, memory\), not 'topk'"),
+        (BuildsNothing(), r"builds_nothing: build\(\) must return a Strategy, .* not a NoneType"),
+    ],
+)
+def test_mistakes_of_users_builders_are_named(builder, words):
+    with pytest.raises(grace.ConfigError, match=words):
+        builder.build(LIST, OneNode(2))

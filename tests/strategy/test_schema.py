@@ -94,6 +94,7 @@ def edited(**changes):
         ({"sync": {"type": "none"}, "compressor": "topk"}, r"variable 'w', compressor: ranks that train on their own"),
         ({"compressor": "topk"}, r"variable 'w', sync: allreduce cannot carry topk"),
         ({"compressor": "topq"}, r"variable 'w', compressor: unknown compressor 'topq' \(did you mean 'topk'"),
+        ({"compressor": ["topk"]}, r"w.compressor: must be text, as in `topk.*`, or keys with values, not"),
         ({"memory": "dgc"}, r"variable 'w', compressor: memory dgc cannot serve"),
         ({"partition": {"axis": 2, "sizes": [1]}, "parts": []}, r"variable 'w', sync: a variable that is cut"),
         ({"parts": []}, r"variable 'w', parts: there is no partition"),
@@ -160,6 +161,18 @@ def test_rules_are_resolved_for_a_model():
     document["rules"].pop()
     with pytest.raises(grace.ConfigError, match=r"variable 'b': no rule matches it"):
         schema.parse(document, variables=VARIABLES)
+
+
+def test_a_rule_cuts_no_variable_without_elements():
+    rule = {"match": {}, "partition": {"shards": 2}, "sync": {"type": "allreduce"}}
+    empty = [Variable("empty", (0, 4)), Variable("w", (3, 4))]
+    assert [plan.sizes for plan in schema.parse({"version": 1, "rules": [rule]}, variables=empty).plans] == [(), (2, 1)]
+
+
+def test_a_rule_for_a_dtype_that_no_gradient_has_is_refused():
+    rule = {"match": {"dtype": "fp16"}, "sync": {"type": "allreduce"}}
+    with pytest.raises(grace.ConfigError, match=r"rules\[0\].match.dtype: must be 'float16', .* not 'fp16'"):
+        schema.parse({"version": 1, "rules": [rule, {**rule, "match": {}}]}, variables=VARIABLES)
 
 
 def test_files_without_a_cluster_are_for_any():

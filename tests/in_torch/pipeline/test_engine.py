@@ -109,7 +109,7 @@ def test_what_fails_on_a_rank_fails_on_all():
         return sgd(parameters)
 
     said = refusal(in_two_stages, make, kind=ValueError if grace.rank() else grace.RankError)
-    assert said == ("not here" if grace.rank() else "rank 1 refused to start: not here")
+    assert said == ("not here" if grace.rank() else "rank 1 refused to start: ValueError: not here")
 
 
 def test_optimizer_state_is_that_of_the_models_shapes():

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grace.errors import ConfigError
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 from grace.kernels.constants import (
     FLOAT8,
     FLOAT32_MAX,
@@ -25,6 +24,14 @@ from grace.kernels.constants import (
     gaussian_reach,
     rounded_down,
     table_factor,
+)
+from grace.kernels.payload_checks import (
+    check_count,
+    check_packed,
+    check_quantized,
+    check_range,
+    check_scale,
+    check_table,
 )
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 

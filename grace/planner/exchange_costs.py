@@ -16,7 +16,7 @@ from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
 from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import CodecCost
 from grace.planner.network import KINDS, Network
-from grace.planner.step import Transfer, Work
+from grace.planner.step_simulation import Transfer, Work
 from grace.session.sharding import Shard, make_buckets
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy

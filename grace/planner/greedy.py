@@ -19,7 +19,7 @@ from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.exchange_costs import works_of
 from grace.planner.problem import Problem, short
-from grace.planner.step import Prediction, Work, simulate
+from grace.planner.step_simulation import Prediction, Work, simulate
 from grace.planner.uniform_plans import assigned_strategy, shards_of, uniform_strategy
 from grace.session.sharding import Chooser
 from grace.strategy.plan import Strategy

@@ -10,7 +10,7 @@ from grace.communicators.choice import build_communicator
 from grace.planner.costs import CodecCost, DefaultCodecs
 from grace.planner.exchange_costs import works_of
 from grace.planner.problem import Problem
-from grace.planner.step import Prediction, Timeline, simulate
+from grace.planner.step_simulation import Prediction, Timeline, simulate
 from grace.planner.uniform_plans import shards_of
 from grace.session.sharding import Chooser
 from grace.strategy.builders import DiLoCo

@@ -18,7 +18,7 @@ from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
 from grace.planner.error_budget import CLASSES, ErrorModel, allows, check_quality, class_of, shrinks
 from grace.planner.exchange_costs import Costs, codec_key, works
-from grace.planner.step import Prediction, Timeline, simulate
+from grace.planner.step_simulation import Prediction, Timeline, simulate
 from grace.strategy.builder import Cluster
 from grace.strategy.plan import Strategy
 

@@ -27,7 +27,7 @@ def smallest_nondivisor(n: int) -> int:
 
 
 @dataclass
-class Sharding(Builder):
+class Partitioner(Builder):
     """Builder that cuts variables.
 
     Args:

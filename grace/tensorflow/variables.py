@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from grace.backends.object_collectives import chosen_root, compared
 from grace.backends.runtime import current
-from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError

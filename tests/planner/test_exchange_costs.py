@@ -16,7 +16,7 @@ from grace.exchange.sparse_rows import SparseRows
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.exchange_costs import DENSE, Costs, codec_key, works, works_of
 from grace.planner.network import Links, MeasuredNetwork
-from grace.planner.step import most_sent
+from grace.planner.step_simulation import most_sent
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner

@@ -11,7 +11,7 @@ from grace.core.variable import Variable
 from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import DENSE, Costs, works_of
 from grace.planner.network import Links
-from grace.planner.step import Timeline, Transfer, Work, most_sent, simulate
+from grace.planner.step_simulation import Timeline, Transfer, Work, most_sent, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from tests.support.pretended import sent_by

@@ -21,7 +21,7 @@ from grace.kernels.numba.addresses import (
     _compensated,
     _fetch_ahead,
 )
-from grace.kernels.numba.halves import (
+from grace.kernels.numba.half_precision import (
     _add_brain,
     _add_half,
     _from_brain,
@@ -31,7 +31,6 @@ from grace.kernels.numba.halves import (
     _widen_brain,
     _widen_half,
 )
-from grace.kernels.numba.lanes import float_of, part, pattern_of, prefetch_to_write
 from grace.kernels.numba.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
 from grace.kernels.numba.packing import _add_either, _pack, _pack_signs, _unpack
 from grace.kernels.numba.primitives import _add, _sum_abs
@@ -48,6 +47,7 @@ from grace.kernels.numba.rounding import (
     _scale,
     _threshold,
 )
+from grace.kernels.numba.simd import float_of, part, pattern_of, prefetch_to_write
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 

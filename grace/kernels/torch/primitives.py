@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from grace.errors import ConfigError
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 from grace.kernels.constants import (
     EQUAL_DEVIATION,
     FLOAT8,
@@ -20,6 +19,14 @@ from grace.kernels.constants import (
     bucket_within,
     gaussian_reach,
     rounded_down,
+)
+from grace.kernels.payload_checks import (
+    check_count,
+    check_packed,
+    check_quantized,
+    check_range,
+    check_scale,
+    check_table,
 )
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.kernels.reference import Kernels

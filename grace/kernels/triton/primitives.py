@@ -6,7 +6,7 @@ import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
-from grace.kernels.checks import check_count, check_packed
+from grace.kernels.payload_checks import check_count, check_packed
 from grace.kernels.random import Stream
 from grace.kernels.reference import NumpyKernels
 from grace.kernels.torch.primitives import DTYPES, TorchKernels

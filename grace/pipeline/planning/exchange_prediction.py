@@ -14,7 +14,7 @@ from grace.errors import ConfigError
 from grace.planner.exchange_costs import Costs, works, works_of
 from grace.planner.network import Network
 from grace.planner.problem import methods_of
-from grace.planner.step import Timeline, Work, simulate
+from grace.planner.step_simulation import Timeline, Work, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices

@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.constants import FLOAT32_MAX
-from grace.kernels.numba.lanes import float_of, pattern_of
 from grace.kernels.numba.loops import INF_BITS, LOW31, compiled, f32, u32
+from grace.kernels.numba.simd import float_of, pattern_of
 
 u16 = np.uint16
 SIGN, SIGN16, ONE, SHIFT13, SHIFT16 = u32(0x80000000), u32(0x8000), u32(1), u32(13), u32(16)

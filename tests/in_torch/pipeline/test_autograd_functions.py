@@ -14,8 +14,8 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import blocks
 from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.autograd_functions import APPLY_IS_NATIVE
 from grace.pipeline.torch.capture import capture
-from grace.pipeline.torch.own_backward import APPLY_IS_NATIVE
 from tests.support.pipelines import run_stages, sgd
 from tests.support.pools import on_ranks
 from tests.support.training import refusal

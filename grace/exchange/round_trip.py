@@ -48,7 +48,7 @@ from grace.exchange.header import (
     REFUSED,
     Flag,
     Header,
-    both,
+    logical_and,
     resolve,
     shares_stamps,
     status,
@@ -596,7 +596,7 @@ class RoundTrip:
         # Each owner has a piece of every variable, and so knows itself which are missing.
         here = [cuts or not missing for missing in self.header.missing]
         each = zip(self.header.overflowed, finite, strict=True)
-        well = [bool(both(not overflowed, ok)) for overflowed, ok in each]
+        well = [bool(logical_and(not overflowed, ok)) for overflowed, ok in each]
         statuses = [status(present, ok, False) for present, ok in zip(here, well, strict=True)]
         return statuses, [cuts or (present and ok) for present, ok in zip(here, well, strict=True)]
 
@@ -607,7 +607,7 @@ class RoundTrip:
         here: list[Flag] = [True] * count if cuts else list(k.cast(sum(numbers) > 0, "float32"))
         overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
         none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
-        well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
+        well = [logical_and(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
         statuses = [present * status(True, ok, False) for present, ok in zip(here, well, strict=True)]
         if cuts:
             return statuses

@@ -256,7 +256,7 @@ class Kernels:
         out[...] = product if keep == 0 else np.float32(keep) * out + product
         return out
 
-    def orthonormalize(self, x: Tensor) -> Tensor:
+    def orthogonalize(self, x: Tensor) -> Tensor:
         """Return orthonormal columns that span the columns of the matrix ``x`` (rows >= columns), or of each of a
         batch; finite, and orthonormal, also for rank-deficient and all-zero matrices."""
         return np.ascontiguousarray(np.linalg.qr(x)[0])

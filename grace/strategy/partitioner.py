@@ -1,4 +1,4 @@
-"""Base of builders that cut variables."""
+"""Base of builders that partition variables: each is cut into shards along an axis."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def smallest_nondivisor(n: int) -> int:
 
 @dataclass
 class Partitioner(Builder):
-    """Builder that cuts variables.
+    """Builder that partitions variables.
 
     Args:
         max_shards: a variable that would have more shards is not cut.

@@ -1,4 +1,4 @@
-"""Base of builders that send variables to destinations."""
+"""Base of builders that send variables to destinations, the ranks that AutoDist calls parameter servers (PS)."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -66,11 +66,11 @@ HOT = [
     (products._product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
     (products._transposed_product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
     (products._add_product, (MATRIX, MATRIX, MATRIX, float32, float32), "mulps"),
-    (half_precision._narrow_half, (HALVES, FLOATS, float32), "psrld"),
-    (half_precision._narrow_brain, (HALVES, FLOATS, float32), "psrld"),
-    (half_precision._widen_half, (FLOATS, HALVES, float32), "pslld"),
-    (half_precision._add_half, (FLOATS, HALVES, float32), "pslld"),
-    (half_precision._add_brain, (FLOATS, HALVES, float32), "mulps"),
+    (half_precision._narrow_float16, (HALVES, FLOATS, float32), "psrld"),
+    (half_precision._narrow_bfloat16, (HALVES, FLOATS, float32), "psrld"),
+    (half_precision._widen_float16, (FLOATS, HALVES, float32), "pslld"),
+    (half_precision._add_float16, (FLOATS, HALVES, float32), "pslld"),
+    (half_precision._add_bfloat16, (FLOATS, HALVES, float32), "mulps"),
     (half_precision._largest, (HALVES,), "pmaxuw"),
 ]
 

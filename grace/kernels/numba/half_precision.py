@@ -26,7 +26,7 @@ EXPONENT13, INF13, LOW15 = u32(0x7C00 << 13), u32(0x7C00 << 13), u32(0x7FFF)
 
 
 @njit(inline="always")
-def _to_half(bits):
+def _to_float16(bits):
     magnitude = u32(bits & LOW31)
     # The last bit that stays: with it ties go to even.
     odd = u32(u32(magnitude >> SHIFT13) & ONE)
@@ -39,7 +39,7 @@ def _to_half(bits):
 
 
 @njit(inline="always")
-def _from_half(half):
+def _from_float16(half):
     magnitude = u32(u32(half & LOW15) << SHIFT13)
     # A denormal: its bits behind 2^-14, from which 2^-14 is subtracted without rounding.
     small = pattern_of(float_of(u32(magnitude + UP_MORE)) - SMALLEST)
@@ -52,7 +52,7 @@ def _from_half(half):
 
 
 @njit(inline="always")
-def _to_brain(bits):
+def _to_bfloat16(bits):
     odd = u32(u32(bits >> SHIFT16) & ONE)
     rounded = u32(u32(bits + BRAIN_STEP + odd) >> SHIFT16)
     nan = u32(u32(u32(bits >> SHIFT16) & SIGN16) | NAN_BRAIN)
@@ -60,56 +60,56 @@ def _to_brain(bits):
 
 
 @njit(inline="always")
-def _from_brain(half):
+def _from_bfloat16(half):
     return float_of(u32(u32(half) << SHIFT16))
 
 
 @compiled
-def _narrow_half(out, x, by):
+def _narrow_float16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_half(pattern_of(x[i] / by))
+        out[i] = _to_float16(pattern_of(x[i] / by))
 
 
 @compiled
-def _narrow_brain(out, x, by):
+def _narrow_bfloat16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_brain(pattern_of(x[i] / by))
+        out[i] = _to_bfloat16(pattern_of(x[i] / by))
 
 
 @compiled
-def _widen_half(out, x, by):
+def _widen_float16(out, x, by):
     for i in range(out.size):
-        out[i] = _from_half(x[i]) / by
+        out[i] = _from_float16(x[i]) / by
 
 
 @compiled
-def _widen_brain(out, x, by):
+def _widen_bfloat16(out, x, by):
     for i in range(out.size):
-        out[i] = _from_brain(x[i]) / by
+        out[i] = _from_bfloat16(x[i]) / by
 
 
 @compiled
-def _share_half(out, x, by):
+def _share_float16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_half(pattern_of(_from_half(x[i]) / by))
+        out[i] = _to_float16(pattern_of(_from_float16(x[i]) / by))
 
 
 @compiled
-def _share_brain(out, x, by):
+def _share_bfloat16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_brain(pattern_of(_from_brain(x[i]) / by))
+        out[i] = _to_bfloat16(pattern_of(_from_bfloat16(x[i]) / by))
 
 
 @compiled
-def _add_half(out, x, weight):
+def _add_float16(out, x, weight):
     for i in range(out.size):
-        out[i] += weight * _from_half(x[i])
+        out[i] += weight * _from_float16(x[i])
 
 
 @compiled
-def _add_brain(out, x, weight):
+def _add_bfloat16(out, x, weight):
     for i in range(out.size):
-        out[i] += weight * _from_brain(x[i])
+        out[i] += weight * _from_bfloat16(x[i])
 
 
 @compiled
@@ -146,6 +146,6 @@ class Half(NamedTuple):
 
 
 HALVES = {
-    "float16": Half(_narrow_half, _widen_half, _share_half, _add_half),
-    "bfloat16": Half(_narrow_brain, _widen_brain, _share_brain, _add_brain),
+    "float16": Half(_narrow_float16, _widen_float16, _share_float16, _add_float16),
+    "bfloat16": Half(_narrow_bfloat16, _widen_bfloat16, _share_bfloat16, _add_bfloat16),
 }

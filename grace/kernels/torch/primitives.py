@@ -189,7 +189,7 @@ class TorchKernels(Kernels):
         out.view(a.shape[0], b.shape[0]).addmm_(a, b.t(), alpha=weight, beta=keep)
         return out
 
-    def orthonormalize(self, x):
+    def orthogonalize(self, x):
         return torch.linalg.qr(x)[0].contiguous()
 
     def fill_zero_columns(self, x, other):

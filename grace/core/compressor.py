@@ -11,7 +11,7 @@ from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.constants import ITEM_SIZE
 from grace.kernels.index_coding import coded_as, decode, encode
-from grace.kernels.payload_checks import check_range
+from grace.kernels.wire_checks import check_range
 
 # No class: the tensors of NumPy, torch and TensorFlow have no base in common.
 Tensor = Any

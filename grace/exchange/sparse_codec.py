@@ -22,7 +22,7 @@ from grace.exchange.sparse_rows import NOTHING, Gradient, SparseRows, sum_rows
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels, kernels_of
 from grace.kernels.constants import ITEM_SIZE
-from grace.kernels.payload_checks import check_count, check_range
+from grace.kernels.wire_checks import check_count, check_range
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 

@@ -25,15 +25,8 @@ from grace.kernels.constants import (
     rounded_down,
     table_factor,
 )
-from grace.kernels.payload_checks import (
-    check_count,
-    check_packed,
-    check_quantized,
-    check_range,
-    check_scale,
-    check_table,
-)
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
+from grace.kernels.wire_checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 
 Tensor = Any
 LOW31 = np.uint32(0x7FFFFFFF)

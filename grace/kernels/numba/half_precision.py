@@ -16,9 +16,9 @@ from grace.kernels.numba.simd import float_of, pattern_of
 
 u16 = np.uint16
 SIGN, SIGN16, ONE, SHIFT13, SHIFT16 = u32(0x80000000), u32(0x8000), u32(1), u32(13), u32(16)
-NAN16, INF16, NAN_BRAIN = u32(0x7E00), u32(0x7C00), u32(0x7FC0)
-SMALLEST_HALF, BEYOND_HALF = u32(113 << 23), u32(143 << 23)  # 2^-14, the smallest normal one, and 2^16
-HALF_STEP, BRAIN_STEP = u32(0xFFF), u32(0x7FFF)  # just less than half of what is cut off
+NAN16, INF16, NAN_BFLOAT16 = u32(0x7E00), u32(0x7C00), u32(0x7FC0)
+SMALLEST_FLOAT16, BEYOND_FLOAT16 = u32(113 << 23), u32(143 << 23)  # 2^-14, the smallest normal one, and 2^16
+FLOAT16_STEP, BFLOAT16_STEP = u32(0xFFF), u32(0x7FFF)  # just less than half of what is cut off
 DOWN, UP, UP_MORE = u32(-(112 << 23) & 0xFFFFFFFF), u32(112 << 23), u32(113 << 23)
 MAGIC = f32(0.5)  # whose last bit counts what a denormal half's last bit does
 MAGIC_BITS, SMALLEST = MAGIC.view(np.uint32), f32(2.0**-14)
@@ -30,11 +30,11 @@ def _to_float16(bits):
     magnitude = u32(bits & LOW31)
     # The last bit that stays: with it ties go to even.
     odd = u32(u32(magnitude >> SHIFT13) & ONE)
-    normal = u32(u32(magnitude + DOWN + HALF_STEP + odd) >> SHIFT13)
+    normal = u32(u32(magnitude + DOWN + FLOAT16_STEP + odd) >> SHIFT13)
     small = u32(pattern_of(float_of(magnitude) + MAGIC) - MAGIC_BITS)
     large = NAN16 if magnitude > INF_BITS else INF16
-    rounded = small if magnitude < SMALLEST_HALF else normal
-    rounded = large if magnitude >= BEYOND_HALF else rounded
+    rounded = small if magnitude < SMALLEST_FLOAT16 else normal
+    rounded = large if magnitude >= BEYOND_FLOAT16 else rounded
     return u16(u32(rounded | u32(u32(bits >> SHIFT16) & SIGN16)))
 
 
@@ -54,8 +54,8 @@ def _from_float16(half):
 @njit(inline="always")
 def _to_bfloat16(bits):
     odd = u32(u32(bits >> SHIFT16) & ONE)
-    rounded = u32(u32(bits + BRAIN_STEP + odd) >> SHIFT16)
-    nan = u32(u32(u32(bits >> SHIFT16) & SIGN16) | NAN_BRAIN)
+    rounded = u32(u32(bits + BFLOAT16_STEP + odd) >> SHIFT16)
+    nan = u32(u32(u32(bits >> SHIFT16) & SIGN16) | NAN_BFLOAT16)
     return u16(nan if u32(bits & LOW31) > INF_BITS else rounded)
 
 

@@ -60,16 +60,9 @@ from grace.kernels.numba.rounding import (
 )
 from grace.kernels.numba.selection import _above, _kth_largest, _topk, _topk_chunks
 from grace.kernels.numba.simd import part
-from grace.kernels.payload_checks import (
-    check_count,
-    check_packed,
-    check_quantized,
-    check_range,
-    check_scale,
-    check_table,
-)
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
 from grace.kernels.reference import Kernels
+from grace.kernels.wire_checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 
 
 @compiled

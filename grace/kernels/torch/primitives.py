@@ -20,17 +20,10 @@ from grace.kernels.constants import (
     gaussian_reach,
     rounded_down,
 )
-from grace.kernels.payload_checks import (
-    check_count,
-    check_packed,
-    check_quantized,
-    check_range,
-    check_scale,
-    check_table,
-)
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.kernels.reference import Kernels
 from grace.kernels.torch.copies import constant, to_device, to_host
+from grace.kernels.wire_checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 
 DTYPES = {
     name: getattr(torch, name)

@@ -78,16 +78,14 @@ class Exchanges:
     ) -> float:
         """Return the seconds of a step whose gradients are ready as ``timeline`` says; by default those of the exchange
         alone, which begins when all gradients are there."""
-        return min(simulate(timeline, one).step for one in self._costs_by_method(variables, replicas, network))
+        return min(simulate(timeline, one).step for one in self._bucket_costs(variables, replicas, network))
 
     def grace_bytes(self, variables: Sequence[Variable], replicas: int) -> float:
         """Return the bytes of memories and buffers on a rank."""
-        every = self._costs_by_method(variables, replicas, self.costs.network)
+        every = self._bucket_costs(variables, replicas, self.costs.network)
         return max(sum(bucket.memory for bucket in buckets) for buckets in every)
 
-    def _costs_by_method(
-        self, variables: Sequence[Variable], replicas: int, network: Network
-    ) -> list[list[BucketCosts]]:
+    def _bucket_costs(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[BucketCosts]]:
         """Return the costs of the exchange, for each method that may be chosen."""
         if replicas == 1 or not variables:
             return [[]]
@@ -121,11 +119,7 @@ def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
 
 
 def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
-    """Return the document of a strategy; None if the strategy is a builder.
-
-    Args:
-        strategy: the user's strategy.
-        known: names of the model's parameters.
+    """Return the document of the user's strategy for parameters of ``known`` names; None if it is a builder.
 
     Raises:
         ConfigError: the document cannot be read, or names other variables.

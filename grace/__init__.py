@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from grace.backends.horovod import INSTEAD, Compression
+from grace.backends.object_collectives import allgather_object, barrier, broadcast_object, from_root
 from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
-from grace.backends.together import allgather_object, barrier, broadcast_object, from_root
 from grace.core.arguments import do_not_convert, keras_backend, keras_backend_error, optimizer_type_error
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.communicator import Communicator

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 
-from grace.kernels.bucket_codec import Placed
+from grace.kernels.bucket_codec import DeviceHeader, Placed
 from grace.kernels.random import Stream
 from grace.kernels.triton.bucket_codecs import CODECS
 from grace.kernels.triton.launching import Launch, recorded
@@ -162,15 +162,15 @@ def bucket_launches(name: str) -> list[Launch]:
     made = CODECS[codec]([N, N], [found, found], **options, device=torch.device("meta"))
     rows = np.full((2, 5 if made.unfinished else 3), 16, np.uint64)
     factors, streams = np.ones((2, 2), np.float32), np.zeros((2, 4), np.uint32)
-    end: Any = [16], found[0].dtype, [1.0, 1.0], 2.0, []
+    header = DeviceHeader([16], found[0].dtype, [1.0, 1.0], 2.0, [])
     sums = _meta(N)
     with recorded() as launches:
         if isinstance(made, LowRank):
             made.start_from(rows[:, 0], rows[:, 0])
-        made.encode(rows, factors, 0, 0x7F7FFFFF, streams, end)
+        made.encode(rows, factors, 0, 0x7F7FFFFF, streams, header)
         if isinstance(made, LowRank):
             made.receive(sums, 2, last=False)
-            made.follow(sums, end)
+            made.follow(sums, header)
             made.receive(sums, 2, last=True)
         made.decode(rows[:, 0], [0, 0], 2, 1.0)
         if made.unfinished:

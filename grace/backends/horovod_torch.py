@@ -138,12 +138,7 @@ def _process_set(ranks: tuple[int, ...]) -> ProcessSet:
 
 
 class OperationWait:
-    """Wait for an operation that was begun; only the first call waits.
-
-    Args:
-        backend: the operation's backend.
-        operation: the operation.
-    """
+    """Wait for an operation that was begun; only the first call waits."""
 
     def __init__(self, backend: TorchHorovodBackend, operation: Operation):
         self.backend = backend

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.metadata import entry_points
 
-from grace.backends import alone, launchers, topology
+from grace.backends import launchers, topology, world_size_check
 from grace.backends.launchers import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
@@ -73,12 +73,12 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     name = _detect() if backend == "auto" else backend
     # An import of TensorFlow alone does not count where the user has named torch's engine.
     if name == "torch" and _framework(framework, guess=not named) == "tensorflow":
-        raise alone.tensorflow_not_supported(launchers.detect())
+        raise world_size_check.tensorflow_not_supported(launchers.detect())
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
         engine = _with_timeout(_join(name, framework, detected=backend == "auto"), timeout)
         if not named:
             try:
-                alone.check_engine(engine, _framework(framework))
+                world_size_check.check_engine(engine, _framework(framework))
             except ConfigError:
                 engine.close()  # the user's next init() must be able to join another engine
                 raise
@@ -106,7 +106,7 @@ def current() -> Backend:
     if _current is None:
         return init()
     if not _named:
-        alone.check_other_engines(_current)
+        world_size_check.check_other_engines(_current)
     return _current
 
 
@@ -120,7 +120,7 @@ def check_group(backend: Backend) -> None:
         ConfigError: the engine has fewer ranks.
     """
     if not _named and not launchers.chosen():
-        alone.check_engine(backend)
+        world_size_check.check_engine(backend)
 
 
 def joined() -> Backend:

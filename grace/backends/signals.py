@@ -20,9 +20,6 @@ class Sigterm:
     Python's handlers wait for the main thread, which may be inside a graph: so a thread learns of signals at once,
     through a pipe. If the program sets a handler later, that takes this one's place, and the thread does nothing. A
     child made by fork has neither: it shares the pipe, so that a signal of its own would end this process.
-
-    Args:
-        backend: the backend of this rank.
     """
 
     def __init__(self, backend: Backend):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from grace.backends.topology import MPI_SIZES
-from grace.backends.torch_streams import Side
+from grace.backends.torch_streams import SideStream
 from grace.backends.torchrun import private_store
 from grace.core.backend import Backend, Channels, Handle
 from grace.core.waits import timeout_for
@@ -51,7 +51,7 @@ class TorchBackend(Backend):
         if self.rank < 0:
             raise ConfigError("this process is not a member of the process group")
         self.timeout = timeout_for(_timeout(group))
-        self._sides: dict[torch.device, Side | None] = {}
+        self._side_streams: dict[torch.device, SideStream | None] = {}
         if os.environ.get("LOCAL_RANK", "").isdigit():  # set by torchrun
             self.local_rank = int(os.environ["LOCAL_RANK"])
         if os.environ.get("LOCAL_WORLD_SIZE", "").isdigit():
@@ -165,12 +165,12 @@ class TorchBackend(Backend):
         cpu = torch.device("cpu") in group._device_types
         return torch.tensor(array, device="cpu" if cpu else torch.cuda.current_device())
 
-    def _side(self, device: torch.device) -> Side | None:
+    def _side_stream(self, device: torch.device) -> SideStream | None:
         """Return the stream that a GPU's collectives start on; None over engines without one."""
-        if device not in self._sides:
+        if device not in self._side_streams:
             group: Any = self.group or dist.group.WORLD
-            self._sides[device] = Side(device) if "nccl" in group._get_backend(device).name() else None
-        return self._sides[device]
+            self._side_streams[device] = SideStream(device) if "nccl" in group._get_backend(device).name() else None
+        return self._side_streams[device]
 
     def _start(
         self,
@@ -188,7 +188,7 @@ class TorchBackend(Backend):
             args: its arguments.
         """
         begin = partial(collective, *args, group=self.group, async_op=True)
-        side = self._side(sent.device) if sent.is_cuda else None
+        side = self._side_stream(sent.device) if sent.is_cuda else None
         if side is not None:  # NCCL: collectives overlap with computation on a stream of their own
             begun = side.start(begin, [sent, *(result if isinstance(result, list) else [result])])
             return Handle(lambda: side.join(begun), result, (begun,))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 
-class Side:
+class SideStream:
     """Stream for the collectives of one device.
 
     Collectives wait there for what was computed before they were started. Later computations wait for a collective only

@@ -16,7 +16,7 @@ from grace.core.compressor import Tensor
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
 from grace.exchange.sparse_rows import SparseRows, sum_rows
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.planner.step_timer import StepTimer
 
 WARM, STEPS, LEAST = 3, 10, 3

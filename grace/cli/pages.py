@@ -17,7 +17,7 @@ from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of
 from grace.planner.problem import short as short_method
-from grace.planner.step import Prediction
+from grace.planner.step_simulation import Prediction
 
 CHOSEN = "this plan"
 LANES = {"wire": 0, "compute": 1}

@@ -23,7 +23,7 @@ from grace.core.version import __version__
 from grace.planner.explain import HEADINGS, Plan, plan_of
 from grace.planner.greedy import find_candidates
 from grace.planner.outer_plans import outer_plans
-from grace.planner.step import Prediction
+from grace.planner.step_simulation import Prediction
 
 FORMAT = 1
 """Version of the file that --json writes."""

@@ -39,7 +39,7 @@ from grace.planner.exchange_costs import Costs
 from grace.planner.network import links_of
 from grace.planner.planning import measured
 from grace.planner.problem import Problem
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import Cluster, OneNode, bandwidths
 
 CODECS = ("measure", "usual")

@@ -114,10 +114,6 @@ def took_default(communicator: Communicator, saved: str, now: str) -> bool:
     """Return True if two descriptions differ only by default communicators: the run's is the default for its number of
     ranks, and the saved one for another number (or for an earlier version, which had no such rule).
 
-    Args:
-        communicator: the communicator of this run.
-        saved, now: two descriptions, without parameters.
-
     >>> here = build_communicator("qsgd", None, None, ranks=8)
     >>> took_default(here, "allgather, qsgd, none", "scatter_reduce, qsgd, none")
     True

@@ -11,7 +11,7 @@ from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import AnyContext, Context
 from grace.core.memory import Memory
-from grace.core.route import BROADCAST, GATHER, Carries, Collective, EngineTraits, Leg, Route, alone, as_bytes
+from grace.core.route import BROADCAST, GATHER, Carries, Collective, EngineTraits, Leg, Route, as_bytes, as_list
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
@@ -191,7 +191,7 @@ class Replication:
             broadcast = ReplicatedBroadcast(self.node_groups, backend, raw, root)
             return Handle(broadcast.wait, later=broadcast.result)
 
-        return as_bytes(wire, to_leaders).map(alone)
+        return as_bytes(wire, to_leaders).map(as_list)
 
     def sent(self, nbytes: float, ranks: int, rank: int, root: int | None) -> float:
         """Return the bytes that leave a rank."""

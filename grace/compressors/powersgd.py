@@ -19,7 +19,7 @@ class PowerSGD(Accumulating):
     M is the gradient as (first dimension) x (the rest), for convolutions output channels x the rest.
 
         1. P = M Q              (mean over ranks)
-        2. P = orthonormalize(P)
+        2. P = orthogonalize(P)
         3. Q = M^T P            (mean over ranks; kept for the next step if ``warm_start``)
         4. C(M) = P Q^T, the same on every rank; the residual is M - P Q^T
 
@@ -77,7 +77,7 @@ class PowerSGD(Accumulating):
             products.add(matrix, starts(name, columns, rank, tensor))
             originals.append(tensor)
         means = yield [[p] for p in products.first()]
-        ps = _orthonormalized([p for (p,) in means])
+        ps = _orthogonalized([p for (p,) in means])
         means = yield [[q] for q in products.second(ps)]
         # The mean, and not this rank's: with unequal Qs the ranks' products could not be added up.
         for name, (q,) in zip(names, means, strict=True):
@@ -185,7 +185,7 @@ class _Products:
             self.results[i] = product
 
 
-def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
+def _orthogonalized(matrices: list[Tensor]) -> list[Tensor]:
     """Return an orthonormal basis of each matrix's columns, computed for matrices of one shape together."""
     shapes: dict[Shape, list[int]] = {}
     for i, matrix in enumerate(matrices):
@@ -193,10 +193,10 @@ def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
     found = list(matrices)
     for indices in shapes.values():
         if len(indices) == 1:
-            found[indices[0]] = kernels_of(matrices[indices[0]]).orthonormalize(matrices[indices[0]])
+            found[indices[0]] = kernels_of(matrices[indices[0]]).orthogonalize(matrices[indices[0]])
             continue
         joined = _joined([matrices[i] for i in indices])
-        for one, i in zip(_split(kernels_of(joined).orthonormalize(joined)), indices, strict=True):
+        for one, i in zip(_split(kernels_of(joined).orthogonalize(joined)), indices, strict=True):
             found[i] = one
     return found
 

@@ -173,11 +173,7 @@ class Backend(abc.ABC):
         )
 
     def split(self, ranks: Sequence[int]) -> "Backend | None":
-        """Return another backend over some of the ranks; None on the other ranks. Every rank must call it.
-
-        Args:
-            ranks: ascending.
-        """
+        """Return another backend over some of the ranks, which ascend; None on the others. Every rank must call it."""
         raise ConfigError(
             f"{type(self).__name__} has no split(), which reducing node by node needs: define it, or leave out "
             "hierarchical and local_replication"

@@ -372,10 +372,7 @@ class Communicator(Component):
 
     def send_step(self, tensors: Tensor | Sequence[Tensor], names: str | Sequence[str]) -> object:
         """Start a step without waiting for its payloads; :meth:`receive_step` ends it. Several may be under way; all of
-        them end with the first that is received, in one step. Eager tensors only.
-
-        Args:
-            tensors, names: see :meth:`step`.
+        them end with the first that is received, in one step. Eager tensors only. For the arguments see :meth:`step`.
 
         Returns:
             a handle for :meth:`receive_step`.

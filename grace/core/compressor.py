@@ -10,9 +10,9 @@ from grace.core.transactional_dict import StatefulComponent
 from grace.core.user_compressors import check_shape, wrap_aggregate, wrap_compress
 from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of
-from grace.kernels.checks import check_range
 from grace.kernels.constants import ITEM_SIZE
 from grace.kernels.index_coding import coded_as, decode, encode
+from grace.kernels.wire_checks import check_range
 
 # No class: the tensors of NumPy, torch and TensorFlow have no base in common.
 Tensor = Any

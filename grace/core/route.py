@@ -56,13 +56,13 @@ def as_bytes(wire: Tensor, collective: Callable[[Tensor], Handle]) -> Handle:
     return collective(k.to_bytes(wire)).map(numbers)
 
 
-def alone(result: Tensor) -> list[Tensor]:
+def as_list(result: Tensor) -> list[Tensor]:
     """Return a single result as a list, which results of a :class:`Collective` are."""
     return [result]
 
 
 def _all_reduce(backend: Backend, wire: Tensor, root: int | None) -> Handle:
-    return backend.allreduce(wire).map(alone)
+    return backend.allreduce(wire).map(as_list)
 
 
 def _all_gather(backend: Backend, wire: Tensor, root: int | None) -> Handle:
@@ -90,38 +90,38 @@ def _gather(backend: Backend, wire: Tensor, root: int | None) -> Handle:
 
 def _broadcast(backend: Backend, wire: Tensor, root: int | None) -> Handle:
     assert root is not None
-    return as_bytes(wire, lambda raw: backend.broadcast(raw, root)).map(alone)
+    return as_bytes(wire, lambda raw: backend.broadcast(raw, root)).map(as_list)
 
 
-def _round_a_ring(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
+def _bytes_of_all_reduce(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     # A reduce-scatter and an all-gather around the ring: (W-1)/W of the buffer each.
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-def _all_to_each_other(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
+def _bytes_of_all_gather(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return (ranks - 1) * nbytes
 
 
-def _a_part_to_each_other(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
+def _bytes_of_all_to_all(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return (ranks - 1) / ranks * nbytes
 
 
-def _all_to_the_root(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
+def _bytes_of_gather(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return 0.0 if rank == root else nbytes
 
 
-def _all_from_the_root(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
+def _bytes_of_broadcast(nbytes: float, ranks: int, rank: int, root: int | None) -> float:
     return (ranks - 1) * nbytes if rank == root else 0.0
 
 
-ALL_REDUCE = Collective("allreduce", _all_reduce, _round_a_ring, "~2p")
-ALL_GATHER = Collective("allgather", _all_gather, _all_to_each_other, "(W-1)p")
-CONCATENATE = Collective("allgather", _concatenate, _all_to_each_other, "(W-1)p")
+ALL_REDUCE = Collective("allreduce", _all_reduce, _bytes_of_all_reduce, "~2p")
+ALL_GATHER = Collective("allgather", _all_gather, _bytes_of_all_gather, "(W-1)p")
+CONCATENATE = Collective("allgather", _concatenate, _bytes_of_all_gather, "(W-1)p")
 """All-gather of engines that gather buffers of unequal lengths themselves."""
-EACH_BROADCASTS = Collective("broadcast", _each_broadcasts, _all_to_each_other, "(W-1)p")
-ALL_TO_ALL = Collective("alltoall", _all_to_all, _a_part_to_each_other, "~p")
-GATHER = Collective("gather", _gather, _all_to_the_root, "p", of_root="(W-1)p")
-BROADCAST = Collective("broadcast", _broadcast, _all_from_the_root, of_root="(W-1)p")
+EACH_BROADCASTS = Collective("broadcast", _each_broadcasts, _bytes_of_all_gather, "(W-1)p")
+ALL_TO_ALL = Collective("alltoall", _all_to_all, _bytes_of_all_to_all, "~p")
+GATHER = Collective("gather", _gather, _bytes_of_gather, "p", of_root="(W-1)p")
+BROADCAST = Collective("broadcast", _broadcast, _bytes_of_broadcast, of_root="(W-1)p")
 
 
 @dataclass(frozen=True)

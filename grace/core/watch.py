@@ -191,12 +191,8 @@ class Watch:
     # -- requests and reports --------------------------------------------------------------------------
 
     def locate_ranks(self, place: str) -> tuple[list[str], list[int]]:
-        """Return descriptions of the ranks that have ended or are in another operation, and the ranks that are in this
-        one.
-
-        Args:
-            place: description of the operation.
-        """
+        """Return descriptions of the ranks that have ended or are in another operation than ``place`` describes, and
+        the ranks that are in this one."""
         with self.news:
             self.asked += 1
             number = self.asked
@@ -361,12 +357,8 @@ def timeout_message(seconds: float) -> str:
 
 
 def explain(place: str, error: BaseException) -> str:
-    """Return the reason why the engine failed during an operation, as far as the other ranks' reports tell it.
-
-    Args:
-        place: description of the operation.
-        error: the engine's error.
-    """
+    """Return the reason why the engine failed during the operation that ``place`` describes, as far as the other ranks'
+    reports tell it."""
     if _current is None:
         return "other ranks did not come in time" if timed_out(error) else "another rank probably ended"
     if not timed_out(error):

@@ -397,13 +397,13 @@ class PerVariableCodec:
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
         return values
 
-    def room(self, i: int, out: Tensor | None, like: Tensor, dtype: str = "float32") -> Tensor:
+    def output(self, i: int, out: Tensor | None, like: Tensor, dtype: str = "float32") -> Tensor:
         """Return the tensor that a variable's mean is written to: ``out``, or zeros."""
         return self.kernels.zeros(self.bucket.variables[i].shape, dtype, like) if out is None else out
 
     def _aggregate(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> Gradient:
         dtype = self.bucket.variables[i].dtype if self.traits.exact else "float32"
-        return self.aggregated(payloads, self.encoded[i][1], self.room(i, out, payloads[0][0], dtype), count, name)
+        return self.aggregated(payloads, self.encoded[i][1], self.output(i, out, payloads[0][0], dtype), count, name)
 
     def aggregated(self, payloads: list[Payload], ctx: Ctx, out: Tensor, count: float, name: str) -> Tensor:
         """Return the aggregate of payloads; a PayloadError names the variable."""
@@ -415,7 +415,7 @@ class PerVariableCodec:
         stays a vote."""
         assert self.mean_compression is not None
         ctx = self.encoded[i][1]
-        room = self.room(i, out, payloads[0][0])
+        room = self.output(i, out, payloads[0][0])
         with payload_of(variable=name):
             if self.pieces is not None:
                 return self.pieces.join(payloads, ctx, room)

@@ -24,7 +24,7 @@ from grace.exchange.layout import Layout, Stamps, Status
 from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels
-from grace.kernels.bucket_codec import Placed
+from grace.kernels.bucket_codec import DeviceHeader, Placed
 from grace.kernels.constants import ANY_BITS
 
 GRADIENT, RESIDUAL, NEXT_RESIDUAL, SUBTRAHENDS, NEXT_SUBTRAHENDS = range(5)
@@ -143,7 +143,7 @@ class FusedCodec(PerVariableCodec):
             rows, factors = self._rows_of_pieces(rows), np.tile(factors, (self.owners, 1))
         if self.by_kernels:
             self.codec.step = self.context.device_step
-            header.in_range = self.codec.encode(rows, factors, wire, largest_bits, words, self._ends(header))
+            header.in_range = self.codec.encode(rows, factors, wire, largest_bits, words, self._device_header(header))
         else:
             finite = self.codec.encode(rows, factors, wire, largest_bits, words)
             if self.owners > 1:
@@ -164,14 +164,13 @@ class FusedCodec(PerVariableCodec):
         if self.owners > 1:
             self.parts = [self.buffer[j * longest : (j + 1) * longest] for j in range(self.owners)]
 
-    def _ends(self, header: Header) -> tuple[list[int], str, list[Status], float, list[int]]:
-        """Return the headers that kernels write behind all owners' payloads."""
-        found = [layout.end(header.statuses(), header.own_stamp) for layout in self.layouts]
+    def _device_header(self, header: Header) -> DeviceHeader:
+        """Return the header that a kernel writes behind the payloads, in the wire of each owner."""
+        found = [layout.device_header(header.statuses(), header.own_stamp) for layout in self.layouts]
         if self.owners == 1:
             return found[0]
-        offsets = [int(start) + end[0][0] for start, end in zip(self.starts, found, strict=True)]
-        _, dtype, numbers, over, heard = found[0]
-        return offsets, dtype, numbers[: self.layouts[0].header], over, heard
+        offsets = [int(start) + one.offsets[0] for start, one in zip(self.starts, found, strict=True)]
+        return found[0]._replace(offsets=offsets, numbers=found[0].numbers[: self.layouts[0].header])
 
     def _rows_of_pieces(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of addresses of all owners' pieces, one owner after the other, from those of variables."""
@@ -227,7 +226,8 @@ class FusedCodec(PerVariableCodec):
         body = self.layouts[self.owner].body
         numbers = [*[PRESENT] * len(self.names), *header.own_stamp]
         received_statuses = [source + body for source in sources]
-        return list(self.codec_of_means.encode(*given, ([body], "uint8", numbers, OVERFLOW, received_statuses)))
+        on_device = DeviceHeader([body], "uint8", numbers, OVERFLOW, received_statuses)
+        return list(self.codec_of_means.encode(*given, on_device))
 
     def write_means(self, statuses: list[Status], stamps: Stamps) -> tuple[Tensor, Layout]:
         if not self.means_fused:
@@ -253,7 +253,7 @@ class FusedCodec(PerVariableCodec):
     ) -> list[Gradient]:
         if not self.fused:
             return super().decode(wires, layouts, outs)
-        found = self.rooms(outs, wires[0])
+        found = self.outputs(outs, wires[0])
         with recorder.phase("decode", variables=self.bucket.variables):
             decoded = self._decode(found, wires)
         if decoded:
@@ -261,7 +261,7 @@ class FusedCodec(PerVariableCodec):
         self.encoded = self._decoding_ctxs(found)
         return super().decode(wires, layouts, found)
 
-    def rooms(self, outs: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+    def outputs(self, outs: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         """Return the tensors that means are written to: ``outs``, and uninitialized tensors for those that are None."""
         return [
             self.kernels.blank(variable.shape, "float32", like) if out is None else out
@@ -342,7 +342,7 @@ class FusedRounds(FusedCodec):
         self.layouts = [layout]
         if self.second_wire is None:
             self.second_wire = self.kernels.zeros((layout.length,), layout.dtype, total)
-        self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp))
+        self.codec.follow(self.second_wire, layout.device_header(header.statuses(later_round=True), header.own_stamp))
         return self.second_wire
 
     def decode(
@@ -351,7 +351,7 @@ class FusedRounds(FusedCodec):
         if not self.fused:
             return super().decode(wires, layouts, outs)
         k = self.kernels
-        found = self.rooms(outs, wires[0])
+        found = self.outputs(outs, wires[0])
         given, places = found, k.addresses(found)
         if places is None:  # kernels cannot write to these tensors: decode into others, and copy
             given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]

@@ -125,11 +125,11 @@ def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, 
     found = k.all_finite(tensor, LARGEST_KEPT if kept else math.inf) if known is None else known
     for part in payload:
         if "float" in k.dtype(part):
-            found = both(found, k.all_finite(part))
+            found = logical_and(found, k.all_finite(part))
     return found
 
 
-def both(one: Flag, other: Flag) -> Flag:
+def logical_and(one: Flag, other: Flag) -> Flag:
     """Return True if both hold."""
     if isinstance(one, bool):
         return one and other

@@ -18,7 +18,7 @@ import numpy as np
 from grace.core.compressor import Payload, PayloadSpec, Tensor, TensorSpec
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
-from grace.kernels.bucket_codec import Placed
+from grace.kernels.bucket_codec import DeviceHeader, Placed
 from grace.kernels.constants import ITEM_SIZE
 
 Item = TypeVar("Item")
@@ -232,13 +232,10 @@ class Layout:
         if stamps:
             end[count:] = _bits(stamps, self.dtype)
 
-    def end(
-        self, statuses: Sequence[Status], stamps: Sequence[float]
-    ) -> tuple[list[int], str, list[Status], float, list[int]]:
-        """Return what a kernel on a device writes behind the payloads; see
-        :meth:`grace.kernels.bucket_codec.BucketCodec.encode`."""
+    def device_header(self, statuses: Sequence[Status], stamps: Sequence[float]) -> DeviceHeader:
+        """Return the header that a kernel on a device writes behind the payloads."""
         numbers = [*statuses, *stamps, *[0] * self.padding]
-        return [self.body * ITEM_SIZE[self.dtype]], self.dtype, numbers, math.inf if self.sums else 2, []
+        return DeviceHeader([self.body * ITEM_SIZE[self.dtype]], self.dtype, numbers, math.inf if self.sums else 2, [])
 
     # -- reading ---------------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ from grace.core.compressor import Tensor
 from grace.core.route import ALL_GATHER, CONCATENATE, Carries, EngineTraits, Leg, Route, route_of
 from grace.core.waits import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
-from grace.exchange.apart_codec import ApartCodec
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.fused_codec import fused_codec
@@ -49,12 +48,13 @@ from grace.exchange.header import (
     REFUSED,
     Flag,
     Header,
-    both,
+    logical_and,
     resolve,
     shares_stamps,
     status,
 )
 from grace.exchange.layout import Layout, Status
+from grace.exchange.send_receive_codec import SendReceiveCodec
 from grace.exchange.sparse_codec import RowCodec
 from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
@@ -78,7 +78,7 @@ class BucketProgram:
         like: one of its gradients.
 
     Attributes:
-        apart: the codec, if the communicator moves payloads itself.
+        mover: the codec, if the communicator moves payloads itself.
         detects_overflow, payloads_show_overflow, statuses_matter, sizes_unknown, on_device: flags; see the module.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
     """
@@ -102,12 +102,12 @@ class BucketProgram:
         self.on_device = communicator.can_defer and not self.sparse and self.kernels.on_device(like)
         self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
-        self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
+        self.mover = self.codec if isinstance(self.codec, SendReceiveCodec) else None
         self.detects_overflow = (
-            not self.traits.carries_nonfinite or communicator.delayed or communicator.cuts or self.apart is not None
+            not self.traits.carries_nonfinite or communicator.delayed or communicator.cuts or self.mover is not None
         )
-        self.sizes_unknown = self.traits.fixed_size is None and self.apart is None
-        self.payloads_show_overflow = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
+        self.sizes_unknown = self.traits.fixed_size is None and self.mover is None
+        self.payloads_show_overflow = communicator.sums or (self.traits.carries_nonfinite and self.mover is None)
         self.statuses_matter = self.detects_overflow or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
         count = len(bucket.names)
@@ -126,7 +126,7 @@ class BucketProgram:
         if self.sparse:
             kind = RowCodec
         elif communicator.moves_payloads:
-            kind = ApartCodec
+            kind = SendReceiveCodec
         elif communicator.codec is not None:
             kind = communicator.codec
         codec = kind(self.bucket, self.kernels, self.on_device)
@@ -259,7 +259,7 @@ class RoundTrip:
         self.bucket = bucket
         self.program = program
         self.codec = program.codec
-        self.apart = program.apart
+        self.mover = program.mover
         self.kernels = program.kernels
         self.on_device = program.on_device
         self.traits = program.traits
@@ -318,8 +318,8 @@ class RoundTrip:
         self._start_collective(leg, buffer)
         # Over engines that pair collectives by name, ranks start buckets in any order: payloads wait for the end.
         if leg.carries is Carries.HEADERS and not self.backend.pairs_by_name:
-            assert self.apart is not None
-            self._move_payloads(self.apart.move)
+            assert self.mover is not None
+            self._move_payloads(self.mover.move)
         return True
 
     def _buffer_for(self, leg: Leg) -> Tensor | None:
@@ -390,7 +390,7 @@ class RoundTrip:
             self.traffic.add(self.names, layout.payload_bytes)
             if recorder.active is not None:
                 recorder.payload(dict(zip(self.names, layout.payload_bytes, strict=True)))
-            if self.apart is None:
+            if self.mover is None:
                 inside += layout.total
         self.traffic.header_bytes += self.kernels.nbytes(buffer) - inside
 
@@ -596,7 +596,7 @@ class RoundTrip:
         # Each owner has a piece of every variable, and so knows itself which are missing.
         here = [cuts or not missing for missing in self.header.missing]
         each = zip(self.header.overflowed, finite, strict=True)
-        well = [bool(both(not overflowed, ok)) for overflowed, ok in each]
+        well = [bool(logical_and(not overflowed, ok)) for overflowed, ok in each]
         statuses = [status(present, ok, False) for present, ok in zip(here, well, strict=True)]
         return statuses, [cuts or (present and ok) for present, ok in zip(here, well, strict=True)]
 
@@ -607,7 +607,7 @@ class RoundTrip:
         here: list[Flag] = [True] * count if cuts else list(k.cast(sum(numbers) > 0, "float32"))
         overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
         none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
-        well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
+        well = [logical_and(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
         statuses = [present * status(True, ok, False) for present, ok in zip(here, well, strict=True)]
         if cuts:
             return statuses
@@ -669,8 +669,8 @@ class RoundTrip:
                 raise self.failure(error) from error
             # The handle of a user's communicator may start further collectives when it is awaited.
             self.traffic.sent_bytes += self.backend.sent_bytes - sent_before
-            if self.apart is not None and not self.apart.values:
-                failed = self._move_payloads(self.apart.receive_all)
+            if self.mover is not None and not self.mover.values:
+                failed = self._move_payloads(self.mover.receive_all)
                 self.error = None if failed is None else self._undecoded(*failed)
             self.arrived()
         self.traffic.wait_seconds += time.perf_counter() - began
@@ -687,7 +687,7 @@ class RoundTrip:
     @property
     def blocks(self) -> bool:
         """True if the collective can only be awaited by ``wait``, because the engine has no work objects for it."""
-        return not self.handle.works or self.apart is not None
+        return not self.handle.works or self.mover is not None
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.

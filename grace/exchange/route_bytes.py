@@ -39,7 +39,7 @@ class LegBytes(NamedTuple):
     dtype: str = "uint8"
 
 
-def bytes_of(
+def predict_bytes(
     bucket: Bucket,
     engine: EngineTraits,
     bits: float | None = None,
@@ -61,7 +61,7 @@ def bytes_of(
 
     >>> from grace.communicators import ScatterReduce
     >>> bucket = Bucket(0, ScatterReduce("qsgd"), [Variable("w", (100,))])
-    >>> [(leg.collective.name, nbytes) for leg, nbytes, _ in bytes_of(bucket, EngineTraits(ranks=4), headers=False)]
+    >>> [(leg.collective.name, nbytes) for leg, nbytes, _ in predict_bytes(bucket, EngineTraits(4), headers=False)]
     [('alltoall', 116.0), ('allgather', 29.0)]
     """
     wires = _Wires(bucket, engine, bits, rows or {}, headers)

@@ -21,8 +21,8 @@ from grace.exchange.header import Header
 from grace.exchange.sparse_rows import NOTHING, Gradient, SparseRows, sum_rows
 from grace.exchange.tracing import recorder
 from grace.kernels import Kernels, kernels_of
-from grace.kernels.checks import check_count, check_range
 from grace.kernels.constants import ITEM_SIZE
+from grace.kernels.wire_checks import check_count, check_range
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 

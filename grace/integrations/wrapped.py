@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from grace.backends.alone import check_trainer
+from grace.backends.world_size_check import check_trainer
 from grace.core.api_names import TORCH
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg

@@ -19,9 +19,24 @@ class Placed(NamedTuple):
 
 Places = Sequence[Sequence[Placed]]
 """Locations of the tensors of each variable's payload in a wire."""
-End = tuple[Sequence[int], str, Sequence[float], float, Sequence[int]]
-"""End of a wire, as :meth:`grace.exchange.layout.Layout.end` returns it: byte offsets, the dtype, the numbers there,
-the status of an overflow, and addresses of received statuses."""
+
+
+class DeviceHeader(NamedTuple):
+    """Header that a kernel writes into a wire, behind the payloads.
+
+    Attributes:
+        offsets: its offset in bytes; of variables that are cut into pieces one in each piece's wire.
+        dtype: the dtype of the wire.
+        numbers: statuses of variables without an overflow, then step stamps and padding.
+        overflow: the status of a variable that has overflowed.
+        received: addresses of the statuses that arrived.
+    """
+
+    offsets: Sequence[int]
+    dtype: str
+    numbers: Sequence[float | Tensor]
+    overflow: float
+    received: Sequence[int]
 
 
 class BucketCodec:
@@ -37,14 +52,14 @@ class BucketCodec:
     draws: bool | str = False
     """True if encoding takes random numbers; "shared" if all ranks draw the same ones."""
     on_device = False
-    """True if it writes the header at the end of the wire, since only the device knows what is in range."""
+    """True if it writes the header of the wire, since only the device knows what is in range."""
     unfinished = False
     """True if x itself is kept, and ``finish`` makes residuals of it; ``encode`` subtracts from the x that it reads."""
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *header: DeviceHeader
     ) -> list[bool] | Tensor:
-        """Write every payload into the wire, and the next residuals; on a device the end of the wire, too.
+        """Write every payload into the wire, and the next residuals; on a device the wire's header, too.
 
         Args:
             rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual; 0 for none. Of a codec
@@ -54,8 +69,8 @@ class BucketCodec:
             wire: the address of the wire.
             most: the bit pattern of the largest magnitude that is in range.
             streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
-            end: on a device alone, an :data:`End`. With several offsets variables are cut into as many pieces, each of
-                which has a row, and all ends say what is in all of a variable's pieces.
+            header: on a device alone, a :class:`DeviceHeader`. With several offsets variables are cut into as many
+                pieces, each of which has a row, and all headers say what is in all of a variable's pieces.
 
         Returns:
             True for each variable whose x was in range; on a device a tensor of 1.0 and 0.0.

@@ -8,11 +8,11 @@ arguments by name. Payloads of other ranks are checked: ones that do not fit rai
 import math
 
 from grace.errors import ConfigError
-from grace.kernels.checks import check_count, check_packed
 from grace.kernels.dispatch import kernels_of
 from grace.kernels.index_coding import check_positions
 from grace.kernels.random import Stream
 from grace.kernels.reference import Kernels, Tensor
+from grace.kernels.wire_checks import check_count, check_packed
 
 NORMS = ("l2", "max")
 

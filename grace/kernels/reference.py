@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grace.errors import ConfigError
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 from grace.kernels.constants import (
     FLOAT8,
     FLOAT32_MAX,
@@ -27,6 +26,7 @@ from grace.kernels.constants import (
     table_factor,
 )
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
+from grace.kernels.wire_checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 
 Tensor = Any
 LOW31 = np.uint32(0x7FFFFFFF)
@@ -249,7 +249,7 @@ class Kernels:
         out[...] = product if keep == 0 else np.float32(keep) * out + product
         return out
 
-    def orthonormalize(self, x: Tensor) -> Tensor:
+    def orthogonalize(self, x: Tensor) -> Tensor:
         """Return orthonormal columns that span the columns of the matrix ``x`` (rows >= columns), or of each of a
         batch; finite, and orthonormal, also for rank-deficient and all-zero matrices."""
         return np.ascontiguousarray(np.linalg.qr(x)[0])

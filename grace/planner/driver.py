@@ -24,7 +24,7 @@ from grace.errors import ConfigError, ExchangeError, said_of
 from grace.planner import planning
 from grace.planner.codecs import is_table
 from grace.planner.explain import MARGIN, Plan
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import gather_or_raise
 from grace.session.step_runner import StepRunner

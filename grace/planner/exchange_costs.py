@@ -12,11 +12,11 @@ from grace.core.component import StateForm
 from grace.core.route import EngineTraits
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
-from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
+from grace.exchange.route_bytes import LegBytes, predict_bytes, rows_of
 from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import CodecCost
 from grace.planner.network import KINDS, Network
-from grace.planner.step import Transfer, Work
+from grace.planner.step_simulation import BucketCosts, Transfer
 from grace.session.sharding import Shard, make_buckets
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
@@ -51,8 +51,8 @@ def codec_key(communicator: Communicator) -> str:
     return f"{communicator.name}, {communicator.compressor.spec}, {communicator.memory.spec}"
 
 
-def works(strategy: Strategy, costs: Costs) -> list[Work]:
-    """Return what the buckets of a strategy do, in the order in which ranks start them. A warning names variables that
+def costs_of_strategy(strategy: Strategy, costs: Costs) -> list[BucketCosts]:
+    """Return the costs of a strategy's buckets, in the order in which ranks start them. A warning names variables that
     are predicted as exchanged by all ranks in every step, and are not. Raise ConfigError if there is no codec for what
     it uses, which the message names.
 
@@ -60,7 +60,7 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     >>> from grace.planner.network import Links
     >>> from grace.strategy.plan import ShardPlan, VariablePlan
     >>> plans = tuple(VariablePlan(Variable(name, (1000,)), (ShardPlan(),)) for name in "ab")
-    >>> (work,) = works(Strategy(plans, world_size=2), Costs(Links(1e9), {DENSE: CodecCost()}))
+    >>> (work,) = costs_of_strategy(Strategy(plans, world_size=2), Costs(Links(1e9), {DENSE: CodecCost()}))
     >>> work.names, work.transfers[0].nbytes
     (('a', 'b'), 8048.0)
     """
@@ -69,7 +69,7 @@ def works(strategy: Strategy, costs: Costs) -> list[Work]:
     if name := next(filter(others.get, others), ""):
         said = "and predicted as if all ranks exchanged it in every step"
         warnings.warn(f"{name!r} is {others[name]}, {said}", stacklevel=2)
-    return works_of(shards, strategy.world_size, costs)
+    return costs_of_shards(shards, strategy.world_size, costs)
 
 
 def _other_way(shard: Shard) -> str:
@@ -81,14 +81,14 @@ def _other_way(shard: Shard) -> str:
     return "applied in a later step" if shard.communicator.delayed else ""
 
 
-def works_of(
-    shards: Sequence[Shard], ranks: int, costs: Costs, known: dict[Hashable, Work] | None = None
-) -> list[Work]:
-    """Return what the buckets of shards do, whose communicators need not be in a run. Those of buckets that are alike
+def costs_of_shards(
+    shards: Sequence[Shard], ranks: int, costs: Costs, known: dict[Hashable, BucketCosts] | None = None
+) -> list[BucketCosts]:
+    """Return the costs of the shards' buckets. Communicators need not be in a run. Costs of buckets that are alike
     are kept in ``known``, for shards with the same communicators.
 
     All ranks exchange with each other, in every step, and wait: sums over nodes first, rounds of ranks that train
-    alone, and means that are applied later are not modelled. Raise ConfigError as :func:`works` does.
+    alone, and means that are applied later are not modelled. Raise ConfigError as :func:`costs_of_strategy` does.
     """
     whole = {shard.variable.name: shard.whole.name for shard in shards}
     found, carried, known = [], set[bool](), {} if known is None else known
@@ -99,13 +99,13 @@ def works_of(
         key = id(bucket.communicator), bucket.carries_stamps, tuple(bucket.names)
         if key not in known:  # a search asks for the same bucket many times
             names = tuple(dict.fromkeys(whole[name] for name in bucket.names))
-            known[key] = _work(bucket, names, ranks, costs)
+            known[key] = _costs_of_bucket(bucket, names, ranks, costs)
         found.append(known[key])
     return found
 
 
-def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> Work:
-    """Return what a bucket, which belongs to the variables of these names, does in a step. Raise ConfigError if nobody
+def _costs_of_bucket(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> BucketCosts:
+    """Return the costs of a bucket, which belongs to the variables of these names. Raise ConfigError if nobody
     measured its method, or the bits of its elements."""
     communicator = bucket.communicator
     codec = costs.codecs.get(codec_key(communicator))
@@ -122,14 +122,14 @@ def _work(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: Costs) -> W
             "say the bits that an element takes (CodecCost.bits), as it was measured"
         )
     on_cpu = bucket.variables[0].device.startswith("cpu")
-    legs = bytes_of(bucket, EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu), codec.bits, costs.rows)
+    legs = predict_bytes(bucket, EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu), codec.bits, costs.rows)
     gaps = len(legs) - 1
     computed = gaps - sum(leg.in_parts for leg, _, _ in legs[:-1])  # behind a part of a sum comes its other half
     elements = 0.0
     for v in bucket.variables:  # of a sparse one the elements of the rows that have gradients
         elements += rows_of(v, costs.rows) * math.prod(v.shape[1:]) if v.sparse else v.numel
     size = len(bucket.variables), elements, ranks
-    return Work(
+    return BucketCosts(
         names=names,
         start=codec.start.seconds(*size),
         transfers=transfers_of(legs, ranks, costs.network),

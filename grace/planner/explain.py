@@ -11,7 +11,7 @@ from grace.planner.error_budget import SLACK
 from grace.planner.greedy import Candidate
 from grace.planner.outer_plans import outer_remarks
 from grace.planner.problem import Problem, short
-from grace.planner.step import Prediction
+from grace.planner.step_simulation import Prediction
 from grace.planner.uniform_plans import DENSE
 from grace.strategy.plan import Strategy, VariablePlan
 

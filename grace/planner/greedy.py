@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
-from grace.planner.exchange_costs import works_of
+from grace.planner.exchange_costs import costs_of_shards
 from grace.planner.problem import Problem, short
-from grace.planner.step import Prediction, Work, simulate
+from grace.planner.step_simulation import BucketCosts, Prediction, simulate
 from grace.planner.uniform_plans import assigned_strategy, shards_of, uniform_strategy
 from grace.session.sharding import Chooser
 from grace.strategy.plan import Strategy
@@ -82,13 +82,13 @@ class Greedy:
             wanted = [(method if share <= SLACK else self.methods[0]).communicator for share in shares]
             self.shards.append(shards_of(self.variables, wanted, choose))
         self.position = {variable.name: v for v, variable in enumerate(self.variables)}
-        self.known: dict[Hashable, Work] = {}
-        """Work of each bucket, computed once, however many choices have it."""
+        self.known: dict[Hashable, BucketCosts] = {}
+        """Costs of each bucket, computed once, however many choices have it."""
         self.scores: dict[Choice, tuple[float, float, float]] = {}
 
     def run(self) -> list[Candidate]:
         """Return the candidates; see :func:`find_candidates`."""
-        self.works(self.plain)  # raises where nobody knows what it takes
+        self.costs_of(self.plain)  # raises where nobody knows what it takes
         uniform = list(dict.fromkeys(self.uniform(number) for number in range(len(self.methods))))
         starts = sorted((choice for choice in uniform if choice != self.plain), key=self.score)[:STARTS]
         refined = [self.refined(start) for start in (*starts, self.plain)]
@@ -116,7 +116,7 @@ class Greedy:
         alike: dict[str, list[int]] = {}
         for v, variable in enumerate(self.variables):
             alike.setdefault(re.sub(r"\d+", "*", variable.name), []).append(v)  # the layers of a stack
-        buckets = [tuple(self.position[name] for name in work.names) for work in self.works(choice)]
+        buckets = [tuple(self.position[name] for name in one.names) for one in self.costs_of(choice)]
         sets = sorted(map(tuple, alike.values()), key=lambda unit: -sum(self.variables[v].numel for v in unit))
         largest = sorted(self.position.values(), key=lambda v: -self.variables[v].numel)[:LARGE]
         return list(dict.fromkeys([*buckets[:SETS], *sets[:SETS], *((v,) for v in largest)]))
@@ -130,18 +130,18 @@ class Greedy:
 
     def _score(self, choice: Choice) -> tuple[float, float, float]:
         try:
-            works = self.works(choice)
+            buckets = self.costs_of(choice)
         except ConfigError:  # nobody measured it, or it cannot carry rows so
             return math.inf, math.inf, math.inf
-        step = simulate(self.problem.timeline, works).step * (1 + GAIN * len(set(choice)))
+        step = simulate(self.problem.timeline, buckets).step * (1 + GAIN * len(set(choice)))
         lost = sum(self.shares[number][v] for v, number in enumerate(choice))
-        busy = sum(w.start + w.finish + sum(t.seconds for t in w.transfers) for w in works)
+        busy = sum(w.start + w.finish + sum(t.seconds for t in w.transfers) for w in buckets)
         return round(step, 9), round(lost, 9), round(busy, 12)  # rounding errors of sums must not decide
 
-    def works(self, choice: Choice) -> list[Work]:
-        """Return what the buckets of a choice do, in the order in which they start."""
+    def costs_of(self, choice: Choice) -> list[BucketCosts]:
+        """Return the costs of the buckets of a choice, in the order in which they start."""
         shards = [self.shards[number][v] for v, number in enumerate(choice)]
-        return works_of(shards, self.problem.ranks, self.problem.costs, self.known)
+        return costs_of_shards(shards, self.problem.ranks, self.problem.costs, self.known)
 
     def _moved(self, choice: Choice, unit: Sequence[int], number: int) -> Choice:
         """Return the choice with another method for a set of variables, where it may be chosen."""

@@ -1,4 +1,4 @@
-"""Times of collectives on the very links; all ranks measure together."""
+"""Measurement of bandwidth and latency: collectives are timed on the very links, by all ranks together."""
 
 import math
 import os

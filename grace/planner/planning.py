@@ -19,7 +19,7 @@ from grace.planner.explain import plan_of
 from grace.planner.greedy import Candidate, find_candidates
 from grace.planner.links import measure_network, oversubscription
 from grace.planner.problem import Problem, methods_of
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.session.agreement import gather_or_raise
 from grace.strategy.choices import AutoRequest
 from grace.strategy.resources import cluster_of

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 
 
 def undisturbed(seconds: Iterable[float]) -> float:

@@ -1,4 +1,5 @@
-"""Outer rounds: ranks train alone, and exchange now and then how far they have drifted from an anchor that all share.
+"""Outer rounds (local SGD, DiLoCo): ranks train alone, and exchange now and then how far they have
+drifted from an anchor that all share.
 
 With the anchor a, rank i's parameters x_i and the outer optimizer's step, a round of a fragment is
 

@@ -88,10 +88,8 @@ class Choices(NamedTuple):
         return AutoRequest(make("builder", strategy), self.resources)
 
     def plan_for_hook(self, what: str) -> ExchangePlan:
-        """Return the exchange plan of these choices for a hook, which exchanges as its framework's buckets come.
-
-        Args:
-            what: the hook, for messages.
+        """Return the exchange plan of these choices for the hook ``what``, which exchanges as its framework's buckets
+        come.
 
         Raises:
             ConfigError: the planner is asked to choose.

@@ -1,4 +1,4 @@
-"""Base of builders that cut variables."""
+"""Base of builders that partition variables: each is cut into shards along an axis."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ def smallest_nondivisor(n: int) -> int:
 
 
 @dataclass
-class Sharding(Builder):
-    """Builder that cuts variables.
+class Partitioner(Builder):
+    """Builder that partitions variables.
 
     Args:
         max_shards: a variable that would have more shards is not cut.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from grace.core.route import Carries, EngineTraits, Leg
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
-from grace.exchange.route_bytes import LegBytes, bytes_of
+from grace.exchange.route_bytes import LegBytes, predict_bytes
 from grace.session.sharding import Chooser
 from grace.strategy.plan import ShardPlan, Strategy, communicator_of
 
@@ -29,7 +29,7 @@ def legs_of(part: ShardPlan, variable: Variable, world: int) -> list[LegBytes]:
     if part.rounds is not None:
         variable = replace(variable, sparse=False)  # drifts are dense
     carrier = Chooser()(variable, communicator_of(part))
-    return bytes_of(Bucket(0, carrier, [variable]), EngineTraits(world), headers=False)
+    return predict_bytes(Bucket(0, carrier, [variable]), EngineTraits(world), headers=False)
 
 
 def collectives_of(part: ShardPlan) -> list[str]:

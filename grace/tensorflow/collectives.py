@@ -6,7 +6,7 @@ from typing import Union
 
 import tensorflow as tf
 
-from grace.backends.together import chosen_root, compared, engine_for, named
+from grace.backends.object_collectives import chosen_root, compared, engine_for, named
 from grace.core.arguments import do_not_convert
 from grace.core.backend import Backend
 from grace.errors import ConfigError

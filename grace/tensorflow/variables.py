@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from grace.backends.object_collectives import chosen_root, compared
 from grace.backends.runtime import current
-from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
@@ -182,12 +182,9 @@ def broadcast_named(names: list[str], variables: Sequence[AnyVariable], root: in
 
 
 def broadcast_initial(variables: Sequence[AnyVariable], beside: Sequence[AnyVariable], backend: Backend) -> None:
-    """Give every rank rank 0's values, in place, of a model's variables, and of those further variables that differ.
+    """Give every rank rank 0's values, in place, of a model's variables, and of those ``beside`` them that differ.
 
     Most of an optimizer's variables begin as zeros everywhere, so hashes of them are compared first.
-
-    Args:
-        beside: the further variables.
     """
     broadcast_variables(variables, 0, backend)
     mine = [hashlib.sha256(np.asarray(value_of(variable)).tobytes()).hexdigest() for variable in beside]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grace.backends.together import chosen_root, compared, engine_for, named
+from grace.backends.object_collectives import chosen_root, compared, engine_for, named
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.session.settings import reduction

@@ -35,7 +35,6 @@ from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
-from grace.torch.copied import InertState
 from grace.torch.ddp_buckets import (
     bucket_gradients,
     bucket_limits,
@@ -45,6 +44,7 @@ from grace.torch.ddp_buckets import (
     trainable_parameters,
 )
 from grace.torch.fsdp_layout import subscribe_to_steps
+from grace.torch.gradient_uses import GradientUses
 from grace.torch.parameters import (
     check_momentum,
     check_not_delayed,
@@ -53,10 +53,10 @@ from grace.torch.parameters import (
     make_variables,
     scaler_enabled,
 )
+from grace.torch.pickling import InertState
 from grace.torch.python_reducer import PythonReducerMixin
 from grace.torch.state_dict import check_not_saved_directly, move_to_devices, pack_state, unpack_state
 from grace.torch.step_hooks import around_steps
-from grace.torch.uses import GradientUses
 from grace.torch.wrappers import check_not_sharded, check_unwrapped, unwrap_compiled
 
 

@@ -21,7 +21,7 @@ from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
 from grace.torch.lifecycle import Closable, attach
-from grace.torch.outside import OutsideMixin
+from grace.torch.non_member import NonMemberMixin
 from grace.torch.parameters import (
     NamedParameters,
     broadcast_optimizer_state,
@@ -412,7 +412,7 @@ def distribute(
     body = {**vars(_DistributedOptimizer), **patches, "__module__": cls.__module__}
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
-    bases = (AlreadyInitialized, Closable, BroadcastableState, OutsideMixin if session is None else StateMixin, cls)
+    bases = (AlreadyInitialized, Closable, BroadcastableState, NonMemberMixin if session is None else StateMixin, cls)
     optimizer.__class__ = type(cls.__name__, bases, body)
     distributed = cast(HorovodOptimizer, optimizer)
     settings = options["settings"]

@@ -24,10 +24,10 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 from grace.torch.closure_sync import synchronize_closure
-from grace.torch.copied import allow_steps
 from grace.torch.hooks import gradient_hook, register_session
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.parameters import NamedParameters
+from grace.torch.pickling import allow_steps
 from grace.torch.session import CHANGED_EARLY, Session
 from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing

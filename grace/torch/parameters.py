@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from grace.backends.object_collectives import chosen_root, compared
 from grace.backends.runtime import current
-from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.component import Component

@@ -40,10 +40,10 @@ from grace.torch.fsdp_layout import (
     replica_states,
     subscribe_to_steps,
 )
+from grace.torch.gradient_uses import GradientUses
 from grace.torch.parameters import scaler_enabled
 from grace.torch.shard_group import ShardGroupState, build_method, from_file_format
 from grace.torch.state_dict import move_to_devices
-from grace.torch.uses import GradientUses
 
 
 class ReduceScatterState(ShardGroupState):

@@ -38,6 +38,7 @@ from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.torch.auto import copies, driver_of
 from grace.torch.fsdp_layout import ShardGroup, find_layouts
+from grace.torch.gradient_uses import UnusedMeans
 from grace.torch.gradients import dense_gradient, gradient_rows
 from grace.torch.initial_sync import initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
@@ -55,7 +56,6 @@ from grace.torch.parameters import (
     scaler_enabled,
 )
 from grace.torch.step_hooks import ScalerHook
-from grace.torch.uses import UnusedMeans
 from grace.torch.wrappers import check_unwrapped
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it

@@ -15,8 +15,8 @@ from grace.exchange.layout import Layout
 from grace.session import checkpoint
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
-from grace.torch.copied import InertState
 from grace.torch.fsdp_layout import ModuleLayout
+from grace.torch.pickling import InertState
 from grace.torch.state_dict import pack_state, unpack_state
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grace.backends.torch_distributed import TorchBackend
-from grace.backends.torch_streams import Side
+from grace.backends.torch_streams import SideStream
 
 
 class Device:
@@ -100,12 +100,12 @@ class Given:
 def two_buckets(dice, broken=None):
     """What two buckets of a step come to: each is encoded, sent, and decoded at the end of the step."""
     device = Device()
-    engine, side, found = Engine(device), Side(Given.device, device), {}
+    engine, side, found = Engine(device), SideStream(Given.device, device), {}
     if broken == "start":
         side.stream.wait_event = lambda event: None
     backend = TorchBackend.__new__(TorchBackend)
     backend.group = None
-    backend._sides = {Given.device: side}
+    backend._side_streams = {Given.device: side}
     handles = []
     for bucket in range(2):
         sent, received = Given(), Given()

@@ -15,7 +15,7 @@ from grace.compressors.cast import Cast
 from grace.core.route import EngineTraits
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
-from grace.exchange.route_bytes import bytes_of
+from grace.exchange.route_bytes import predict_bytes
 from grace.exchange.tracing import recorder
 from tests.support.drawing import THOROUGH
 from tests.support.own_parts import registered
@@ -37,7 +37,7 @@ def stepped(communicator, steps=3):
     engine = EngineTraits(grace.size(), runner.channel.by_ring, runner.channel.concatenates)
     said = 0.0
     for bucket in runner.buckets:
-        said += sum(leg.sent(nbytes, grace.size(), grace.rank()) for leg, nbytes, _ in bytes_of(bucket, engine))
+        said += sum(leg.sent(nbytes, grace.size(), grace.rank()) for leg, nbytes, _ in predict_bytes(bucket, engine))
     return found, runner.traffic.sent_bytes, steps * said
 
 
@@ -138,7 +138,7 @@ def test_the_planner_reads_its_route():
     from grace.planner.network import Links
 
     bucket = Bucket(0, Tree("none"), [Variable("w", (1000,))])
-    found = transfers_of(bytes_of(bucket, EngineTraits(4)), 4, Links(1e9))
+    found = transfers_of(predict_bytes(bucket, EngineTraits(4)), 4, Links(1e9))
     assert [transfer.kind for transfer in found] == ["alltoall", "broadcast"]  # measured as the nearest known one
     assert found[1].root == 0
 

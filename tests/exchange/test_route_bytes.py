@@ -19,7 +19,7 @@ from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Traffic
 from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.round_trip import RoundTrip
-from grace.exchange.route_bytes import LegBytes, bytes_of
+from grace.exchange.route_bytes import LegBytes, predict_bytes
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
 from grace.session.sharding import uniform
@@ -185,7 +185,7 @@ def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
 
 def within_node(bucket: Bucket, inside: Any, node: EngineTraits, rows: dict[str, int], leader: int) -> list[LegBytes]:
     """The legs within a node: to its leader before that exchanges the bucket, and back afterwards."""
-    there = bytes_of(
+    there = predict_bytes(
         Bucket(bucket.index, inside, bucket.variables, carries_stamps=bucket.carries_stamps), node, rows=rows
     )
     buffers = [4.0 * len(bucket.variables)]  # a status of each
@@ -220,7 +220,7 @@ def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical
         root = groups.leader_of.index(root)
     sizes = max(count.own for count in counts) - within, counts[root].means
     bits = [8 * max(0, nbytes - 4 * numbers) / elements for nbytes in sizes]
-    for own, mean in zip(*(bytes_of(bucket, engine, of_one, rows) for of_one in bits), strict=True):
+    for own, mean in zip(*(predict_bytes(bucket, engine, of_one, rows) for of_one in bits), strict=True):
         one = mean if own.leg.carries is Carries.MEANS else own
         total += round(one.leg.sent(one.nbytes, engine.ranks, rank))
     return total

@@ -8,8 +8,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import grace
-from grace.torch.copied import InertState
 from grace.torch.ddp import EarlyState, grace_hook
+from grace.torch.pickling import InertState
 from tests.support.pools import on_ranks
 from tests.support.sharded import built, compressed, loss_of, mesh_of
 from tests.support.training import ddp, digest, distributed, net, sgd, train, weights

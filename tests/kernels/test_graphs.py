@@ -23,7 +23,7 @@ CALLS = {
     "signs": (MATRIX,),
     "matmul": (MATRIX, FACTOR),
     "matmul_add": (np.zeros((20, 3), np.float32), MATRIX, data("gaussian", (3, 3)), 0.5, 0.0),
-    "orthonormalize": (MATRIX,),
+    "orthogonalize": (MATRIX,),
     "fill_zero_columns": (MATRIX, MATRIX),
     "random_bits": (STREAM, 10, X),
     "uniform": (STREAM, 10, X),

@@ -273,7 +273,7 @@ def test_matmul_add_takes_strided_out(kernels):
     *(ALL, ("kind", "shape"), ["gaussian", "heavy", "zeros", "denormal", "rank-one", "one-zero-column", "large"]),
     [(1, 1), (9, 1), (9, 4), (5, 5), (200, 3)],
 )
-def test_orthonormalize_spans_the_columns_and_stays_finite(it, kind, shape):
+def test_orthogonalize_spans_the_columns_and_stays_finite(it, kind, shape):
     x = data(kind if kind in ("gaussian", "heavy", "zeros", "denormal") else "gaussian", shape)
     if kind == "rank-one":
         x = np.repeat(x[:, :1], shape[1], axis=1)
@@ -281,9 +281,9 @@ def test_orthonormalize_spans_the_columns_and_stays_finite(it, kind, shape):
         x[:, 0] = 0
     if kind == "large":
         x *= np.float32(1e30)
-    q = it.run("orthonormalize", x).astype(np.float64)
+    q = it.run("orthogonalize", x).astype(np.float64)
     assert q.shape == shape
-    batch = it.run("orthonormalize", np.stack([x, x[::-1], x]))
+    batch = it.run("orthogonalize", np.stack([x, x[::-1], x]))
     assert np.abs(batch - np.stack([q, batch[1], q])).max() == 0
     np.testing.assert_allclose(q.T @ q, np.eye(shape[1]), atol=2e-6)
     assert np.abs(q @ (q.T @ x) - x).max() <= 1e-5 * np.abs(x).max() + 1e-44

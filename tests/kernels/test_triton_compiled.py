@@ -19,7 +19,7 @@ SHARED = 48 << 10
 """Bytes of a program: what every GPU gives without being asked."""
 NARROW = {
     **dict.fromkeys(("write_random", "write_walked"), 0),  # read nothing
-    **dict.fromkeys(("write_end", "write_sign_scales", "write_scales"), 4),  # a bucket's statuses and sums
+    **dict.fromkeys(("write_header", "write_sign_scales", "write_scales"), 4),  # a bucket's statuses and sums
     **dict.fromkeys(("decode_powers", "decode_levels", "decode_signs"), 4),  # codes
     ("decode_levels", "buckets of qsgd of 5 bits", "gfx942"): 1,  # of bits that lie in two bytes
     ("decode_levels", "buckets of block", "gfx942"): 2,  # 4 codes of each of 256 threads
@@ -27,7 +27,7 @@ NARROW = {
     **dict.fromkeys(("encode_drawn", "decode_drawn", "zero_bucket"), 0),  # single elements, a bucket's table
     **dict.fromkeys(("count_marks", "decode_entries", "count_bits"), 1),  # positions, wherever they begin
     **dict.fromkeys(("judge_factors", "start_factors", "take_factors", "add_rows", "add_columns"), 4),  # of any rank
-    "orthonormalize_bucket": 4,
+    "orthogonalize_bucket": 4,
     ("decode_numbers", "buckets of fp16", "gfx942"): 8,
     ("decode_numbers", "buckets of bf16", "gfx942"): 8,
     **dict.fromkeys(("guess_largest", "guess_of_bucket"), 4),  # of single elements

@@ -56,8 +56,8 @@ class Ranks:
             codec.start_from(where(self.q) * (not first), where(q))
             rows = np.stack([where(given), where(kept), where(xs)], 1)
             total.append(torch.zeros(self.wires[0].length, device=self.device))
-            end = self.wires[0].end([1.0] * len(self.shapes), [])
-            flags.append([codec.encode(rows, factors, total[-1].data_ptr(), FINITE, streams, end)])
+            header = self.wires[0].device_header([1.0] * len(self.shapes), [])
+            flags.append([codec.encode(rows, factors, total[-1].data_ptr(), FINITE, streams, header)])
         self.started = self.codecs[0].right.clone()
         for i, (wire, last) in enumerate(zip(self.wires, (False, True), strict=True)):
             sums = total[0] + total[1]
@@ -65,7 +65,9 @@ class Ranks:
                 flags[rank].append(codec.receive(sums, 2, last).clone())
                 if not last:
                     total[rank] = torch.zeros(self.wires[1].length, device=self.device)
-                    codec.follow(total[rank], self.wires[i + 1].end([1.0, *[0.0] * (len(self.shapes) - 1)], []))
+                    codec.follow(
+                        total[rank], self.wires[i + 1].device_header([1.0, *[0.0] * (len(self.shapes) - 1)], [])
+                    )
             assert sums[wire.statuses][0] in (2.0, float("inf"))
         outs = [[torch.empty_like(g) for g in one] for one in gradients]
         for codec, out in zip(self.codecs, outs, strict=True):

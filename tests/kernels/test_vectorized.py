@@ -14,7 +14,7 @@ from numba import boolean, float32, float64, int32, int64, njit, uint8, uint16, 
 from grace.kernels.numba import (
     addresses,
     buckets,
-    halves,
+    half_precision,
     loops,
     packing,
     primitives,
@@ -66,12 +66,12 @@ HOT = [
     (products._product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
     (products._transposed_product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
     (products._add_product, (MATRIX, MATRIX, MATRIX, float32, float32), "mulps"),
-    (halves._narrow_half, (HALVES, FLOATS, float32), "psrld"),
-    (halves._narrow_brain, (HALVES, FLOATS, float32), "psrld"),
-    (halves._widen_half, (FLOATS, HALVES, float32), "pslld"),
-    (halves._add_half, (FLOATS, HALVES, float32), "pslld"),
-    (halves._add_brain, (FLOATS, HALVES, float32), "mulps"),
-    (halves._largest, (HALVES,), "pmaxuw"),
+    (half_precision._narrow_float16, (HALVES, FLOATS, float32), "psrld"),
+    (half_precision._narrow_bfloat16, (HALVES, FLOATS, float32), "psrld"),
+    (half_precision._widen_float16, (FLOATS, HALVES, float32), "pslld"),
+    (half_precision._add_float16, (FLOATS, HALVES, float32), "pslld"),
+    (half_precision._add_bfloat16, (FLOATS, HALVES, float32), "mulps"),
+    (half_precision._largest, (HALVES,), "pmaxuw"),
 ]
 
 pytestmark = [

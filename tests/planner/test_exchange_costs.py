@@ -14,9 +14,9 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
 from grace.exchange.sparse_rows import SparseRows
 from grace.planner.costs import CodecCost, Cost, Curve
-from grace.planner.exchange_costs import DENSE, Costs, codec_key, works, works_of
+from grace.planner.exchange_costs import DENSE, Costs, codec_key, costs_of_shards, costs_of_strategy
 from grace.planner.network import Links, MeasuredNetwork
-from grace.planner.step import most_sent
+from grace.planner.step_simulation import most_sent
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
@@ -111,7 +111,7 @@ def test_every_method_sends_the_bytes_that_are_predicted(method, kind, ranks, ra
     root = kind == "reduce_broadcast" and rank == 0
     bits = bits_of(runner, payload)
     costs = costs_for(shards, None if bits is None else bits / (2 if root else 1))
-    found = works_of(shards, ranks, costs)
+    found = costs_of_shards(shards, ranks, costs)
     varies = bits is not None
     # every collective is counted in whole bytes; what the data decide is padded, and differs by variable
     slack = (8 + len(VARIABLES)) * ranks * len(found) * 2 if varies else 2 * sum(len(w.transfers) for w in found)
@@ -129,7 +129,7 @@ def collectives(runner):
 def test_small_sums_are_made_in_two_hops_where_the_engine_has_a_ring(method, ranks, rank):
     shards = uniform(VARIABLES, quiet(method, "allreduce"), Limits(2000))
     sent, _, runner = exchanged(shards, VARIABLES, ranks, rank, by_ring=True)
-    found = works_of(shards, ranks, costs_for(shards, by_ring=True))
+    found = costs_of_shards(shards, ranks, costs_for(shards, by_ring=True))
     transfers = [transfer for work in found for transfer in work.transfers]
     assert sent_by(found, rank) == pytest.approx(sent, abs=len(transfers))
     kinds = {transfer.kind for transfer in transfers}
@@ -149,7 +149,7 @@ def test_no_sizes_go_ahead_where_the_engine_gathers_unequal_payloads(method, kin
         sent, payload, runner = exchanged(shards, variables, 3, 1, concatenates=concatenates)
         bits = None if sparse else bits_of(runner, payload)
         rows = {v.name: 3.0 for v in variables if sparse}
-        found = works_of(shards, 3, costs_for(shards, bits or 64.0, concatenates=concatenates, rows=rows))
+        found = costs_of_shards(shards, 3, costs_for(shards, bits or 64.0, concatenates=concatenates, rows=rows))
         kinds = [transfer.kind for work in found for transfer in work.transfers]
         counts.append(len(kinds))
         turns = 3 if kind == "broadcast" else 1  # which is one from each rank
@@ -175,7 +175,7 @@ def test_strategies_send_the_bytes_that_are_predicted(builder, compressor, rank)
     )
     shards = compiled(strategy, VARIABLES)
     sent, *_ = exchanged(shards, VARIABLES, 3, rank)
-    found = works(strategy, costs_for(shards))
+    found = costs_of_strategy(strategy, costs_for(shards))
     assert sent_by(found, rank) == pytest.approx(sent, abs=3 * sum(len(work.transfers) for work in found))
     assert most_sent(found) == pytest.approx(max(sent_by(found, r) for r in range(3)))
 
@@ -188,7 +188,7 @@ def test_dtypes_travel_as_wide_as_they_are():
     variables = [Variable("half", (300,), "float16"), Variable("double", (70, 3), "float64")]
     shards = uniform(variables, quiet("none", "allreduce"))
     sent, *_ = exchanged(shards, variables, 2, 0)
-    assert sent_by(works_of(shards, 2, costs_for(shards)), 0) == pytest.approx(sent, abs=2)
+    assert sent_by(costs_of_shards(shards, 2, costs_for(shards)), 0) == pytest.approx(sent, abs=2)
 
 
 @pytest.mark.parametrize("kind", ["allgather", "reduce_broadcast"])
@@ -197,9 +197,9 @@ def test_sparse_variables_send_their_rows(kind, compressor):
     variables = [Variable("table", (50, 8), sparse=True)]
     shards = uniform(variables, quiet(compressor, kind))
     sent, *_ = exchanged(shards, variables, 3, 1)
-    (work,) = works_of(shards, 3, costs_for(shards, rows={"table": 3}))
+    (work,) = costs_of_shards(shards, 3, costs_for(shards, rows={"table": 3}))
     assert sent_by([work], 1) == pytest.approx(sent, abs=16)
-    (all_rows,) = works_of(shards, 3, costs_for(shards))
+    (all_rows,) = costs_of_shards(shards, 3, costs_for(shards))
     assert most_sent([all_rows]) > 5 * most_sent([work])
 
 
@@ -209,7 +209,7 @@ def test_delayed_exchanges_hold_what_is_under_way():
     found = []
     for part in parts:
         shards = compiled(strategy_of(part, 3, LARGE), LARGE)
-        found += works(strategy_of(part, 3, LARGE), costs_for(shards))
+        found += costs_of_strategy(strategy_of(part, 3, LARGE), costs_for(shards))
     assert found[0].memory < found[1].memory < found[2].memory
     assert found[0].transfers == found[1].transfers
 
@@ -225,17 +225,17 @@ def test_a_users_delayed_exchange_is_under_way_for_a_step():
     memory = []
     for kind in (Allgather, OneLater):
         shards = uniform(LARGE, kind("topk(ratio=0.1)"))
-        memory.append(sum(work.memory for work in works_of(shards, 3, costs_for(shards))))
+        memory.append(sum(work.memory for work in costs_of_shards(shards, 3, costs_for(shards))))
     assert memory[0] < memory[1]
 
 
 def test_a_communicator_that_was_not_measured_is_named():
     shards = uniform(VARIABLES, quiet("topk", "allgather"))
     with pytest.raises(ConfigError, match=r"is carried by allgather, topk, residual, and nobody measured.*'allreduce"):
-        works_of(shards, 2, Costs(LINKS, {DENSE: CodecCost()}))
+        costs_of_shards(shards, 2, Costs(LINKS, {DENSE: CodecCost()}))
     shards = uniform(VARIABLES, quiet("threshold", "allgather"))
     with pytest.raises(ConfigError, match="bytes the data decide: its codec must say the bits"):
-        works_of(shards, 2, costs_for(shards))
+        costs_of_shards(shards, 2, costs_for(shards))
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_variables_that_not_all_ranks_exchange_in_every_step_are_named(sync, way
     part = ShardPlan(sync, "none", "none")
     strategy = Strategy((VariablePlan(VARIABLES[0], (part,)),), world_size=4, nodes=2)
     with pytest.warns(UserWarning, match=f"{way}, and predicted as if all ranks exchanged it in every step"):
-        works(strategy, Costs(LINKS, dict.fromkeys((DENSE, "reduce_broadcast, none, none"), CodecCost())))
+        costs_of_strategy(strategy, Costs(LINKS, dict.fromkeys((DENSE, "reduce_broadcast, none, none"), CodecCost())))
 
 
 def test_codecs_cost_what_they_cost_for_the_bucket():
     shards = uniform([Variable("w", (1000,)), Variable("v", (24, 10))], quiet("powersgd", "allreduce"))
     codec = CodecCost(Cost(call=1.0), Cost(variable=2.0), Cost(element=3.0, peer=1.0))
-    found = works_of(shards, 2, Costs(LINKS, {"allreduce, powersgd, residual": codec, DENSE: CodecCost()}))
+    found = costs_of_shards(shards, 2, Costs(LINKS, {"allreduce, powersgd, residual": codec, DENSE: CodecCost()}))
     matrix, vector = sorted(found, key=lambda work: -len(work.transfers))
     assert (matrix.start, matrix.middle, matrix.finish) == (1.0, 2.0, 3 * 240 + 2 * 240)
     assert (vector.start, vector.middle, vector.finish, vector.names) == (0.0, 0.0, 0.0, ("w",))
@@ -272,9 +272,9 @@ def test_from_2_to_1024_ranks(method, kind):
     worlds = [2, 4, 16, 64, 256, 1024]
     fast, usual = [], []
     for ranks in worlds:
-        (work,) = works_of(shards, ranks, costs_for(shards, bits, network=Links(1e9)))
+        (work,) = costs_of_shards(shards, ranks, costs_for(shards, bits, network=Links(1e9)))
         fast.append(sum(transfer.seconds for transfer in work.transfers))
-        (work,) = works_of(shards, ranks, costs_for(shards, bits))
+        (work,) = costs_of_shards(shards, ranks, costs_for(shards, bits))
         usual.append(sum(transfer.seconds for transfer in work.transfers))
         assert work.memory > 0
     assert usual == sorted(usual)
@@ -299,8 +299,8 @@ def test_sums_of_halves_take_what_those_were_measured_to_take():
     }
     shards = uniform([Variable("w", (500_000 - 8,))], quiet("fp16", "allreduce"))
     codecs = {"allreduce, cast, none": CodecCost()}
-    (halves,) = works_of(shards, 2, Costs(MeasuredNetwork(curves, 2, {"allreduce16": 0.5}), codecs))
-    (unknown,) = works_of(shards, 2, Costs(MeasuredNetwork({"allreduce": curves["allreduce"]}, 2), codecs))
+    (halves,) = costs_of_shards(shards, 2, Costs(MeasuredNetwork(curves, 2, {"allreduce16": 0.5}), codecs))
+    (unknown,) = costs_of_shards(shards, 2, Costs(MeasuredNetwork({"allreduce": curves["allreduce"]}, 2), codecs))
     assert halves.transfers[0].seconds == pytest.approx(2e-3, rel=0.01)
     assert unknown.transfers[0].seconds == pytest.approx(1e-3, rel=0.01)
     assert halves.transfers[0].kind == "allreduce"

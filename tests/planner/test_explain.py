@@ -14,7 +14,7 @@ from grace.planner.explain import MOST_ROWS, Plan, largest_share, plan_of
 from grace.planner.greedy import Candidate, find_candidates
 from grace.planner.network import Links
 from grace.planner.problem import Problem
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan

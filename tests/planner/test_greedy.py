@@ -15,7 +15,7 @@ from grace.planner.exchange_costs import Costs, codec_key
 from grace.planner.greedy import GAIN, Greedy, find_candidates
 from grace.planner.network import Links
 from grace.planner.problem import Problem, methods_of
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
 from tests.support import warm

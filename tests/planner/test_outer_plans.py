@@ -13,7 +13,7 @@ from grace.planner.greedy import find_candidates
 from grace.planner.network import Links
 from grace.planner.outer_plans import PERIOD, outer_plans
 from grace.planner.problem import Problem
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
 from grace.strategy.predicted_bytes import bytes_between_ranks

@@ -13,7 +13,7 @@ from grace.planner.codecs import is_table
 from grace.planner.network import Links
 from grace.planner.planning import Planning
 from grace.planner.problem import offers
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.strategy.choices import Choices
 
 VARIABLES = [Variable("w", (256, 128)), Variable("v", (64, 256)), Variable("b", (64,))]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
 from grace.planner.costs import CodecCost, Cost
-from grace.planner.exchange_costs import DENSE, Costs, works_of
+from grace.planner.exchange_costs import DENSE, Costs, costs_of_shards
 from grace.planner.network import Links
-from grace.planner.step import Timeline, Transfer, Work, most_sent, simulate
+from grace.planner.step_simulation import BucketCosts, Timeline, Transfer, most_sent, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from tests.support.pretended import sent_by
@@ -33,7 +33,7 @@ def test_nothing_to_exchange():
 
 
 def test_one_bucket_of_everything_overlaps_nothing():
-    work = Work(("a", "b", "c"), start=0.5, transfers=sends(3.0), finish=0.25, memory=7.0)
+    work = BucketCosts(("a", "b", "c"), start=0.5, transfers=sends(3.0), finish=0.25, memory=7.0)
     found = step([work])
     assert found.step == 5.5 + 0.5 + 3.0 + 0.25
     assert (found.codec, found.exposed, found.sent, found.memory) == (0.75, 3.0, 300.0, 7.0)
@@ -50,11 +50,12 @@ def test_one_bucket_of_everything_overlaps_nothing():
 def test_computing_is_slower_beside_a_collective_that_takes_a_part_of_it():
     half = Transfer("allreduce", 2.0, contention=0.5)
     # backward goes on from 2.0 to 4.0 at half speed, and has 2.0 of its 3.0 seconds left then
-    assert step([Work(("c",), transfers=(half,))]).step == 2.0 + 2.0 + 2.0 + 0.5
+    assert step([BucketCosts(("c",), transfers=(half,))]).step == 2.0 + 2.0 + 2.0 + 0.5
     # the second one waits in the queue of the wire until 4.0, and both are done at 6.0, as backward is
-    assert step([Work(("c",), transfers=(half,)), Work(("b",), transfers=(half,))]).step == 6.0 + 1.0 + 0.5
+    both = [BucketCosts(("c",), transfers=(half,)), BucketCosts(("b",), transfers=(half,))]
+    assert step(both).step == 6.0 + 1.0 + 0.5
     # one that starts behind backward slows nothing, but the codec of the next one
-    late = [Work(("a",), transfers=(half,)), Work(("a",), start=1.5)]
+    late = [BucketCosts(("a",), transfers=(half,)), BucketCosts(("a",), start=1.5)]
     assert step(late).step == 5.0 + 2.0 + 0.5 + 0.5
 
 
@@ -62,19 +63,19 @@ def test_a_link_without_latency_or_end_costs_nothing():
     timeline = Timeline({"w": 1.0}, backward=1.0)
     shards = uniform([Variable("w", (1000,))], build_communicator("none", None, None))
     costs = Costs(Links(float("inf")), {DENSE: CodecCost()})
-    assert step(works_of(shards, 8, costs), timeline).step == 1.0
-    slow = step(works_of(shards, 2, Costs(Links(1e3), {DENSE: CodecCost()})), timeline)
+    assert step(costs_of_shards(shards, 8, costs), timeline).step == 1.0
+    slow = step(costs_of_shards(shards, 2, Costs(Links(1e3), {DENSE: CodecCost()})), timeline)
     assert slow.step == pytest.approx(1 + 4 * (1000 + 1 + 10) / 1e3)
 
 
 def test_what_is_sent_early_enough_is_hidden():
-    works = [Work(("c",), transfers=sends(1.0)), Work(("b",), transfers=sends(2.0)), Work(("a",))]
+    works = [BucketCosts(("c",), transfers=sends(1.0)), BucketCosts(("b",), transfers=sends(2.0)), BucketCosts(("a",))]
     found = step(works)
     assert (found.step, found.exposed) == (5.5, 0.0)
 
 
 def test_two_buckets_form_a_line():
-    works = [Work(("c",), transfers=sends(2.5)), Work(("b",), transfers=sends(2.5), finish=0.25)]
+    works = [BucketCosts(("c",), transfers=sends(2.5)), BucketCosts(("b",), transfers=sends(2.5), finish=0.25)]
     # backward: 1 to 5. The first travels from 2 to 4.5, though the second is there at 3, and that until 7
     found = step(works)
     assert [event for event in found.events if event[0] == "wire"] == [("wire", 0, 2.0, 4.5), ("wire", 1, 4.5, 7.0)]
@@ -82,25 +83,25 @@ def test_two_buckets_form_a_line():
 
 
 def test_buckets_start_in_order_whatever_is_ready():
-    early = [Work(("b",), transfers=sends(1.0)), Work(("c",), transfers=sends(1.0))]
+    early = [BucketCosts(("b",), transfers=sends(1.0)), BucketCosts(("c",), transfers=sends(1.0))]
     assert [e[2:] for e in step(early).events if e[0] == "wire"] == [(3.0, 4.0), (4.0, 5.0)]
 
 
 def test_encoding_delays_backward_and_what_is_ready_later():
-    works = [Work(("c",), start=0.5, transfers=sends(0.1)), Work(("b",), start=0.5, transfers=sends(0.1))]
+    works = [BucketCosts(("c",), start=0.5, transfers=sends(0.1)), BucketCosts(("b",), start=0.5, transfers=sends(0.1))]
     found = step(works)
     assert [event[2:] for event in found.events if event[0] == "start"] == [(2.0, 2.5), (3.5, 4.0)]
     assert (found.step, found.codec, found.exposed) == (6.5, 1.0, 0.0)
 
 
 def test_gradients_that_the_timeline_does_not_name_come_last():
-    assert step([Work(("other",), transfers=sends(1.0))]).step == 6.5
+    assert step([BucketCosts(("other",), transfers=sends(1.0))]).step == 6.5
 
 
 def test_collectives_that_follow_wait_for_backward_and_go_round_by_round():
     works = [
-        Work(("c",), transfers=sends(0.5, 0.5), middle=0.25),
-        Work(("b",), transfers=sends(0.5, 0.5, 0.5), middle=0.25, finish=0.125),
+        BucketCosts(("c",), transfers=sends(0.5, 0.5), middle=0.25),
+        BucketCosts(("b",), transfers=sends(0.5, 0.5, 0.5), middle=0.25, finish=0.125),
     ]
     found = step(works)
     # behind backward, at 5: the middle of the first, then that of the second while the first travels
@@ -123,8 +124,8 @@ def through(root, seconds=1.0):
 
 
 def test_what_goes_through_roots_waits_in_one_queue():
-    same = [Work(("a",), transfers=through(0), middle=0.5) for _ in range(4)]
-    apart = [Work(("a",), transfers=through(root)) for root in range(4)]
+    same = [BucketCosts(("a",), transfers=through(0), middle=0.5) for _ in range(4)]
+    apart = [BucketCosts(("a",), transfers=through(root)) for root in range(4)]
     # gathers travel from 5 to 9; the first answer is computed while the second does, and the last two answers follow
     assert step(same).step == 5 + 4 * 2.0 + 0.5
     assert step(same).codec == 2.0
@@ -148,7 +149,7 @@ def a_work(draw):
     if kind == "root":
         root, kinds = draw(st.integers(0, 2)), ("gather", "broadcast", "broadcast")
         transfers = tuple(Transfer(k, s, 1, root) for k, s in zip(kinds, seconds, strict=False))
-    return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS))
+    return BucketCosts(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS))
 
 
 STEPS = st.lists(a_work(), max_size=6)
@@ -211,7 +212,7 @@ def test_more_bytes_or_worse_links_never_predict_a_faster_step(numel, more, slow
         communicator = build_communicator(method, None, None)
         shards = uniform([Variable(name, (n, 4)) for name in "cba"], communicator, Limits(10**9))
         keys = {DENSE, communicator.describe()}
-        return step(works_of(shards, ranks, Costs(links, dict.fromkeys(keys, codec))))
+        return step(costs_of_shards(shards, ranks, Costs(links, dict.fromkeys(keys, codec))))
 
     usual = predicted(numel, Links(1e8, 1e-5))
     assert predicted(numel + more, Links(1e8, 1e-5)).step >= usual.step

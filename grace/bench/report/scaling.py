@@ -6,7 +6,7 @@ from dataclasses import replace
 from grace.errors import ConfigError
 from grace.planner.network import Links, links_of
 from grace.planner.problem import Problem
-from grace.planner.step import Prediction
+from grace.planner.step_simulation import Prediction
 from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Strategy

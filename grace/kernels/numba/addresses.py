@@ -4,8 +4,8 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from grace.kernels.numba.lanes import intrinsic, part, pattern_of, prefetch, prefetch_to_write
 from grace.kernels.numba.loops import LOW31, _max_bits, compiled, u32, u64
+from grace.kernels.numba.simd import intrinsic, part, pattern_of, prefetch, prefetch_to_write
 
 GRADIENT, KEPT, NEXT = 0, 1, 2
 """Columns of addresses."""

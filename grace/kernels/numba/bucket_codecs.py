@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy import ndarray as Array
 
-from grace.kernels.bucket_codec import BucketCodec, End, Places
+from grace.kernels.bucket_codec import BucketCodec, DeviceHeader, Places
 from grace.kernels.constants import gaussian_reach
 from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.numba import buckets, rounding, sparsified_buckets
@@ -40,7 +40,9 @@ class Codec(BucketCodec):
                 row[column] = tensor.offset
         self.in_range = np.zeros(len(sizes), np.bool_)
 
-    def encode(self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End) -> list[bool]:
+    def encode(
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *header: DeviceHeader
+    ) -> list[bool]:
         self.encoder(rows, factors, self.plan, streams, wire, most, self.in_range, *self.encoding)
         return self.in_range.tolist()
 
@@ -60,7 +62,7 @@ class Codec(BucketCodec):
 class Numbers(Codec):
     """float32 or 16 bits, of several ranks or summed by the engine; see :class:`~grace.compressors.cast.Cast`."""
 
-    FORMS: ClassVar = {"float32": buckets.FLOAT, "float16": buckets.HALF, "bfloat16": buckets.BRAIN}
+    FORMS: ClassVar = {"float32": buckets.FLOAT32, "float16": buckets.FLOAT16, "bfloat16": buckets.BFLOAT16}
     encoder = staticmethod(buckets.encode_numbers)
     decoder = staticmethod(buckets.decode_numbers)
 

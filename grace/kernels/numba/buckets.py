@@ -21,17 +21,16 @@ from grace.kernels.numba.addresses import (
     _compensated,
     _fetch_ahead,
 )
-from grace.kernels.numba.halves import (
-    _add_brain,
-    _add_half,
-    _from_brain,
-    _from_half,
-    _to_brain,
-    _to_half,
-    _widen_brain,
-    _widen_half,
+from grace.kernels.numba.half_precision import (
+    _add_bfloat16,
+    _add_float16,
+    _from_bfloat16,
+    _from_float16,
+    _to_bfloat16,
+    _to_float16,
+    _widen_bfloat16,
+    _widen_float16,
 )
-from grace.kernels.numba.lanes import float_of, part, pattern_of, prefetch_to_write
 from grace.kernels.numba.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
 from grace.kernels.numba.packing import _add_either, _pack, _pack_signs, _unpack
 from grace.kernels.numba.primitives import _add, _sum_abs
@@ -48,26 +47,27 @@ from grace.kernels.numba.rounding import (
     _scale,
     _threshold,
 )
+from grace.kernels.numba.simd import float_of, part, pattern_of, prefetch_to_write
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
-FLOAT, HALF, BRAIN = 0, 1, 2
+FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
 
 
 @compiled
-def _narrow_half(x, out, kept):
+def _narrow_float16(x, out, kept):
     for i in range(x.size):
-        out[i] = _to_half(pattern_of(x[i]))
+        out[i] = _to_float16(pattern_of(x[i]))
         if kept:
-            x[i] += -_from_half(out[i])
+            x[i] += -_from_float16(out[i])
 
 
 @compiled
-def _narrow_brain(x, out, kept):
+def _narrow_bfloat16(x, out, kept):
     for i in range(x.size):
-        out[i] = _to_brain(pattern_of(x[i]))
+        out[i] = _to_bfloat16(pattern_of(x[i]))
         if kept:
-            x[i] += -_from_brain(out[i])
+            x[i] += -_from_bfloat16(out[i])
 
 
 @compiled
@@ -82,18 +82,18 @@ def encode_numbers(rows, factors, plan, streams, wire, most, in_range, form):
             else:
                 x, top = _compensated(row, by, n, low, high)
                 largest = max(largest, top)
-            if form == FLOAT:
+            if form == FLOAT32:
                 part(_at(wire + plan[v, FIRST], n, np.float32), low, high)[:] = x
                 if kept:
                     for i in range(x.size):
                         x[i] += -x[i]
-            elif form == HALF:
-                _narrow_half(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+            elif form == FLOAT16:
+                _narrow_float16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
             else:
-                _narrow_brain(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+                _narrow_bfloat16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
         sent = float_of(largest)
-        if form != FLOAT:  # which may be Inf
-            sent = _from_half(_to_half(largest)) if form == HALF else _from_brain(_to_brain(largest))
+        if form != FLOAT32:  # which may be Inf
+            sent = _from_float16(_to_float16(largest)) if form == FLOAT16 else _from_bfloat16(_to_bfloat16(largest))
         in_range[v] = largest <= most and pattern_of(sent) < INF_BITS
 
 
@@ -117,20 +117,20 @@ def decode_numbers(outs, wires, plan, count, form):
                 out[:] = 0
                 for rank in range(wires.size):
                     place = wires[rank] + plan[v, FIRST]
-                    if form == FLOAT:
+                    if form == FLOAT32:
                         _add(out, part(_at(place, n, np.float32), low, high), f32(1))
-                    elif form == HALF:
-                        _add_half(out, part(_at(place, n, np.uint16), low, high), weight)
+                    elif form == FLOAT16:
+                        _add_float16(out, part(_at(place, n, np.uint16), low, high), weight)
                     else:
-                        _add_brain(out, part(_at(place, n, np.uint16), low, high), weight)
-                if form == FLOAT:
+                        _add_bfloat16(out, part(_at(place, n, np.uint16), low, high), weight)
+                if form == FLOAT32:
                     _divide(out, out, f32(count))
-        elif form == FLOAT:
+        elif form == FLOAT32:
             _divide(whole, _at(place, n, np.float32), f32(count))
-        elif form == HALF:
-            _widen_half(whole, _at(place, n, np.uint16), f32(count))
+        elif form == FLOAT16:
+            _widen_float16(whole, _at(place, n, np.uint16), f32(count))
         else:
-            _widen_brain(whole, _at(place, n, np.uint16), f32(count))
+            _widen_bfloat16(whole, _at(place, n, np.uint16), f32(count))
 
 
 # -- signs -------------------------------------------------------------------------------------------------------------

@@ -97,11 +97,7 @@ class _ReadOnlyCache(FunctionCache):
 
 
 class LoopCache(NullCache):
-    """Keeps what is compiled where Numba does, if anything can be written there; no failure of it ends a run.
-
-    Args:
-        function: the loop.
-    """
+    """Keeps what is compiled where Numba does, if anything can be written there; no failure of it ends a run."""
 
     def __init__(self, function: Callable[..., object]):
         self.caches: list[FunctionCache] = []

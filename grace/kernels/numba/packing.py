@@ -7,8 +7,8 @@ of these, by a loop that is vectorized.
 
 import numpy as np
 
-from grace.kernels.numba.lanes import LANES, add_chosen, not_negative, part
 from grace.kernels.numba.loops import compiled, u8, u32, u64
+from grace.kernels.numba.simd import LANES, add_chosen, not_negative, part
 
 u16 = np.uint16
 ONES1, ONES2, ONES4 = u64(0x0001000100010001), u64(0x0000000100000001), u64(1)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 from grace.kernels.constants import (
     FLOAT8,
     FLOAT32_MAX,
@@ -22,8 +21,7 @@ from grace.kernels.constants import (
     rounded_down,
     table_factor,
 )
-from grace.kernels.numba.halves import HALVES
-from grace.kernels.numba.lanes import part
+from grace.kernels.numba.half_precision import HALVES
 from grace.kernels.numba.loops import (
     SHIFT32,
     TILE,
@@ -61,8 +59,10 @@ from grace.kernels.numba.rounding import (
     _sum_squares,
 )
 from grace.kernels.numba.selection import _above, _kth_largest, _topk, _topk_chunks
+from grace.kernels.numba.simd import part
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
 from grace.kernels.reference import Kernels
+from grace.kernels.wire_checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 
 
 @compiled

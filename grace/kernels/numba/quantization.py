@@ -4,8 +4,8 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.constants import EQUAL_DEVIATION, FLOAT32_MAX, POWER_OFFSET
-from grace.kernels.numba.lanes import float_of, part
 from grace.kernels.numba.loops import LOW31, TILE, _random_blocks, compiled, f32, f64, i32, summing, u8, u32
+from grace.kernels.numba.simd import float_of, part
 
 i64 = np.int64
 SIGN_CODE, SHIFT9, SHIFT23, SHIFT24, LOW7 = u32(0x80), u32(9), u32(23), u32(24), u32(0x7F)

@@ -4,8 +4,8 @@ import numpy as np
 
 from grace.kernels.constants import FLOAT32_MAX, LARGEST_FLOAT8, LOWEST_BIASED, ROOT, ROTATED
 from grace.kernels.numba.compiling import loop
-from grace.kernels.numba.lanes import float_of, part, pattern_of
 from grace.kernels.numba.loops import SHIFT8, TILE, UNIT, _max_bits, _random_blocks, compiled, f32, f64, i32, u8, u32
+from grace.kernels.numba.simd import float_of, part, pattern_of
 
 MAX_BITS = FLOAT32_MAX.view(np.uint32)
 NEAREST = u32(1 << 31)  # the random number of an offset of a half, which rounds to the nearest

@@ -6,8 +6,8 @@ then one by one those that were found among them.
 
 import numpy as np
 
-from grace.kernels.numba.lanes import LANES, float_of, lowest, magnitudes_within, part, pattern_of
 from grace.kernels.numba.loops import INF_BITS, LOW31, TILE, _max_bits, compiled, f32, i32, u32
+from grace.kernels.numba.simd import LANES, float_of, lowest, magnitudes_within, part, pattern_of
 
 END = u32(0x80000000)  # above all magnitudes
 SAMPLED = 1 << 14  # elements from which on a threshold is guessed

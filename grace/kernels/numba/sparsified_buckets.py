@@ -4,7 +4,6 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.numba.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
-from grace.kernels.numba.lanes import float_of, part, pattern_of
 from grace.kernels.numba.loops import TILE, compiled, i32, u8, u32, u64
 from grace.kernels.numba.primitives import _random_indices
 from grace.kernels.numba.selection import (
@@ -19,6 +18,7 @@ from grace.kernels.numba.selection import (
     _take_largest,
     _take_listed,
 )
+from grace.kernels.numba.simd import float_of, part, pattern_of
 from grace.kernels.random import FEISTEL_DRAW
 
 u16, PERMUTING = np.uint16, u32(FEISTEL_DRAW)

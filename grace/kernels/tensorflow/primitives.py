@@ -26,7 +26,7 @@ WRITE = {
     "zero_at", "add_at",
 }  # fmt: skip
 """Kernels that change their first argument, of which they get a copy."""
-ALIKE = {*WRITE, "signs", "orthonormalize", "fill_zero_columns", "clip_deviation", "rotate", "clip_norm"}
+ALIKE = {*WRITE, "signs", "orthogonalize", "fill_zero_columns", "clip_deviation", "rotate", "clip_norm"}
 """Kernels whose result has the type and shape of their first argument."""
 RESULTS: dict[str, Callable[..., list[tuple[tf.DType, list[int | None]]]]] = {
     "cast": lambda x, dtype: [(tf.as_dtype(dtype), [*x.shape])],

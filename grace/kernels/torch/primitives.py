@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from grace.errors import ConfigError
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 from grace.kernels.constants import (
     EQUAL_DEVIATION,
     FLOAT8,
@@ -24,6 +23,7 @@ from grace.kernels.constants import (
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.kernels.reference import Kernels
 from grace.kernels.torch.copies import constant, to_device, to_host
+from grace.kernels.wire_checks import check_count, check_packed, check_quantized, check_range, check_scale, check_table
 
 DTYPES = {
     name: getattr(torch, name)
@@ -182,7 +182,7 @@ class TorchKernels(Kernels):
         out.view(a.shape[0], b.shape[0]).addmm_(a, b.t(), alpha=weight, beta=keep)
         return out
 
-    def orthonormalize(self, x):
+    def orthogonalize(self, x):
         return torch.linalg.qr(x)[0].contiguous()
 
     def fill_zero_columns(self, x, other):

@@ -7,7 +7,7 @@ import torch
 import triton
 from numpy import ndarray as Array
 
-from grace.kernels.bucket_codec import End, Places
+from grace.kernels.bucket_codec import DeviceHeader, Places
 from grace.kernels.constants import gaussian_reach
 from grace.kernels.index_coding import POSITION_BYTES
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
@@ -50,16 +50,18 @@ class TritonSigns(TritonCodec):
             parts = self.empty((len(self.owners), 1 if form == "scaled" else 2), torch.float64)
             self.parts = parts, self.empty(len(self.owners), torch.int32)
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+    def write(
+        self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, header: DeviceHeader
+    ) -> torch.Tensor:
         programs, given = len(self.owners), (table, self.owners, self.variables)
         shape = {**self.constants, "N": self.span}
         launch(buckets.encode_signs, programs, self.flags, *self.parts, *given, most, **shape, KEEPS=keeps)
         if self.parts[0] is None:
-            return self.write_end(table, end)
-        ending, numbers, of_type = self.ending(end)
-        scales, shape = (*ending, *self.parts, table, self.variables, *numbers), {"PART": self.span, "N": BLOCK}
+            return self.write_header(table, header)
+        tensors, numbers, of_type = self.header_arguments(header)
+        scales, shape = (*tensors, *self.parts, table, self.variables, *numbers), {"PART": self.span, "N": BLOCK}
         launch(buckets.write_sign_scales, self.variables, *scales, **self.constants, **shape, **of_type, KEEPS=keeps)
-        return ending[1]
+        return tensors[1]
 
     def finish(self, rows: Array, sides: torch.Tensor) -> None:
         launch(buckets.subtract_signs, len(self.owners), self.table(rows, []), self.owners, N=self.span)
@@ -143,22 +145,24 @@ class TritonLevels(TritonCodec):
             self.limits = self.empty(self.variables, torch.float32)
         self.folding, self.plan[:, bucket_tables.FOLDED.value] = self.shared(folded)
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+    def write(
+        self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, header: DeviceHeader
+    ) -> torch.Tensor:
         limits = None
         if self.small:
             rows = self.flags, table, self.folding, self.variables, most, step, self.levels
             launch(bucket_levels.encode_rows, len(self.folding), *rows, **self.rows, KEEPS=keeps)
         else:
-            limits, in_range = self.limits, self.find_scales(table, keeps, most, end)
+            limits, in_range = self.limits, self.find_scales(table, keeps, most, header)
         if not self.at_once:
             count = 0 if self.edges is None else len(self.edges)
             given = table, self.owners, self.variables, step, self.levels, limits, self.edges, count, self.entries
             chosen = {**self.scaled, "DRAWN": self.draws, "KEEPS": keeps}
             launch(bucket_levels.encode_scaled, len(self.owners), *given, **chosen)
-        return self.write_end(table, end) if self.small else in_range
+        return self.write_header(table, header) if self.small else in_range
 
-    def find_scales(self, table: torch.Tensor, keeps: bool, most: int, end: End) -> torch.Tensor:
-        """Write the scales of buckets that take many programs, and the end of the wire."""
+    def find_scales(self, table: torch.Tensor, keeps: bool, most: int, header: DeviceHeader) -> torch.Tensor:
+        """Write the scales of buckets that take many programs, and the wire's header."""
         given = self.flags, self.parts, table, self.folding, self.variables, most, self.bucket_size
         shape = {
             "FORM": self.form,
@@ -167,13 +171,13 @@ class TritonLevels(TritonCodec):
             "KEEPS": keeps,
         }
         launch(bucket_levels.fold_buckets, len(self.folding), *given, **shape, N=LARGEST_ROW, warps=8)
-        ending, numbers, of_type = self.ending(end)
-        scales = *ending, self.limits, self.parts, table, self.joining, self.variables, *numbers
+        tensors, numbers, of_type = self.header_arguments(header)
+        scales = *tensors, self.limits, self.parts, table, self.joining, self.variables, *numbers
         shape = {"FORM": self.form, "REACH": self.reach, "PART": LARGEST_ROW, "N": BLOCK}
         launch(
             bucket_levels.write_scales, len(self.joining), *scales, self.bucket_size, self.factor, **shape, **of_type
         )
-        return ending[1]
+        return tensors[1]
 
     def read(self, table: torch.Tensor, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         given = table, self.owners, self.variables, ranks, weight, self.levels, self.entries
@@ -216,10 +220,10 @@ class Entries(TritonCodec):
         self.readers, self.read_from = self.shared([-(-n // BLOCK) for n in sizes])
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *header: DeviceHeader
     ) -> torch.Tensor:
         self.plan[:, bucket_tables.START.value] = self.written_from
-        return super().encode(rows, factors, wire, most, streams, *end)
+        return super().encode(rows, factors, wire, most, streams, *header)
 
     def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         self.plan[:, bucket_tables.START.value] = self.read_from
@@ -258,7 +262,9 @@ class TritonLargest(Entries):
         kept = zip(sizes, self.plan[:, bucket_tables.MORE.value].tolist(), strict=True)
         self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > SAMPLE.value)])
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+    def write(
+        self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, header: DeviceHeader
+    ) -> torch.Tensor:
         programs, numbers = len(self.owners), (self.steps, self.room)
         counts, rows = self.empty((self.variables, STATE.value), torch.int32), self.empty((programs, 32), torch.int16)
         listed, ties = self.empty((2, programs), torch.int32)
@@ -282,7 +288,7 @@ class TritonLargest(Entries):
         # 5. Write the entries.
         written = rows, places, patterns, listed, *given, self.variables, *numbers
         launch(sparsified_buckets.write_of_bucket, programs, *written, **above, KEEPS=keeps, N=STEP, P=32)
-        return self.write_end(table, end)
+        return self.write_header(table, header)
 
 
 class LargestAbove(TritonLargest):
@@ -310,18 +316,20 @@ class TritonDrawn(TritonCodec):
         self.words = np.zeros((self.variables, 4), np.uint32)
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *header: DeviceHeader
     ) -> torch.Tensor:
         self.words = streams.copy()
         self.words[:, 3] |= FEISTEL_DRAW
-        return super().encode(rows, factors, wire, most, self.words, *end)
+        return super().encode(rows, factors, wire, most, self.words, *header)
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+    def write(
+        self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, header: DeviceHeader
+    ) -> torch.Tensor:
         chosen = {"KEEPS": keeps, "LOOKS": looks, "N": self.span}
         launch(sparsified_buckets.compensate_bucket, len(self.owners), self.flags, table, self.owners, most, **chosen)
         given = table, self.drawers, self.variables, step
         launch(sparsified_buckets.encode_drawn, len(self.drawers), *given, KEEPS=keeps, N=FEWER)
-        return self.write_end(table, end)
+        return self.write_header(table, header)
 
     def decode(self, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         # A table has pairs of factors, of which decoding takes the first.

@@ -25,7 +25,6 @@ from grace.kernels.triton.bucket_tables import (
     SIZE,
     compensated,
     deny,
-    end_of_one,
     floats,
     locate,
     part,
@@ -33,6 +32,7 @@ from grace.kernels.triton.bucket_tables import (
     wire_at,
     write,
     write_floats,
+    write_header_part,
 )
 from grace.kernels.triton.packing import byte_of_codes, code_at, codes_of_byte, steps_below
 from grace.kernels.triton.random import row_of_words, rows_of_words, uniform
@@ -243,7 +243,7 @@ def write_scales(
     scales = (wire_at(table, variables, 0) + tl.load(row + SECOND)).to(tl.pointer_type(tl.float32))
     tl.store(scales + place, scale, mask=(place * bucket < n) | (FORM == TABLE))
     if place == 0:
-        end_of_one(flags, in_range, marks, table, variables, variable, pieces, received, size, overflow, Type)
+        write_header_part(flags, in_range, marks, table, variables, variable, pieces, received, size, overflow, Type)
 
 
 @triton.jit

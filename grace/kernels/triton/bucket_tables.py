@@ -1,7 +1,7 @@
 """Table of addresses that kernels of whole buckets share, and their reads and writes.
 
 A bucket's table (int64) has a row for each of its variables, and behind the rows the addresses of wires, or of one and
-of its ends (:func:`write_statuses`). Where variables are cut into pieces, these have rows, the first pieces of all
+of its headers (:func:`write_statuses`). Where variables are cut into pieces, these have rows, the first pieces of all
 variables first. Each program works on a part of one variable, which ``owners`` names (int32, one a program). Whole
 parts at addresses that are multiples of 16 are read and written 16 bytes at a time; the ends of variables, and parts at
 other addresses, element by element.
@@ -117,21 +117,21 @@ def deny(flags, variable, x, most, LOOKS: tl.constexpr):
 
 
 @triton.jit
-def store_as(end, value, place, inside, Type: tl.constexpr):
+def store_as(header, value, place, inside, Type: tl.constexpr):
     """Store marks and places, which all types hold, behind the payloads."""
     if tl.bfloat16 == Type:
         bits = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
-        tl.store(end.to(tl.pointer_type(tl.uint16)) + place, bits, mask=inside)
+        tl.store(header.to(tl.pointer_type(tl.uint16)) + place, bits, mask=inside)
     else:
-        tl.store(end.to(tl.pointer_type(Type)) + place, value.to(Type), mask=inside)
+        tl.store(header.to(tl.pointer_type(Type)) + place, value.to(Type), mask=inside)
 
 
 @triton.jit
 def write_statuses(flags, in_range, marks, table, rows, pieces, received, place, size, overflow, Type: tl.constexpr):
-    """Write one or some of the ``size`` numbers at the end of a wire, of which the first are the variables' statuses.
+    """Write one or some of the ``size`` numbers of a wire's header, of which the first are the variables' statuses.
 
     A variable has overflowed if a flag of its ``pieces`` says so, or a status that was received. Behind the wire's
-    address in the table stand those of as many ends as there are pieces, all of which are alike, then those of the
+    address in the table stand those of as many headers as there are pieces, all of which are alike, then those of the
     ``received`` statuses of ranks, which are bytes.
     """
     variables, none = rows // pieces, place * 0
@@ -145,30 +145,30 @@ def write_statuses(flags, in_range, marks, table, rows, pieces, received, place,
         overflowed |= (tl.load(statuses + place, mask=is_status, other=0).to(tl.float32) >= overflow).to(tl.int32)
     tl.store(in_range + place, tl.where(overflowed != 0, 0.0, 1.0), mask=is_status)
     mark = tl.load(marks + place, mask=place < size, other=0)
-    write_to_ends(tl.where((overflowed != 0) & (mark > 0), overflow, mark), table, rows, pieces, place, size, Type)
+    write_to_headers(tl.where((overflowed != 0) & (mark > 0), overflow, mark), table, rows, pieces, place, size, Type)
 
 
 @triton.jit
-def write_to_ends(mark, table, rows, pieces, place, size, Type: tl.constexpr):
+def write_to_headers(mark, table, rows, pieces, place, size, Type: tl.constexpr):
     for piece in range(pieces):
         store_as(wire_at(table, rows, 1 + piece), mark, place, place < size, Type)
 
 
 @triton.jit(do_not_specialize=("rows", "pieces", "received", "size"))
-def write_end(
+def write_header(
     flags, table, in_range, marks, rows, pieces, received, size, overflow, N: tl.constexpr, Type: tl.constexpr
 ):  # fmt: skip
-    """Write the end of a wire, or of several."""
+    """Write the header of a wire, or of several."""
     place = tl.program_id(0) * N + tl.arange(0, N)
     write_statuses(flags, in_range, marks, table, rows, pieces, received, place, size, overflow, Type)
 
 
 @triton.jit
-def end_of_one(flags, in_range, marks, table, rows, row, pieces, received, size, overflow, Type: tl.constexpr):
-    """Write one variable's part of the end, by the program of its first piece; the first variable's program writes the
-    rest."""
+def write_header_part(flags, in_range, marks, table, rows, row, pieces, received, size, overflow, Type: tl.constexpr):
+    """Write one variable's part of the header, by the program of its first piece; the first variable's program writes
+    the rest."""
     if row < rows // pieces:
         write_statuses(flags, in_range, marks, table, rows, pieces, received, row, size, overflow, Type)
     if row == 0:
         for place in range(rows // pieces, size):
-            write_to_ends(tl.load(marks + place), table, rows, pieces, place, size, Type)
+            write_to_headers(tl.load(marks + place), table, rows, pieces, place, size, Type)

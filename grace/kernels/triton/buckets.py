@@ -25,7 +25,6 @@ from grace.kernels.triton.bucket_tables import (
     START,
     compensated,
     deny,
-    end_of_one,
     finished_residual,
     floats,
     locate,
@@ -34,6 +33,7 @@ from grace.kernels.triton.bucket_tables import (
     wire_at,
     write,
     write_floats,
+    write_header_part,
 )
 from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
 from grace.kernels.triton.random import row_of_words
@@ -160,7 +160,7 @@ def write_sign_scales(
         sides = tl.load(row + NEXT_SIDES).to(tl.pointer_type(tl.float32))
         tl.store(sides, other)
         tl.store(sides + 1, one)
-    end_of_one(flags, in_range, marks, table, variables, variable, pieces, received, size, overflow, Type)
+    write_header_part(flags, in_range, marks, table, variables, variable, pieces, received, size, overflow, Type)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Base of codecs of whole buckets on a GPU: the table that kernels read, and the end of a wire.
+"""Base of codecs of whole buckets on a GPU: the table that kernels read, and the header of a wire.
 
 Nothing is read back from the device: flags there mark variables that are out of range, and one of the launches writes
 them into the wire.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from numpy import ndarray as Array
 
-from grace.kernels.bucket_codec import BucketCodec, End, Places
+from grace.kernels.bucket_codec import BucketCodec, DeviceHeader, Places
 from grace.kernels.constants import ANY_BITS
 from grace.kernels.torch.copies import to_device
 from grace.kernels.triton import bucket_tables
@@ -54,7 +54,7 @@ class TritonCodec(BucketCodec):
         for row, payload in zip(self.plan, payloads, strict=True):
             for column, tensor in enumerate(payload[:2], bucket_tables.FIRST.value):
                 row[column] = tensor.offset
-        # Cleared by the kernel that writes the end of each wire.
+        # Cleared by the kernel that writes the header of each wire.
         self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
         self.tables: OrderedDict[tuple[int, np.dtype, bytes], torch.Tensor] = OrderedDict()
         self.captured = list[torch.Tensor]()
@@ -93,13 +93,13 @@ class TritonCodec(BucketCodec):
         wires: Array | Sequence[int],
         factors: Array | None = None,
         streams: Array | None = None,
-        ends: Sequence[int] = (),
+        headers: Sequence[int] = (),
     ) -> torch.Tensor:
-        """Return the table for kernels: a row of each variable, then addresses of wires, and ``ends`` of one."""
+        """Return the table for kernels: a row of each variable, then addresses of wires, and of one's ``headers``."""
         # Tables are of int64, which keeps the bits of addresses.
         rows, wires = np.asarray(rows, np.uint64).astype(np.int64), np.asarray(wires, np.uint64).astype(np.int64)
         apart, wires = (wires[0] - wires[0, :1], wires[0, :1]) if wires.ndim > 1 else (0, wires)
-        whole = np.empty(self.plan.size + len(wires) + len(ends), np.int64)
+        whole = np.empty(self.plan.size + len(wires) + len(headers), np.int64)
         plan = whole[: self.plan.size].reshape(self.plan.shape)
         plan[:] = self.plan
         parts, sides = np.split(rows, [3], axis=1)
@@ -116,40 +116,44 @@ class TritonCodec(BucketCodec):
         if streams is not None:
             plan[:, bucket_tables.KEY.value] = np.ascontiguousarray(streams[:, :2]).view(np.int64)[:, 0]
             plan[:, bucket_tables.DRAW.value] = streams[:, 3]
-        whole[self.plan.size :] = [*wires, *ends]
+        whole[self.plan.size :] = [*wires, *headers]
         return self.to_device_once(whole)
 
     # -- encoding --------------------------------------------------------------------------------------
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *header: DeviceHeader
     ) -> torch.Tensor:
-        (one,) = end
-        ends = [*(int(wire) + offset for offset in one[0]), *one[4]]
-        table = self.table(rows, [wire], factors, streams if self.draws else None, ends)
+        (one,) = header
+        headers = [*(int(wire) + offset for offset in one.offsets), *one.received]
+        table = self.table(rows, [wire], factors, streams if self.draws else None, headers)
         keeps, looks = bool(rows[:, 2].any()), most != ANY_BITS
         step = signed(int(streams[0, 2])) if self.step is None else self.step
         return self.write(table, keeps, bool(looks), signed(int(most)), step, one)
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
-        """Launch what encodes; ends with :meth:`write_end`, or with a kernel that does the same."""
+    def write(
+        self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, header: DeviceHeader
+    ) -> torch.Tensor:
+        """Launch what encodes; ends with :meth:`write_header`, or with a kernel that does the same."""
         given = self.flags, table, self.owners, self.variables, most, *((step,) if self.draws else ()), *self.numbers
         shape = {**self.constants, "KEEPS": keeps, "LOOKS": looks, "N": self.span}
         launch(self.encoder, len(self.owners), *given, **shape)
-        return self.write_end(table, end)
+        return self.write_header(table, header)
 
-    def ending(self, end: End) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...], dict[str, Any]]:
-        """Return the arguments of kernels that write the end of a wire: tensors, numbers, and a type."""
-        offsets, dtype, marks, overflow, received = end
+    def header_arguments(
+        self, header: DeviceHeader
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...], dict[str, Any]]:
+        """Return the arguments of kernels that write the header of a wire: tensors, numbers, and a type."""
+        offsets, dtype, marks, overflow, received = header
         in_range = self.empty(self.variables // len(offsets), torch.float32)
         tensors = self.flags, in_range, self.to_device_once(np.array(marks, np.float32))
         return tensors, (len(offsets), len(received), len(marks), float(overflow)), {"Type": TYPES[dtype][0]}
 
-    def write_end(self, table: torch.Tensor, end: End) -> torch.Tensor:
-        """Write the end of a wire."""
-        (flags, in_range, marks), numbers, of_type = self.ending(end)
-        given, programs = (flags, table, in_range, marks, self.variables), triton.cdiv(len(end[2]), 128)
-        launch(bucket_tables.write_end, programs, *given, *numbers, **of_type, N=128)
+    def write_header(self, table: torch.Tensor, header: DeviceHeader) -> torch.Tensor:
+        """Write the header of a wire."""
+        (flags, in_range, marks), numbers, of_type = self.header_arguments(header)
+        given, programs = (flags, table, in_range, marks, self.variables), triton.cdiv(len(header.numbers), 128)
+        launch(bucket_tables.write_header, programs, *given, *numbers, **of_type, N=128)
         return in_range
 
     # -- decoding --------------------------------------------------------------------------------------

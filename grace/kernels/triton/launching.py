@@ -1,4 +1,5 @@
-"""How kernels are launched: on the device of their tensors, or only written down, to be compiled for another."""
+"""Launches of kernels: on the device of their tensors, or only written down, to be compiled for another. There is no
+autotuning: sizes of blocks are constants."""
 
 import atexit
 import contextlib

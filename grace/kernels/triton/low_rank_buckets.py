@@ -282,7 +282,7 @@ def orthogonal(gram, rank, RP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("variables",))
-def orthonormalize_bucket(
+def orthogonalize_bucket(
     finite, left, sums, shapes, count, variables, ROWS_: tl.constexpr, RP: tl.constexpr
 ):  # fmt: skip
     """Write orthonormal columns that span those of each variable's mean P, transposed; 1.0 if all sums are finite, and

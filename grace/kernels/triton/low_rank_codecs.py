@@ -8,7 +8,7 @@ import torch
 import triton
 from numpy import ndarray as Array
 
-from grace.kernels.bucket_codec import End, Places
+from grace.kernels.bucket_codec import DeviceHeader, Places
 from grace.kernels.constants import LARGEST_FACTOR
 from grace.kernels.triton import low_rank_buckets
 from grace.kernels.triton.codec_base import Step, TritonCodec
@@ -86,10 +86,10 @@ class LowRank(TritonCodec):
         return all(q.shape[0] <= WIDEST for _, q in payloads)
 
     def encode(
-        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *end: End
+        self, rows: Array, factors: Array, wire: int, most: np.uint32, streams: Array, *header: DeviceHeader
     ) -> torch.Tensor:
         self.nexts = rows[:, 2].copy()
-        return super().encode(rows, factors, wire, most, streams, *end)
+        return super().encode(rows, factors, wire, most, streams, *header)
 
     def start_from(self, kept: Array, following: Array) -> None:
         """Set the addresses of the last step's Q, 0 for none, and of this one's; of each variable, uint64."""
@@ -97,7 +97,9 @@ class LowRank(TritonCodec):
         self.plan[:, low_rank_buckets.Q_KEPT.value] = kept.astype(np.int64)
         self.plan[:, low_rank_buckets.Q_NEXT.value] = following.astype(np.int64)
 
-    def write(self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, end: End) -> torch.Tensor:
+    def write(
+        self, table: torch.Tensor, keeps: bool, looks: bool, most: int, step: Step, header: DeviceHeader
+    ) -> torch.Tensor:
         self.encoding_table, programs, shape = table, len(self.q_tiles), {"J": self.span_of_q, "RP": self.width}
         places = table, self.shapes, self.q_tiles
         # 1. Find columns of the last Q that are zero or out of range; 2. start from the others, and random ones.
@@ -110,7 +112,7 @@ class LowRank(TritonCodec):
         launch(low_rank_buckets.multiply_rows, len(self.tiles), *given, **shape, warps=16)
         parts = self.flags, self.parts, table, self.shapes, self.p_adds, self.variables
         launch(low_rank_buckets.add_rows, len(self.p_adds), *parts, LOOKS=looks, C=C, N=N, T=T)
-        return self.write_end(table, end)
+        return self.write_header(table, header)
 
     def receive(self, sums: torch.Tensor, count: float, last: bool) -> torch.Tensor:
         """Take the sum of all ranks' wires; return 1.0 for each variable whose sum is finite, else 0.0, on the
@@ -119,7 +121,7 @@ class LowRank(TritonCodec):
             self.finite = self.empty((2, self.variables), torch.float32)
             given = self.finite, self.left, sums, self.shapes, float(count), self.variables
             shape = {"ROWS_": self.rows_at_once, "RP": self.width}
-            launch(low_rank_buckets.orthonormalize_bucket, self.variables, *given, **shape)
+            launch(low_rank_buckets.orthogonalize_bucket, self.variables, *given, **shape)
             return self.finite[0]
         places, shape = (self.encoding_table, self.shapes, self.q_tiles), {"J": self.span_of_q, "RP": self.width}
         numbers = float(count), self.variables
@@ -128,12 +130,15 @@ class LowRank(TritonCodec):
         )
         return self.finite[1]
 
-    def follow(self, wire: torch.Tensor, end: End) -> None:
-        """Write the second payloads, and the end of their wire."""
-        (offset,), _, marks, *_ = end
+    def follow(self, wire: torch.Tensor, header: DeviceHeader) -> None:
+        """Write the second payloads, and the header of their wire."""
         given = self.parts, self.left, self.encoding_table, self.shapes, self.tiles
         launch(low_rank_buckets.multiply_columns, len(self.tiles), *given, RANK=self.most, R=R, C=C, warps=16)
-        numbers = self.to_device_once(np.array(marks, np.float32)), offset // ITEM, len(marks)
+        numbers = (
+            self.to_device_once(np.array(header.numbers, np.float32)),
+            header.offsets[0] // ITEM,
+            len(header.numbers),
+        )
         parts = wire, self.parts, self.shapes, self.q_adds
         launch(low_rank_buckets.add_columns, len(self.q_adds), *parts, *numbers, R=R, N=N, T=T)
 

@@ -6,13 +6,13 @@ import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
-from grace.kernels.checks import check_count, check_packed
 from grace.kernels.random import Stream
 from grace.kernels.reference import NumpyKernels
 from grace.kernels.torch.primitives import DTYPES, TorchKernels
 from grace.kernels.triton import packing, random, selection
 from grace.kernels.triton.launching import BLOCK, STEP, blocks, launch, room_of, steps_of
 from grace.kernels.triton.random import words_of
+from grace.kernels.wire_checks import check_count, check_packed
 
 
 class TritonKernels(TorchKernels):

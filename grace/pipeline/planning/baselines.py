@@ -12,7 +12,7 @@ from grace.pipeline.planning.predict import memory_of
 from grace.pipeline.planning.search import SearchOptions, search
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 
 
 def equal_layers(graph: Graph, stages: int) -> list[str]:

@@ -11,10 +11,10 @@ from grace.core import documents
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.exchange_costs import Costs, works, works_of
+from grace.planner.exchange_costs import Costs, costs_of_shards, costs_of_strategy
 from grace.planner.network import Network
 from grace.planner.problem import methods_of
-from grace.planner.step import Timeline, Work, simulate
+from grace.planner.step_simulation import BucketCosts, Timeline, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
@@ -78,28 +78,29 @@ class Exchanges:
     ) -> float:
         """Return the seconds of a step whose gradients are ready as ``timeline`` says; by default those of the exchange
         alone, which begins when all gradients are there."""
-        return min(simulate(timeline, one).step for one in self._work_by_method(variables, replicas, network))
+        return min(simulate(timeline, one).step for one in self._bucket_costs(variables, replicas, network))
 
     def grace_bytes(self, variables: Sequence[Variable], replicas: int) -> float:
         """Return the bytes of memories and buffers on a rank."""
-        every = self._work_by_method(variables, replicas, self.costs.network)
-        return max(sum(work.memory for work in one) for one in every)
+        every = self._bucket_costs(variables, replicas, self.costs.network)
+        return max(sum(bucket.memory for bucket in buckets) for buckets in every)
 
-    def _work_by_method(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
-        """Return the work of the exchange, for each method that may be chosen."""
+    def _bucket_costs(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[BucketCosts]]:
+        """Return the costs of the exchange, for each method that may be chosen."""
         if replicas == 1 or not variables:
             return [[]]
         costs = dataclasses.replace(self.costs, network=network)
         if self.strategy is not None and variables[0] is not LEAST:  # no document names it
             own = of_stage(self.strategy, [variable.name for variable in variables])
             resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks
-            return [works(resolve(own, variables, Topology(["here"] * replicas), resources=resources), costs)]
+            chosen = resolve(own, variables, Topology(["here"] * replicas), resources=resources)
+            return [costs_of_strategy(chosen, costs)]
         found = []
         for number, method in enumerate(self.methods):
             key = number, replicas
             if key not in self._made:
                 self._made[key] = build_communicator(method.compressor, method.memory, method.communicator, replicas)
-            found.append(works_of(uniform(variables, self._made[key], Limits()), replicas, costs))
+            found.append(costs_of_shards(uniform(variables, self._made[key], Limits()), replicas, costs))
         return found
 
 
@@ -118,11 +119,7 @@ def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
 
 
 def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
-    """Return the document of a strategy; None if the strategy is a builder.
-
-    Args:
-        strategy: the user's strategy.
-        known: names of the model's parameters.
+    """Return the document of the user's strategy for parameters of ``known`` names; None if it is a builder.
 
     Raises:
         ConfigError: the document cannot be read, or names other variables.

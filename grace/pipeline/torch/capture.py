@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
-from grace.pipeline.torch.own_backward import CarriedFunctions, check_hooks, is_user_code
+from grace.pipeline.torch.autograd_functions import CarriedFunctions, check_hooks, is_user_code
 
 OLDEST_TORCH = "2.13"
 """The oldest torch that pipelines were tested with; with 2.6 some had wrong gradients."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from grace.backends.object_collectives import from_root
 from grace.backends.runtime import current
-from grace.backends.together import from_root
 from grace.backends.topology import Topology, node_name
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError

@@ -153,7 +153,7 @@ class PointToPointStage:
         chunk: int,
         kind: int,
     ) -> list[dist.P2POp]:
-        """Return the send operations for the rows of each value to each peer."""
+        """Return the send operations for the rows of each value to each peer; torch's schedule posts them."""
         ops = list[dist.P2POp]()
         for i, (value, tensor) in enumerate(zip(values, given, strict=True)):
             if tensor is None:  # no loss depends on it, but the other side awaits a message

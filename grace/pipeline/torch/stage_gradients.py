@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grace.backends.together import from_root
+from grace.backends.object_collectives import from_root
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic

@@ -17,7 +17,7 @@ from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates
 from grace.planner.network import Links
 from grace.planner.problem import Problem
-from grace.planner.step import Timeline
+from grace.planner.step_simulation import Timeline
 from grace.planner.uniform_plans import Baseline
 from grace.strategy.builder import Builder, Cluster, bandwidths
 from grace.strategy.plan import Strategy

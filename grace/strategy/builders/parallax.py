@@ -5,11 +5,11 @@ from itertools import count
 
 from grace.strategy.builder import Loads
 from grace.strategy.plan import VariablePlan
-from grace.strategy.reducing import Reducing
+from grace.strategy.ps_builder import PSBuilder
 
 
 @dataclass
-class Parallax(Reducing):
+class Parallax(PSBuilder):
     """Dense variables as AllReduce has them (groups by their number among the dense ones); sparse ones to the rank
     with the fewest bytes so far. Source: Kim et al., EuroSys 2019, arXiv 1808.02621.
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from itertools import count
 
-from grace.strategy.partitioner import Sharding
+from grace.strategy.partitioner import Partitioner
 
 
 @dataclass
-class PartitionedAllReduce(Sharding):
+class PartitionedAllReduce(Partitioner):
     """PartitionedPS's shards, each by a collective of its own; group = running number of the shard // chunk_size.
 
     Args:

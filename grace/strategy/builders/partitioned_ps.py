@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from grace.strategy.builder import Loads
-from grace.strategy.partitioner import Sharding
-from grace.strategy.reducing import Reducing
+from grace.strategy.partitioner import Partitioner
+from grace.strategy.ps_builder import PSBuilder
 
 
 @dataclass
-class PartitionedPS(Reducing, Sharding):
+class PartitionedPS(PSBuilder, Partitioner):
     """Cuts axis 0 into the smallest divisor (of at least 2) of the dimension; each shard goes to the rank with the
     fewest bytes so far. The caps keep a prime dimension from becoming shards of one row: it stays whole.
 

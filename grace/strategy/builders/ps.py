@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from grace.strategy.plan import VariablePlan
-from grace.strategy.reducing import Reducing
+from grace.strategy.ps_builder import PSBuilder
 
 
 @dataclass
-class PS(Reducing):
+class PS(PSBuilder):
     """Every variable to one destination: a parameter server.
 
     Args:

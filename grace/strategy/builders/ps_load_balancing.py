@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from grace.strategy.builder import Loads
 from grace.strategy.plan import VariablePlan
-from grace.strategy.reducing import Reducing
+from grace.strategy.ps_builder import PSBuilder
 
 
 @dataclass
-class PSLoadBalancing(Reducing):
+class PSLoadBalancing(PSBuilder):
     """Greedy: the next variable goes to the rank that has the fewest bytes so far, the first of several; where the
     resources tell ``network_bandwidth``, to the one that would have all of its bytes soonest.
 

@@ -4,11 +4,11 @@ import random
 from dataclasses import dataclass
 from itertools import count
 
-from grace.strategy.partitioner import Sharding
+from grace.strategy.partitioner import Partitioner
 
 
 @dataclass
-class RandomAxisPartitionAllReduce(Sharding):
+class RandomAxisPartitionAllReduce(Partitioner):
     """PartitionedAllReduce along an axis of size > 1 that is drawn per variable; axis 0 of sparse ones.
 
     Args:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grace.kernels.numba.halves import HALVES
+from grace.kernels.numba.half_precision import HALVES
 from grace.kernels.numba.primitives import NumbaKernels
 from grace.kernels.torch.fused import FusedTorchKernels
 from tests.support.data import REFERENCE, data, same

@@ -11,14 +11,14 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.constants import FLOAT32_MAX
-from grace.kernels.numba.lanes import float_of, pattern_of
 from grace.kernels.numba.loops import INF_BITS, LOW31, compiled, f32, u32
+from grace.kernels.numba.simd import float_of, pattern_of
 
 u16 = np.uint16
 SIGN, SIGN16, ONE, SHIFT13, SHIFT16 = u32(0x80000000), u32(0x8000), u32(1), u32(13), u32(16)
-NAN16, INF16, NAN_BRAIN = u32(0x7E00), u32(0x7C00), u32(0x7FC0)
-SMALLEST_HALF, BEYOND_HALF = u32(113 << 23), u32(143 << 23)  # 2^-14, the smallest normal one, and 2^16
-HALF_STEP, BRAIN_STEP = u32(0xFFF), u32(0x7FFF)  # just less than half of what is cut off
+NAN16, INF16, NAN_BFLOAT16 = u32(0x7E00), u32(0x7C00), u32(0x7FC0)
+SMALLEST_FLOAT16, BEYOND_FLOAT16 = u32(113 << 23), u32(143 << 23)  # 2^-14, the smallest normal one, and 2^16
+FLOAT16_STEP, BFLOAT16_STEP = u32(0xFFF), u32(0x7FFF)  # just less than half of what is cut off
 DOWN, UP, UP_MORE = u32(-(112 << 23) & 0xFFFFFFFF), u32(112 << 23), u32(113 << 23)
 MAGIC = f32(0.5)  # whose last bit counts what a denormal half's last bit does
 MAGIC_BITS, SMALLEST = MAGIC.view(np.uint32), f32(2.0**-14)
@@ -26,20 +26,20 @@ EXPONENT13, INF13, LOW15 = u32(0x7C00 << 13), u32(0x7C00 << 13), u32(0x7FFF)
 
 
 @njit(inline="always")
-def _to_half(bits):
+def _to_float16(bits):
     magnitude = u32(bits & LOW31)
     # The last bit that stays: with it ties go to even.
     odd = u32(u32(magnitude >> SHIFT13) & ONE)
-    normal = u32(u32(magnitude + DOWN + HALF_STEP + odd) >> SHIFT13)
+    normal = u32(u32(magnitude + DOWN + FLOAT16_STEP + odd) >> SHIFT13)
     small = u32(pattern_of(float_of(magnitude) + MAGIC) - MAGIC_BITS)
     large = NAN16 if magnitude > INF_BITS else INF16
-    rounded = small if magnitude < SMALLEST_HALF else normal
-    rounded = large if magnitude >= BEYOND_HALF else rounded
+    rounded = small if magnitude < SMALLEST_FLOAT16 else normal
+    rounded = large if magnitude >= BEYOND_FLOAT16 else rounded
     return u16(u32(rounded | u32(u32(bits >> SHIFT16) & SIGN16)))
 
 
 @njit(inline="always")
-def _from_half(half):
+def _from_float16(half):
     magnitude = u32(u32(half & LOW15) << SHIFT13)
     # A denormal: its bits behind 2^-14, from which 2^-14 is subtracted without rounding.
     small = pattern_of(float_of(u32(magnitude + UP_MORE)) - SMALLEST)
@@ -52,64 +52,64 @@ def _from_half(half):
 
 
 @njit(inline="always")
-def _to_brain(bits):
+def _to_bfloat16(bits):
     odd = u32(u32(bits >> SHIFT16) & ONE)
-    rounded = u32(u32(bits + BRAIN_STEP + odd) >> SHIFT16)
-    nan = u32(u32(u32(bits >> SHIFT16) & SIGN16) | NAN_BRAIN)
+    rounded = u32(u32(bits + BFLOAT16_STEP + odd) >> SHIFT16)
+    nan = u32(u32(u32(bits >> SHIFT16) & SIGN16) | NAN_BFLOAT16)
     return u16(nan if u32(bits & LOW31) > INF_BITS else rounded)
 
 
 @njit(inline="always")
-def _from_brain(half):
+def _from_bfloat16(half):
     return float_of(u32(u32(half) << SHIFT16))
 
 
 @compiled
-def _narrow_half(out, x, by):
+def _narrow_float16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_half(pattern_of(x[i] / by))
+        out[i] = _to_float16(pattern_of(x[i] / by))
 
 
 @compiled
-def _narrow_brain(out, x, by):
+def _narrow_bfloat16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_brain(pattern_of(x[i] / by))
+        out[i] = _to_bfloat16(pattern_of(x[i] / by))
 
 
 @compiled
-def _widen_half(out, x, by):
+def _widen_float16(out, x, by):
     for i in range(out.size):
-        out[i] = _from_half(x[i]) / by
+        out[i] = _from_float16(x[i]) / by
 
 
 @compiled
-def _widen_brain(out, x, by):
+def _widen_bfloat16(out, x, by):
     for i in range(out.size):
-        out[i] = _from_brain(x[i]) / by
+        out[i] = _from_bfloat16(x[i]) / by
 
 
 @compiled
-def _share_half(out, x, by):
+def _share_float16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_half(pattern_of(_from_half(x[i]) / by))
+        out[i] = _to_float16(pattern_of(_from_float16(x[i]) / by))
 
 
 @compiled
-def _share_brain(out, x, by):
+def _share_bfloat16(out, x, by):
     for i in range(out.size):
-        out[i] = _to_brain(pattern_of(_from_brain(x[i]) / by))
+        out[i] = _to_bfloat16(pattern_of(_from_bfloat16(x[i]) / by))
 
 
 @compiled
-def _add_half(out, x, weight):
+def _add_float16(out, x, weight):
     for i in range(out.size):
-        out[i] += weight * _from_half(x[i])
+        out[i] += weight * _from_float16(x[i])
 
 
 @compiled
-def _add_brain(out, x, weight):
+def _add_bfloat16(out, x, weight):
     for i in range(out.size):
-        out[i] += weight * _from_brain(x[i])
+        out[i] += weight * _from_bfloat16(x[i])
 
 
 @compiled
@@ -146,6 +146,6 @@ class Half(NamedTuple):
 
 
 HALVES = {
-    "float16": Half(_narrow_half, _widen_half, _share_half, _add_half),
-    "bfloat16": Half(_narrow_brain, _widen_brain, _share_brain, _add_brain),
+    "float16": Half(_narrow_float16, _widen_float16, _share_float16, _add_float16),
+    "bfloat16": Half(_narrow_bfloat16, _widen_bfloat16, _share_bfloat16, _add_bfloat16),
 }

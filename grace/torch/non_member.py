@@ -9,7 +9,7 @@ from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 
 
-class OutsideMixin:
+class NonMemberMixin:
     """Methods of a distributed optimizer on a rank that exchanges nothing and keeps no state."""
 
     strategy = None

@@ -14,8 +14,8 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import blocks
 from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.atomic_subcomponents import Atoms
+from grace.pipeline.torch.autograd_functions import APPLY_IS_NATIVE
 from grace.pipeline.torch.capture import capture
-from grace.pipeline.torch.own_backward import APPLY_IS_NATIVE
 from tests.support.pipelines import run_stages, sgd
 from tests.support.pools import on_ranks
 from tests.support.training import refusal
@@ -227,25 +227,25 @@ def packed(net, x):
 
 
 REFUSED = [
-    (on_a_tensor, None, r"hook on a tensor at test_own_backward.py:\d+ \(doubled, test_own_backward.py:\d+\)"),
-    (on_a_node, None, r"reads a tensor's grad_fn at test_own_backward.py:\d+"),
-    (packed, None, r"changes what autograd saves at test_own_backward.py:\d+"),
-    (lambda net, x: Writing.apply(net.a(x)), None, r"Writing, test_own_backward.py:\d+, applied at .*: let it return"),
+    (on_a_tensor, None, r"hook on a tensor at test_autograd.py:\d+ \(doubled, test_autograd.py:\d+\)"),
+    (on_a_node, None, r"reads a tensor's grad_fn at test_autograd.py:\d+"),
+    (packed, None, r"changes what autograd saves at test_autograd.py:\d+"),
+    (lambda net, x: Writing.apply(net.a(x)), None, r"Writing, test_autograd.py:\d+, applied at .*: let it return"),
     (lambda net, x: OfModule.apply(net.b, x), None, "applied at .* to Linear, whose parameters a pipeline cannot know"),
     (
         lambda net, x: Parts.apply(net.a(x), {"factor": x.mean()}, net.a.bias)[0],
         None,
-        r"Parts, test_own_backward.py:\d+ is applied at .*:\d+ to a list or dict of tensors, which",
+        r"Parts, test_autograd.py:\d+ is applied at .*:\d+ to a list or dict of tensors, which",
     ),
-    (lambda net, x: torch.vmap(net.a)(x), None, r"calls torch.vmap or torch.func at test_own_backward.py:\d+"),
+    (lambda net, x: torch.vmap(net.a)(x), None, r"calls torch.vmap or torch.func at test_autograd.py:\d+"),
     (lambda net, x: net.a(x).data, None, r"tensor.detach\(\) is taken"),
     (plain, lambda net: net.b.register_full_backward_hook(print), r"the module 'b' \(Linear\) has a backward hook"),
-    (plain, lambda net: net.b.register_full_backward_pre_hook(doubled), r"has a backward hook \(doubled, test_own"),
+    (plain, lambda net: net.b.register_full_backward_pre_hook(doubled), r"has a backward hook \(doubled, test_auto"),
     (plain, lambda net: net.a.weight.register_hook(doubled), r"'a.weight' has a hook \(doubled, .*:\d+\).*clip_grad"),
     (plain, lambda net: net.a.bias.register_post_accumulate_grad_hook(doubled), "'a.bias' has a hook"),
 ]
 if APPLY_IS_NATIVE:
-    REFUSED.append((of_kept_apply, None, r"Reversal is applied at test_own_backward.py:\d+ by a name that kept its"))
+    REFUSED.append((of_kept_apply, None, r"Reversal is applied at test_autograd.py:\d+ by a name that kept its"))
 
 
 @pytest.mark.parametrize(("part", "change", "message"), REFUSED)

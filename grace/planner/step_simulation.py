@@ -68,8 +68,8 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work of a bucket in a step: the variables whose gradients it waits for; seconds of computing before the first
+class BucketCosts:
+    """Costs of a bucket in a step: the variables whose gradients it waits for; seconds of computing before the first
     transfer, between two of them, and after the last one; and the bytes that it keeps on a rank, between steps and
     during one: residuals, wires, what is decoded."""
 
@@ -96,29 +96,29 @@ class Prediction:
     events: Sequence[Event] = field(default=(), repr=False, compare=False)
 
 
-def simulate(timeline: Timeline, works: Sequence[Work]) -> Prediction:
+def simulate(timeline: Timeline, buckets: Sequence[BucketCosts]) -> Prediction:
     """Predict a step.
 
     Args:
         timeline: when gradients are ready; those that it does not name when backward ends.
-        works: the buckets, in the order in which ranks start them.
+        buckets: the buckets, in the order in which ranks start them.
 
     >>> timeline = Timeline({"b": 0.1, "w": 0.2}, forward=0.1, backward=0.2)
     >>> send = Transfer("allreduce", seconds=0.15)
-    >>> simulate(timeline, [Work(("b",), transfers=(send,)), Work(("w",), transfers=(send,))]).step
+    >>> simulate(timeline, [BucketCosts(("b",), transfers=(send,)), BucketCosts(("w",), transfers=(send,))]).step
     0.5
     """
-    return _SimulatedStep(timeline, works).run()
+    return _SimulatedStep(timeline, buckets).run()
 
 
 class _SimulatedStep:
     """One step of the rank that takes longest."""
 
-    def __init__(self, timeline: Timeline, works: Sequence[Work]):
-        self.timeline, self.works = timeline, works
+    def __init__(self, timeline: Timeline, buckets: Sequence[BucketCosts]):
+        self.timeline, self.buckets = timeline, buckets
         self.time = self.free = 0.0
         """When the wire can carry one more collective."""
-        self.done = [0.0] * len(works)
+        self.done = [0.0] * len(buckets)
         """When the last collective that a bucket has started is done."""
         self.under_way: list[tuple[float, float, float]] = []
         """Begin and end of collectives that take a share of computing, in order, and this share."""
@@ -129,35 +129,35 @@ class _SimulatedStep:
         self._compute("compute", -1, self.timeline.forward)
         self._backward()
         self._further_rounds()
-        for i, work in enumerate(self.works):
+        for i, bucket in enumerate(self.buckets):
             self.time = max(self.time, self.done[i])
-            self._compute("finish", i, work.finish)
+            self._compute("finish", i, bucket.finish)
         self._compute("compute", -1, self.timeline.optimizer)
-        compute, memory = self.timeline.compute, sum(work.memory for work in self.works)
-        codec = sum(work.start + work.middle * max(0, len(work.transfers) - 1) + work.finish for work in self.works)
+        compute, memory = self.timeline.compute, sum(bucket.memory for bucket in self.buckets)
+        codec = sum(one.start + one.middle * max(0, len(one.transfers) - 1) + one.finish for one in self.buckets)
         exposed = max(0.0, self.time - compute - codec)
-        return Prediction(round(self.time, 12), compute, codec, exposed, most_sent(self.works), memory, self.events)
+        return Prediction(round(self.time, 12), compute, codec, exposed, most_sent(self.buckets), memory, self.events)
 
     def _backward(self) -> None:
         """Play backward through, and the buckets that start in it."""
         ready, end, done = self.timeline.ready, self.timeline.backward, 0.0
-        for i, work in enumerate(self.works):
-            need = max([ready.get(name, end) for name in work.names], default=0.0)
+        for i, bucket in enumerate(self.buckets):
+            need = max([ready.get(name, end) for name in bucket.names], default=0.0)
             self._compute("compute", -1, max(0.0, need - done))
             done = max(done, need)  # gradients of an earlier bucket may have come later
-            self._compute("start", i, work.start)
-            if work.transfers:
+            self._compute("start", i, bucket.start)
+            if bucket.transfers:
                 self._launch(i, 0)
         self._compute("compute", -1, end - done)
 
     def _further_rounds(self) -> None:
         """Play through the collectives that follow the first ones, round by round."""
-        most = max((len(work.transfers) for work in self.works), default=0)
+        most = max((len(bucket.transfers) for bucket in self.buckets), default=0)
         for number in range(1, most):
-            for i, work in enumerate(self.works):
-                if number < len(work.transfers):
+            for i, bucket in enumerate(self.buckets):
+                if number < len(bucket.transfers):
                     self.time = max(self.time, self.done[i])
-                    self._compute("middle", i, work.middle)
+                    self._compute("middle", i, bucket.middle)
                     self._launch(i, number)
 
     def _compute(self, kind: str, i: int, seconds: float) -> None:
@@ -181,16 +181,16 @@ class _SimulatedStep:
 
     def _launch(self, i: int, number: int) -> None:
         """Let a bucket's collective join the queue of the wire."""
-        begin, transfer = max(self.time, self.free), self.works[i].transfers[number]  # one collective at a time
+        begin, transfer = max(self.time, self.free), self.buckets[i].transfers[number]  # one collective at a time
         self.free = self.done[i] = begin + transfer.seconds
         if transfer.contention:
             self.under_way.append((begin, self.free, transfer.contention))
         self.events.append(("wire", i, begin, self.free))
 
 
-def most_sent(works: Sequence[Work]) -> float:
+def most_sent(buckets: Sequence[BucketCosts]) -> float:
     """Return the bytes that leave the rank that sends most, in a step."""
-    transfers = [transfer for work in works for transfer in work.transfers]
+    transfers = [transfer for bucket in buckets for transfer in bucket.transfers]
     more: dict[int, float] = {}
     for transfer in transfers:
         if transfer.root >= 0:

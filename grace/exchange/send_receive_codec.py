@@ -18,7 +18,7 @@ T = TypeVar("T")
 """Type of a method's result: handles, or a mean."""
 
 
-class ApartCodec(PerVariableCodec):
+class SendReceiveCodec(PerVariableCodec):
     """Codec whose wire has a header alone; the communicator moves the payloads.
 
     A communicator that blocks (``send_receive``) is called at the end of the step, variable by variable, in one order
@@ -40,14 +40,15 @@ class ApartCodec(PerVariableCodec):
 
     def _packed(self, payloads: Sequence[Payload], header: Header) -> Tensor:
         k = self.kernels
-        self.apart = Layout.from_payloads(k, payloads, False)
+        moved = Layout.from_payloads(k, payloads, False)
         self.payloads = [[self._copied(tensor) for tensor in payload] for payload in payloads]
         self.handles = []
         self.values = []
         self.moved = False
         nothing = k.zeros((0,), "uint8", payloads[0][0])
         buffer = super()._packed([[nothing]] * len(payloads), header)
-        self.layouts[0].payload_bytes = self.apart.payload_bytes  # count the payloads as if they were in this wire
+        # Count the payloads as if they were in this wire.
+        self.layouts[0].payload_bytes = moved.payload_bytes
         return buffer
 
     def _copied(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Base of builders that send variables to destinations."""
+"""Base of builders that send variables to destinations, the ranks that AutoDist calls parameter servers (PS)."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +10,7 @@ from grace.strategy.plan import ShardPlan
 
 
 @dataclass
-class Reducing(Builder):
+class PSBuilder(Builder):
     """Builder that sends variables, or some, to destinations.
 
     Args:
@@ -19,7 +19,7 @@ class Reducing(Builder):
         local_replication: True to send the answer once to each node, where one rank sends it to the others.
         ahead: number of steps whose means may be under way with ``sync=False``.
 
-    >>> Reducing(staleness=2).reduced(Variable("w", (4,)), destination=1).sync.staleness
+    >>> PSBuilder(staleness=2).reduced(Variable("w", (4,)), destination=1).sync.staleness
     2
     """
 

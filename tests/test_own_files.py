@@ -138,7 +138,8 @@ def test_an_engine_is_joined_by_its_name_on_two_ranks(package, tmp_path):
 
 
 def test_an_engine_of_another_name_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "strange.py").write_text("from grace.core.backend import LocalBackend\nclass Strange(LocalBackend):\n    pass\n")
+    lines = ("from grace.core.backend import LocalBackend", "class Strange(LocalBackend):", "    pass\n")
+    (tmp_path / "strange.py").write_text("\n".join(lines))
     installed(tmp_path, "strange", "[grace.backends]\nstrange = strange:Strange\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(grace.ConfigError, match=r"strange = strange:Strange of grace\.backends must give a backend of"):

@@ -15,7 +15,7 @@ from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
 from grace.core.specs import Spec
-from grace.core.user_compressors import check_shape
+from grace.core.user_parts import check_shape
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from grace.core.component import is_ours
 from grace.core.transactional_dict import StatefulComponent
-from grace.core.user_compressors import check_shape, wrap_aggregate, wrap_compress
+from grace.core.user_parts import check_shape, wrap_aggregate, wrap_compress
 from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.constants import ITEM_SIZE

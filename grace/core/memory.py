@@ -8,7 +8,7 @@ from grace.core.component import is_ours
 from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.state import Value
 from grace.core.transactional_dict import StatefulComponent, TransactionalDict
-from grace.core.user_compressors import wrap_compensate
+from grace.core.user_parts import wrap_compensate
 from grace.kernels import kernels_of
 
 

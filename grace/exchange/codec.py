@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from grace.core.compressor import Compressor, Ctx, Payload, PayloadSpec, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.user_compressors import check_decodes
+from grace.core.user_parts import check_decodes
 from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError, payload_of
 from grace.exchange.bucket import Bucket

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Payload, Tensor
-from grace.core.user_compressors import check_shape
+from grace.core.user_parts import check_shape
 from grace.errors import ExchangeError, GraceError, PayloadError
 from grace.exchange.bucket import Bucket
 from grace.exchange.codec import PerVariableCodec

@@ -40,7 +40,6 @@ from grace.torch.ddp_buckets import (
     bucket_gradients,
     bucket_limits,
     check_dense,
-    check_no_join,
     gradient_to_send,
     trainable_parameters,
 )
@@ -57,7 +56,7 @@ from grace.torch.python_reducer import PythonReducerMixin
 from grace.torch.state_dict import check_not_saved_directly, move_to_devices, pack_state, unpack_state
 from grace.torch.step_hooks import around_steps
 from grace.torch.uses import GradientUses
-from grace.torch.wrappers import check_not_sharded, check_unwrapped, unwrap_compiled
+from grace.torch.wrappers import check_no_join, check_not_sharded, check_unwrapped, unwrap_compiled
 
 
 class EarlyState:

@@ -39,22 +39,6 @@ def check_dense(parameters: Mapping[str, torch.nn.Parameter]) -> None:
         )
 
 
-def check_no_join(model: DistributedDataParallel) -> None:
-    """Refuse DDP's ``join()``. All ranks that still have batches come here with their first bucket.
-
-    Raises:
-        ConfigError: ranks that have no batches left would take part with zeros, of which memories know nothing.
-    """
-    config = model._join_config
-    if config.enable and not config.throw_on_early_termination:
-        raise ConfigError(
-            "DistributedDataParallel's join() does not go with Grace's hook: a rank that has no batches left makes "
-            "no steps, and what it remembers would be lost. Give every rank as many batches "
-            "(DistributedSampler(..., drop_last=True)), or end them all when the first one has none left: with "
-            "model.join(throw_on_early_termination=True)"
-        )
-
-
 def bucket_gradients(bucket: Any) -> list[torch.Tensor]:
     """Return views of a bucket's gradients in their parameters' shapes.
 

@@ -256,3 +256,26 @@ def test_two_optimizers_by_hand_are_logged_as_often_as_lightning_logs(tmp_path):
             assert len(logged) == 2
             assert sum(logged) == own.state.traffic.sent_bytes
         return bits(model)
+
+
+@on_ranks(2)
+def test_ranks_that_train_alone_save_the_anchors_after_an_error_behind_backward(tmp_path):
+    """The error is the program's own, and the checkpoint has the parameters of the last round."""
+    import lightning.pytorch as pl
+
+    def fail(optimizer: Any) -> None:
+        if made.global_step == 4:
+            raise KeyError("behind backward")
+
+    with torchrun():
+        model = net()
+        model.on_before_optimizer_step = fail
+        saving = pl.callbacks.OnExceptionCheckpoint(tmp_path, "late")
+        made = trainer(tmp_path, callback(**OUTER), saving)
+        with pytest.warns(UserWarning, match="holds no memories"), pytest.raises(KeyError, match="behind backward"):
+            made.fit(model, *loaders())
+        saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
+        alone = net()
+        alone.load_state_dict(saved["state_dict"])
+        assert bits(alone) not in (bits(net()), bits(model))
+        return bits(alone)

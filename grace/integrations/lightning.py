@@ -49,7 +49,6 @@ class GraceCallback(Chosen, Callback):
 
     ddp_comm_hook = staticmethod(grace_hook)
     loaded: dict[str, object] | None = None
-    logged = 0
     trainer: Trainer | None = None
     validating: contextlib.ExitStack | None = None
     """Context of the anchors during validation."""
@@ -84,7 +83,6 @@ class GraceCallback(Chosen, Callback):
         )
         loaded = self.loaded
         self.loaded = None
-        self.logged = trainer.global_step
         if loaded is not None:
             self.wrapped.load_state_dict(loaded)
         if trainer is not self.trainer:  # once for each Trainer: a second fit() finds its method wrapped
@@ -128,9 +126,9 @@ class GraceCallback(Chosen, Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *ignored: object) -> None:
         """Log numbers of the exchange, as often as Lightning logs."""
-        step, every = trainer.global_step, trainer.log_every_n_steps
-        if self.wrapped is not None and every and step != self.logged and step % every == 0:
-            self.logged = step
+        # Lightning's loggers take what is logged in these batches alone, and count batches, not steps of optimizers.
+        logs = trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate()
+        if self.wrapped is not None and logs:
             pl_module.log_dict(self.wrapped.metrics())
 
 

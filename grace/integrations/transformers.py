@@ -69,8 +69,9 @@ class GraceCallback(Chosen, TrainerCallback):
         model = trainer.model_wrapped
         optimizer = kwargs["optimizer"]
         if self.wrapped is None or self.model is None or unwrap_compiled(self.model) is not unwrap_compiled(model):
-            if self.wrapped is not None:  # another model since the last train()
+            if self.wrapped is not None:  # another model, or a wrapper made anew for another batch size
                 self.wrapped.close()
+                self.wrapped = self.model = None  # an outer optimizer refuses parameters that two wrappers have
             self.wrapped = wrap(
                 model,
                 args.world_size,

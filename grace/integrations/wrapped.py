@@ -13,6 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -40,6 +41,8 @@ NOTHING: dict[str, object] = {KEY: None}
 """State that one process saves, or any before training begins."""
 ExchangeState = DDPState | DistributedMixin
 """State of DistributedDataParallel's hook, or the distributed optimizer if there are outer rounds."""
+NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+"""Code that runs the backward of a program's own function, in which other passes may start."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -339,6 +342,9 @@ class EndOfBackward:
         self.optimizer = weakref.ref(optimizer)
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        # A pass within another one (reentrant checkpoints) ends before the other gradients have come.
+        if _within_backward():
+            return
         # DDP's own way: the callback runs at the end of this backward pass, before backward() returns
         torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)  # type: ignore[attr-defined]
 
@@ -347,6 +353,14 @@ class EndOfBackward:
         optimizer = self.optimizer()
         if optimizer is not None and optimizer._grace.computed:
             optimizer.synchronize()
+
+
+def _within_backward() -> bool:
+    """Return True if the calling hook runs in a backward pass that another one has started."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not NODE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_unsharded(model: torch.nn.Module, way: str) -> None:

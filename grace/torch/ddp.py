@@ -39,7 +39,8 @@ from grace.torch.ddp_buckets import (
     bucket_gradients,
     bucket_limits,
     check_dense,
-    check_no_join,
+    check_frozen,
+    frozen_parameters,
     gradient_to_send,
     trainable_parameters,
 )
@@ -57,7 +58,7 @@ from grace.torch.pickling import InertState
 from grace.torch.python_reducer import PythonReducerMixin
 from grace.torch.state_dict import check_not_saved_directly, move_to_devices, pack_state, unpack_state
 from grace.torch.step_hooks import around_steps
-from grace.torch.wrappers import check_not_sharded, check_unwrapped, unwrap_compiled
+from grace.torch.wrappers import check_no_join, check_not_sharded, check_unwrapped, unwrap_compiled
 
 
 class EarlyState:
@@ -86,6 +87,23 @@ def grace_hook(state, bucket):  # DDP checks the annotations, which must be real
     if isinstance(bucket, tuple):  # from the Python reducer, whose gradients the parameters' hooks exchange
         return None
     return state.exchange(bucket)
+
+
+def check_no_hook(model: DistributedDataParallel) -> None:
+    """Refuse a model that has a communication hook, of which DDP takes one.
+
+    Raises:
+        ConfigError: the model has a hook, of Grace's or another one.
+    """
+    for hook, state in model._comm_hooks:
+        waits = isinstance(state, EarlyState) and (state.state is None or state.state.closed)
+        if not waits and not isinstance(state, InertState):  # torch copies the list, and no hooks
+            name = "Grace's hook" if hook is grace_hook else f"the hook {getattr(hook, '__name__', hook)}"
+            raise ConfigError(
+                f"the model has {name} already, and DistributedDataParallel takes one communication hook. "
+                "Register Grace's alone, once; for other choices, call close() of the former state, and wrap "
+                "model.module anew"
+            )
 
 
 def fill_early_states(model: DistributedDataParallel, state: "DDPState") -> bool:
@@ -134,6 +152,8 @@ class DDPState(PythonReducerMixin):
     registered_by = "register_ddp_hook"
     shared = True
     """True if gradients share the memory that means are written to."""
+    frozen: Mapping[str, torch.nn.Parameter] = {}
+    """Parameters of a DistributedDataParallel model that required no gradients when the hook was registered."""
 
     def __init__(
         self,
@@ -417,6 +437,7 @@ class DDPState(PythonReducerMixin):
             model = self.model()
             assert model is not None  # whose backward pass calls this
             check_no_join(model)
+            check_frozen(self.frozen)
             self.close_step()
             self._begin_step()
         names = tuple(self.names[p] for p in grad_bucket.parameters())
@@ -656,9 +677,10 @@ def register_ddp_hook(
         )
 
     def list_variables() -> list[Variable]:
-        """List the variables to exchange; refuse sparse gradients, and a wrong size of buckets."""
+        """List the variables to exchange; refuse sparse gradients, other hooks, and a wrong size of buckets."""
         if bucket_bytes is not None:
             check_integer("bucket_bytes", bucket_bytes)
+        check_no_hook(model)
         parameters = trainable_parameters(model)
         check_dense(parameters)
         return make_variables(parameters)
@@ -681,6 +703,7 @@ def register_ddp_hook(
     advise_hierarchy(runner)
     state = DDPState(trainable_parameters(model), runner, optimizer, grad_scaler, bucket_bytes)
     state.model = weakref.ref(model)  # DDP's C++ reducer refers to the state, a cycle that Python could not collect
+    state.frozen = frozen_parameters(model)
     if getattr(model, "_use_python_reducer", False):
         state.use_python_reducer()
     else:

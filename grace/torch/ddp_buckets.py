@@ -14,15 +14,52 @@ from grace.torch.parameters import sparse_names
 
 
 def trainable_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a DDP model that need gradients, by name, without those that DDP was told to ignore."""
+    """Return the parameters of a DDP model that need gradients, by name, without those that DDP was told to ignore.
+
+    Raises:
+        ConfigError: DDP has made its buckets of others.
+    """
+    pairs = [(name, p) for name, p in _exchanged_parameters(model) if p.requires_grad]
+    known = model._get_ddp_logging_data()["num_parameter_tensors"]
+    if known != len(pairs):
+        raise ConfigError(
+            f"DistributedDataParallel exchanges {known} parameters, and {len(pairs)} of the model require gradients "
+            "now: some were frozen or unfrozen since it was made. Let all that are to be trained at any time require "
+            "gradients before DistributedDataParallel(model, find_unused_parameters=True), and freeze parameters "
+            "after register_ddp_hook"
+        )
+    return dict(zip(unwrap_names([name for name, _ in pairs]), (p for _, p in pairs), strict=True))
+
+
+def frozen_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a DDP model that need no gradients, by name, without those that DDP was told to
+    ignore."""
+    return {name: p for name, p in _exchanged_parameters(model) if not p.requires_grad}
+
+
+def _exchanged_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of a DDP model without those that DDP was told to ignore."""
     # Names of modules and parameters with a point between them, even of the root's.
     ignored = model.parameters_to_ignore
-    pairs = [
-        (name, p)
-        for name, p in model.module.named_parameters()
-        if p.requires_grad and (name if "." in name else f".{name}") not in ignored
+    return [
+        (name, p) for name, p in model.module.named_parameters() if (name if "." in name else f".{name}") not in ignored
     ]
-    return dict(zip(unwrap_names([name for name, _ in pairs]), (p for _, p in pairs), strict=True))
+
+
+def check_frozen(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters that were frozen when the hook was registered, and are not any more.
+
+    Raises:
+        ConfigError: a parameter requires gradients, of which DDP has no bucket.
+    """
+    for name, p in parameters.items():
+        if p.requires_grad:
+            raise ConfigError(
+                f"the parameter {name!r} requires gradients now, and did not when DistributedDataParallel was made: "
+                "it does not exchange them, and the ranks would drift apart. Let it require them before "
+                "DistributedDataParallel(model, find_unused_parameters=True), and freeze it after register_ddp_hook; "
+                "or wrap the model anew"
+            )
 
 
 def check_dense(parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -36,22 +73,6 @@ def check_dense(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             f"the gradient of {name!r} is sparse, and DDP's hook exchanges dense gradients alone. Make the layer dense "
             "(sparse=False), or train the model without DistributedDataParallel and pass it to "
             "grace.DistributedOptimizer(opt, model), which exchanges rows"
-        )
-
-
-def check_no_join(model: DistributedDataParallel) -> None:
-    """Refuse DDP's ``join()``. All ranks that still have batches come here with their first bucket.
-
-    Raises:
-        ConfigError: ranks that have no batches left would take part with zeros, of which memories know nothing.
-    """
-    config = model._join_config
-    if config.enable and not config.throw_on_early_termination:
-        raise ConfigError(
-            "DistributedDataParallel's join() does not go with Grace's hook: a rank that has no batches left makes "
-            "no steps, and what it remembers would be lost. Give every rank as many batches "
-            "(DistributedSampler(..., drop_last=True)), or end them all when the first one has none left: with "
-            "model.join(throw_on_early_termination=True)"
         )
 
 

@@ -192,7 +192,8 @@ class HookedSession(Session):
     @property
     def in_progress(self) -> bool:
         """True if this step's backward passes are done but not synchronized. All ranks have the same value."""
-        return super().in_progress or (self.passes in self.counts.values() and not self.synchronized)
+        exchanges = bool(self.runner.buckets)  # ranks that train alone have nothing to drop
+        return super().in_progress or (exchanges and self.passes in self.counts.values() and not self.synchronized)
 
     @property
     def computed(self) -> bool:

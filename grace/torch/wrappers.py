@@ -40,6 +40,23 @@ class Never:
         pass
 
 
+def check_no_join(model: DistributedDataParallel) -> None:
+    """Refuse DDP's ``join()``. All ranks that still have batches come here in their first step.
+
+    Raises:
+        ConfigError: ranks that have no batches left would take part with zeros, of which memories know nothing, or not
+            at all.
+    """
+    config = model._join_config
+    if config.enable and not config.throw_on_early_termination:
+        raise ConfigError(
+            "DistributedDataParallel's join() does not go with Grace: a rank that has no batches left makes "
+            "no steps, and what it remembers would be lost. Give every rank as many batches "
+            "(DistributedSampler(..., drop_last=True)), or end them all when the first one has none left: with "
+            "model.join(throw_on_early_termination=True)"
+        )
+
+
 class SilentDDP(DistributedDataParallel):
     """DistributedDataParallel model that exchanges nothing, because a distributed optimizer does.
 
@@ -52,6 +69,11 @@ class SilentDDP(DistributedDataParallel):
     find_unused_parameters = Never()  # type: ignore[assignment]
     optimizer: Any = None
     """Weak reference to the distributed optimizer."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model, but not in DDP's ``join()``."""
+        check_no_join(self)
+        return super().forward(*inputs, **kwargs)
 
     def no_sync(self) -> Any:
         """Return the context in which the optimizer's gradients only accumulate."""

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import grace
 from tests.support.drawing import THOROUGH
+from tests.support.frameworks import check_refused
 from tests.support.pools import on_ranks
 from tests.support.training import (
     METHODS,
@@ -301,3 +303,58 @@ def test_the_hook_keeps_means_of_parameters_that_no_rank_uses():
         plain.step()
         found.append([-p.flatten()[0].item() for p in model.parameters()])
     assert found == [[1, 0], [1, 1], [1, 1]]
+
+
+@on_ranks(2)
+def test_a_second_hook_and_parameters_frozen_at_the_wrong_time_are_refused_by_name():
+    """On all ranks, before anything is exchanged; parameters may be frozen once the hook is registered."""
+
+    def frozen_since():
+        model = net()
+        wrapped = ddp(model, find_unused_parameters=True)
+        model.conv.requires_grad_(False)
+        grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)")
+
+    def unfrozen_since():
+        model = net()
+        model.conv.requires_grad_(False)
+        wrapped = ddp(model)
+        model.conv.requires_grad_(True)
+        grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)")
+
+    def unfrozen_in_training():
+        model = net()
+        model.conv.requires_grad_(False)
+        wrapped = ddp(model)
+        grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)")
+        train(wrapped, plain_sgd(model.parameters()), range(1))
+        model.conv.requires_grad_(True)
+        loss_of(wrapped, 1).backward()
+
+    def twice():
+        wrapped = ddp(net())
+        grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)")
+        grace.torch.register_ddp_hook(wrapped, "qsgd")
+
+    def beside_anothers():
+        wrapped = ddp(net())
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        grace.torch.register_ddp_hook(wrapped, "qsgd")
+
+    check_refused(
+        {
+            frozen_since: ["exchanges 7 parameters, and 5 of the model", "freeze parameters after register_ddp_hook"],
+            unfrozen_since: ["exchanges 5 parameters, and 7 of the model"],
+            unfrozen_in_training: ["'conv.weight' requires gradients now", "drift apart", "wrap the model anew"],
+            twice: ["the model has Grace's hook already"],
+            beside_anothers: ["the model has the hook fp16_compress_hook already"],
+        }
+    )
+    model = net()
+    wrapped = ddp(model, find_unused_parameters=True)
+    grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)")
+    optimizer = plain_sgd(model.parameters())
+    for steps, trained in ((range(1), True), (range(1, 3), False), (range(3, 4), True)):
+        model.conv.requires_grad_(trained)
+        train(wrapped, optimizer, steps)
+    return digest(weights(model))

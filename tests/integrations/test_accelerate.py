@@ -196,6 +196,45 @@ def test_a_strategy_may_keep_the_ranks_of_a_node_in_step():
         return bits(run.module), digest(run.recorded.gradients)
 
 
+class Checkpointed(torch.nn.Module):
+    """Three layers, whose middle one runs in a checkpoint, or not."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (torch.nn.Linear(64, n) for n in (64, 64, 10))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        checkpoint = torch.utils.checkpoint.checkpoint
+        x = checkpoint(self.middle, x, use_reentrant=True) if self.reentrant else self.middle(x)
+        return self.last(x.relu())
+
+
+@on_ranks(2)
+def test_the_backward_pass_of_a_reentrant_checkpoint_does_not_end_the_step():
+    """It runs within the model's, at whose end the ranks of a node have the mean, once."""
+    outer = {"optimizer": "none", "period": 2, "over": "nodes"}
+    strategy = {"version": 1, "rules": [{"match": {}, "sync": {"type": "allreduce"}, "outer": outer}]}
+
+    def trained(reentrant: bool) -> tuple[str, int]:
+        by, model = accelerator(), Checkpointed(reentrant)
+        wrapped, optimizer = grace.integrations.accelerate.prepare(by, model, sgd(model), strategy=strategy)
+        x, y = digits()
+        for step in range(4):
+            own = slice(32 * step + 16 * grace.rank(), 32 * step + 16 * grace.rank() + 16)
+            by.backward(torch.nn.functional.cross_entropy(wrapped(x[own]), y[own]))
+            optimizer.step()
+            optimizer.zero_grad()
+        return bits(model), grace.integrations.accelerate.state_of(wrapped).traffic.sent_bytes
+
+    with torchrun():
+        plain = trained(False)
+        assert trained(True) == plain
+        return plain[0]
+
+
 @on_ranks()
 def test_the_loss_is_within_noise_of_the_uncompressed_one():
     """Of two seeds each, uncompressed and compressed."""

@@ -227,3 +227,55 @@ def test_a_search_for_a_learning_rate_leaves_nothing_in_memories(tmp_path):
         plain, *others = [fitted(), fitted(find), fitted(None, Finds())]
         assert others == [plain, plain]
         assert plain[1] == 4
+
+
+@on_ranks(2)
+def test_two_optimizers_by_hand_are_logged_as_often_as_lightning_logs(tmp_path):
+    """Each batch makes two steps; loggers get all bytes that were sent."""
+
+    def two(made: Any, module: Any) -> list[torch.optim.Optimizer]:
+        module.automatic_optimization = False
+        return [torch.optim.SGD(module.layers[i].parameters(), lr=0.1) for i in (0, 2)]
+
+    def step(module: Any, batch: Any, index: int) -> None:
+        for optimizer in module.optimizers():
+            optimizer.zero_grad()
+            module.manual_backward(torch.nn.functional.cross_entropy(module.layers(batch[0]), batch[1]))
+            optimizer.step()
+        module.zero_grad()  # gradients that the other optimizer's loss has left
+
+    with torchrun():
+        model, own = net(optimizer=two), callback()
+        type(model).training_step = step
+        plain = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 16}
+        trainer(tmp_path, own, **plain).fit(model, loaders()[0])
+        if grace.rank() == 0:
+            lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+            sent = lines[0].split(",").index("grace_bytes_sent")
+            logged = [float(line.split(",")[sent]) for line in lines[1:]]
+            assert len(logged) == 2
+            assert sum(logged) == own.state.traffic.sent_bytes
+        return bits(model)
+
+
+@on_ranks(2)
+def test_ranks_that_train_alone_save_the_anchors_after_an_error_behind_backward(tmp_path):
+    """The error is the program's own, and the checkpoint has the parameters of the last round."""
+    import lightning.pytorch as pl
+
+    def fail(optimizer: Any) -> None:
+        if made.global_step == 4:
+            raise KeyError("behind backward")
+
+    with torchrun():
+        model = net()
+        model.on_before_optimizer_step = fail
+        saving = pl.callbacks.OnExceptionCheckpoint(tmp_path, "late")
+        made = trainer(tmp_path, callback(**OUTER), saving)
+        with pytest.warns(UserWarning, match="holds no memories"), pytest.raises(KeyError, match="behind backward"):
+            made.fit(model, *loaders())
+        saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
+        alone = net()
+        alone.load_state_dict(saved["state_dict"])
+        assert bits(alone) not in (bits(net()), bits(model))
+        return bits(alone)

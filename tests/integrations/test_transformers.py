@@ -244,3 +244,28 @@ def test_learning_rates_compiled_models_and_other_memories(tmp_path):
         compiled = trainer(tmp_path, own := callback(), max_steps=2, torch_compile=True, torch_compile_backend="eager")
         compiled.train()
         assert not any("_orig_mod" in name for name in kept(own.state))
+
+
+@on_ranks(2)
+def test_training_alone_goes_on_after_errors(tmp_path):
+    """Memory is short at first, so that the Trainer wraps the model anew; then the program fails behind backward."""
+    import transformers
+
+    class Failing(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if errors and state.global_step == 4:
+                raise errors.pop()
+
+    with torchrun():
+        errors: list[Exception] = [KeyError("behind backward"), RuntimeError("CUDA out of memory.")]
+        made = trainer(tmp_path, callback(**OUTER), Failing(), auto_find_batch_size=True, save_strategy="no")
+        with pytest.raises(KeyError, match="behind backward"):
+            made.train()
+        assert made.state.global_step == 4
+        made.evaluate()
+        made.save_model()
+        grace.barrier()
+        shared = parameter_bits(type(made.model).from_pretrained(tmp_path))
+        assert shared != parameter_bits(made.model)
+        made.train()
+        return shared, parameter_bits(made.model)

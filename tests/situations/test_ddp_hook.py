@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import grace
+from grace.integrations.wrapped import train_alone
 from tests.support.pools import on_ranks
 from tests.support.training import Given, ddp, digest, sgd
 
@@ -134,11 +135,14 @@ def test_a_residual_of_a_channels_last_model_is_that_of_a_contiguous_one():
     assert torch.equal(model.w, again.w)
 
 
-def uneven(batches, early):
-    """What a rank with so many batches says under DDP's join()."""
+def uneven(batches, early, alone=False):
+    """What a rank with so many batches says under DDP's join(): under the hook, or where ranks train alone."""
     model = torch.nn.Linear(6, 4)
     wrapped, optimizer = ddp(model), sgd(model.parameters())
-    grace.torch.register_ddp_hook(wrapped, TOPK, optimizer=optimizer)
+    if alone:
+        train_alone(wrapped, optimizer, compressor=TOPK, outer="none", period=2)
+    else:
+        grace.torch.register_ddp_hook(wrapped, TOPK, optimizer=optimizer)
     done = 0
     try:
         with wrapped.join(throw_on_early_termination=early):
@@ -151,16 +155,17 @@ def uneven(batches, early):
         return done, type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize("batches", [(3, 2), (2, 0)], ids=str)
-def test_ddps_join_is_refused_by_name_on_all_ranks_before_any_step(two_ranks, batches):
-    for done, kind, said in two_ranks.run(uneven, batches, False):
+@pytest.mark.parametrize(("batches", "alone"), [((3, 2), False), ((2, 0), False), ((3, 2), True)], ids=str)
+def test_ddps_join_is_refused_by_name_on_all_ranks_before_any_step(two_ranks, batches, alone):
+    for done, kind, said in two_ranks.run(uneven, batches, False, alone):
         assert (done, kind) == (0, "ConfigError")
-        assert "DistributedDataParallel's join() does not go with Grace's hook" in said
+        assert "DistributedDataParallel's join() does not go with Grace:" in said
     two_ranks.stop()  # what DDP had begun is in their process group
 
 
-def test_join_that_ends_all_ranks_with_the_first_is_not_refused(two_ranks):
-    for done, kind, said in two_ranks.run(uneven, (3, 2), True):
+@pytest.mark.parametrize("alone", [False, True])
+def test_join_that_ends_all_ranks_with_the_first_is_not_refused(two_ranks, alone):
+    for done, kind, said in two_ranks.run(uneven, (3, 2), True, alone):
         assert (done, kind) == (2, "RuntimeError")
         assert "exhausted" in said
     two_ranks.stop()

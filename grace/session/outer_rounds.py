@@ -322,6 +322,9 @@ class OuterRounds:
         for fragment in self.fragments:
             if fragment.travels:
                 self._apply_outer_step(fragment, fragment.outer.merge)
+            # A program may have set parameters since the last round, as an average of weights does at the end.
+            if any(not _equal(self.read(shard), self._anchor(shard, self.read(shard))) for shard in fragment.shards):
+                fragment.applied_at = -1
         # A rank with more iterations may wait in the round that is due next: the order lets both find that out.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.until_sent(self.at)):
             if not self._send(fragment, later=False):  # a rank that was not finite has the anchors now

@@ -76,6 +76,21 @@ def test_averaging_is_an_outer_step_of_rate_1():
     return ends
 
 
+@on_ranks(2)
+def test_parameters_that_a_program_sets_after_a_round_are_in_the_last_one():
+    """As averages of weights at the end of a training."""
+    model = Given(SHAPES)
+    optimizer = distributed(model, outer="none", period=2)
+    run_given(optimizer, model, range(4))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0 + grace.rank())
+    optimizer.flush()
+    for p in model.parameters():
+        torch.testing.assert_close(p, torch.full_like(p, 1.5))
+    return digest(weights(model))
+
+
 def test_alone_an_outer_step_of_rate_1_changes_nothing():
     grace.init("local")
     plain, local = net(), net()
